@@ -1,0 +1,68 @@
+# make setup | demo | test | test-full | lint | clean
+# PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.complete
+DEMO_DATA := data/stdlib/stdlib
+
+# Make stays quiet about what its shell finds here: a .venv that is missing or no longer starts is made anew.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell $(PY) -c '' 2>/dev/null && echo $(PY) || echo python3)
+endif
+VERSION := $(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+CONSTRAINTS := constraints/python$(if $(filter 3.11,$(VERSION)),3.11,3.12).txt
+
+# The stamp is written last and says for which place and which Python the environment is complete.
+export WANTED := $(CURDIR), Python $(VERSION)
+export FOUND := $(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null)
+ifneq ($(FOUND),$(WANTED))
+$(STAMP): FORCE
+endif
+
+# Pip compiles no bytecode below (it would double the time of setup); Python then does, at the first import of
+# each module, unless this variable forbids it.
+unexport PYTHONDONTWRITEBYTECODE
+
+PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
+
+.DELETE_ON_ERROR:
+.PHONY: setup demo test test-full lint clean FORCE
+
+setup: $(STAMP)
+
+# Pip itself first: recent versions install in two thirds of the time of the one that comes with Python 3.11.
+$(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo 'error: PYTHON=$(PYTHON) is $(or $(VERSION),not to be found), expected Python 3.11 or later;' \
+	    'try make setup PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@echo 'setup: installing into $(VENV), Python $(VERSION): a minute, or some more where torch brings CUDA'
+	@[ "$$FOUND" = "$$WANTED" ] || "$(PYTHON)" -m venv --clear $(VENV)
+	@rm -f $(STAMP)
+	@$(PIP_INSTALL) --upgrade pip
+	@$(PIP_INSTALL) -e '.[dev]'
+	@echo "$$WANTED" > $(STAMP)
+
+# The card is what preparing writes last; without it the other files are remains.
+$(DEMO_DATA).card.json: | $(STAMP)
+	$(PY) tools/prepare_data.py --stdlib --tokenizer train --vocab-size 4096 --workers 2 \
+	  --output $(DEMO_DATA) --overwrite
+
+demo: $(STAMP) $(DEMO_DATA).card.json
+	$(PY) pretrain_gpt_moe.py --config examples/demo.yaml overwrite=true
+
+test: $(STAMP)
+	$(PY) -m pytest tests -m "not full"
+
+test-full: $(STAMP)
+	$(PY) -m pytest tests
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# Not data/ and runs/: they may be somebody's only copy.
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find . -name .git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

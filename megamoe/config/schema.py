@@ -1,0 +1,242 @@
+"""The run's configuration as typed dataclasses: every key of the YAML, its default and its meaning.
+
+One dataclass per section, in the order in which the data travels. A part of the MoE layer (scorer,
+selector, loss, ...) brings its own `Config`; here it stands as a `PartChoice`: its name and its options.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from megamoe.config.parts import PartChoice, parts_by_name, parts_in_order, single_part
+
+STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass
+class SourceConfig:
+    """One indexed dataset: a path without its .bin/.idx ending, and its share of the blend."""
+
+    __pydantic_config__ = STRICT
+    path: str
+    weight: PositiveFloat = 1.0
+
+
+Sources = list[SourceConfig]  # a bare path stands for {path: ...}
+
+
+@dataclass
+class DataConfig:
+    """What is read: text that `tools/prepare_data.py` turned into .bin/.idx, or mock data."""
+
+    __pydantic_config__ = STRICT
+    sources: Sources = field(default_factory=list)  # blended by weight, cut by `split`
+    split: list[NonNegativeFloat] = field(default_factory=lambda: [0.98, 0.02, 0.0])  # train, valid, test
+    validation: dict[str, Sources] = field(default_factory=dict)  # further validation sets, by name
+    mock: bool = False  # made-up tokens, to try a layout or a machine
+    sequence_length: PositiveInt = 256
+    tokenizer: str | None = None  # default: the one named in the data card
+    document_aware: bool = False  # attention, positions and loss stop at document boundaries
+    cache: str | None = None  # folder of the sample index; default: beside the data
+    workers: NonNegativeInt = 1  # loader processes per rank
+
+
+@dataclass
+class ModelConfig:
+    """The transformer: Megatron-Core's GPTModel."""
+
+    __pydantic_config__ = STRICT
+    num_layers: PositiveInt = 4
+    hidden_size: PositiveInt = 256
+    num_attention_heads: PositiveInt = 4
+    num_query_groups: PositiveInt | None = None  # grouped-query attention; default: one per head
+    ffn_hidden_size: PositiveInt | None = None  # of the dense blocks; default: 4 x hidden_size
+    vocab_size: PositiveInt | None = None  # default: the tokenizer's
+    vocab_multiple: PositiveInt = 64  # the embedding is padded to a multiple of it
+    position: Literal["rope", "learned"] = "rope"
+    rope_base: PositiveFloat = 10000.0
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: PositiveFloat = 1e-5
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    bias: bool = False  # of attention and the dense FFN; experts have none, as Megatron's grouped ones
+    tie_embeddings: bool = True
+    init_std: PositiveFloat = 0.02
+    hidden_dropout: Fraction = 0.0
+    attention_dropout: Fraction = 0.0
+
+
+@dataclass
+class LayersConfig:
+    """Which blocks are MoE, counted from 1: every n-th, or those listed; neither (`none`): a dense model."""
+
+    __pydantic_config__ = STRICT
+    every: PositiveInt | None = None
+    at: list[PositiveInt] = field(default_factory=list)
+
+
+Scorer = Annotated[PartChoice, single_part("scorer", "linear")]
+Gate = Annotated[PartChoice, single_part("gate", "softmax")]
+Selector = Annotated[PartChoice, single_part("selector", "top_k")]
+Capacity = Annotated[PartChoice, single_part("capacity", "none")]
+
+
+@dataclass
+class RouterConfig:
+    """The stages between the hidden states and the Routing, in their order."""
+
+    __pydantic_config__ = STRICT
+    scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer", "linear"))
+    restrictions: Annotated[list[PartChoice], parts_in_order("restriction")] = field(default_factory=list)
+    gate: Gate = field(default_factory=lambda: PartChoice.default("gate", "softmax"))
+    selector: Selector = field(default_factory=lambda: PartChoice.default("selector", "top_k"))
+    capacity: Capacity = field(default_factory=lambda: PartChoice.default("capacity", "none"))
+
+
+@dataclass
+class MoEConfig:
+    """The MoE layer: where it stands, its experts, its router, its auxiliary losses."""
+
+    __pydantic_config__ = STRICT
+    layers: LayersConfig = field(default_factory=LayersConfig)
+    num_experts: PositiveInt = 8
+    expert_ffn_hidden_size: PositiveInt | None = None  # default: the dense blocks' size
+    num_shared_experts: NonNegativeInt = 0  # each of the experts' size; every token visits them
+    shared_expert_gate: bool = False  # sigmoid(w . x) on the shared experts' output
+    router: RouterConfig = field(default_factory=RouterConfig)
+    losses: Annotated[dict[str, PartChoice], parts_by_name("loss")] = field(default_factory=dict)
+
+
+@dataclass
+class ParallelConfig:
+    """How ranks share the work. Data parallelism is what remains: the world size."""
+
+    __pydantic_config__ = STRICT
+    expert: PositiveInt = 1  # ranks that share one set of experts
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: what the DeepSpeed file says
+    deepspeed: str | None = None  # a file of ds_configs/; default: ZeRO 0 in fp32
+    timeout_minutes: PositiveFloat = 30.0  # of a collective operation
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule. Steps are optimiser steps."""
+
+    __pydantic_config__ = STRICT
+    lr: PositiveFloat = 3e-4
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None  # where min_lr is reached; default: train.steps
+    wsd_decay_steps: PositiveInt | None = None  # the last stretch of `wsd`; default: a tenth of decay_steps
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1  # not on norms, biases and vectors
+    grad_clip: NonNegativeFloat = 1.0  # global norm, dense and expert parameters together; 0: off
+
+
+@dataclass
+class RampupConfig:
+    """Grow the global batch from `start` by `increment` until train.global_batch_size."""
+
+    __pydantic_config__ = STRICT
+    start: PositiveInt
+    increment: PositiveInt
+    samples: PositiveInt  # over which the growth is spread evenly
+
+
+@dataclass
+class ProfilerConfig:
+    """A window of steps recorded with torch.profiler, written to <run>/profile."""
+
+    __pydantic_config__ = STRICT
+    start_step: PositiveInt | None = None  # None: off
+    num_steps: PositiveInt = 3
+
+
+@dataclass
+class TrainConfig:
+    """How long and how large. Batch sizes count sequences."""
+
+    __pydantic_config__ = STRICT
+    steps: PositiveInt = 100
+    micro_batch_size: PositiveInt = 1
+    global_batch_size: PositiveInt | None = None  # default: micro_batch_size x data-parallel size
+    batch_rampup: RampupConfig | None = None
+    label_smoothing: Fraction = 0.0
+    exit_after_steps: PositiveInt | None = None  # save and stop, of this launch
+    exit_after_minutes: PositiveFloat | None = None
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+
+@dataclass
+class EvaluationConfig:
+    """Validation at intervals, and always at the end."""
+
+    __pydantic_config__ = STRICT
+    every: NonNegativeInt = 0  # steps; 0: only at the end
+    batches: NonNegativeInt = 8  # global batches per validation set; 0: no evaluation at all
+    at_start: bool = False
+
+
+@dataclass
+class CheckpointConfig:
+    """When the run is saved, how many are kept, and what a launch goes on from."""
+
+    __pydantic_config__ = STRICT
+    every: NonNegativeInt = 0  # steps; 0: only at the end
+    keep: PositiveInt = 2
+    save_at_end: bool = True
+    resume: str = "never"  # never | auto (the latest of this run, if any) | a checkpoint's folder
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases; offline where nobody is logged in."""
+
+    __pydantic_config__ = STRICT
+    enabled: bool = False
+    mode: Literal["auto", "online", "offline"] = "auto"
+    project: str = "megamoe"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LogConfig:
+    """Where what is measured goes; metrics.jsonl is always written."""
+
+    __pydantic_config__ = STRICT
+    every: PositiveInt = 1  # steps
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: bool = False
+    report: bool = True  # an HTML page at the end
+
+
+@dataclass
+class RunConfig:
+    """One run, whole."""
+
+    __pydantic_config__ = STRICT
+    name: str = "run"
+    output: str = "runs"  # the run's folder is <output>/<name>
+    overwrite: bool = False  # begin anew in a run folder that exists
+    seed: NonNegativeInt = 1234
+    plugins: list[str] = field(default_factory=list)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,1 @@
+"""Text to tokens on disk, tokens to batches: everything before the embedding."""

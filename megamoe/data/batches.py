@@ -1,0 +1,181 @@
+"""Samples to this rank's micro batches, in an order that depends on the sample numbers alone.
+
+The global stream of samples is cut into micro batches, dealt to the data-parallel ranks in turn. So one
+rank sees, in order, what n ranks see together, and a run goes on at exactly the sample it stopped at.
+
+Loader processes are forked when the stream is made: the memory-mapped data is shared, not copied, and
+they never touch the accelerator. Make streams early, and close them.
+"""
+
+import atexit
+import signal
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megamoe.errors import UserError
+
+PREFETCH_PER_WORKER = 4
+# A loader process that hangs becomes an error, not a run that stands still.
+WORKER_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro batch. B: sequences, S: tokens of a sequence."""
+
+    tokens_BS: torch.Tensor  # int64
+    labels_BS: torch.Tensor  # int64, the token after each
+    position_ids_BS: torch.Tensor  # int64
+    loss_mask_BS: torch.Tensor  # float32, 0 where no loss is taken
+    attention_mask: torch.Tensor | None  # [B, 1, S, S] bool, True = masked out; None: causal
+    sample_index_B: torch.Tensor  # int64, the global number of each sample
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`."""
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            moved[field.name] = None if tensor is None else tensor.to(device, non_blocking=True)
+        return Batch(**moved)
+
+
+class BatchStream:
+    """An iterator over one rank's micro batches.
+
+    Its j-th micro batch holds the samples from `start_sample + (j * data_size + data_rank) *
+    micro_batch_size` on. Usable as a context manager.
+
+    Args:
+        dataset: of items as `megamoe.data.datasets.Datasets` describes them.
+        start_sample: first sample of the stream, over all ranks.
+        workers: loader processes; 0: samples are read in this process.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[dict[str, torch.Tensor]],
+        *,
+        start_sample: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        workers: int,
+    ) -> None:
+        self._num_samples = len(dataset)  # type: ignore[arg-type]
+        self._start_sample = start_sample
+        self._stride = micro_batch_size * data_size
+        self._num_taken = 0
+        indices = _MicroBatchIndices(
+            start_sample, self._num_samples, micro_batch_size, data_rank * micro_batch_size, self._stride
+        )
+        loader = DataLoader(
+            _Numbered(dataset),
+            batch_sampler=indices,
+            collate_fn=_collate,
+            num_workers=workers,
+            prefetch_factor=PREFETCH_PER_WORKER if workers else None,
+            multiprocessing_context="fork" if workers else None,
+            timeout=WORKER_TIMEOUT_S if workers else 0,
+            worker_init_fn=_ignore_signals,
+            # The loader draws a seed; from the default generator it would shift the run's random numbers.
+            generator=torch.Generator(),
+        )
+        self._batches: Iterator[Batch] | None = iter(loader)
+        self._finalizer = weakref.finalize(self, _shut_down, self._batches)
+        # At exit multiprocessing waits for workers that are still there, so they must end before that:
+        # what is registered last runs first, which finalize's own hook does not ensure.
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)
+
+    def __iter__(self) -> "BatchStream":
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro batch.
+
+        Raises:
+            UserError: if the dataset has run out; on every rank at the same micro batch.
+            StopIteration: if the stream is closed.
+        """
+        if self._batches is None:
+            raise StopIteration
+        batch = next(self._batches, None)
+        if batch is None:
+            asked = self._start_sample + (self._num_taken + 1) * self._stride
+            raise UserError(
+                f"data: {asked} samples were asked of a dataset of {self._num_samples}; "
+                "lower train.steps or the batch size, or add data"
+            )
+        self._num_taken += 1
+        return batch
+
+    def close(self) -> None:
+        """End the loader processes. May be called twice."""
+        self._batches = None
+        self._finalizer()
+        atexit.unregister(self._finalizer)
+
+    def __enter__(self) -> "BatchStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _MicroBatchIndices:
+    """The sample numbers of each micro batch of one rank; stops where not every rank could have one."""
+
+    start: int
+    stop: int
+    size: int
+    offset: int
+    stride: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(self.start, self.stop - self.stride + 1, self.stride):
+            yield list(range(first + self.offset, first + self.offset + self.size))
+
+
+class _Numbered(Dataset[tuple[int, dict[str, torch.Tensor]]]):
+    """Each sample with its number."""
+
+    def __init__(self, dataset: Dataset[dict[str, torch.Tensor]]) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[int, dict[str, torch.Tensor]]:
+        return index, self._dataset[index]
+
+
+def _collate(samples: list[tuple[int, dict[str, torch.Tensor]]]) -> Batch:
+    items = [item for _, item in samples]
+
+    def stack(name: str) -> torch.Tensor:
+        return torch.stack([item[name] for item in items])
+
+    return Batch(
+        tokens_BS=stack("tokens"),
+        labels_BS=stack("labels"),
+        position_ids_BS=stack("position_ids"),
+        loss_mask_BS=stack("loss_mask"),
+        attention_mask=stack("attention_mask") if "attention_mask" in items[0] else None,
+        sample_index_B=torch.tensor([index for index, _ in samples]),
+    )
+
+
+def _ignore_signals(_: int) -> None:
+    """A signal to the whole job (a preemption, Ctrl-C) is for the training process to answer."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _shut_down(batches: Any) -> None:
+    # The multi-process iterator has no public end before the last batch.
+    shut_down = getattr(batches, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()

@@ -1,0 +1,245 @@
+"""Indexed data to training samples: blended, split and shuffled by Megatron-Core's dataset builder.
+
+Design choices:
+- the sample index is cached under a key that covers the data's own identity, so that data prepared anew
+  under the same name never meets an old index;
+- one builder at a time per cache folder (a lock), and index files that a killed run cut short are
+  dropped before they can be read;
+- everything a user can get wrong is checked alike on every rank, before the builder's first barrier.
+
+Note on resuming: the order of samples depends on the number of epochs that `train_samples` asks for;
+a run that is prolonged into a further epoch sees another order.
+"""
+
+import contextlib
+import copy
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from torch.utils.data import Dataset
+
+from megamoe.data.card import DataFiles, load_card
+from megamoe.data.mock import MockDataset
+from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
+from megamoe.errors import UserError
+
+if TYPE_CHECKING:
+    from megamoe.config.schema import DataConfig, SourceConfig
+
+__all__ = ["Datasets", "Vocabulary", "build_datasets", "resolve_vocabulary"]
+
+SPLIT_NAMES = ("train", "valid", "test")
+VALID = "valid"
+WHOLE_AS_VALIDATION = [0.0, 1.0, 0.0]
+# Of samples per source over its exact share: Megatron-Core's default.
+MIN_SURPLUS = 0.005
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """`train` and the validation sets by name.
+
+    An item is a dict of `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and,
+    with `data.document_aware`, `attention_mask` ([1, S, S] bool, True = masked out).
+    """
+
+    train: Dataset[dict[str, torch.Tensor]]
+    validation: dict[str, Dataset[dict[str, torch.Tensor]]]
+
+
+def build_datasets(
+    data: "DataConfig", vocabulary: Vocabulary, *, seed: int, train_samples: int, validation_samples: int
+) -> Datasets:
+    """The training set (at least 1 sample) and, if `validation_samples` > 0, the validation sets.
+
+    Each is at least as long as asked; small data is repeated, shuffled anew in each epoch.
+
+    `valid` is the second share of `data.split`; `data.validation` adds sets of whole sources by name.
+    With torch.distributed initialised every rank must call it: rank 0 writes the index, the others wait.
+
+    Raises:
+        UserError: for a split that is malformed or too small for one sample, a validation set named
+            `valid` twice, document-aware data without an eod, or a cache that cannot be written.
+    """
+    split = _check_split(data)
+    names = [VALID] if split[1] > 0 else []
+    if names and VALID in data.validation:
+        raise UserError(f"data.validation: {VALID!r} is the second share of data.split; choose another name")
+    if data.document_aware and vocabulary.eod is None:
+        raise UserError("data.document_aware true: the end-of-document token is unknown; give data.tokenizer")
+    if data.mock:
+        names = [*names, *data.validation] if validation_samples > 0 else []
+        return Datasets(
+            _mock(data, vocabulary, "train", train_samples, seed),
+            {name: _mock(data, vocabulary, name, validation_samples, seed) for name in names},
+        )
+    sizes = [train_samples, validation_samples if names else 0, 0]
+    train, valid, _ = _build(data, data.sources, vocabulary, split, sizes, seed)
+    validation = {} if valid is None else {VALID: valid}
+    if validation_samples > 0:
+        sizes = [0, validation_samples, 0]
+        for name, sources in data.validation.items():
+            validation[name] = _build(data, sources, vocabulary, WHOLE_AS_VALIDATION, sizes, seed)[1]
+    return Datasets(train, validation)
+
+
+def _check_split(data: "DataConfig") -> list[float]:
+    if len(data.split) != len(SPLIT_NAMES) or data.split[0] <= 0:
+        raise UserError(
+            f"data.split {data.split}: expected three shares, of train (more than 0), valid and test, "
+            "such as [0.98, 0.02, 0.0]"
+        )
+    return [share / sum(data.split) for share in data.split]
+
+
+def _mock(data: "DataConfig", vocabulary: Vocabulary, name: str, num_samples: int, seed: int) -> MockDataset:
+    return MockDataset(
+        name,
+        num_samples,
+        sequence_length=data.sequence_length,
+        vocab_size=vocabulary.size,
+        eod=vocabulary.eod if data.document_aware else None,
+        seed=seed,
+    )
+
+
+def _build(
+    data: "DataConfig",
+    sources: "Sequence[SourceConfig]",
+    vocabulary: Vocabulary,
+    split: list[float],
+    sizes: list[int],
+    seed: int,
+) -> list[Any]:
+    """One dataset per split whose size is not 0, from one source or a blend by weight."""
+    paths = [source.path for source in sources]
+    weights = [source.weight / sum(source.weight for source in sources) for source in sources]
+    cache = Path(data.cache) if data.cache else Path(paths[0]).parent / "cache"
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=data.sequence_length,
+        blend=(paths, weights if len(paths) > 1 else None),
+        split=",".join(f"{share:.12f}" for share in split),
+        path_to_cache=str(cache),
+        tokenizer=_TokenFacts(vocabulary.size, vocabulary.eod, tuple(map(_identity, paths))),
+        reset_position_ids=data.document_aware,
+        reset_attention_mask=data.document_aware,
+        eod_mask_loss=data.document_aware,
+        create_attention_mask=data.document_aware,
+        mid_level_dataset_surplus=_surplus(weights, sizes),
+    )
+    config.split_matrix = [
+        part if size > 0 else None for part, size in zip(config.split_matrix, sizes, strict=True)
+    ]
+    for path in paths:
+        _check_room(path, config)
+    with _writable_cache(cache):
+        return _Builder(GPTDataset, sizes, lambda: True, config).build()
+
+
+def _check_room(path: str, config: GPTDatasetConfig) -> None:
+    """Each split that is wanted must hold one sample; documents are dealt as Megatron-Core deals them."""
+    indexed = IndexedDataset(path)
+    for name, share in zip(SPLIT_NAMES, config.split_matrix, strict=True):
+        if share is None:
+            continue
+        first, last = (round(bound * len(indexed)) for bound in share)
+        tokens = int(indexed.sequence_lengths[first:last].sum(dtype=np.int64))
+        if tokens <= config.sequence_length:
+            raise UserError(
+                f"data {path!r}: its {name} split has {tokens} tokens ({last - first} of {len(indexed)} "
+                f"documents), one sample needs {config.sequence_length + 1}; change data.split, shorten "
+                "data.sequence_length or add data"
+            )
+
+
+@dataclass(frozen=True)
+class _TokenFacts:
+    """What GPTDataset asks of a tokenizer; `unique_identifiers` enter the key of the cached index."""
+
+    vocab_size: int
+    eod: int | None
+    identities: tuple[str, ...]
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return {"data": list(self.identities)}
+
+
+def _identity(path: str) -> str:
+    """What changes when the data is made anew: the card's hash of the .idx, or its size and time."""
+    card = load_card(path)
+    if card:
+        return card.idx.sha256
+    status = DataFiles(Path(path)).idx.stat()
+    return f"{status.st_size} bytes of {status.st_mtime_ns}"
+
+
+def _surplus(weights: list[float], sizes: list[int]) -> float:
+    """Samples to index per source beyond its share, so that rounding never makes the blend run dry.
+
+    The blend is as long as the sum of the rounded-up shares, at most one more per source, and gives
+    each source its share of that to within one.
+    """
+    needed = [
+        ((size + len(weights)) * weight + 1) / math.ceil(size * weight) - 1
+        for size in sizes
+        for weight in weights
+        if size > 0
+    ]
+    return max([MIN_SURPLUS, *needed])
+
+
+class _Builder(BlendedMegatronDatasetBuilder):
+    """Does without a cache where Megatron-Core 0.16 cannot write it: a blend without torch.distributed."""
+
+    @staticmethod
+    def build_generic_dataset(cls: Any, *args: Any) -> Any:
+        if cls is BlendedDataset and not torch.distributed.is_initialized():
+            config = copy.copy(args[-1])
+            config.path_to_cache = None
+            args = (*args[:-1], config)
+        return BlendedMegatronDatasetBuilder.build_generic_dataset(cls, *args)
+
+
+@contextlib.contextmanager
+def _writable_cache(cache: Path) -> Iterator[None]:
+    """The cache folder, made, locked and cleared of broken files by rank 0; its failure is every rank's."""
+    with contextlib.ExitStack() as stack:
+        failure = [""]
+        if _rank() == 0:
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(cache / ".lock"))
+                _drop_broken_indices(cache)
+            except OSError as error:
+                failure = [f"data.cache {str(cache)!r}: {error.strerror}; name a folder that can be written"]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(failure, src=0)
+        if failure[0]:
+            raise UserError(failure[0])
+        yield
+
+
+def _drop_broken_indices(cache: Path) -> None:
+    """Remove what a killed run wrote in part: Megatron-Core would take it for a finished index."""
+    for path in cache.glob("*.npy"):
+        try:
+            np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            os.unlink(path)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

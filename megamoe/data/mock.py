@@ -1,0 +1,75 @@
+"""Made-up tokens, to try a layout or a machine: a noisy Markov chain that a model can learn.
+
+Each token is the one before plus STRIDE (modulo the vocabulary), but one in ten is uniform. Sample `i`
+depends on the seed, the set's name and `i` alone, so any rank, worker or resumed run sees the same.
+"""
+
+import zlib
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+STRIDE = 7
+NOISE = 0.1
+
+
+class MockDataset(Dataset[dict[str, torch.Tensor]]):
+    """Samples in the form of Megatron-Core's GPTDataset.
+
+    An item holds `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and, if
+    document-aware, `attention_mask` ([1, S, S] bool, True = masked out).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_samples: int,
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        eod: int | None,
+        seed: int,
+    ) -> None:
+        """`eod`: the token that ends a document, for document-aware masks; None: without."""
+        self._name = zlib.crc32(name.encode())
+        self._num_samples = num_samples
+        self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        self._eod = eod
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = np.random.default_rng([self._seed, self._name, index])
+        length = self._sequence_length + 1
+        steps = np.where(
+            generator.random(length) < NOISE, generator.integers(0, self._vocab_size, length), STRIDE
+        )
+        steps[0] = generator.integers(0, self._vocab_size)
+        text = torch.from_numpy(np.cumsum(steps) % self._vocab_size)
+        tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
+        if self._eod is None:
+            return {
+                "tokens": tokens,
+                "labels": labels,
+                "position_ids": torch.arange(len(tokens)),
+                "loss_mask": torch.ones(len(tokens)),
+            }
+        return {"tokens": tokens, "labels": labels, **document_masks(tokens, self._eod)}
+
+
+def document_masks(tokens_S: torch.Tensor, eod: int) -> dict[str, torch.Tensor]:
+    """Positions, loss mask and attention mask that stop at documents; an eod belongs to the one it ends."""
+    is_end_S = tokens_S == eod
+    document_S = is_end_S.cumsum(0) - is_end_S.long()
+    place_S = torch.arange(len(tokens_S))
+    start_S = torch.searchsorted(document_S, document_S)  # documents are sorted: where each begins
+    visible_SS = (document_S[:, None] == document_S[None, :]) & (place_S[:, None] >= place_S[None, :])
+    return {
+        "position_ids": place_S - start_S,
+        "loss_mask": (~is_end_S).float(),
+        "attention_mask": ~visible_SS[None],
+    }

@@ -1,0 +1,246 @@
+"""Text to PREFIX.bin, PREFIX.idx, PREFIX.card.json and, if one is trained, PREFIX.tokenizer.json.
+
+Design choices:
+- everything is written in a hidden folder beside the destination and renamed at the end, the card last:
+  a run that is killed leaves nothing that looks finished, and the next run clears what it left;
+- a lock in that folder keeps two runs off the same output;
+- what is written depends on the sources, their order and the tokenizer, not on the number of workers.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megamoe import __version__
+from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard
+from megamoe.data.encode import encode_batches
+from megamoe.data.sources import Source, Tap, find_sources, read_documents
+from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from megamoe.errors import UserError
+
+TRAIN = "train"
+BATCH_CHARACTERS = 1 << 20
+BATCH_DOCUMENTS = 1024
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What to prepare: the options of tools/prepare_data.py."""
+
+    output: str  # prefix of the files
+    inputs: list[str] = field(default_factory=list)
+    stdlib: bool = False
+    tokenizer: str = ByteTokenizer.name  # or `train`
+    vocab_size: int = 4096  # of a tokenizer that is trained
+    key: str = "text"  # of JSON lines
+    workers: int = 1
+    max_documents: int | None = None
+    overwrite: bool = False
+    progress: bool = True
+
+
+def prepare(preparation: Preparation) -> DataCard:
+    """Read, tokenize and write; each document ends with the end-of-document token.
+
+    Raises:
+        UserError: for input that is missing, broken or empty, an output that exists or cannot be
+            written, or a broken tokenizer. Nothing finished is left behind then.
+    """
+    files = DataFiles(Path(preparation.output))
+    _check(preparation, files)
+    sources = find_sources(preparation.inputs, preparation.stdlib)
+    try:
+        with _partial_folder(files) as partial:
+            tokenizer = _tokenizer(preparation, sources, partial)
+            corpus = _Corpus(sources, preparation, "tokenize")
+            _write_indexed(corpus, tokenizer, partial, preparation.workers)
+            card = _card(corpus, tokenizer, files, partial)
+            card.save(partial.card)
+            _publish(partial, files)
+    except OSError as error:
+        raise UserError(
+            f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
+            "name a writable place with room enough"
+        ) from error
+    return card
+
+
+def _check(preparation: Preparation, files: DataFiles) -> None:
+    for name in ("workers", "max_documents"):
+        value = getattr(preparation, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} {value}: expected at least 1")
+    if not files.prefix.name or preparation.output.endswith("/"):
+        raise UserError(f"output {preparation.output!r} is a folder; expected a prefix such as data/corpus")
+    if preparation.overwrite:
+        return
+    for path in (files.card, files.bin, files.idx, files.tokenizer):
+        if path.exists():
+            raise UserError(f"output {str(path)!r} exists; choose another --output or add --overwrite")
+
+
+class _Corpus:
+    """The documents of all sources in order, with a progress bar and the tally for the card."""
+
+    def __init__(self, sources: list[Source], preparation: Preparation, title: str) -> None:
+        self._sources = sources
+        self._preparation = preparation
+        self._title = title
+        self.read: list[SourceCard] = []
+        self.documents = self.empty_documents = self.text_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        """Each document that is not blank, up to `max_documents`; a source's tally comes when it is done."""
+        total = sum(source.path.stat().st_size for source in self._sources)
+        with tqdm(
+            total=total, desc=self._title, unit="B", unit_scale=True, disable=not self._preparation.progress
+        ) as bar:
+            for source in self._sources:
+                if self._is_full():
+                    break
+                yield from self._documents_of(source, bar.update)
+        if not self.documents:
+            raise UserError(
+                f"no text in {len(self._sources)} files ({self.empty_documents} empty documents); name others"
+            )
+
+    def _documents_of(self, source: Source, advance: Callable[[int], Any]) -> Iterator[str]:
+        before = self.documents
+        try:
+            tap = Tap(source, advance)
+        except OSError as error:
+            raise UserError(f"{source.name}: cannot be read: {error.strerror}") from error
+        with tap:
+            for text in read_documents(source, tap, self._preparation.key):
+                if not text.strip():
+                    self.empty_documents += 1
+                    continue
+                self.documents += 1
+                self.text_bytes += len(text.encode("utf-8"))
+                yield text
+                if self._is_full():
+                    break
+            digest = tap.sha256()
+            self.read.append(SourceCard(source.name, tap.num_bytes, digest, self.documents - before))
+
+    def _is_full(self) -> bool:
+        limit = self._preparation.max_documents
+        return limit is not None and self.documents >= limit
+
+    def batches(self) -> Iterator[list[str]]:
+        """The documents in groups that are worth sending to a worker."""
+        batch: list[str] = []
+        characters = 0
+        for text in self:
+            batch.append(text)
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+                yield batch
+                batch, characters = [], 0
+        if batch:
+            yield batch
+
+
+def _tokenizer(preparation: Preparation, sources: list[Source], partial: DataFiles) -> Tokenizer:
+    if preparation.tokenizer != TRAIN:
+        return load_tokenizer(preparation.tokenizer)
+    train_bpe(_Corpus(sources, preparation, "train tokenizer"), preparation.vocab_size, partial.tokenizer)
+    return load_tokenizer(str(partial.tokenizer))
+
+
+def _write_indexed(corpus: _Corpus, tokenizer: Tokenizer, partial: DataFiles, workers: int) -> None:
+    # Megatron-Core takes seconds to import, and the workers import this file.
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(str(partial.bin), dtype=dtype)
+    with contextlib.closing(builder.data_file):
+        for tokens, lengths in encode_batches(corpus.batches(), tokenizer, dtype, workers):
+            start = 0
+            for length in lengths.tolist():
+                builder.add_document(tokens[start : start + length], [length])
+                start += length
+        builder.finalize(str(partial.idx))
+
+
+def _card(corpus: _Corpus, tokenizer: Tokenizer, files: DataFiles, partial: DataFiles) -> DataCard:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    indexed = IndexedDataset(str(partial.prefix))
+    hashes = "\n".join(source.sha256 for source in corpus.read)
+    return DataCard(
+        megamoe=__version__,
+        documents=corpus.documents,
+        empty_documents=corpus.empty_documents,
+        tokens=int(indexed.sequence_lengths.sum(dtype="int64")),
+        text_bytes=corpus.text_bytes,
+        dtype=indexed.index.dtype.__name__,
+        tokenizer=TokenizerCard(
+            reference=_reference(tokenizer, files, partial),
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            fingerprint=tokenizer.fingerprint,
+        ),
+        num_sources=len(corpus.read),
+        sources_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
+        sources=corpus.read,
+        bin=_file_card(partial.bin),
+        idx=_file_card(partial.idx),
+    )
+
+
+def _reference(tokenizer: Tokenizer, files: DataFiles, partial: DataFiles) -> str:
+    """Relative for a tokenizer beside the data, so that the folder can be moved."""
+    if tokenizer.name == ByteTokenizer.name:
+        return tokenizer.name
+    if Path(tokenizer.name) == partial.tokenizer:
+        return files.tokenizer.name
+    path, folder = Path(tokenizer.name).resolve(), files.prefix.parent.resolve()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+def _file_card(path: Path) -> FileCard:
+    with open(path, "rb") as file:
+        return FileCard(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@contextlib.contextmanager
+def _partial_folder(files: DataFiles) -> Iterator[DataFiles]:
+    """A locked, empty folder beside the output; removed at the end, whatever happens."""
+    files.partial.mkdir(parents=True, exist_ok=True)
+    with open(files.partial / "lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"output {str(files.prefix)!r} is being written by another run") from error
+        partial = DataFiles(files.partial / files.prefix.name)
+        try:
+            for path in (partial.bin, partial.idx, partial.tokenizer, partial.card):
+                path.unlink(missing_ok=True)
+            yield partial
+        finally:
+            shutil.rmtree(files.partial, ignore_errors=True)
+
+
+def _publish(partial: DataFiles, files: DataFiles) -> None:
+    """Rename into place: the old card goes first, the new one comes last."""
+    files.card.unlink(missing_ok=True)
+    files.tokenizer.unlink(missing_ok=True)
+    for source, target in (
+        (partial.tokenizer, files.tokenizer),
+        (partial.bin, files.bin),
+        (partial.idx, files.idx),
+        (partial.card, files.card),
+    ):
+        if source.exists():
+            with open(source, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(source, target)

@@ -1,0 +1,225 @@
+"""Where text comes from: files, folders, globs, JSON lines (also .gz and .zst), the standard library.
+
+Design choices: the order is fixed (as given; sorted within a folder or glob); nothing is skipped in
+silence, what cannot be read is a UserError with the file and the line; each file is read once, and
+hashed and counted as it passes.
+"""
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import zstandard
+
+from megamoe.errors import UserError
+
+COMPRESSED = (".gz", ".zst")
+CHUNK_BYTES = 1 << 20
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of text; `name` is how it is shown in the data card and in errors."""
+
+    name: str
+    path: Path
+
+    @property
+    def is_json_lines(self) -> bool:
+        plain = self.path.with_suffix("") if self.path.suffix in COMPRESSED else self.path
+        return plain.suffix == ".jsonl"
+
+
+class Tap(io.RawIOBase):
+    """A file that hashes and counts its bytes as they are read; `advance` hears the number of each read."""
+
+    def __init__(self, source: Source, advance: Callable[[int], Any]) -> None:
+        self._file = open(source.path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+        self._advance = advance
+        self._digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        self._digest.update(memoryview(buffer)[:count])
+        self.num_bytes += count
+        self._advance(count)
+        return count
+
+    def sha256(self) -> str:
+        """Of the whole file: what is not read yet is read now."""
+        while self.read(CHUNK_BYTES):
+            pass
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompressed bytes of zstd frames; unlike the library's reader it notices a file that was cut off."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._chunks = self._decompress(raw)
+        self._pending = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._pending:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._pending = chunk
+        count = min(len(buffer), len(self._pending))
+        buffer[:count] = self._pending[:count]
+        self._pending = self._pending[count:]
+        return count
+
+    @staticmethod
+    def _decompress(raw: IO[bytes]) -> Iterator[bytes]:
+        frame = None
+        data = raw.read(CHUNK_BYTES)
+        while data:
+            if frame is None:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            data = b""
+            if frame.eof:
+                data, frame = frame.unused_data, None
+            data = data or raw.read(CHUNK_BYTES)
+        if frame is not None:
+            raise EOFError("the compressed file ends before its end marker")
+
+
+def find_sources(inputs: list[str], stdlib: bool) -> list[Source]:
+    """The files that `inputs` (files, folders, globs) name, in order, then the standard library's.
+
+    Raises:
+        UserError: if an input does not exist, matches nothing, or names a file a second time.
+    """
+    if not inputs and not stdlib:
+        raise UserError("no input: name files, folders or globs of text, or --stdlib")
+    sources = [Source(str(path), path) for item in inputs for path in _files_of(item)]
+    if stdlib:
+        sources += _standard_library()
+    seen: set[Path] = set()
+    for source in sources:
+        resolved = source.path.resolve()
+        if resolved in seen:
+            raise UserError(f"input {source.name!r} is given twice; name each file once")
+        seen.add(resolved)
+    return sources
+
+
+def _files_of(item: str) -> list[Path]:
+    path = Path(item)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        visible = (file for file in path.rglob("*") if not _is_hidden(file.relative_to(path)))
+        found = [file for file in visible if file.is_file()]
+    elif glob.has_magic(item):
+        found = [Path(file) for file in glob.glob(item, recursive=True) if Path(file).is_file()]
+    else:
+        raise UserError(f"input {item!r} does not exist; expected a file, a folder or a glob")
+    if not found:
+        raise UserError(f"input {item!r} holds no files; expected text or .jsonl files")
+    return sorted(found)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _standard_library() -> list[Source]:
+    """The .py files of the running Python's standard library, without its tests, sorted by path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    library = [path for path in found if NOT_LIBRARY.isdisjoint(path.parts)]
+    return [Source(f"stdlib:{path.as_posix()}", root / path) for path in library]
+
+
+def read_documents(source: Source, tap: Tap, key: str) -> Iterator[str]:
+    """The documents of one file: each line's `key` of JSON lines, otherwise the whole text.
+
+    An empty document comes out as an empty string, for the caller to count.
+
+    Raises:
+        UserError: naming file and line, for text that is not UTF-8, a line that is not JSON, or a
+            missing key; naming the file, if it cannot be read or decompressed.
+    """
+    try:
+        with _decompressed(source, tap) as stream:
+            if source.is_json_lines:
+                yield from _read_json_lines(source, stream, key)
+            else:
+                yield _decode(source, stream.read(), first_line=1)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
+
+
+def _decompressed(source: Source, tap: Tap) -> IO[bytes]:
+    raw = io.BufferedReader(_Borrowed(tap), CHUNK_BYTES)
+    if source.path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), CHUNK_BYTES)
+    if source.path.suffix == ".zst":
+        return io.BufferedReader(_ZstdReader(raw), CHUNK_BYTES)
+    return raw
+
+
+class _Borrowed(io.RawIOBase):
+    """Reads from a tap without closing it: its hash is asked for afterwards."""
+
+    def __init__(self, tap: Tap) -> None:
+        self._tap = tap
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._tap.readinto(buffer)
+
+
+def _read_json_lines(source: Source, stream: IO[bytes], key: str) -> Iterator[str]:
+    for number, line in enumerate(stream, start=1):
+        if not line.strip():
+            continue
+        text = _decode(source, line, first_line=number)
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{source.name}:{number}: not JSON: {error}; write an object a line") from error
+        if not isinstance(record, dict) or not isinstance(record.get(key), str):
+            found = f"keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+            raise UserError(
+                f"{source.name}:{number}: no text under {key!r} (found {found}); give --key"
+            )
+        document: str = record[key]
+        try:
+            document.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(f"{source.name}:{number}: half a surrogate pair in {key!r}: {error}") from error
+        yield document
+
+
+def _decode(source: Source, data: bytes, first_line: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = first_line + data.count(b"\n", 0, error.start)
+        raise UserError(f"{source.name}:{line}: not UTF-8 text: {error.reason}; convert the file") from error

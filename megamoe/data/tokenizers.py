@@ -1,0 +1,218 @@
+"""Tokenizers behind one small interface: raw bytes, tokenizer.json, Hugging Face folders, SentencePiece.
+
+Design choices:
+- every tokenizer has an end-of-document token (`eod`), since it is what marks a boundary in the data;
+- text is only text: a special token spelled out inside a document is encoded as ordinary characters,
+  so that no document can forge a boundary;
+- the network is never asked and no code from a tokenizer's folder is run;
+- `fingerprint` is the identity: data and a run agree on a tokenizer when their fingerprints do.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megamoe.errors import UserError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "<eod>", "</s>", "<eos>", "<|im_end|>")
+NUM_BYTES = 256
+FOLDER_FILE_ENDINGS = (".json", ".txt", ".model", ".tiktoken", ".jinja")
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        name: the reference it was loaded from.
+        vocab_size: number of ids; every id is smaller.
+        eod: id of the end-of-document token, which `encode` never returns and `decode` leaves out.
+        fingerprint: sha256 (hex) of what defines the mapping.
+    """
+
+    name: str
+    vocab_size: int
+    eod: int
+    fingerprint: str
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The token ids of `text`, without any special token."""
+
+    @abstractmethod
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids; special tokens are left out."""
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """`encode` of each text; a tokenizer that can share the work overrides it."""
+        return [self.encode(text) for text in texts]
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 byte values of UTF-8, and one end-of-document id: 257 ids."""
+
+    name = "bytes"
+    vocab_size = NUM_BYTES + 1
+    eod = NUM_BYTES
+    fingerprint = hashlib.sha256(b"megamoe bytes: 256 values, eod 256").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < NUM_BYTES).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer(Tokenizer):
+    """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        self.name = str(path)
+        self.fingerprint = _sha256_of([path])
+        self._backend = Backend.from_file(str(path))
+        self._backend.encode_special_tokens = True
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        known = [vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary]
+        if not known:
+            raise UserError(
+                f"tokenizer {self.name!r} has no end-of-document token, expected one of "
+                f"{', '.join(END_OF_DOCUMENT_NAMES)}; add it as a special token"
+            )
+        self.eod = known[0]
+        self.vocab_size = max(vocabulary.values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._backend.decode(tokens, skip_special_tokens=True))
+
+
+class FolderTokenizer(Tokenizer):
+    """A Hugging Face folder, read by transformers' AutoTokenizer from local files only."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.name = str(path)
+        self.fingerprint = _sha256_of(
+            sorted(file for file in path.iterdir() if file.is_file() and file.suffix in FOLDER_FILE_ENDINGS)
+        )
+        self._backend: Any = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False, split_special_tokens=True
+        )
+        if self._backend.eos_token_id is None:
+            raise UserError(
+                f"tokenizer {self.name!r} has no end-of-document token; "
+                "set eos_token in its tokenizer_config.json"
+            )
+        self.eod = int(self._backend.eos_token_id)
+        self.vocab_size = max(self._backend.get_vocab().values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        # verbose=False: documents longer than a model's context are the normal case here.
+        encoded = self._backend(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model` with an </s>; the model's own normalisation may change spaces."""
+
+    def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self.name = str(path)
+        self.fingerprint = _sha256_of([path])
+        self._backend = SentencePieceProcessor(model_file=str(path))
+        self.eod = self._backend.eos_id()
+        self.vocab_size = self._backend.get_piece_size()
+        if self.eod < 0:
+            raise UserError(f"tokenizer {self.name!r} has no </s> to end a document; train it with an eos_id")
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text))
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._backend.decode([token for token in tokens if token != self.eod]))
+
+
+def load_tokenizer(reference: str) -> Tokenizer:
+    """The tokenizer that `reference` names.
+
+    `bytes`; a `tokenizer.json`; a Hugging Face folder; a SentencePiece `.model`.
+
+    Raises:
+        UserError: if there is no such file, if it cannot be read, or if it has no end-of-document token.
+    """
+    if reference == ByteTokenizer.name:
+        return ByteTokenizer()
+    path = Path(reference)
+    expected = "expected 'bytes', a tokenizer.json, a Hugging Face folder or a SentencePiece .model"
+    if not path.exists():
+        raise UserError(f"tokenizer {reference!r} does not exist; {expected}")
+    if path.is_dir():
+        kind: type[FolderTokenizer | JsonTokenizer | SentencePieceTokenizer] = FolderTokenizer
+    elif path.suffix == ".json":
+        kind = JsonTokenizer
+    elif path.suffix == ".model":
+        kind = SentencePieceTokenizer
+    else:
+        raise UserError(f"tokenizer {reference!r} is of no known kind; {expected}")
+    try:
+        return kind(path)
+    except UserError:
+        raise
+    except Exception as error:
+        # The libraries raise anything from RuntimeError to bare Exception on a broken file.
+        reason = " ".join(str(error).split())
+        raise UserError(f"tokenizer {reference!r} cannot be read: {reason}; {expected}") from error
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE and save it as the tokenizer.json `path`; the same texts give the same file.
+
+    It holds the 256 bytes, the end-of-document token, and merges until `vocab_size`; fewer where the
+    texts have no further pair to merge.
+
+    Raises:
+        UserError: if `vocab_size` cannot hold the bytes and the end-of-document token.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size <= NUM_BYTES:
+        raise UserError(f"vocab_size {vocab_size}: a byte-level BPE needs at least {NUM_BYTES + 1}")
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.save(str(path))
+
+
+def _sha256_of(paths: list[Path]) -> str:
+    """One digest over the names' endings and the contents of files, in the order given."""
+    digest = hashlib.sha256()
+    for path in paths:
+        content = path.read_bytes()
+        digest.update(f"{path.suffix} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,100 @@
+"""Which token ids the run has: the data cards, `data.tokenizer` and `model.vocab_size` must agree."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megamoe.data.card import DataCard, TokenizerCard, check_files, load_card
+from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from megamoe.errors import UserError
+
+if TYPE_CHECKING:
+    from megamoe.config.schema import DataConfig
+
+MOCK_VOCAB_SIZE = 1024
+MOCK_EOD = 0
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The run's token ids.
+
+    Attributes:
+        size: every id is smaller; the model's vocabulary before padding.
+        eod: the end-of-document id; None where nothing tells it.
+        tokenizer: None for mock data, and where neither the card nor `data.tokenizer` leads to one.
+    """
+
+    size: int
+    eod: int | None
+    tokenizer: Tokenizer | None
+
+
+def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Vocabulary:
+    """Check the data's files and settle the vocabulary. Cheap: reads cards and index headers only.
+
+    Raises:
+        UserError: for files that are missing, truncated, empty or unfinished; for sources, a
+            `data.tokenizer` or a `model.vocab_size` that do not fit each other.
+    """
+    if data.mock:
+        tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
+        size = model_vocab_size or (tokenizer.vocab_size if tokenizer else MOCK_VOCAB_SIZE)
+        return Vocabulary(size, MOCK_EOD, tokenizer)
+    if not data.sources:
+        raise UserError("data.sources is empty; expected at least one prepared dataset, or data.mock: true")
+    for name, sources in data.validation.items():
+        if not sources:
+            raise UserError(f"data.validation.{name} is empty; expected at least one prepared dataset")
+    paths = [source.path for sources in (data.sources, *data.validation.values()) for source in sources]
+    known: tuple[str, TokenizerCard] | None = None
+    for path in paths:
+        card = load_card(path)
+        check_files(path, card)
+        if card:
+            known = known or (path, card.tokenizer)
+            _check_agreement(known, path, card)
+    tokenizer = _find_tokenizer(data, known)
+    found: Tokenizer | TokenizerCard | None = known[1] if known else tokenizer
+    if found is None and model_vocab_size is None:
+        raise UserError(f"data {paths[0]!r} has no data card; give data.tokenizer or model.vocab_size")
+    if found is not None and model_vocab_size is not None and model_vocab_size < found.vocab_size:
+        raise UserError(
+            f"model.vocab_size {model_vocab_size} is smaller than the data's vocabulary, {found.vocab_size}; "
+            "raise it or leave it out"
+        )
+    size = model_vocab_size or (found.vocab_size if found else 0)
+    return Vocabulary(size, found.eod if found else None, tokenizer)
+
+
+def _check_agreement(known: tuple[str, TokenizerCard], path: str, card: DataCard) -> None:
+    first_path, first = known
+    if card.tokenizer.fingerprint != first.fingerprint:
+        raise UserError(
+            f"data {path!r} was made with another tokenizer (vocabulary {card.tokenizer.vocab_size}) than "
+            f"{first_path!r} (vocabulary {first.vocab_size}); prepare both with the same --tokenizer"
+        )
+
+
+def _find_tokenizer(data: "DataConfig", known: tuple[str, TokenizerCard] | None) -> Tokenizer | None:
+    """`data.tokenizer` if given, else the card's, if its file is still there; checked against the card."""
+    if known is None:
+        return load_tokenizer(data.tokenizer) if data.tokenizer else None
+    path, card = known
+    if data.tokenizer is not None:
+        tokenizer = load_tokenizer(data.tokenizer)
+        way_out = "leave data.tokenizer out or prepare the data with it"
+    else:
+        reference = card.reference
+        if reference != ByteTokenizer.name:
+            reference = str(Path(path).parent / reference)
+            if not Path(reference).exists():
+                return None
+        tokenizer = load_tokenizer(reference)
+        way_out = "it was changed since; restore it or prepare the data again"
+    if tokenizer.fingerprint != card.fingerprint:
+        raise UserError(
+            f"tokenizer {tokenizer.name!r} (vocabulary {tokenizer.vocab_size}) is not the one of "
+            f"data {path!r} (vocabulary {card.vocab_size}); {way_out}"
+        )
+    return tokenizer

@@ -1,0 +1,42 @@
+"""Attention through PyTorch's scaled_dot_product_attention: no s x s matrix in memory."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class SDPAttention(nn.Module):
+    """Megatron-Core's core attention, causal or under an explicit mask.
+
+    Takes the place of `DotProductAttention` in a layer spec; grouped-query attention by broadcasting
+    the key and value heads.
+    """
+
+    def __init__(self, config: Any, *unused: Any, attention_dropout: float | None = None, **also_unused: Any) -> None:
+        super().__init__()
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *unused: Any, **also_unused: Any
+    ) -> Tensor:
+        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
+
+        attention_mask: bool, True where attention is masked out (Megatron's convention), or None: causal.
+        """
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        context = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if attention_mask is None else ~attention_mask,
+            is_causal=attention_mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        context = context.permute(2, 0, 1, 3)
+        return context.reshape(*context.shape[:2], -1)
+
+

@@ -1,0 +1,150 @@
+"""Configuration -> Megatron-Core's GPTModel with our MoE layers, and the loss of each token."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.model.attention import SDPAttention
+from megamoe.model.block import MoEBlock
+from megamoe.model.cpu import stand_in_for_cuda
+from megamoe.model.size import expert_ffn_size, ffn_size, moe_layer_numbers, padded_vocab_size
+from megamoe.moe.layer import LayerShape, MoELayer
+
+MoEFactory = Callable[[LayerShape], MoELayer]
+
+
+class GPT(nn.Module):
+    """A decoder-only language model that returns the loss of each token."""
+
+    def __init__(self, model: GPTModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        position_ids_BS: Tensor,
+        labels_BS: Tensor,
+        attention_mask: Tensor | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
+
+        attention_mask: bool [B, 1, S, S], True where masked out, or None: causal. Label smoothing gives
+        a share of the target to all the other words evenly, as Megatron-Core does.
+        """
+        logits_BSV = self.logits(tokens_BS, position_ids_BS, attention_mask)
+        logits_SBV = logits_BSV.transpose(0, 1).float().contiguous()
+        losses_SB = tensor_parallel.vocab_parallel_cross_entropy(
+            logits_SBV, labels_BS.transpose(0, 1).contiguous(), label_smoothing
+        )
+        return losses_SB.transpose(0, 1)
+
+    def logits(self, tokens_BS: Tensor, position_ids_BS: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """int64 [B, S] -> [B, S, padded vocabulary]."""
+        output: Tensor = self.model(tokens_BS, position_ids_BS, attention_mask)
+        return output
+
+    def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
+        """(block number from 1, layer) of every MoE block."""
+        for block in self.model.decoder.layers:
+            if isinstance(block.mlp, MoEBlock):
+                yield block.layer_number, block.mlp.layer
+
+
+def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) -> GPT:
+    """Build the model on the CPU in fp32, from `config.seed` alone.
+
+    `vocab_size`: before padding. `make_moe_layer`: builds a block's MoE layer; the caller decides which
+    class hosts it. torch.distributed and Megatron-Core's parallel state must be initialised.
+    """
+    stand_in_for_cuda()
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    torch.manual_seed(config.seed)
+    model = config.model
+    transformer = _transformer_config(model, config.seed)
+    return GPT(
+        GPTModel(
+            transformer,
+            _block_specs(config, transformer, make_moe_layer),
+            vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
+            max_sequence_length=config.data.sequence_length,
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
+            rotary_base=int(model.rope_base),
+        )
+    )
+
+
+def _transformer_config(model: ModelConfig, seed: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        ffn_hidden_size=ffn_size(model),
+        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        layernorm_epsilon=model.norm_eps,
+        activation_func=functional.silu if model.activation == "swiglu" else functional.gelu,
+        gated_linear_unit=model.activation == "swiglu",
+        add_bias_linear=model.bias,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_std,
+        # On the CPU every layout draws the same weights; the engine moves them to the device.
+        use_cpu_initialization=True,
+        # Fusions of Megatron-Core's own CUDA kernels.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _block_specs(
+    config: RunConfig, transformer: TransformerConfig, make_moe_layer: MoEFactory
+) -> TransformerBlockSubmodules:
+    moe_blocks = set(moe_layer_numbers(config.moe, config.model.num_layers))
+    specs = []
+    for number in range(1, config.model.num_layers + 1):
+        spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
+        spec.submodules.input_layernorm = WrappedTorchNorm
+        spec.submodules.pre_mlp_layernorm = WrappedTorchNorm
+        spec.submodules.self_attention.submodules.core_attention = SDPAttention
+        if number in moe_blocks:
+            shape = _layer_shape(config, number)
+            spec.submodules.mlp = ModuleSpec(module=MoEBlock, params={"build": _builder(make_moe_layer, shape)})
+        specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def _builder(make_moe_layer: MoEFactory, shape: LayerShape) -> Callable[[], Any]:
+    return lambda: make_moe_layer(shape)
+
+
+def _layer_shape(config: RunConfig, number: int) -> LayerShape:
+    model = config.model
+    return LayerShape(
+        hidden_size=model.hidden_size,
+        ffn_size=expert_ffn_size(config),
+        layer=number,
+        activation=model.activation,
+        init_std=model.init_std,
+        output_std=model.init_std / math.sqrt(2 * model.num_layers),
+        seed=config.seed,
+    )

@@ -1,0 +1,1 @@
+"""The science: routers, losses, dispatch and experts in pure torch. Process groups come in as arguments."""

@@ -1,0 +1,108 @@
+"""Experts: many FFNs of one shape over rows grouped by expert, and the shared ones that every token visits.
+
+Weights are stacked, [experts, out, in] as in nn.Linear, and the product is PyTorch's grouped GEMM.
+`loop_experts` computes the same by a plain loop; the tests hold the two against each other.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.moe import draws
+
+Activation = Literal["swiglu", "gelu"]
+
+
+def activate(rows: Tensor, activation: Activation) -> Tensor:
+    """GELU, or SwiGLU of [gate | value] halves: [..., F or 2F] -> [..., F]."""
+    if activation == "gelu":
+        return functional.gelu(rows)
+    gate, value = rows.chunk(2, dim=-1)
+    return functional.silu(gate) * value
+
+
+def up_width(ffn_size: int, activation: Activation) -> int:
+    """Rows of the first weight: SwiGLU has a gate beside each value."""
+    return 2 * ffn_size if activation == "swiglu" else ffn_size
+
+
+class GroupedExperts(nn.Module):
+    """E_local experts of hidden size H and FFN size F, without biases.
+
+    An expert's start depends on (seed, layer, its global number) alone, so that every expert-parallel
+    layout starts from the same model. std: of the first weight; output_std: of the second.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        expert_ids: range,
+        *,
+        activation: Activation,
+        std: float,
+        output_std: float,
+        seed: int,
+        layer: int,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        shape_up = (len(expert_ids), up_width(ffn_size, activation), hidden_size)
+        self.up = nn.Parameter(torch.empty(shape_up))
+        self.down = nn.Parameter(torch.empty(len(expert_ids), hidden_size, ffn_size))
+        for local, expert in enumerate(expert_ids):
+            generator = torch.Generator().manual_seed(draws.key(seed, 0, layer, f"expert {expert}"))
+            nn.init.normal_(self.up.data[local], std=std, generator=generator)
+            nn.init.normal_(self.down.data[local], std=output_std, generator=generator)
+
+    def forward(self, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
+        """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        rows_NF = functional.grouped_mm(rows_NH, self.up.transpose(1, 2), offs=ends_E)
+        rows_NF = activate(rows_NF, self.activation)
+        return functional.grouped_mm(rows_NF, self.down.transpose(1, 2), offs=ends_E)
+
+
+def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
+    """The oracle of `GroupedExperts.forward`: one expert after the other."""
+    outputs = []
+    for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
+        outputs.append(activate(rows @ up.T, experts.activation) @ down.T)
+    return torch.cat(outputs)
+
+
+class SharedExperts(nn.Module):
+    """Experts that every token visits, as one FFN of their joint size (Dai et al. 2024, DeepSeekMoE).
+
+    With `gate`, the output is multiplied by sigmoid(w . x), as in Qwen's models.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: Activation,
+        gate: bool,
+        initialise_up: Callable[[Tensor], object],
+        initialise_down: Callable[[Tensor], object],
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up = nn.Parameter(torch.empty(up_width(ffn_size, activation), hidden_size))
+        self.down = nn.Parameter(torch.empty(hidden_size, ffn_size))
+        self.gate = nn.Parameter(torch.zeros(1, hidden_size)) if gate else None
+        initialise_up(self.up.data)
+        initialise_down(self.down.data)
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        inner_TF = activate(functional.linear(hidden_TH, self.up), self.activation)
+        output_TH = functional.linear(inner_TF, self.down)
+        if self.gate is None:
+            return output_TH
+        weight_T1 = functional.linear(hidden_TH.float(), self.gate.float()).sigmoid()
+        return output_TH * weight_T1.to(output_TH.dtype)

@@ -1,0 +1,1 @@
+"""Gates: scores [T, E] -> gate values p [T, E]."""

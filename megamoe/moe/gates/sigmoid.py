@@ -1,0 +1,31 @@
+"""`sigmoid`: each expert's gate value by itself."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megamoe.moe.part import Part
+from megamoe.registry import register
+
+
+@register("gate", "sigmoid")
+class SigmoidGate(Part):
+    """p = sigmoid(s / temperature) for candidates, 0 for the others.
+
+    Source: Lewis et al. 2021 (BASE); Chi et al. 2022 (X-MoE) eq. 3; DeepSeek-V3.
+    """
+
+    @dataclass
+    class Config:
+        """temperature: divides the scores."""
+
+        temperature: float = 1.0
+
+        def __post_init__(self) -> None:
+            if not self.temperature > 0:
+                raise ValueError("temperature must be positive")
+
+    def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
+        """[T, E] fp32 -> [T, E] fp32, each value in (0, 1)."""
+        probs_TE = (scores_TE / self.config.temperature).sigmoid()
+        return probs_TE if candidates_TE is None else probs_TE.masked_fill(~candidates_TE, 0.0)

@@ -1,0 +1,1 @@
+"""Scorers: hidden states [T, H] -> scores [T, E]."""

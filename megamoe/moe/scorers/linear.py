@@ -1,0 +1,48 @@
+"""`linear`: one product with a learned matrix."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.moe import draws
+from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.registry import register
+
+
+@register("scorer", "linear")
+class LinearScorer(Part):
+    """s = W x, computed in fp32 whatever the model's dtype.
+
+    With `jitter` e, in training, x is first multiplied element by element by draws from
+    U(1 - e, 1 + e). Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), section 2.4.
+    """
+
+    @dataclass
+    class Config:
+        """jitter: half-width e of the multiplicative input noise; 0 is none."""
+
+        jitter: float = 0.0
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.jitter < 1:
+                raise ValueError("jitter must be at least 0 and under 1")
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__(config, dims)
+        self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
+        generator = torch.Generator().manual_seed(draws.key(dims.seed, 0, dims.layer, "router"))
+        nn.init.normal_(self.weight, std=dims.init_std, generator=generator)
+
+    def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
+        """[T, H] fp32 -> [T, E] fp32."""
+        if self.training and self.config.jitter > 0:
+            hidden_TH = hidden_TH * self._jitter_TH(hidden_TH, context)
+        return functional.linear(hidden_TH, self.weight.float())
+
+    def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
+        num_tokens, hidden_size = hidden_TH.shape
+        draw_key = draws.key(context.seed, context.step, self.dims.layer, "jitter")
+        unit_TH = draws.uniform(draw_key, context.token_index(num_tokens, hidden_TH.device), hidden_size)
+        return 1 + self.config.jitter * (2 * unit_TH - 1)

@@ -1,0 +1,1 @@
+"""Selectors: gate values [T, E] -> (token, expert) pairs."""

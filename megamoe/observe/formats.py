@@ -1,0 +1,23 @@
+"""How numbers are written for people."""
+
+
+def format_duration(seconds: float) -> str:
+    """`45s`, `3m12s`, `2h05m`, `3d04h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    hours = round(seconds / 3600)
+    return f"{hours // 24}d{hours % 24:02d}h"
+
+
+def format_count(count: float) -> str:
+    """Large counts with their unit: `812`, `34.1k`, `12.3M`, `1.42B`, `3.10T`."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.3g}{unit}"
+    return f"{count:.0f}"

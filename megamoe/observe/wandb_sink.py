@@ -1,0 +1,140 @@
+"""Weights & Biases, held at arm's length: it may fail, and the training goes on.
+
+- It never asks: a key is looked for (WANDB_API_KEY, netrc) before W&B is; without one the run is
+  recorded offline, to be sent later with `wandb sync`.
+- It never hangs: starting and finishing have a time limit.
+- Whatever it raises becomes one warning, and the run goes on without it.
+- The run's id lies in the run folder, so that a resumed run continues the same curves. `step` is the
+  x axis of every metric instead of W&B's own counter, which refuses to repeat a step.
+"""
+
+import logging
+import netrc
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from megamoe.config.schema import WandbConfig
+
+ID_FILE = "wandb_run_id.txt"
+START_LIMIT_S = 30.0
+FINISH_LIMIT_S = 60.0
+PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # one service under an old and a new name
+MAX_HISTOGRAM_BINS = 512  # W&B refuses more
+
+log = logging.getLogger(__name__)
+
+
+class WandbSink:
+    """One W&B run, with its files in `run_folder`."""
+
+    def __init__(
+        self, run_folder: Path, config: WandbConfig, run_name: str, run_config: dict[str, Any], resumed: bool
+    ) -> None:
+        self._run: Any = None
+        try:
+            self._start(run_folder, config, run_name, run_config, resumed)
+        except Exception as error:
+            self._give_up(error)
+
+    def _start(
+        self, run_folder: Path, config: WandbConfig, run_name: str, run_config: dict[str, Any], resumed: bool
+    ) -> None:
+        import wandb
+
+        mode: Any = choose_mode(config.mode)
+        if config.mode == "online" and mode == "offline":
+            log.warning(
+                "log.wandb.mode: 'online', but nobody is logged in; recording offline for `wandb sync`"
+            )
+        self._run = wandb.init(
+            id=_run_id(run_folder / ID_FILE, resumed),
+            resume="allow" if resumed and mode == "online" else None,
+            mode=mode,
+            dir=str(run_folder),
+            name=run_name,
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            tags=config.tags,
+            config=run_config,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=START_LIMIT_S,
+                login_timeout=START_LIMIT_S,
+                finish_timeout=FINISH_LIMIT_S,
+            ),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.log(_for_wandb(metrics))
+        except Exception as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        first_line = (str(error).splitlines() or [""])[0]
+        log.warning("W&B failed (%s: %s); the run goes on without it", type(error).__name__, first_line)
+
+
+def choose_mode(wanted: str) -> str:
+    """`online` only where it can work without a question; WANDB_MODE steers `auto`."""
+    from_environment = os.environ.get("WANDB_MODE")
+    if wanted == "auto" and from_environment in ("offline", "disabled"):
+        return from_environment
+    return "online" if wanted != "offline" and has_login() else "offline"
+
+
+def has_login() -> bool:
+    """Whether this machine holds an API key for the W&B server in use."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc or PUBLIC_HOSTS[0]
+    hosts = PUBLIC_HOSTS if host in PUBLIC_HOSTS else (host,)
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        logins = [netrc.netrc(path).authenticators(host) for host in hosts]
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(login is not None and login[2] for login in logins)
+
+
+def _run_id(path: Path, resumed: bool) -> str:
+    if resumed and path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    run_id = uuid.uuid4().hex[:8]
+    path.write_text(run_id + "\n", encoding="utf-8")
+    return run_id
+
+
+def _for_wandb(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Scalars as they are; a load as a histogram over the experts and as one scalar per expert."""
+    import wandb
+
+    shown: dict[str, Any] = {}
+    for key, value in metrics.items():
+        if not isinstance(value, list):
+            shown[key] = value
+            continue
+        shown |= {f"{key}/expert_{expert:02d}": load for expert, load in enumerate(value)}
+        if 0 < len(value) <= MAX_HISTOGRAM_BINS:
+            shown[key] = wandb.Histogram(np_histogram=(np.asarray(value), np.arange(len(value) + 1)))
+    return shown

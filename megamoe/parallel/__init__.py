@@ -1,0 +1,1 @@
+"""Ranks: the only room that knows DeepSpeed. Launch, groups, engine, optimiser, checkpoints."""

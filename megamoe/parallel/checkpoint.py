@@ -1,0 +1,249 @@
+"""Checkpoints of a run: every rank's weights, optimiser state and random state, whole or not at all.
+
+    checkpoints/step_00000100/
+        checkpoint.json            step, position in the data, layout, configuration
+        dense.safetensors          the model but its routed experts, written by rank 0
+        experts_00000.safetensors  the routed experts of each expert-parallel rank
+        rank_00000.safetensors     each rank's share of the optimiser, and its random states
+    checkpoints/latest             the name of the newest complete one
+
+Everything is written under a temporary name and renamed when all ranks are done; `latest` moves after
+that. Nothing is pickled. A checkpoint is loaded at the layout that saved it.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.parallel import random_state
+from megamoe.parallel.engine import Engine
+
+META = "checkpoint.json"
+LATEST = "latest"
+FORMAT = 1
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`, of which the newest `keep` stay."""
+
+    def __init__(self, folder: Path, keep: int, expert_parallel: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.expert_parallel = expert_parallel
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        pointer = self.folder / LATEST
+        if not pointer.is_file():
+            return None
+        path = self.folder / pointer.read_text().strip()
+        return path if (path / META).is_file() else None
+
+    def save(self, engine: Engine, step: int, state: dict[str, Any]) -> Path:
+        """Write the checkpoint of `step`; `state` is plain data (JSON) that `load` hands back.
+
+        Raises:
+            UserError: on every rank, if any rank could not write; the earlier checkpoints stay.
+        """
+        final = self.folder / f"step_{step:08d}"
+        temporary = self.folder / f".saving_step_{step:08d}"
+        problem = None
+        if engine.world.is_first:
+            problem = _attempt(lambda: _empty_folder(temporary))
+        self._agree(problem, temporary, engine)
+        problem = _attempt(lambda: self._write(engine, temporary, step, state))
+        self._agree(problem, temporary, engine)
+        if engine.world.is_first:
+            problem = _attempt(lambda: self._publish(temporary, final))
+        self._agree(problem, temporary, engine)
+        return final
+
+    def _write(self, engine: Engine, folder: Path, step: int, state: dict[str, Any]) -> None:
+        rank, expert_rank = engine.world.rank, engine.world.rank % self.expert_parallel
+        dense, experts = _model_tensors(engine)
+        if rank == 0:
+            _save(dense, folder / "dense.safetensors")
+            meta = {"format": FORMAT, "step": step, "layout": self._layout(engine), **state}
+            _write_text(folder / META, json.dumps(meta, indent=1))
+        if rank < self.expert_parallel and experts:
+            _save(experts, folder / f"experts_{expert_rank:05d}.safetensors")
+        mine = {**self._optimizer_tensors(engine), **random_state.capture(engine.world.device)}
+        _save(mine, folder / f"rank_{rank:05d}.safetensors")
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        if final.exists():  # the same step saved again after a resume from an earlier one
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        _write_text(self.folder / LATEST, final.name)
+        complete = sorted(path for path in self.folder.glob("step_*") if (path / META).is_file())
+        for old in complete[: -self.keep]:
+            if old != final:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _agree(self, problem: str | None, temporary: Path, engine: Engine) -> None:
+        """Every rank learns whether any failed; then all end alike."""
+        problems: list[str | None] = [None] * engine.world.size
+        dist.all_gather_object(problems, problem)
+        if not any(problems):
+            return
+        if engine.world.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        dist.barrier()
+        rank = next(rank for rank, found in enumerate(problems) if found)
+        last = self.latest()
+        kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
+        raise UserError(f"checkpoint: rank {rank} cannot write in {self.folder}: {problems[rank]}; {kept}")
+
+    def load(self, path: Path, engine: Engine) -> dict[str, Any]:
+        """Restore weights, optimiser and random states; returns the `state` that was saved.
+
+        Raises:
+            UserError: if the layout differs, or a file is missing, damaged or of another shape.
+        """
+        meta = read_meta(path)
+        layout = self._layout(engine)
+        for key, value in layout.items():
+            if meta["layout"].get(key) != value:
+                raise UserError(
+                    f"{path}: saved with {key} {meta['layout'].get(key)}, this run has {value}; "
+                    "resume with the layout that saved it"
+                )
+        dense, experts = _model_tensors(engine)
+        _copy_tensors(dense, _load(path / "dense.safetensors"), path)
+        if experts:
+            expert_rank = engine.world.rank % self.expert_parallel
+            _copy_tensors(experts, _load(path / f"experts_{expert_rank:05d}.safetensors"), path)
+        mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
+        self._restore_optimizer(engine, path, mine)
+        random_state.restore(mine, engine.world.device)
+        return meta
+
+    def _layout(self, engine: Engine) -> dict[str, Any]:
+        return {
+            "ranks": engine.world.size,
+            "parallel.expert": self.expert_parallel,
+            "ZeRO stage": engine.stage,
+            "precision": engine.precision,
+        }
+
+    def _writer_of_group(self, engine: Engine, group: dict[str, Any]) -> int:
+        """The rank whose file holds this rank's state of an optimiser group: at ZeRO 0, replicas share one."""
+        if engine.stage > 0:
+            return engine.world.rank
+        return engine.world.rank % self.expert_parallel if group.get("moe") else 0
+
+    def _optimizer_tensors(self, engine: Engine) -> dict[str, Tensor]:
+        optimizer = engine.inner_optimizer
+        tensors: dict[str, Tensor] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            if self._writer_of_group(engine, group) != engine.world.rank:
+                continue
+            for place, parameter in enumerate(group["params"]):
+                tensors[f"optimizer/{number}/{place}/weight"] = parameter.detach()
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    tensors[f"optimizer/{number}/{place}/{name}"] = torch.as_tensor(value)
+        return tensors
+
+    def _restore_optimizer(self, engine: Engine, path: Path, mine: dict[str, Tensor]) -> None:
+        optimizer = engine.inner_optimizer
+        files = {engine.world.rank: mine}
+        for number, group in enumerate(optimizer.param_groups):
+            writer = self._writer_of_group(engine, group)
+            if writer not in files:
+                files[writer] = _load(path / f"rank_{writer:05d}.safetensors")
+            for place, parameter in enumerate(group["params"]):
+                prefix = f"optimizer/{number}/{place}/"
+                found = {key[len(prefix) :]: t for key, t in files[writer].items() if key.startswith(prefix)}
+                _copy_tensors({"weight": parameter.data}, {"weight": found.pop("weight", None)}, path, prefix)
+                optimizer.state[parameter] = {
+                    name: value.to(parameter.device) for name, value in found.items()
+                }
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The checkpoint's JSON.
+
+    Raises:
+        UserError: if `path` is no complete checkpoint, or one of another format.
+    """
+    try:
+        meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(
+            f"checkpoint.resume: {path} is not a complete checkpoint (no readable {META}); "
+            "name a step_* folder, or auto"
+        ) from None
+    if meta.get("format") != FORMAT:
+        raise UserError(f"{path}: checkpoint format {meta.get('format')}, this version reads {FORMAT}")
+    return meta
+
+
+def _model_tensors(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and persistent buffers by name: the dense ones, and this rank's routed experts."""
+    experts = {name: p.data for name, p in engine.model.named_parameters() if is_moe_param(p)}
+    everything = {n: t.detach() for n, t in engine.model.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
+    return {name: tensor for name, tensor in everything.items() if name not in experts}, experts
+
+
+def _copy_tensors(
+    targets: dict[str, Tensor], found: dict[str, Tensor | None] | dict[str, Tensor], path: Path, prefix: str = ""
+) -> None:
+    for name, target in targets.items():
+        source = found.get(name)
+        if source is None:
+            raise UserError(f"{path}: {prefix}{name} is missing; the checkpoint is of another model")
+        if source.shape != target.shape:
+            raise UserError(
+                f"{path}: {prefix}{name} has shape {list(source.shape)}, this model needs {list(target.shape)}; "
+                "resume with the configuration that saved it"
+            )
+        with torch.no_grad():
+            target.copy_(source)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    # Tied or flattened weights share storage, which safetensors refuses: each goes by its own copy.
+    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, str(path))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded: dict[str, Tensor] = load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: missing or damaged ({error}); resume from another checkpoint") from None
+    return loaded
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _empty_folder(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def _attempt(action: Any) -> str | None:
+    """None, or what went wrong on the disk."""
+    try:
+        action()
+    except (OSError, SafetensorError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None

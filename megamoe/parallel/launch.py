@@ -1,0 +1,143 @@
+"""Who am I among the ranks: torchrun, the deepspeed launcher, SLURM, or one process alone."""
+
+import importlib
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megamoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place. device: where its model lives; backend: nccl on CUDA, gloo elsewhere."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 writes what is written once."""
+        return self.rank == 0
+
+
+def find_world() -> World:
+    """Read the launcher's environment variables; no communication yet.
+
+    torchrun and deepspeed set RANK, WORLD_SIZE, LOCAL_RANK; `srun` sets SLURM_PROCID, SLURM_NTASKS,
+    SLURM_LOCALID; with neither, this is the only rank.
+
+    Raises:
+        UserError: if the variables are incomplete.
+    """
+    variables = os.environ
+    if "RANK" in variables:
+        rank, size, local = _numbers("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    elif int(variables.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in variables:
+        rank, size, local = _numbers("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+        if "MASTER_ADDR" not in variables:
+            raise UserError(
+                "MASTER_ADDR is not set: under srun, export MASTER_ADDR and MASTER_PORT first "
+                "(examples/slurm/pretrain.sbatch does)"
+            )
+    else:
+        rank, size, local = 0, 1, 0
+    if torch.cuda.is_available():
+        return World(rank, size, local, torch.device("cuda", local), "nccl")
+    return World(rank, size, local, torch.device("cpu"), "gloo")
+
+
+def start(world: World, timeout_minutes: float) -> None:
+    """Join the process group and initialise Megatron-Core's parallel state.
+
+    timeout_minutes: how long a collective operation may take before the run ends.
+    """
+    import deepspeed
+    from megatron.core import parallel_state
+
+    _quieten()
+    _without_shared_memory_op()
+    _export(world)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    deepspeed.init_distributed(
+        dist_backend=world.backend,
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(minutes=timeout_minutes),
+        rank=world.rank,
+        world_size=world.size,
+    )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+
+
+def stop() -> None:
+    """Leave the process group and forget every group made from it; a new `start` may follow."""
+    import deepspeed.comm.comm as deepspeed_comm
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    deepspeed_comm.cdb = None
+    for name, value in vars(groups).items():
+        if name.isupper() and name.startswith("_"):
+            setattr(groups, name, {} if isinstance(value, dict) else None)
+    groups.mpu = None
+
+
+def _numbers(*names: str) -> list[int]:
+    values = []
+    for name in names:
+        text = os.environ.get(name, "")
+        if not text.isdigit():
+            raise UserError(
+                f"environment: {name} is {text!r}, expected a number beside {names[0]}; launch with torchrun, "
+                f"deepspeed or srun, or unset {names[0]} for one process"
+            )
+        values.append(int(text))
+    return values
+
+
+def _export(world: World) -> None:
+    """What torch.distributed and DeepSpeed read, whoever launched us."""
+    os.environ["RANK"] = str(world.rank)
+    os.environ["WORLD_SIZE"] = str(world.size)
+    os.environ["LOCAL_RANK"] = str(world.local_rank)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port()) if world.size == 1 else "29500"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _quieten() -> None:
+    """The libraries' start-up chatter; their warnings and errors still pass."""
+    for name in ("DeepSpeed", "deepspeed", "torch.distributed"):
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logging.WARNING, logger.level))
+
+
+def _without_shared_memory_op() -> None:
+    """DeepSpeed's CPU backend would compile a shared-memory all-reduce at the first start.
+
+    That takes 30 to 60 s once per user, leaves memory behind after a kill, and only inference uses it.
+    """
+    # By its full name: `import deepspeed.comm.torch as ...` yields torch itself, which that package imports.
+    backend = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]

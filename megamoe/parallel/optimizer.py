@@ -1,0 +1,163 @@
+"""AdamW, its parameter groups, and global-norm clipping where DeepSpeed's own is wrong."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+from megamoe.config.schema import OptimizerConfig
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay; norms, biases and other vectors do not; experts apart, as DeepSpeed asks.
+
+    An expert's bias would stand as a row of a matrix, so what decays is decided on the shape that one
+    expert has.
+    """
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            dimensions = parameter.dim() - (1 if is_moe_param(parameter) else 0)
+            (decay if dimensions >= 2 else no_decay).append(parameter)
+    named = [
+        {"name": "decay", "params": decay, "weight_decay": config.weight_decay},
+        {"name": "no_decay", "params": no_decay, "weight_decay": 0.0},
+    ]
+    split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
+    return [group for group in split if group["params"]]
+
+
+def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
+    """Keywords of torch.optim.AdamW; fused is one pass over each tensor, on CPU and GPU."""
+    return {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+
+
+def global_grad_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
+    """L2 norm of the whole model's gradient, fp32 scalar, the same on every rank.
+
+    Each parameter once: dense ones are the same on all ranks and count here; an expert's count is
+    summed over its expert-parallel group, whose ranks hold different experts.
+    """
+    dense: list[Tensor] = []
+    expert: dict[str, list[Tensor]] = {}
+    for parameter, gradient in gradients:
+        mine = expert.setdefault(parameter.group_name, []) if is_moe_param(parameter) else dense  # type: ignore[attr-defined]
+        mine.append(gradient)
+    total = _sum_of_squares(dense)
+    for name in sorted(expert):
+        squares = _sum_of_squares(expert[name])
+        dist.all_reduce(squares, group=groups._get_expert_parallel_group(name))
+        total = total.to(squares.device) + squares
+    return total.sqrt().float()
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
+    return norms.double().square().sum()
+
+
+class Stage0AdamW(torch.optim.AdamW):
+    """AdamW for ZeRO 0, which clips by the global norm itself.
+
+    DeepSpeed's clipping at stage 0 averages norms over data-parallel ranks, which hold different
+    experts. The engine reads `_global_grad_norm` after each step.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
+        super().__init__(param_groups, **options)
+        self.grad_clip = grad_clip
+        self._global_grad_norm: float | None = None
+
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """(parameter, gradient) of what has one; the parameter tells dense from expert."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip by the global norm, then AdamW."""
+        gradients = self._gradients()
+        norm = global_grad_norm(gradients)
+        self._global_grad_norm = float(norm)
+        if self.grad_clip > 0:
+            factor = min(1.0, self.grad_clip / (self._global_grad_norm + 1e-6))
+            if factor < 1.0:
+                torch._foreach_mul_([gradient for _, gradient in gradients], factor)
+        super().step()
+
+
+class MasterWeightAdamW(Stage0AdamW):
+    """The same for a bf16 model: fp32 master weights, fp32 gradient accumulation and reduction.
+
+    DeepSpeed has neither at stage 0. A hook moves each bf16 gradient into the master's fp32 one as soon
+    as it is complete; the engine reduces what `get_grads_for_reduction` returns.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
+        self.model_parameters: list[nn.Parameter] = []
+        master_groups = []
+        for group in param_groups:
+            masters = [self._make_master(parameter) for parameter in group["params"]]
+            self.model_parameters += group["params"]
+            master_groups.append({**group, "params": masters})
+        super().__init__(master_groups, grad_clip, **options)
+
+    @staticmethod
+    def _make_master(parameter: nn.Parameter) -> nn.Parameter:
+        master = nn.Parameter(parameter.detach().float().clone())
+        if is_moe_param(parameter):
+            master.allreduce = False  # type: ignore[attr-defined]
+            master.group_name = parameter.group_name  # type: ignore[attr-defined]
+        master.grad = torch.zeros_like(master)
+
+        def accumulate(bf16_parameter: Tensor) -> None:
+            assert master.grad is not None and bf16_parameter.grad is not None
+            master.grad.add_(bf16_parameter.grad)
+            bf16_parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+        return master
+
+    def masters(self) -> list[nn.Parameter]:
+        """The fp32 weights, in the order of `model_parameters`."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """DeepSpeed's hook: dense gradients, and expert gradients by group name."""
+        dense: list[Tensor] = []
+        expert: dict[str, list[Tensor]] = {}
+        for master, gradient in self._gradients():
+            mine = expert.setdefault(master.group_name, []) if is_moe_param(master) else dense  # type: ignore[attr-defined]
+            mine.append(gradient)
+        return dense, expert
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step on the masters, then round them into the model."""
+        super().step()
+        self.write_model()
+        for master in self.masters():
+            assert master.grad is not None
+            master.grad.zero_()
+
+    @torch.no_grad()
+    def write_model(self) -> None:
+        """Model weights := masters, rounded to bf16."""
+        for parameter, master in zip(self.model_parameters, self.masters(), strict=True):
+            parameter.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The masters' gradients are cleared by `step`; the engine clears the model's."""

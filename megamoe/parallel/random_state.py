@@ -1,0 +1,39 @@
+"""The random states of one rank as tensors: torch (CPU and device), NumPy, Python."""
+
+import random
+
+import numpy
+import torch
+from torch import Tensor
+
+_PREFIX = "random/"
+
+
+def capture(device: torch.device) -> dict[str, Tensor]:
+    """Named tensors that `restore` understands."""
+    _, keys, position, has_gauss, gauss = numpy.random.get_state()
+    _, internal, gauss_next = random.getstate()
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)),
+        "numpy_place": torch.tensor([position, has_gauss]),
+        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
+        "python": torch.tensor(internal),
+        "python_gauss": torch.tensor([float("nan") if gauss_next is None else gauss_next], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    return {_PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+def restore(tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Put back what `capture` returned."""
+    found = {name[len(_PREFIX) :]: tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+    torch.set_rng_state(found["torch"])
+    position, has_gauss = found["numpy_place"].tolist()
+    keys = found["numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, float(found["numpy_gauss"])))
+    gauss_next = float(found["python_gauss"])
+    random.setstate((3, tuple(found["python"].tolist()), None if gauss_next != gauss_next else gauss_next))
+    if device.type == "cuda" and "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"], device)

@@ -1,0 +1,147 @@
+"""Parts by name: register, discover, plug in, look up. Knows no torch.
+
+A part is one class with a `Config` dataclass beside its behaviour. `register(kind, name)` makes it
+reachable from the YAML; importing the file is all that discovery does. Three doors lead in:
+
+- the built-in rooms (`BUILTIN_PACKAGES`), walked once at the first look-up;
+- a user's file or module, loaded only when `plugins:` names it;
+- an installed package's entry point in the group `megamoe.plugins`, also only when named.
+"""
+
+import difflib
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megamoe.errors import UserError
+
+ENTRY_POINT_GROUP = "megamoe.plugins"
+BUILTIN_PACKAGES = (
+    "megamoe.moe.scorers",
+    "megamoe.moe.gates",
+    "megamoe.moe.selectors",
+    "megamoe.moe.losses",
+    "megamoe.moe.capacity",
+    "megamoe.moe.restrictions",
+)
+KINDS = ("scorer", "restriction", "gate", "selector", "capacity", "loss")
+
+_parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
+_discovered = False
+
+PartClass = TypeVar("PartClass", bound=type)
+
+
+def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
+    """Class decorator: make a part known as `name` among the parts of `kind`.
+
+    Raises:
+        ValueError: if the kind does not exist, the name is taken by another class, or the class
+            has no `Config` dataclass.
+    """
+    if kind not in _parts:
+        raise ValueError(f"register: unknown kind {kind!r}, expected one of {', '.join(KINDS)}")
+
+    def decorate(part: PartClass) -> PartClass:
+        known = _parts[kind].get(name)
+        if known is not None and known.__qualname__ != part.__qualname__:
+            raise ValueError(
+                f"{kind} {name!r} is registered twice: {known.__module__}.{known.__qualname__} and "
+                f"{part.__module__}.{part.__qualname__}; give one of them another name"
+            )
+        if not hasattr(getattr(part, "Config", None), "__dataclass_fields__"):
+            raise ValueError(f"{kind} {name!r}: {part.__qualname__} needs a nested dataclass `Config`")
+        _parts[kind][name] = part
+        return part
+
+    return decorate
+
+
+def get_part(kind: str, name: str) -> type:
+    """The class registered as `name`; UserError with the nearest known name if there is none."""
+    discover()
+    known = _parts[kind]
+    if name not in known:
+        raise UserError(unknown_name_message(kind, name, list(known)))
+    return known[name]
+
+
+def list_parts(kind: str) -> dict[str, type]:
+    """Every registered part of a kind, by name."""
+    discover()
+    return dict(sorted(_parts[kind].items()))
+
+
+def unknown_name_message(what: str, name: object, known: list[str]) -> str:
+    """One line: the unknown name, the nearest known one, and all of them."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r}{hint} (known: {', '.join(sorted(known))})"
+
+
+def discover() -> None:
+    """Import every module of the built-in rooms, once."""
+    global _discovered
+    if _discovered:
+        return
+    _discovered = True
+    for package_name in BUILTIN_PACKAGES:
+        if importlib.util.find_spec(package_name) is None:
+            continue
+        package = importlib.import_module(package_name)
+        for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
+            importlib.import_module(f"{package_name}.{module.name}")
+
+
+def load_plugin(reference: str, base: Path | None = None) -> None:
+    """Run the plugin that the user named: a .py file, an entry point, or a dotted module.
+
+    A relative file is looked for beside `base` (the folder of the YAML) and in the working folder.
+
+    Raises:
+        UserError: if it cannot be found, or if it raises while it is imported.
+    """
+    discover()
+    try:
+        if reference.endswith(".py"):
+            _load_file(reference, base)
+            return
+        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+            if entry_point.name == reference:
+                entry_point.load()
+                return
+        importlib.import_module(reference)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"plugins: {reference!r} failed to import: {type(error).__name__}: {error}; "
+            f"run `python {reference}` to see where" if reference.endswith(".py") else
+            f"plugins: {reference!r} failed to import: {type(error).__name__}: {error}; expected a .py "
+            f"file, a module, or an entry point of the group {ENTRY_POINT_GROUP}"
+        ) from error
+
+
+def _load_file(reference: str, base: Path | None) -> None:
+    candidates = [Path(reference)] + ([base / reference] if base is not None else [])
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        raise UserError(f"plugins: no file {reference!r} (looked in {', '.join(str(c.parent) for c in candidates)})")
+    path = path.resolve()
+    module_name = f"megamoe_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return
+    spec: Any = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise

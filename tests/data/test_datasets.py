@@ -1,0 +1,369 @@
+"""Indexed data to samples: vocabulary, file checks, splits, blends, document boundaries, the cache, mock."""
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.card import load_card
+from megamoe.data.datasets import Datasets, build_datasets, resolve_vocabulary
+from megamoe.data.prepare import Preparation, prepare
+from megamoe.data.tokenizers import train_bpe
+from megamoe.errors import UserError
+
+EOD = 256
+ONLY_TRAIN = [1.0, 0.0, 0.0]
+
+
+def make_data(prefix: Path, texts: list[str], tokenizer: str = "bytes") -> str:
+    lines = prefix.with_suffix(".jsonl")
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare(Preparation(str(prefix), [str(lines)], tokenizer=tokenizer, overwrite=True, progress=False))
+    return str(prefix)
+
+
+def config(*paths: str, weights: list[float] | None = None, **options: object) -> DataConfig:
+    sources = [SourceConfig(path, weight) for path, weight in zip(paths, weights or [1.0] * 9, strict=False)]
+    return DataConfig(sources=sources, **({"sequence_length": 8, "split": ONLY_TRAIN} | options))  # type: ignore[arg-type]
+
+
+def build(data: DataConfig, train: int = 10, validation: int = 0, seed: int = 1) -> Datasets:
+    vocabulary = resolve_vocabulary(data, None)
+    return build_datasets(data, vocabulary, seed=seed, train_samples=train, validation_samples=validation)
+
+
+def letters(dataset: torch.utils.data.Dataset, number: int) -> Counter:
+    """Which letters the first samples consist of: each test source is made of one."""
+    return Counter(chr(int(dataset[index]["tokens"][0])) for index in range(number))
+
+
+# Vocabulary
+
+
+def test_vocabulary_of_the_card_and_of_the_model(tmp_path: Path) -> None:
+    data = config(make_data(tmp_path / "a", ["x" * 50]))
+    found = resolve_vocabulary(data, None)
+    assert (found.size, found.eod) == (257, 256)
+    assert found.tokenizer is not None and found.tokenizer.name == "bytes"
+    assert resolve_vocabulary(data, 300).size == 300
+    with pytest.raises(UserError, match=r"model\.vocab_size 256 .*257"):
+        resolve_vocabulary(data, 256)
+
+
+def test_vocabulary_that_does_not_fit_names_both_sizes(tmp_path: Path) -> None:
+    train_bpe(["hello hello"], 259, tmp_path / "t.json")
+    plain = make_data(tmp_path / "a", ["x" * 50])
+    trained = make_data(tmp_path / "b", ["x" * 50], tokenizer=str(tmp_path / "t.json"))
+    for data in (config(plain, tokenizer=str(tmp_path / "t.json")), config(plain, trained)):
+        with pytest.raises(UserError, match=r"257.*259|259.*257"):
+            resolve_vocabulary(data, None)
+    validation = config(plain, validation={"other": [SourceConfig(trained)]})
+    with pytest.raises(UserError, match="another tokenizer"):
+        resolve_vocabulary(validation, None)
+
+
+def test_tokenizer_of_the_card_changed_or_gone(tmp_path: Path) -> None:
+    train_bpe(["hello hello"], 259, tmp_path / "t.json")
+    data = config(make_data(tmp_path / "a", ["x" * 50], tokenizer=str(tmp_path / "t.json")))
+    assert resolve_vocabulary(data, None).tokenizer is not None
+    train_bpe(["bye bye"], 258, tmp_path / "t.json")
+    with pytest.raises(UserError, match="changed since"):
+        resolve_vocabulary(data, None)
+    (tmp_path / "t.json").unlink()
+    found = resolve_vocabulary(data, None)
+    assert (found.size, found.eod, found.tokenizer) == (259, 0, None)
+
+
+def make_bare_data(prefix: Path) -> str:
+    """As Megatron-LM's preprocess_data.py leaves it: no card."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for start in (0, 100):
+        builder.add_document(np.arange(start, start + 30), [30])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def test_data_without_a_card(tmp_path: Path) -> None:
+    path = make_bare_data(tmp_path / "bare")
+    with pytest.raises(UserError, match=r"no data card.*data\.tokenizer or model\.vocab_size"):
+        resolve_vocabulary(config(path), None)
+    found = resolve_vocabulary(config(path), 500)
+    assert (found.size, found.eod) == (500, None)
+    assert resolve_vocabulary(config(path, tokenizer="bytes"), None).eod == EOD
+    datasets = build_datasets(config(path), found, seed=1, train_samples=3, validation_samples=0)
+    assert datasets.train[0]["tokens"].max() < 130
+    with pytest.raises(UserError, match="document_aware"):
+        aware = config(path, document_aware=True)
+        build_datasets(aware, found, seed=1, train_samples=3, validation_samples=0)
+
+
+# Files
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    path = make_data(tmp_path / "a", ["x" * 50, "y" * 50])
+    bare = make_bare_data(tmp_path / "bare")
+    assert resolve_vocabulary(config(path, bare), None).size == 257
+    for prefix in (path, bare):
+        for ending in (".bin", ".idx"):
+            content = Path(prefix + ending).read_bytes()
+            for broken, message in (
+                (content[:-2], "truncated"),
+                (content + b"\0", "too long"),
+                (b"", "truncated"),
+                (None, "no file"),
+            ):
+                if broken is None:
+                    Path(prefix + ending).unlink()
+                else:
+                    Path(prefix + ending).write_bytes(broken)
+                with pytest.raises(UserError, match=message):
+                    resolve_vocabulary(config(prefix, tokenizer="bytes"), None)
+            Path(prefix + ending).write_bytes(content)
+    # Files that fit each other, but are not those of the card.
+    longer = make_data(tmp_path / "b", ["x" * 50] * 3)
+    for ending in (".bin", ".idx"):
+        Path(longer + ending).rename(path + ending)
+    with pytest.raises(UserError, match=r"a\.bin.* too long"):
+        resolve_vocabulary(config(path), None)
+    Path(bare + ".idx").write_bytes(b"NOTINDEX" + Path(bare + ".idx").read_bytes()[8:])
+    with pytest.raises(UserError, match="no Megatron-Core index"):
+        resolve_vocabulary(config(bare, tokenizer="bytes"), None)
+
+
+def test_broken_card_and_empty_data(tmp_path: Path) -> None:
+    path = make_data(tmp_path / "a", ["x" * 50])
+    Path(path + ".card.json").write_text("{}")
+    with pytest.raises(UserError, match=r"a\.card\.json.*broken"):
+        resolve_vocabulary(config(path), None)
+    builder = IndexedDatasetBuilder(str(tmp_path / "none.bin"), dtype=np.int32)
+    builder.finalize(str(tmp_path / "none.idx"))
+    with pytest.raises(UserError, match="empty"):
+        resolve_vocabulary(config(str(tmp_path / "none")), 10)
+    with pytest.raises(UserError, match=r"data\.sources is empty"):
+        resolve_vocabulary(config(), None)
+    with pytest.raises(UserError, match=r"data\.validation\.v is empty"):
+        resolve_vocabulary(config(path, validation={"v": []}), None)
+
+
+# Samples
+
+
+def test_samples_are_the_text_shifted_by_one(tmp_path: Path) -> None:
+    text = "".join(chr(33 + place) for place in range(64))
+    data = config(make_data(tmp_path / "a", [text]))
+    dataset = build(data, train=8).train
+    # 65 tokens with the eod make exactly 8 samples of 8 tokens and their labels: each is met once.
+    starts = []
+    for index in range(8):
+        item = dataset[index]
+        assert torch.equal(item["tokens"][1:], item["labels"][:-1])
+        assert item["position_ids"].tolist() == list(range(8)) and item["loss_mask"].tolist() == [1.0] * 8
+        assert "attention_mask" not in item
+        assert (item["tokens"].dtype, item["loss_mask"].dtype) == (torch.int64, torch.float32)
+        starts.append(int(item["tokens"][0]) - 33)
+    assert sorted(starts) == list(range(0, 64, 8)) and starts != sorted(starts)
+    again = build(data, train=8).train
+    assert [int(again[index]["tokens"][0]) - 33 for index in range(8)] == starts
+    other = build(data, train=8, seed=2).train
+    assert [int(other[index]["tokens"][0]) - 33 for index in range(8)] != starts
+
+
+def test_small_data_is_repeated(tmp_path: Path) -> None:
+    dataset = build(config(make_data(tmp_path / "a", ["x" * 20])), train=50).train
+    assert len(dataset) >= 50  # type: ignore[arg-type]
+
+
+def test_document_boundaries_by_hand(tmp_path: Path) -> None:
+    # One document order is left to chance, so all are alike: "ab" EOD "ab" EOD ...
+    data = config(make_data(tmp_path / "a", ["ab"] * 6), document_aware=True, sequence_length=5)
+    items = [build(data, train=3).train[index] for index in range(3)]
+    item = next(item for item in items if int(item["tokens"][0]) == ord("a"))
+    assert item["tokens"].tolist() == [97, 98, EOD, 97, 98]
+    assert item["labels"].tolist() == [98, EOD, 97, 98, EOD]
+    assert item["position_ids"].tolist() == [0, 1, 2, 0, 1]
+    # What follows an end is another document's first token: no loss on it.
+    assert item["loss_mask"].tolist() == [1, 1, 0, 1, 1]
+    hidden = [
+        [0, 1, 1, 1, 1],
+        [0, 0, 1, 1, 1],
+        [0, 0, 0, 1, 1],
+        [1, 1, 1, 0, 1],
+        [1, 1, 1, 0, 0],
+    ]
+    assert item["attention_mask"].dtype == torch.bool
+    assert item["attention_mask"].int().tolist() == [hidden]
+
+
+def test_blend_follows_the_weights(tmp_path: Path) -> None:
+    paths = [make_data(tmp_path / letter, [letter * 500] * 4) for letter in "abc"]
+    dataset = build(config(*paths, weights=[5.0, 3.0, 2.0]), train=200).train
+    counts = letters(dataset, 200)
+    # The greedy blend keeps every source within one of its share; a sample may begin at an eod.
+    for letter, share in (("a", 100), ("b", 60), ("c", 40)):
+        assert abs(counts[letter] - share) <= 4, counts
+    first = letters(dataset, 20)
+    assert abs(first["a"] - 10) <= 2 and abs(first["b"] - 6) <= 2
+
+
+def test_blend_with_a_tiny_share_of_tiny_data(tmp_path: Path) -> None:
+    paths = [make_data(tmp_path / letter, [letter * 9]) for letter in "abcdef"]
+    dataset = build(config(*paths, weights=[95.0, 1, 1, 1, 1, 1]), train=11).train
+    assert len(dataset) >= 11  # type: ignore[arg-type]
+    assert all(dataset[index]["tokens"].shape == (8,) for index in range(11))
+
+
+def test_split_is_by_document_and_disjoint(tmp_path: Path) -> None:
+    path = make_data(tmp_path / "a", ["t" * 40] * 8 + ["v" * 40] * 2)
+    datasets = build(config(path, split=[0.8, 0.2, 0.0]), train=30, validation=6)
+    assert list(datasets.validation) == ["valid"]
+    seen = {int(token) for index in range(30) for token in datasets.train[index]["tokens"]}
+    assert seen == {ord("t"), EOD}
+    valid = {int(token) for index in range(6) for token in datasets.validation["valid"][index]["tokens"]}
+    assert ord("v") in valid and valid <= {ord("v"), EOD}
+
+
+def test_named_validation_sets_are_whole_and_blended(tmp_path: Path) -> None:
+    paths = {letter: make_data(tmp_path / letter, [letter * 60] * 4) for letter in "abc"}
+    blend = [SourceConfig(paths["b"], 1.0), SourceConfig(paths["c"], 3.0)]
+    sets = {"one": [SourceConfig(paths["b"])], "two": blend}
+    datasets = build(config(paths["a"], validation=sets), train=5, validation=20)
+    assert list(datasets.validation) == ["one", "two"]
+    assert set(letters(datasets.train, 5)) <= {"a", chr(EOD)}
+    assert set(letters(datasets.validation["one"], 20)) <= {"b", chr(EOD)}
+    assert 12 <= letters(datasets.validation["two"], 20)["c"] <= 16
+    assert build(config(paths["a"], validation=sets), train=5, validation=0).validation == {}
+    clash = config(paths["a"], validation={"valid": sets["one"]}, split=[0.5, 0.5, 0.0])
+    with pytest.raises(UserError, match="'valid'"):
+        build(clash, validation=1)
+
+
+def test_split_too_small_for_a_sample(tmp_path: Path) -> None:
+    path = make_data(tmp_path / "a", ["x" * 7] * 10)
+    assert build(config(path, sequence_length=79)).train
+    for data, validation in (
+        (config(path, sequence_length=80), 0),  # 80 tokens, 81 needed
+        (config(path, sequence_length=8, split=[0.9, 0.1, 0.0]), 1),  # one document of 8 tokens
+        (config(path, sequence_length=4, split=[0.99, 0.01, 0.0]), 1),  # no document at all
+    ):
+        with pytest.raises(UserError, match=r"split has \d+ tokens.*data\.split.*sequence_length"):
+            build(data, validation=validation)
+    for split in ([0.5, 0.5], [0.0, 1.0, 0.0]):
+        with pytest.raises(UserError, match=r"data\.split"):
+            build(config(path, split=split))
+
+
+# Cache
+
+
+def test_cache_is_used_and_knows_new_data(tmp_path: Path) -> None:
+    path = make_data(tmp_path / "a", ["x" * 99] * 3)
+    data = config(path)
+    build(data)
+    index = sorted((tmp_path / "cache").glob("*.npy"))
+    assert len(index) == 3
+    times = [file.stat().st_mtime_ns for file in index]
+    build(data)
+    assert [file.stat().st_mtime_ns for file in index] == times
+    # Fewer tokens under the same name: the old index would read past the end.
+    make_data(tmp_path / "a", ["y" * 30])
+    dataset = build(data).train
+    assert {int(token) for index in range(10) for token in dataset[index]["tokens"]} == {ord("y"), EOD}
+    elsewhere = config(path, cache=str(tmp_path / "deep" / "elsewhere"))
+    build(elsewhere)
+    assert len(list((tmp_path / "deep" / "elsewhere").glob("*.npy"))) == 3
+
+
+def test_index_cut_short_by_a_killed_run_is_made_again(tmp_path: Path) -> None:
+    data = config(make_data(tmp_path / "a", ["".join(map(chr, range(40, 120)))]))
+    before = build(data).train[3]["tokens"].tolist()
+    for file in (tmp_path / "cache").glob("*.npy"):
+        os.truncate(file, file.stat().st_size - 4)
+    assert build(data).train[3]["tokens"].tolist() == before
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    path = make_data(tmp_path / "a", ["x" * 99])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data\.cache"):
+        build(config(path, cache=str(tmp_path / "file" / "cache")))
+
+
+def build_on_rank(rank: int, size: int, data: DataConfig, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+    datasets = build(data, train=12, validation=4)
+    sets = [datasets.train, *datasets.validation.values()]
+    torch.save([[one[index]["tokens"] for index in range(4)] for one in sets], f"{folder}/rank{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_see_the_same_as_one_process(tmp_path: Path) -> None:
+    paths = [make_data(tmp_path / letter, [letter * 60] * 4) for letter in "abc"]
+    validation = {"named": [SourceConfig(paths[0]), SourceConfig(paths[2])]}
+    data = config(*paths[:2], weights=[1.0, 2.0], validation=validation, split=[0.75, 0.25, 0.0])
+    context = torch.multiprocessing.start_processes(
+        build_on_rank, (2, data, str(tmp_path)), nprocs=2, start_method="fork", join=False
+    )
+    assert context is not None
+    deadline = time.monotonic() + 60
+    while not context.join(timeout=1):  # True once every rank has ended; raises what a rank raised
+        assert time.monotonic() < deadline
+    data.cache = str(tmp_path / "cache_of_one")
+    datasets = build(data, train=12, validation=4)
+    expected = [datasets.train, *datasets.validation.values()]
+    for rank in range(2):
+        for found, one in zip(torch.load(tmp_path / f"rank{rank}"), expected, strict=True):
+            for index in range(4):
+                assert torch.equal(found[index], one[index]["tokens"])
+
+
+# Mock
+
+
+def test_mock_is_deterministic_and_can_be_learnt() -> None:
+    data = DataConfig(mock=True, sequence_length=500, split=[0.9, 0.1, 0.0], validation={"extra": []})
+    vocabulary = resolve_vocabulary(data, None)
+    assert vocabulary.size == 1024 and resolve_vocabulary(data, 77).size == 77
+    datasets = build(data, train=10**9, validation=5)
+    assert len(datasets.train) == 10**9 and list(datasets.validation) == ["valid", "extra"]  # type: ignore[arg-type]
+    item, again = datasets.train[10**9 - 1], build(data, train=3).train[10**9 - 1]
+    assert set(item) == {"tokens", "labels", "position_ids", "loss_mask"}
+    assert all(torch.equal(item[key], again[key]) for key in item)
+    assert torch.equal(item["tokens"][1:], item["labels"][:-1])
+    last = 10**9 - 1
+    others = [datasets.train[0], datasets.validation["valid"][last], build(data, seed=2).train[last]]
+    assert not any(torch.equal(item["tokens"], other["tokens"]) for other in others)
+    # Nine in ten follow the rule; a model can reach that, but no more.
+    follows = ((item["labels"] - item["tokens"]) % 1024 == 7).float().mean()
+    assert 0.85 < follows < 0.95 and item["tokens"].min() >= 0 and item["tokens"].max() < 1024
+
+
+def test_mock_masks_equal_megatron_core() -> None:
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    data = DataConfig(mock=True, sequence_length=40, document_aware=True)
+    vocabulary = resolve_vocabulary(data, 8)
+    datasets = build_datasets(data, vocabulary, seed=1, train_samples=20, validation_samples=0)
+    for index in range(20):
+        item = datasets.train[index]
+        expected = _get_ltor_masks_and_position_ids(item["tokens"], 0, True, True, True, True)
+        for key, tensor in zip(("attention_mask", "loss_mask", "position_ids"), expected, strict=True):
+            assert torch.equal(item[key], tensor) and item[key].dtype == tensor.dtype
+
+
+def test_card_survives_a_moved_folder(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    make_data(tmp_path / "old" / "a", ["x" * 50], tokenizer="train")
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = config(str(tmp_path / "new" / "a"))
+    card = load_card(moved.sources[0].path)
+    tokenizer = resolve_vocabulary(moved, None).tokenizer
+    assert card is not None and tokenizer is not None and tokenizer.fingerprint == card.tokenizer.fingerprint

@@ -1,0 +1,328 @@
+"""Text to .bin/.idx: every kind of input, what the card says, and that nothing half-made looks finished."""
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megamoe.data import prepare as prepare_module
+from megamoe.data.card import DataCard, check_files, load_card
+from megamoe.data.prepare import Preparation, prepare
+from megamoe.data.tokenizers import load_tokenizer
+from megamoe.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL: Any = importlib.util.spec_from_file_location("prepare_data_tool", ROOT / "tools" / "prepare_data.py")
+EOD = 256
+TEXT = "to be or not to be " * 50
+
+
+def run(output: Path, *inputs: Path | str, **options: object) -> DataCard:
+    return prepare(Preparation(str(output), [str(path) for path in inputs], progress=False, **options))  # type: ignore[arg-type]
+
+
+def documents_of(output: Path) -> list[str]:
+    """Each document without its end; the end is checked."""
+    indexed = IndexedDataset(str(output))
+    bounds = indexed.document_indices
+    assert bounds.tolist() == list(range(len(indexed) + 1))
+    texts = []
+    for number in range(len(indexed)):
+        tokens = indexed[number]
+        assert tokens[-1] == EOD and EOD not in tokens[:-1]
+        texts.append(bytes(tokens[:-1].astype(np.uint8)).decode())
+    return texts
+
+
+def json_lines(*texts: str, key: str = "text") -> bytes:
+    return b"".join(json.dumps({key: text}).encode() + b"\n" for text in texts)
+
+
+def test_folder_is_read_in_sorted_order_one_document_a_file(tmp_path: Path) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    for name, text in {"b.txt": "bé\r\n", "sub/a.md": "deep", "a.txt": "first", ".hidden": "no"}.items():
+        (tmp_path / "in" / name).write_bytes(text.encode())
+    run(tmp_path / "out", tmp_path / "in")
+    assert documents_of(tmp_path / "out") == ["first", "bé\r\n", "deep"]
+
+
+def test_files_keep_the_order_given_and_globs_are_sorted(tmp_path: Path) -> None:
+    for name in ("z.txt", "b.log", "a.log"):
+        (tmp_path / name).write_text(name)
+    run(tmp_path / "out", tmp_path / "z.txt", tmp_path / "*.log")
+    assert documents_of(tmp_path / "out") == ["z.txt", "a.log", "b.log"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "compress"),
+    [
+        (".jsonl", lambda data: data),
+        (".jsonl.gz", gzip.compress),
+        # Two frames in one file, as `zstd a b > c` or a parallel compressor makes.
+        (".jsonl.zst", lambda data: zstandard.compress(data[:10]) + zstandard.compress(data[10:])),
+    ],
+)
+def test_json_lines(tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"in{ending}"
+    path.write_bytes(compress(json_lines("one", "", "two\nlines", "  ") + b"\n" + json_lines("three")))
+    card = run(tmp_path / "out", path)
+    assert documents_of(tmp_path / "out") == ["one", "two\nlines", "three"]
+    assert (card.documents, card.empty_documents) == (3, 2)
+    assert card.sources[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_key_and_compressed_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines("here", key="body"))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"zipped"))
+    run(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.txt.gz", key="body")
+    assert documents_of(tmp_path / "out") == ["here", "zipped"]
+
+
+def test_standard_library_without_tests_and_installed_packages(tmp_path: Path) -> None:
+    card = run(tmp_path / "out", stdlib=True, max_documents=40)
+    names = [source.name for source in card.sources]
+    assert names == sorted(names) and names[0] == "stdlib:__future__.py"
+    everything = [source.name for source in prepare_module.find_sources([], stdlib=True)]
+    assert "stdlib:json/decoder.py" in everything and len(everything) > 400
+    assert not [name for name in everything if "site-packages" in name or "/test" in name.replace(":", "/")]
+    assert documents_of(tmp_path / "out")[0] == Path(sys.modules["__future__"].__file__ or "").read_text()
+
+
+def test_card(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("né")
+    (tmp_path / "b.jsonl").write_bytes(json_lines("xyz", "", "w"))
+    returned = run(tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.jsonl")
+    card = load_card(str(tmp_path / "out"))
+    assert card == returned and card is not None
+    # né is 3 bytes, xyz 3, w 1; each document has one token more.
+    assert (card.documents, card.empty_documents, card.tokens, card.text_bytes) == (3, 1, 10, 7)
+    assert (card.dtype, card.bin.size, card.tokenizer.reference) == ("uint16", 20, "bytes")
+    assert (card.tokenizer.vocab_size, card.tokenizer.eod) == (257, 256)
+    assert card.tokenizer.fingerprint == load_tokenizer("bytes").fingerprint
+    hashes = [hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in ("a.txt", "b.jsonl")]
+    assert [(source.sha256, source.documents) for source in card.sources] == [(hashes[0], 1), (hashes[1], 2)]
+    assert card.sources_sha256 == hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    for found, ending in ((card.bin, ".bin"), (card.idx, ".idx")):
+        content = (tmp_path / f"out{ending}").read_bytes()
+        assert (found.size, found.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_trained_tokenizer_lies_beside_the_data_and_moves_with_it(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(TEXT)
+    (tmp_path / "data").mkdir()
+    card = run(tmp_path / "data" / "out", tmp_path / "in.txt", tokenizer="train", vocab_size=262)
+    assert (card.tokenizer.reference, card.tokenizer.vocab_size) == ("out.tokenizer.json", 262)
+    tokenizer = load_tokenizer(str(tmp_path / "data" / "out.tokenizer.json"))
+    assert tokenizer.fingerprint == card.tokenizer.fingerprint
+    # Megatron-Core unmaps the file with the dataset, under the feet of the arrays it gave out.
+    indexed = IndexedDataset(str(tmp_path / "data" / "out"))
+    tokens = indexed[0].tolist()
+    assert tokens[-1] == tokenizer.eod and tokenizer.decode(tokens) == TEXT
+
+
+def test_output_does_not_depend_on_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 3)
+    (tmp_path / "in.jsonl").write_bytes(json_lines(*(f"document {number} " * number for number in range(40))))
+    for workers in (1, 2):
+        run(tmp_path / f"w{workers}", tmp_path / "in.jsonl", workers=workers)
+    for ending in (".bin", ".idx", ".card.json"):
+        assert (tmp_path / f"w1{ending}").read_bytes() == (tmp_path / f"w2{ending}").read_bytes()
+    assert len(documents_of(tmp_path / "w2")) == 39
+
+
+def test_max_documents(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(json_lines("a", "b", "c"))
+    (tmp_path / "never.txt").write_text("d")
+    card = run(tmp_path / "out", tmp_path / "in.jsonl", tmp_path / "never.txt", max_documents=2)
+    assert documents_of(tmp_path / "out") == ["a", "b"] and card.num_sources == 1
+    assert card.sources[0].sha256 == hashlib.sha256((tmp_path / "in.jsonl").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"one\ntwo\nth\xffree", r"a\.txt:3: not UTF-8"),
+        ("a.jsonl", json_lines("x") + b'{"text": "y"', r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", json_lines("x") * 2 + b'{"body": "y"}\n', r"a\.jsonl:3: .*'text'.*body.*--key"),
+        ("a.jsonl", b'["text"]\n', r"a\.jsonl:1: .*list"),
+        ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: "),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: .*surrogate"),
+        ("a.jsonl.gz", gzip.compress(json_lines("x" * 999))[:-9], r"a\.jsonl\.gz: cannot be read"),
+        ("a.jsonl.zst", zstandard.compress(json_lines("x" * 999))[:-5], r"a\.jsonl\.zst: cannot be read"),
+        ("a.jsonl.zst", b"not zstd at all", r"a\.jsonl\.zst: cannot be read"),
+        ("a.jsonl", json_lines("", " \n"), "no text in 1 files.*2 empty"),
+        ("a.txt", b"", "no text in 1 files"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    for tokenizer in ("bytes", "train"):
+        with pytest.raises(UserError, match=message) as caught:
+            run(tmp_path / "out", tmp_path / name, tokenizer=tokenizer)
+        assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_missing_input_output_and_options(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "empty").mkdir()
+    for inputs, message in (
+        ([], "no input"),
+        (["nowhere.txt"], "'nowhere.txt' does not exist"),
+        ([tmp_path / "*.none"], "holds no files"),
+        ([tmp_path / "empty"], "holds no files"),
+        ([tmp_path / "a.txt", tmp_path / "*.txt"], "given twice"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(tmp_path / "out", *inputs)
+    for options, message in (({"workers": 0}, "workers 0"), ({"max_documents": 0}, "max_documents 0")):
+        with pytest.raises(UserError, match=message):
+            run(tmp_path / "out", tmp_path / "a.txt", **options)
+    with pytest.raises(UserError, match="is a folder"):
+        prepare(Preparation("x/", ["a"]))
+
+
+def test_existing_output_is_refused_unless_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    run(tmp_path / "out", tmp_path / "a.txt", tokenizer="train", vocab_size=257)
+    (tmp_path / "a.txt").write_text("new")
+    with pytest.raises(UserError, match=r"exists.*--overwrite"):
+        run(tmp_path / "out", tmp_path / "a.txt")
+    run(tmp_path / "out", tmp_path / "a.txt", overwrite=True)
+    assert documents_of(tmp_path / "out") == ["new"]
+    # The tokenizer that was trained for the old data would contradict the new.
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out.bin", "out.card.json", "out.idx"]
+
+
+def test_failure_while_overwriting_keeps_the_old(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    run(tmp_path / "out", tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError):
+        run(tmp_path / "out", tmp_path / "a.txt", overwrite=True)
+    assert documents_of(tmp_path / "out") == ["old"] and load_card(str(tmp_path / "out")) is not None
+
+
+def test_two_runs_on_one_output(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / ".out.partial").mkdir()
+    with open(tmp_path / ".out.partial" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="being written by another run"):
+            run(tmp_path / "out", tmp_path / "a.txt")
+    run(tmp_path / "out", tmp_path / "a.txt")
+    assert documents_of(tmp_path / "out") == ["a"]
+
+
+def die_at(point: str, output: Path, source: Path) -> None:
+    """Prepare, and be killed before token batch 2 is written, or at the n-th rename."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    encode, rename, count = prepare_module.encode_batches, os.replace, iter(range(9))
+
+    def encode_two(*arguments: Any) -> Iterator[Any]:
+        for number, batch in enumerate(encode(*arguments)):
+            if number == 2:
+                die()
+            yield batch
+
+    def rename_some(*arguments: Any) -> None:
+        if next(count) == int(point):
+            die()
+        rename(*arguments)
+
+    prepare_module.BATCH_DOCUMENTS = 1
+    if point == "tokens":
+        prepare_module.encode_batches = encode_two
+    else:
+        os.replace = rename_some
+    run(output, source)
+
+
+def in_a_process(target: Callable[..., Any], *arguments: object) -> int | None:
+    """Exit code of a fork of this process, which has Megatron-Core imported already."""
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    process.join(30)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("point", ["tokens", "0", "2"])
+def test_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path, point: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(json_lines("a", "b", "c", "d"))
+    assert in_a_process(die_at, point, tmp_path / "out", source) == -signal.SIGKILL
+    assert not (tmp_path / "out.card.json").exists()
+    if point != "2":
+        assert not list(tmp_path.glob("out*"))
+    with pytest.raises(UserError, match="unfinished"):
+        load_card(str(tmp_path / "out"))
+    run(tmp_path / "out", source, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.bin", "out.card.json", "out.idx"]
+    check_files(str(tmp_path / "out"), load_card(str(tmp_path / "out")))
+
+
+def test_tool_writes_data_and_says_what(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(json_lines("abc", ""))
+    command = [sys.executable, "tools/prepare_data.py", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes"]
+    command += ["--output", str(tmp_path / "new" / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 documents, 4 tokens" in done.stdout and "1 empty" in done.stdout
+    assert documents_of(tmp_path / "new" / "out") == ["abc"]
+
+
+def test_tool_on_a_full_disk_is_an_error_without_traceback(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("x" * 100_000)
+    (tmp_path / "to").mkdir()
+
+    def fill_the_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        tool = importlib.util.module_from_spec(TOOL)
+        TOOL.loader.exec_module(tool)
+        with open(tmp_path / "errors", "w") as errors, contextlib.redirect_stderr(errors):
+            code = tool.main(
+                [str(tmp_path / "in.txt"), "--tokenizer=bytes", f"--output={tmp_path / 'to' / 'out'}"]
+            )
+        sys.exit(code)
+
+    assert in_a_process(fill_the_disk) == 2
+    assert (tmp_path / "errors").read_text().splitlines()[-1].startswith("error: output")
+    assert not list((tmp_path / "to").iterdir())
+
+
+def test_tool_interrupted_cleans_up(tmp_path: Path) -> None:
+    # A tokenizer that does not exist yet is looked up after the folder is made; a FIFO holds the run there.
+    os.mkfifo(tmp_path / "slow.json")
+    (tmp_path / "in.txt").write_text("x")
+    command = [sys.executable, "tools/prepare_data.py", str(tmp_path / "in.txt"), "--tokenizer"]
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "slow.json"), "--output", str(tmp_path / "out")],
+        cwd=ROOT, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not (tmp_path / ".out.partial" / "lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"interrupted" in errors
+    assert sorted(os.listdir(tmp_path)) == ["in.txt", "slow.json"]

@@ -1,0 +1,69 @@
+"""Turn text into the .bin/.idx files that pretraining reads.
+
+python tools/prepare_data.py --stdlib --tokenizer train --vocab-size 4096 --output data/stdlib
+python tools/prepare_data.py corpus/*.jsonl.zst --tokenizer path/to/tokenizer.json --output data/corpus
+"""
+
+import argparse
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument(
+        "inputs", nargs="*", metavar="INPUT", help="text or .jsonl files (also .gz, .zst), folders, globs"
+    )
+    parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
+    parser.add_argument(
+        "--output", required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx, PREFIX.card.json"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="REF",
+        help="bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model, or train: a new BPE",
+    )
+    parser.add_argument("--vocab-size", type=int, help="of the tokenizer that is trained (default 4096)")
+    parser.add_argument("--key", default="text", help="of the text in JSON lines (default text)")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
+    parser.add_argument("--max-documents", type=int, help="stop after so many")
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prepare; exit code 0, 2 for a user's mistake, 130 if interrupted."""
+    arguments = parse_arguments(argv)
+    # Here, not at the top: worker processes import this file too.
+    from megamoe.data.prepare import TRAIN, Preparation, prepare
+    from megamoe.errors import UserError
+
+    # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    options = {key: value for key, value in vars(arguments).items() if value is not None}
+    try:
+        if arguments.vocab_size is not None and arguments.tokenizer != TRAIN:
+            raise UserError(f"--vocab-size {arguments.vocab_size} is for --tokenizer {TRAIN} only")
+        card = prepare(Preparation(**options))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing finished was written", file=sys.stderr)
+        return 130
+    print(
+        f"{arguments.output}: {card.documents:,} documents, {card.tokens:,} tokens of {card.text_bytes:,} "
+        f"bytes, vocabulary {card.tokenizer.vocab_size:,}, {card.empty_documents:,} empty documents skipped"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
