@@ -122,8 +122,9 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
     except Exception as error:
         raise UserError(
             f"plugins: {reference!r} failed to import: {type(error).__name__}: {error}; "
-            f"run `python {reference}` to see where" if reference.endswith(".py") else
-            f"plugins: {reference!r} failed to import: {type(error).__name__}: {error}; expected a .py "
+            f"run `python {reference}` to see where"
+            if reference.endswith(".py")
+            else f"plugins: {reference!r} failed to import: {type(error).__name__}: {error}; expected a .py "
             f"file, a module, or an entry point of the group {ENTRY_POINT_GROUP}"
         ) from error
 
@@ -132,7 +133,9 @@ def _load_file(reference: str, base: Path | None) -> None:
     candidates = [Path(reference)] + ([base / reference] if base is not None else [])
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
-        raise UserError(f"plugins: no file {reference!r} (looked in {', '.join(str(c.parent) for c in candidates)})")
+        raise UserError(
+            f"plugins: no file {reference!r} (looked in {', '.join(str(c.parent) for c in candidates)})"
+        )
     path = path.resolve()
     module_name = f"megamoe_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:

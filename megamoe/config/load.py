@@ -133,7 +133,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if child is None:
             child = {}
         if not isinstance(child, dict):
-            raise UserError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is {child!r}, not a section")
+            raise UserError(
+                f"override {override!r}: {'.'.join(keys[: depth + 1])} is {child!r}, not a section"
+            )
         node[key] = child
         node = child
     node[keys[-1]] = value

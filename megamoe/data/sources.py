@@ -206,9 +206,7 @@ def _read_json_lines(source: Source, stream: IO[bytes], key: str) -> Iterator[st
             raise UserError(f"{source.name}:{number}: not JSON: {error}; write an object a line") from error
         if not isinstance(record, dict) or not isinstance(record.get(key), str):
             found = f"keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-            raise UserError(
-                f"{source.name}:{number}: no text under {key!r} (found {found}); give --key"
-            )
+            raise UserError(f"{source.name}:{number}: no text under {key!r} (found {found}); give --key")
         document: str = record[key]
         try:
             document.encode("utf-8")

@@ -13,13 +13,21 @@ class SDPAttention(nn.Module):
     the key and value heads.
     """
 
-    def __init__(self, config: Any, *unused: Any, attention_dropout: float | None = None, **also_unused: Any) -> None:
+    def __init__(
+        self, config: Any, *unused: Any, attention_dropout: float | None = None, **also_unused: Any
+    ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *unused: Any, **also_unused: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *unused: Any,
+        **also_unused: Any,
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
 
@@ -38,5 +46,3 @@ class SDPAttention(nn.Module):
         )
         context = context.permute(2, 0, 1, 3)
         return context.reshape(*context.shape[:2], -1)
-
-

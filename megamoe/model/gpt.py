@@ -53,7 +53,9 @@ class GPT(nn.Module):
         )
         return losses_SB.transpose(0, 1)
 
-    def logits(self, tokens_BS: Tensor, position_ids_BS: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def logits(
+        self, tokens_BS: Tensor, position_ids_BS: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
         """int64 [B, S] -> [B, S, padded vocabulary]."""
         output: Tensor = self.model(tokens_BS, position_ids_BS, attention_mask)
         return output
@@ -128,7 +130,9 @@ def _block_specs(
         spec.submodules.self_attention.submodules.core_attention = SDPAttention
         if number in moe_blocks:
             shape = _layer_shape(config, number)
-            spec.submodules.mlp = ModuleSpec(module=MoEBlock, params={"build": _builder(make_moe_layer, shape)})
+            spec.submodules.mlp = ModuleSpec(
+                module=MoEBlock, params={"build": _builder(make_moe_layer, shape)}
+            )
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
 

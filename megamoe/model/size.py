@@ -53,7 +53,11 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     if moe.num_shared_experts and moe.shared_expert_gate:
         shared += model.hidden_size
     expert = _ffn(config, expert_ffn_size(config), bias=False)
-    dense = common + dense_blocks * _ffn(config, ffn_size(model), bias=model.bias) + moe_blocks * (router + shared)
+    dense = (
+        common
+        + dense_blocks * _ffn(config, ffn_size(model), bias=model.bias)
+        + moe_blocks * (router + shared)
+    )
     experts = moe_blocks * moe.num_experts * expert
     chosen = int(getattr(moe.router.selector.options, "k", 1))
     return ModelSize(dense + experts, dense + moe_blocks * chosen * expert, experts)

@@ -56,14 +56,20 @@ class MoELayer(nn.Module):
     """
 
     def __init__(
-        self, config: MoEConfig, shape: LayerShape, context: StepContext, group: dist.ProcessGroup | None = None
+        self,
+        config: MoEConfig,
+        shape: LayerShape,
+        context: StepContext,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         nn.Module.__init__(self)  # by name: a subclass may have a second base with other arguments
         self.context = context
         self.num_experts = config.num_experts
         dims = Dims(shape.hidden_size, config.num_experts, shape.layer, shape.init_std, shape.seed)
         self.router = Router(config.router, dims)
-        self.losses = nn.ModuleDict({name: build_part(choice, dims) for name, choice in config.losses.items()})
+        self.losses = nn.ModuleDict(
+            {name: build_part(choice, dims) for name, choice in config.losses.items()}
+        )
         self.dispatcher, expert_ids = _place_experts(config.num_experts, group)
         self.experts = GroupedExperts(
             shape.hidden_size,
@@ -91,7 +97,9 @@ class MoELayer(nn.Module):
     def _with_losses(self, output_TH: Tensor, routing: Routing) -> Tensor:
         values = {name: loss(routing) for name, loss in self.losses.items()}
         self.observation = Observation(
-            routing.counts_E(), routing.wanted_counts_E(), {name: value.detach() for name, value in values.items()}
+            routing.counts_E(),
+            routing.wanted_counts_E(),
+            {name: value.detach() for name, value in values.items()},
         )
         if not values or not self.training:
             return output_TH

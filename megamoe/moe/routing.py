@@ -30,7 +30,9 @@ class Pairs:
 
     def keep(self, keep_N: Tensor) -> "Pairs":
         """The pairs where the bool mask `keep_N` holds."""
-        return Pairs(self.token_N[keep_N], self.expert_N[keep_N], self.weight_N[keep_N], self.choice_N[keep_N])
+        return Pairs(
+            self.token_N[keep_N], self.expert_N[keep_N], self.weight_N[keep_N], self.choice_N[keep_N]
+        )
 
 
 @dataclass

@@ -191,12 +191,17 @@ def read_meta(path: Path) -> dict[str, Any]:
 def _model_tensors(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters and persistent buffers by name: the dense ones, and this rank's routed experts."""
     experts = {name: p.data for name, p in engine.model.named_parameters() if is_moe_param(p)}
-    everything = {n: t.detach() for n, t in engine.model.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
+    everything = {
+        n: t.detach() for n, t in engine.model.state_dict(keep_vars=True).items() if torch.is_tensor(t)
+    }
     return {name: tensor for name, tensor in everything.items() if name not in experts}, experts
 
 
 def _copy_tensors(
-    targets: dict[str, Tensor], found: dict[str, Tensor | None] | dict[str, Tensor], path: Path, prefix: str = ""
+    targets: dict[str, Tensor],
+    found: dict[str, Tensor | None] | dict[str, Tensor],
+    path: Path,
+    prefix: str = "",
 ) -> None:
     for name, target in targets.items():
         source = found.get(name)
@@ -213,7 +218,9 @@ def _copy_tensors(
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     # Tied or flattened weights share storage, which safetensors refuses: each goes by its own copy.
-    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, str(path))
+    save_file(
+        {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, str(path)
+    )
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

@@ -62,7 +62,9 @@ def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
     return in_file
 
 
-def fill_in(config: RunConfig, content: dict[str, Any], data_parallel: int, accumulation: int) -> dict[str, Any]:
+def fill_in(
+    config: RunConfig, content: dict[str, Any], data_parallel: int, accumulation: int
+) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`.
 
     Raises:

@@ -41,7 +41,9 @@ class Engine:
         if self.stage == 0 and self.precision == "bf16":
             _round_parameters(model)
         model.to(world.device)
-        optimizer = _build_optimizer(config, model, self.stage, self.precision, offloads_optimizer(content), world)
+        optimizer = _build_optimizer(
+            config, model, self.stage, self.precision, offloads_optimizer(content), world
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries' notices to their own developers
             self._engine, *_ = deepspeed.initialize(

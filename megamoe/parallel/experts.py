@@ -49,7 +49,6 @@ class HostedMoELayer(MoELayer, DeepSpeedMoE):
         """The groups exist already; DeepSpeed calls this to have them made."""
 
 
-
 def hosted_layer_factory(
     config: MoEConfig, context: StepContext, expert_parallel: int
 ) -> Callable[[LayerShape], MoELayer]:

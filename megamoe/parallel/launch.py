@@ -1,7 +1,6 @@
 """Who am I among the ranks: torchrun, the deepspeed launcher, SLURM, or one process alone."""
 
 import importlib
-import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ def start(world: World, timeout_minutes: float) -> None:
     import deepspeed
     from megatron.core import parallel_state
 
-    _quieten()
     _without_shared_memory_op()
     _export(world)
     if world.device.type == "cuda":
@@ -124,13 +122,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _quieten() -> None:
-    """The libraries' start-up chatter; their warnings and errors still pass."""
-    for name in ("DeepSpeed", "deepspeed", "torch.distributed"):
-        logger = logging.getLogger(name)
-        logger.setLevel(max(logging.WARNING, logger.level))
 
 
 def _without_shared_memory_op() -> None:

@@ -19,7 +19,9 @@ def capture(device: torch.device) -> dict[str, Tensor]:
         "numpy_place": torch.tensor([position, has_gauss]),
         "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
         "python": torch.tensor(internal),
-        "python_gauss": torch.tensor([float("nan") if gauss_next is None else gauss_next], dtype=torch.float64),
+        "python_gauss": torch.tensor(
+            [float("nan") if gauss_next is None else gauss_next], dtype=torch.float64
+        ),
     }
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)

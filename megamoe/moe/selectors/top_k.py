@@ -62,7 +62,9 @@ class TopK(Part):
         num_tokens = probs_TE.shape[0]
         token_TK = torch.arange(num_tokens, device=probs_TE.device)[:, None].expand_as(expert_TK)
         choice_TK = torch.arange(self.config.k, device=probs_TE.device)[None, :].expand_as(expert_TK)
-        pairs = Pairs(token_TK.reshape(-1), expert_TK.reshape(-1), weight_TK.reshape(-1), choice_TK.reshape(-1))
+        pairs = Pairs(
+            token_TK.reshape(-1), expert_TK.reshape(-1), weight_TK.reshape(-1), choice_TK.reshape(-1)
+        )
         return pairs if candidates_TE is None else pairs.keep(candidates_TE.gather(1, expert_TK).reshape(-1))
 
     def _weights(

@@ -1,0 +1,39 @@
+"""How much memory a rank's model states need: weights, gradients, optimiser state, by ZeRO stage."""
+
+from dataclasses import dataclass
+
+from megamoe.parallel.deepspeed_config import Precision
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_bytes(
+    dense: int, experts: int, stage: int, precision: Precision, data_parallel: int, expert_parallel: int
+) -> StateBytes:
+    """Model states of one rank; `dense` and `experts` count the whole model's parameters.
+
+    AdamW keeps two fp32 moments; bf16, and ZeRO in any precision, an fp32 master besides. ZeRO 1 and 2
+    cut optimiser state (2: gradients too) over the ranks that hold the same parameters.
+    """
+    total = StateBytes(0, 0, 0)
+    parts = ((dense, data_parallel), (experts / expert_parallel, data_parallel // expert_parallel))
+    for parameters, replicas in parts:
+        cut = replicas if stage >= 1 else 1
+        master = 4 if precision == "bf16" or stage >= 1 else 0
+        weights = (2 if precision == "bf16" else 4) * parameters
+        gradients = 4 * parameters / (replicas if stage >= 2 else 1)  # accumulated in fp32
+        optimizer = (8 + master) * parameters / cut
+        total = StateBytes(total.weights + weights, total.gradients + gradients, total.optimizer + optimizer)
+    return total

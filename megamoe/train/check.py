@@ -1,0 +1,107 @@
+"""Checks between sections of the configuration and the world, before anything is allocated."""
+
+from megamoe.config.schema import RunConfig
+from megamoe.errors import UserError
+from megamoe.model.size import moe_layer_numbers
+
+
+def check_run(config: RunConfig, world_size: int) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        UserError: naming the keys, their values, what was expected and a way out.
+    """
+    _check_model(config)
+    _check_experts(config, world_size)
+    _check_batches(config, world_size)
+    _check_schedule(config)
+
+
+def _check_model(config: RunConfig) -> None:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
+    if groups is not None:
+        _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)
+    if model.position == "rope" and (model.hidden_size // heads) % 2:
+        raise UserError(
+            f"model.hidden_size {model.hidden_size} over {heads} heads makes heads of odd size "
+            f"{model.hidden_size // heads}; rope needs an even one"
+        )
+
+
+def _check_experts(config: RunConfig, world_size: int) -> None:
+    moe, expert_parallel = config.moe, config.parallel.expert
+    for block in moe.layers.at:
+        if block > config.model.num_layers:
+            raise UserError(
+                f"moe.layers.at: block {block} does not exist, the model has {config.model.num_layers} "
+                "(model.num_layers; blocks are counted from 1)"
+            )
+    if moe.layers.every and moe.layers.every > config.model.num_layers:
+        raise UserError(
+            f"moe.layers.every: {moe.layers.every} is more than model.num_layers {config.model.num_layers}, so no "
+            "block would be MoE; for a dense model say moe.layers: none"
+        )
+    if world_size % expert_parallel:
+        legal = [n for n in range(1, world_size + 1) if world_size % n == 0 and moe.num_experts % n == 0]
+        raise UserError(
+            f"parallel.expert: {expert_parallel} does not divide the {world_size} ranks; legal here: "
+            f"{', '.join(map(str, legal))}"
+        )
+    if not moe_layer_numbers(moe, config.model.num_layers):
+        if expert_parallel > 1:
+            raise UserError(f"parallel.expert: found {expert_parallel}, but no block is MoE (moe.layers)")
+        return
+    if moe.num_experts % expert_parallel:
+        raise UserError(
+            f"moe.num_experts: {moe.num_experts} experts do not divide over parallel.expert {expert_parallel} ranks; "
+            f"choose a multiple of {expert_parallel}"
+        )
+    chosen = getattr(moe.router.selector.options, "k", 1)
+    if chosen > moe.num_experts:
+        raise UserError(
+            f"moe.router.selector.k: found {chosen}, but there are only {moe.num_experts} experts "
+            f"(moe.num_experts); choose k <= {moe.num_experts}"
+        )
+
+
+def _check_batches(config: RunConfig, world_size: int) -> None:
+    train = config.train
+    unit = train.micro_batch_size * world_size
+    sizes = [("train.global_batch_size", train.global_batch_size or unit)]
+    if train.batch_rampup is not None:
+        sizes += [
+            ("train.batch_rampup.start", train.batch_rampup.start),
+            ("train.batch_rampup.increment", train.batch_rampup.increment),
+        ]
+    for key, size in sizes:
+        if size % unit:
+            raise UserError(
+                f"{key}: {size} is not a multiple of {unit} (train.micro_batch_size {train.micro_batch_size} x "
+                f"{world_size} data-parallel ranks); nearest: {max(unit, size // unit * unit)}"
+            )
+    if train.batch_rampup is not None:
+        growth = sizes[0][1] - train.batch_rampup.start
+        if growth < 0 or growth % train.batch_rampup.increment:
+            raise UserError(
+                f"train.batch_rampup: from {train.batch_rampup.start} by {train.batch_rampup.increment} does not "
+                f"reach train.global_batch_size {sizes[0][1]}"
+            )
+
+
+def _check_schedule(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    end = optimizer.decay_steps or config.train.steps
+    if optimizer.schedule != "constant" and optimizer.warmup_steps > end:
+        raise UserError(
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {end} steps of the schedule "
+            "(optimizer.decay_steps, by default train.steps)"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise UserError(f"optimizer.min_lr: {optimizer.min_lr} is more than optimizer.lr {optimizer.lr}")
+
+
+def _divides(key: str, value: int, by_key: str, by: int) -> None:
+    if value % by:
+        raise UserError(f"{key}: {value} does not divide by {by_key} {by}")

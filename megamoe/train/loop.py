@@ -1,0 +1,127 @@
+"""The loop: step, evaluate, record, save, until the end or a reason to stop."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamoe.config import RunConfig, to_dict
+from megamoe.observe import ProgressLine, Recorder, print_summary, write_report
+from megamoe.train.profile import ProfilerWindow
+from megamoe.train.run_folder import prepare_run_folder
+from megamoe.train.stopping import StopRule
+from megamoe.train.summary import summary_record, summary_rows
+from megamoe.train.trainer import Trainer
+
+
+def train(config: RunConfig) -> None:
+    """Train the run that `config` describes, to its end or until it is told to stop.
+
+    Raises:
+        UserError: for everything that a user can put right.
+    """
+    trainer = Trainer(config)
+    try:
+        Loop(trainer).run()
+    finally:
+        trainer.close()
+
+
+class Loop:
+    """One launch of a run."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.config = trainer.config
+        self.is_first = trainer.world.is_first
+        self.stop_rule = StopRule(self.config.train)
+        self.saved_step = trainer.progress.step
+        self.recorder: Recorder | None = None
+        self.line: ProgressLine | None = None
+
+    def run(self) -> None:
+        """From the present step to the end."""
+        trainer, folder = self.trainer, self.trainer.folder
+        first_step = trainer.progress.step
+        with ExitStack() as cleanup:
+            if self.is_first:
+                self._open(cleanup, first_step)
+            dist.barrier()  # the folder is there before any rank writes into it
+            self.stop_rule.listen()
+            profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
+            if self.config.evaluation.at_start and first_step == 0:
+                self._record({"step": 0, "tokens": 0, **self._evaluate()})
+            reason = None
+            while trainer.progress.step < self.config.train.steps and reason is None:
+                profiler.before_step(trainer.progress.step + 1)
+                reason = self._one_step()
+                trace = profiler.after_step(trainer.progress.step)
+                if trace is not None:
+                    self._say(f"profile: {trace}")
+            if reason is not None:
+                self._say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
+            if self.config.checkpoint.save_at_end or reason is not None:
+                self._save()
+        if self.is_first and self.config.log.report:
+            print(f"report: {write_report(folder.path)}")
+
+    def _open(self, cleanup: ExitStack, first_step: int) -> None:
+        trainer, folder = self.trainer, self.trainer.folder
+        record = summary_record(self.config, trainer.vocabulary, trainer.engine)
+        prepare_run_folder(folder, self.config, record)
+        rows = summary_rows(self.config, trainer.vocabulary, trainer.engine, trainer.schedule, first_step)
+        print_summary(rows)
+        resumed = folder.resume_from is not None
+        self.recorder = Recorder.open(
+            folder.path, self.config.log, self.config.name, to_dict(self.config), resumed
+        )
+        cleanup.callback(self.recorder.close)
+        self.line = cleanup.enter_context(ProgressLine(self.config.train.steps, self.config.log.every))
+
+    def _one_step(self) -> str | None:
+        """Step, evaluate and save when due, record; returns the reason to stop, if any."""
+        trainer = self.trainer
+        _, metrics = trainer.step()
+        self.stop_rule.step_done()
+        step, last = trainer.progress.step, trainer.progress.step == self.config.train.steps
+        reason = self._agreed_reason()
+        if last or _is_due(step, self.config.evaluation.every):
+            metrics.update(self._evaluate())
+        if last or reason is not None or step % self.config.log.every == 0 or "val/lm_loss" in metrics:
+            self._record(metrics)
+        if _is_due(step, self.config.checkpoint.every):
+            self._save()
+        return None if last else reason
+
+    def _agreed_reason(self) -> str | None:
+        """All ranks stop together, if any has a reason."""
+        mine = self.stop_rule.reason()
+        votes = torch.tensor([0.0 if mine is None else 1.0], device=self.trainer.world.device)
+        dist.all_reduce(votes)
+        if float(votes) == 0:
+            return None
+        return mine or "another rank was told to stop"
+
+    def _evaluate(self) -> dict[str, float]:
+        return self.trainer.evaluate() if self.config.evaluation.batches else {}
+
+    def _save(self) -> None:
+        if self.trainer.progress.step == self.saved_step:
+            return
+        path = self.trainer.save()
+        self.saved_step = self.trainer.progress.step
+        self._say(f"saved {path}")
+
+    def _record(self, metrics: dict[str, Any]) -> None:
+        if self.recorder is not None and self.line is not None:
+            self.recorder.log(metrics)
+            self.line.update(metrics)
+
+    def _say(self, message: str) -> None:
+        if self.line is not None:
+            self.line.say(message)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,84 @@
+"""What changes from step to step by plan: the learning rate and the global batch size. Pure arithmetic."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megamoe.config.schema import OptimizerConfig, TrainConfig
+
+
+def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """The rate of optimiser step `step`, counted from 1.
+
+    A linear warm-up reaches `lr` at step `warmup_steps`; then, until `decay_steps`, the schedule falls to
+    `min_lr`, where it stays: cosine (half a wave), linear, inverse_sqrt (lr * sqrt(warmup / step), never
+    under min_lr), wsd (constant, then a linear fall over the last `wsd_decay_steps`; Hu et al. 2024),
+    or constant.
+    """
+    warmup, peak, floor = config.warmup_steps, config.lr, config.min_lr
+    if step <= warmup:
+        return peak * step / warmup
+    end = config.decay_steps or total_steps
+    if config.schedule == "constant":
+        return peak
+    if config.schedule == "inverse_sqrt":
+        return max(floor, peak * math.sqrt(max(warmup, 1) / step))
+    start = warmup
+    if config.schedule == "wsd":
+        start = max(warmup, end - (config.wsd_decay_steps or max(1, end // 10)))
+    if step >= end:
+        return floor
+    progress = max(0.0, (step - start) / (end - start))
+    if config.schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak + (floor - peak) * progress
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Global batch size by the number of samples seen: constant, or growing (Megatron's ramp-up).
+
+    unit: samples of one micro batch on every rank; every global batch is a multiple of it.
+    """
+
+    final: int
+    unit: int
+    start: int
+    increment: int
+    ramp_samples: int
+
+    @classmethod
+    def from_config(cls, train: TrainConfig, data_parallel: int) -> "BatchSchedule":
+        """The schedule of a checked configuration."""
+        unit = train.micro_batch_size * data_parallel
+        final = train.global_batch_size or unit
+        ramp = train.batch_rampup
+        if ramp is None:
+            return cls(final, unit, final, 1, 0)
+        return cls(final, unit, ramp.start, ramp.increment, ramp.samples)
+
+    def size_at(self, consumed_samples: int) -> int:
+        """The global batch size of the step that starts after `consumed_samples`."""
+        if consumed_samples >= self.ramp_samples or self.start >= self.final:
+            return self.final
+        increments = (self.final - self.start) // self.increment
+        done = consumed_samples * increments // self.ramp_samples
+        return min(self.final, self.start + done * self.increment)
+
+    def accumulation_at(self, consumed_samples: int) -> int:
+        """Micro batches per rank of that step."""
+        return self.size_at(consumed_samples) // self.unit
+
+    def total_samples(self, steps: int) -> int:
+        """Samples of the first `steps` steps."""
+        return sum(self._sizes(steps))
+
+    def _sizes(self, steps: int) -> Iterator[int]:
+        consumed = 0
+        for step in range(steps):
+            size = self.size_at(consumed)
+            if consumed >= self.ramp_samples:  # constant from here on
+                yield size * (steps - step)
+                return
+            yield size
+            consumed += size

@@ -1,0 +1,170 @@
+"""One optimiser step, and its record.
+
+The lm loss is the mean over the unmasked tokens of the global batch, over ranks and accumulation alike:
+the tokens are counted first, then each micro batch contributes its sum over that count. The auxiliary
+losses are the mean of their values on the micro batches, summed over layers with their weights. The
+engine averages gradients over ranks; both scales below undo that, and nothing else divides.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.data.batches import Batch
+from megamoe.model.gpt import GPT
+from megamoe.moe.part import StepContext
+from megamoe.parallel.engine import Engine
+
+
+@dataclass
+class LayerLoad:
+    """What one MoE layer saw in a step, over all ranks: int64 [E] pairs wanted and computed."""
+
+    load_E: Tensor
+    wanted_E: Tensor
+
+
+@dataclass
+class StepRecord:
+    """The sums of a step; `reduce` makes them the global batch's.
+
+    losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
+    weight * loss over all of them.
+    """
+
+    lm_sum: float = 0.0
+    tokens: float = 0.0
+    micro_batches: int = 0
+    weighted: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
+    layers: dict[int, LayerLoad] = field(default_factory=dict)
+    grad_norm: float = float("nan")
+
+    def add(self, model: GPT, lm_sum: float, tokens: float) -> None:
+        """Take in one micro batch after its forward pass."""
+        self.lm_sum += lm_sum
+        self.tokens += tokens
+        self.micro_batches += 1
+        for number, layer in model.moe_layers():
+            seen = layer.observation
+            assert seen is not None
+            for name, value in seen.losses.items():
+                self.losses[name] = self.losses.get(name, 0.0) + float(value)
+                self.weighted += float(value) * layer.losses[name].config.weight
+            known = self.layers.get(number)
+            if known is None:
+                self.layers[number] = LayerLoad(seen.load_E.clone(), seen.wanted_E.clone())
+            else:
+                known.load_E += seen.load_E
+                known.wanted_E += seen.wanted_E
+
+    def reduce(self, device: torch.device) -> None:
+        """Sum over all ranks in one collective; float64 carries counts exactly up to 2^53."""
+        names = sorted(self.losses)
+        numbers = sorted(self.layers)
+        head = [self.lm_sum, self.tokens, float(self.micro_batches), self.weighted]
+        head += [self.losses[name] for name in names]
+        counts = [tensor for n in numbers for tensor in (self.layers[n].load_E, self.layers[n].wanted_E)]
+        packed = torch.cat([torch.tensor(head, dtype=torch.float64)] + [c.double().cpu() for c in counts]).to(
+            device
+        )
+        dist.all_reduce(packed)
+        values = packed.cpu()
+        self.lm_sum, self.tokens, micro_batches, self.weighted = values[:4].tolist()
+        self.micro_batches = round(micro_batches)
+        for place, name in enumerate(names):
+            self.losses[name] = float(values[4 + place])
+        rest = values[4 + len(names) :].long()
+        for number in numbers:
+            experts = self.layers[number].load_E.numel()
+            self.layers[number] = LayerLoad(rest[:experts], rest[experts : 2 * experts])
+            rest = rest[2 * experts :]
+
+    @property
+    def lm_loss(self) -> float:
+        """Mean cross entropy of the unmasked tokens, nats."""
+        return self.lm_sum / max(self.tokens, 1.0)
+
+    def metrics(self) -> dict[str, Any]:
+        """Under the names of the run's record; an auxiliary loss as its mean over layers and micro batches."""
+        values: dict[str, Any] = {
+            "train/lm_loss": self.lm_loss,
+            "train/loss": self.lm_loss + self.weighted / max(self.micro_batches, 1),
+        }
+        for name, total in self.losses.items():
+            values[f"train/{name}"] = total / (self.micro_batches * len(self.layers))
+        values["train/grad_norm"] = self.grad_norm
+        for number, layer in self.layers.items():
+            load, wanted = layer.load_E.double(), int(layer.wanted_E.sum())
+            prefix = f"moe/layer_{number:02d}"
+            values[f"{prefix}/load"] = layer.load_E.tolist()
+            values[f"{prefix}/imbalance"] = float(load.max() / load.mean()) if load.sum() > 0 else 0.0
+            values[f"{prefix}/dropped"] = 1 - float(load.sum()) / wanted if wanted else 0.0
+        return values
+
+
+def train_step(
+    engine: Engine, context: StepContext, batches: list[Batch], lr: float, label_smoothing: float
+) -> StepRecord:
+    """Forward and backward over this rank's micro batches, then one update of the weights."""
+    device = engine.world.device
+    model = engine.model
+    assert isinstance(model, GPT)
+    engine.set_accumulation(len(batches))
+    tokens = torch.stack([batch.loss_mask_BS.sum(dtype=torch.float64) for batch in batches]).sum().to(device)
+    dist.all_reduce(tokens)
+    lm_scale = engine.data_parallel / max(float(tokens), 1.0)
+    context.aux_scale = 1.0 / len(batches)
+    record = StepRecord()
+    for place, batch in enumerate(batches):
+        batch = batch.to(device)
+        context.token_index_T = token_index(batch)
+        losses_BS = engine.forward(
+            last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
+        )
+        lm_sum = (losses_BS * batch.loss_mask_BS).sum()
+        engine.backward(lm_sum * lm_scale)
+        record.add(model, float(lm_sum.detach()), float(batch.loss_mask_BS.sum()))
+    record.grad_norm = engine.step(lr)
+    record.reduce(device)
+    return record
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> float:
+    """Mean cross entropy over the unmasked tokens of all ranks' batches, nats; evaluation mode."""
+    model = engine.model
+    assert isinstance(model, GPT)
+    sums = torch.zeros(2, dtype=torch.float64)
+    engine.train(False)
+    for batch in batches:
+        batch = batch.to(engine.world.device)
+        context.token_index_T = token_index(batch)
+        losses_BS = model(**model_inputs(batch))
+        sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
+    engine.train(True)
+    sums = sums.to(engine.world.device)
+    dist.all_reduce(sums)
+    total, tokens = sums.tolist()
+    return float(total / max(tokens, 1.0))
+
+
+def token_index(batch: Batch) -> Tensor:
+    """int64 [T]: each token's number in the run's data, in the order in which a block sees them (s * B + b)."""
+    length = batch.tokens_BS.shape[1]
+    position_S = torch.arange(length, device=batch.tokens_BS.device)
+    return (batch.sample_index_B[None, :].to(position_S.device) * length + position_S[:, None]).reshape(-1)
+
+
+def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
+    """The keywords of GPT.forward."""
+    return {
+        "tokens_BS": batch.tokens_BS,
+        "position_ids_BS": batch.position_ids_BS,
+        "labels_BS": batch.labels_BS,
+        "attention_mask": batch.attention_mask,
+    }

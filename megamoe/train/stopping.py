@@ -1,0 +1,42 @@
+"""When a launch ends before its last step: so many steps or minutes, or the scheduler's signal."""
+
+import signal
+import time
+from types import FrameType
+
+from megamoe.config.schema import TrainConfig
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRule:
+    """Asked once a step; the caller makes all ranks agree on the answer."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self._steps = train.exit_after_steps
+        self._minutes = train.exit_after_minutes
+        self._started = time.monotonic()
+        self._done = 0
+        self._signal: int | None = None
+
+    def listen(self) -> None:
+        """From now on SIGTERM and SIGUSR1 mean: save after this step and end."""
+        for number in SIGNALS:
+            signal.signal(number, self._heard)
+
+    def step_done(self) -> None:
+        """Count a step of this launch."""
+        self._done += 1
+
+    def reason(self) -> str | None:
+        """Why to end now, or None."""
+        if self._signal is not None:
+            return f"signal {signal.Signals(self._signal).name}"
+        if self._steps is not None and self._done >= self._steps:
+            return f"train.exit_after_steps {self._steps}"
+        if self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes:
+            return f"train.exit_after_minutes {self._minutes:g}"
+        return None
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number

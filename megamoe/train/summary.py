@@ -1,0 +1,131 @@
+"""What a run will do, said before it begins."""
+
+from typing import Any
+
+from megamoe.config import RunConfig
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.model.backends import find_backends
+from megamoe.model.size import ModelSize, expert_ffn_size, ffn_size, model_size, moe_layer_numbers
+from megamoe.parallel.engine import Engine
+from megamoe.parallel.memory import state_bytes
+from megamoe.train.schedule import BatchSchedule
+
+Rows = dict[str, list[tuple[str, object]]]
+
+
+def summary_record(config: RunConfig, vocabulary: Vocabulary, engine: Engine) -> dict[str, Any]:
+    """The plain figures, for summary.json."""
+    size = model_size(config, vocabulary.size)
+    return {
+        "parameters_total": size.total,
+        "parameters_active": size.active,
+        "parameters_routed_experts": size.expert,
+        "vocabulary": vocabulary.size,
+        "ranks": engine.world.size,
+        "expert_parallel": config.parallel.expert,
+        "zero_stage": engine.stage,
+        "precision": engine.precision,
+    }
+
+
+def summary_rows(
+    config: RunConfig, vocabulary: Vocabulary, engine: Engine, schedule: BatchSchedule, first_step: int
+) -> Rows:
+    """The start-up table."""
+    size = model_size(config, vocabulary.size)
+    return {
+        "run": _run_rows(config, schedule, first_step),
+        "model": _model_rows(config, vocabulary, size),
+        "ranks": _rank_rows(config, vocabulary, engine, size),
+        "backends": list(find_backends().items()),
+    }
+
+
+def _run_rows(config: RunConfig, schedule: BatchSchedule, first_step: int) -> list[tuple[str, object]]:
+    samples = schedule.total_samples(config.train.steps)
+    batch = f"{schedule.final} sequences of {config.data.sequence_length} tokens"
+    if schedule.start < schedule.final:
+        batch += f", growing from {schedule.start} over the first {schedule.ramp_samples:,} samples"
+    begin = "from the start" if first_step == 0 else f"resumed after step {first_step:,}"
+    return [
+        ("name", config.name),
+        ("steps", f"{config.train.steps:,}, {begin}"),
+        ("batch", batch),
+        (
+            "tokens to come",
+            f"{(samples - schedule.total_samples(first_step)) * config.data.sequence_length:,}",
+        ),
+        ("optimiser", f"AdamW, lr {config.optimizer.lr:g}, {config.optimizer.schedule}"),
+    ]
+
+
+def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:
+    model, moe = config.model, config.moe
+    rows: list[tuple[str, object]] = [
+        ("parameters", f"{size.total:,} total, {size.active:,} active per token"),
+        (
+            "blocks",
+            f"{model.num_layers} of hidden size {model.hidden_size}, {model.num_attention_heads} heads",
+        ),
+        ("vocabulary", f"{vocabulary.size:,}"),
+    ]
+    blocks = moe_layer_numbers(moe, model.num_layers)
+    if not blocks:
+        return [*rows, ("FFN", f"dense, size {ffn_size(model)}")]
+    router = moe.router
+    experts = f"{moe.num_experts} of FFN size {expert_ffn_size(config)}"
+    if moe.num_shared_experts:
+        experts += f", {moe.num_shared_experts} shared"
+    stages = [router.scorer, *router.restrictions, router.gate, router.selector, router.capacity]
+    return [
+        *rows,
+        ("MoE blocks", ", ".join(map(str, blocks))),
+        ("experts", experts),
+        ("router", " -> ".join(stage.name for stage in stages if stage.name != "none")),
+        ("auxiliary losses", ", ".join(f"{n} {c.options.weight:g}" for n, c in moe.losses.items()) or "none"),
+    ]
+
+
+def _rank_rows(
+    config: RunConfig, vocabulary: Vocabulary, engine: Engine, size: ModelSize
+) -> list[tuple[str, object]]:
+    states = state_bytes(
+        size.total - size.expert,
+        size.expert,
+        engine.stage,
+        engine.precision,
+        engine.data_parallel,
+        config.parallel.expert,
+    )
+    parts = (("weights", states.weights), ("gradients", states.gradients), ("optimiser", states.optimizer))
+    return [
+        ("world", f"{engine.world.size} (data {engine.data_parallel}, expert {config.parallel.expert})"),
+        (
+            "device",
+            f"{engine.world.device.type}, {engine.world.backend}, {engine.precision}, ZeRO {engine.stage}",
+        ),
+        (
+            "memory per rank",
+            f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts)}), and activations: "
+            f"about {_mib(_activation_bytes(config, vocabulary, engine))} per micro batch",
+        ),
+    ]
+
+
+def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine) -> float:
+    """A rough count of what the backward pass keeps: about 14 hidden vectors a block besides the FFN's inner
+    ones, and the logits three times in fp32."""
+    model = config.model
+    tokens = config.train.micro_batch_size * config.data.sequence_length
+    width = 2 if engine.precision == "bf16" else 4
+    moe_blocks = len(moe_layer_numbers(config.moe, model.num_layers))
+    chosen = int(getattr(config.moe.router.selector.options, "k", 1)) + config.moe.num_shared_experts
+    inner = 4 * (model.num_layers - moe_blocks) * ffn_size(model)
+    inner += moe_blocks * chosen * (4 * expert_ffn_size(config) + 3 * model.hidden_size)
+    return float(
+        tokens * (width * (14 * model.num_layers * model.hidden_size + inner) + 12 * vocabulary.size)
+    )
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
