@@ -5,19 +5,33 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megamoe import registry
 from megamoe.config.parts import PartChoice
+from megamoe.config.problems import first_problem, shown
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that reads 1e-4 as a number (YAML 1.2), which PyYAML takes for text."""
+    """A SafeLoader that reads 1e-4 as a number (YAML 1.2) and refuses a key that stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None or key_node.tag.endswith(":timestamp"):
+                raise yaml.MarkedYAMLError(problem="expected text as a key", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -42,7 +56,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         _apply_override(tree, override)
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
-        raise UserError(f"plugins: expected a list of files or names, found {plugins!r}")
+        raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")
     for plugin in plugins:
         registry.load_plugin(str(plugin), base)
     return parse_config(tree, source=str(path) if path is not None else "configuration")
@@ -54,7 +68,7 @@ def parse_config(tree: dict[str, Any], source: str = "configuration") -> RunConf
         # As JSON, because only there may a mapping become a dataclass while numbers stay strict.
         return TypeAdapter(RunConfig).validate_json(json.dumps(_without_shorthands(tree), default=str))
     except ValidationError as error:
-        raise UserError(f"{source}: {_first_problem(error)}") from None
+        raise UserError(f"{source}: {first_problem(error, RunConfig)}") from None
 
 
 def to_dict(config: Any) -> Any:
@@ -110,7 +124,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"--config: {path} must hold a mapping of sections, found a {type(tree).__name__}")
+        raise UserError(f"--config: {path}: expected a mapping of sections, found {shown(tree)}")
     return tree
 
 
@@ -118,23 +132,24 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.split(".")
     if not equals or not all(keys):
-        raise UserError(f"override {override!r}: expected section.key=value")
+        raise UserError(f"override {override!r}: expected section.key=value, such as optimizer.lr=1e-4")
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value; put it in quotes") from None
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.get(key)
         if isinstance(child, str) and _is_part_key(keys[: depth + 1]):
             child = {"name": child}
-        elif isinstance(child, int | float) and keys[depth - 1] == "losses":
+        elif isinstance(child, int | float) and keys[:depth] == ["moe", "losses"]:
             child = {"weight": child}
-        if child is None:
+        elif child in (None, "none"):
             child = {}
         if not isinstance(child, dict):
             raise UserError(
-                f"override {override!r}: {'.'.join(keys[: depth + 1])} is {child!r}, not a section"
+                f"override {override!r}: {'.'.join(keys[: depth + 1])} is {shown(child)}, which has no keys; "
+                "set it whole"
             )
         node[key] = child
         node = child
@@ -143,42 +158,3 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _is_part_key(keys: list[str]) -> bool:
     return keys[:2] == ["moe", "router"] and len(keys) == 3
-
-
-def _first_problem(error: ValidationError) -> str:
-    problems = error.errors(include_url=False)
-    # An unknown key is the likeliest cause of the others (a missing key, say): tell it first.
-    problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
-    location = [str(step) for step in problem["loc"]]
-    key = ".".join(location)
-    if problem["type"] == "unexpected_keyword_argument":
-        section = ".".join(location[:-1])
-        message = registry.unknown_name_message("key", location[-1], _known_keys(location[:-1]))
-        return f"{section}: {message}" if section else message
-    if problem["type"] == "part":
-        return f"{key}: {problem['msg']}"
-    if problem["type"] in ("missing", "missing_argument"):
-        return f"{key}: this key is required"
-    expected = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{key}: found {problem['input']!r}; {expected}"
-
-
-def _known_keys(location: list[str]) -> list[str]:
-    """The keys of the section at `location`; descends the schema's dataclasses."""
-    node: Any = RunConfig
-    for step in location:
-        hints = get_type_hints(node) if dataclasses.is_dataclass(node) else {}
-        if step in hints:  # otherwise a place in a list, or a name that the user gave
-            node = _inner_dataclass(hints[step]) or node
-    return [f.name for f in dataclasses.fields(node)]
-
-
-def _inner_dataclass(hint: Any) -> Any:
-    """The dataclass inside `Sources`, `dict[str, Sources]`, `X | None` and the like."""
-    if dataclasses.is_dataclass(hint):
-        return hint
-    for argument in getattr(hint, "__args__", ()):
-        found = _inner_dataclass(argument)
-        if found is not None:
-            return found
-    return None

@@ -8,7 +8,10 @@ from pydantic import ConfigDict, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from megamoe import registry
+from megamoe.config.problems import shown
 from megamoe.errors import UserError
+
+STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,73 +35,52 @@ class PartChoice:
         return {"name": self.name, **dataclasses.asdict(self.options)}
 
 
-def single_part(kind: str, default: str) -> PlainValidator:
+def one_part(kind: str, default: str | None = None) -> PlainValidator:
     """Validator of a key that holds one part; options without a name belong to the default part."""
 
     def validate(value: Any) -> PartChoice:
-        return _build_part(kind, *_split_name(kind, value, default))
+        if value is None:  # YAML spells `none` the part and null alike
+            value = "none"
+        options = dict(value) if isinstance(value, dict) else {"name": value}
+        name = options.pop("name", default)
+        if not isinstance(name, str):
+            raise _problem(f"expected the name of a {kind}, or a mapping with `name`, found {shown(value)}")
+        return PartChoice(kind, name, _build_options(kind, name, options))
 
     return PlainValidator(validate)
 
 
-def parts_in_order(kind: str) -> PlainValidator:
-    """Validator of a list of parts, applied one after the other."""
-
-    def validate(value: Any) -> list[PartChoice]:
-        if not isinstance(value, list):
-            raise PydanticCustomError("part", f"expected a list of {kind}s")
-        return [_build_part(kind, *_split_name(kind, item, "")) for item in value]
-
-    return PlainValidator(validate)
+def names_inside(losses: Any) -> Any:
+    """`{z_loss: 0.1}` and `{z_loss: {weight: 0.1}}` -> `{z_loss: {name: z_loss, weight: 0.1}}`."""
+    if losses in (None, "none"):
+        return {}
+    if not isinstance(losses, dict):
+        return losses
+    return {name: _name_inside(name, options) for name, options in losses.items()}
 
 
-def parts_by_name(kind: str) -> PlainValidator:
-    """Validator of a mapping name -> options; a bare number is the part's `weight`."""
-
-    def validate(value: Any) -> dict[str, PartChoice]:
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise PydanticCustomError("part", "expected a mapping of names to options")
-        parts = {}
-        for name, options in value.items():
-            if isinstance(options, int | float) and not isinstance(options, bool):
-                options = {"weight": options}
-            options = dict(options or {})
-            options.pop("name", None)  # the resolved configuration spells it out
-            parts[name] = _build_part(kind, name, options)
-        return parts
-
-    return PlainValidator(validate)
+def _name_inside(name: str, options: Any) -> dict[str, Any]:
+    if isinstance(options, int | float) and not isinstance(options, bool):
+        options = {"weight": options}
+    if not isinstance(options, dict | None):
+        raise _problem(f"{name}: expected its weight or a mapping of its options, found {shown(options)}")
+    return {**(options or {}), "name": name}
 
 
-def _split_name(kind: str, value: Any, default: str) -> tuple[str, dict[str, Any]]:
-    if value is None:  # YAML spells `none` the part and null alike
-        return "none", {}
-    if isinstance(value, str):
-        return value, {}
-    if isinstance(value, dict):
-        options = dict(value)
-        return options.pop("name", default), options
-    raise PydanticCustomError("part", f"expected the name of a {kind}, or a mapping with `name` and options")
-
-
-def _build_part(kind: str, name: str, options: dict[str, Any]) -> PartChoice:
+def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
     try:
         config_class = registry.get_part(kind, name).Config
     except UserError as error:
-        raise PydanticCustomError("part", "{message}", {"message": str(error)}) from error
+        raise _problem(str(error)) from None
     known = [field.name for field in dataclasses.fields(config_class)]
     for key in options:
         if key not in known:
-            message = registry.unknown_name_message(f"option of the {kind} {name!r}:", key, known)
-            raise PydanticCustomError("part", "{message}", {"message": message})
-    adapter = TypeAdapter(_strict(config_class))
-    return PartChoice(kind, name, adapter.validate_json(json.dumps(options)))
-
-
-def _strict(config_class: type) -> type:
-    """Plugins need not know pydantic: their plain dataclass is made as strict as ours."""
+            raise _problem(f"the {kind} {name!r} has no option {key!r}{registry.nearest_and_all(key, known)}")
     if "__pydantic_config__" not in vars(config_class):
-        config_class.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
-    return config_class
+        config_class.__pydantic_config__ = STRICT  # a plugin's plain dataclass, made as strict as ours
+    adapter: TypeAdapter[Any] = TypeAdapter(config_class)
+    return adapter.validate_json(json.dumps(options))
+
+
+def _problem(message: str) -> PydanticCustomError:
+    return PydanticCustomError("part", "{message}", {"message": message})

@@ -7,11 +7,9 @@ selector, loss, ...) brings its own `Config`; here it stands as a `PartChoice`: 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from megamoe.config.parts import PartChoice, parts_by_name, parts_in_order, single_part
-
-STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+from megamoe.config.parts import STRICT, PartChoice, names_inside, one_part
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -81,10 +79,13 @@ class LayersConfig:
     at: list[PositiveInt] = field(default_factory=list)
 
 
-Scorer = Annotated[PartChoice, single_part("scorer", "linear")]
-Gate = Annotated[PartChoice, single_part("gate", "softmax")]
-Selector = Annotated[PartChoice, single_part("selector", "top_k")]
-Capacity = Annotated[PartChoice, single_part("capacity", "none")]
+Scorer = Annotated[PartChoice, one_part("scorer", "linear")]
+Restriction = Annotated[PartChoice, one_part("restriction")]
+Gate = Annotated[PartChoice, one_part("gate", "softmax")]
+Selector = Annotated[PartChoice, one_part("selector", "top_k")]
+Capacity = Annotated[PartChoice, one_part("capacity", "none")]
+Loss = Annotated[PartChoice, one_part("loss")]
+Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
 
 
 @dataclass
@@ -93,7 +94,7 @@ class RouterConfig:
 
     __pydantic_config__ = STRICT
     scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer", "linear"))
-    restrictions: Annotated[list[PartChoice], parts_in_order("restriction")] = field(default_factory=list)
+    restrictions: list[Restriction] = field(default_factory=list)
     gate: Gate = field(default_factory=lambda: PartChoice.default("gate", "softmax"))
     selector: Selector = field(default_factory=lambda: PartChoice.default("selector", "top_k"))
     capacity: Capacity = field(default_factory=lambda: PartChoice.default("capacity", "none"))
@@ -110,7 +111,7 @@ class MoEConfig:
     num_shared_experts: NonNegativeInt = 0  # each of the experts' size; every token visits them
     shared_expert_gate: bool = False  # sigmoid(w . x) on the shared experts' output
     router: RouterConfig = field(default_factory=RouterConfig)
-    losses: Annotated[dict[str, PartChoice], parts_by_name("loss")] = field(default_factory=dict)
+    losses: Losses = field(default_factory=dict)
 
 
 @dataclass

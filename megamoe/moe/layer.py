@@ -70,6 +70,7 @@ class MoELayer(nn.Module):
         self.losses = nn.ModuleDict(
             {name: build_part(choice, dims) for name, choice in config.losses.items()}
         )
+        self.loss_weights = {name: float(choice.options.weight) for name, choice in config.losses.items()}
         self.dispatcher, expert_ids = _place_experts(config.num_experts, group)
         self.experts = GroupedExperts(
             shape.hidden_size,
@@ -103,7 +104,7 @@ class MoELayer(nn.Module):
         )
         if not values or not self.training:
             return output_TH
-        total = torch.stack([values[name] * self.losses[name].config.weight for name in values]).sum()
+        total = torch.stack([value * self.loss_weights[name] for name, value in values.items()]).sum()
         return attach_loss(output_TH, total, self.context)
 
 

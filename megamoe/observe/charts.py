@@ -119,7 +119,7 @@ def draw_loss(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 def auxiliary_losses(rows: Rows) -> list[str]:
     """Names of the auxiliary losses in the record: whatever else `train/` holds."""
-    own = {"lm_loss", "loss", "grad_norm", "lr"}
+    own = {"lm_loss", "loss", "grad_norm", "lr", "batch_size"}
     names = {key.removeprefix("train/") for row in rows for key in row if key.startswith("train/")}
     return sorted(names - own)
 

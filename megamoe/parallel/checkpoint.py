@@ -42,12 +42,15 @@ class Checkpoints:
         self.expert_parallel = expert_parallel
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """The checkpoint that `latest` names, or the newest complete one where it names none; or None."""
         pointer = self.folder / LATEST
-        if not pointer.is_file():
-            return None
-        path = self.folder / pointer.read_text().strip()
-        return path if (path / META).is_file() else None
+        named = self.folder / pointer.read_text().strip() if pointer.is_file() else None
+        if named is not None and (named / META).is_file():
+            return named
+        return max(self._complete(), default=None)
+
+    def _complete(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step_*") if (path / META).is_file())
 
     def save(self, engine: Engine, step: int, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `step`; `state` is plain data (JSON) that `load` hands back.
@@ -81,12 +84,13 @@ class Checkpoints:
         _save(mine, folder / f"rank_{rank:05d}.safetensors")
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        if final.exists():  # the same step saved again after a resume from an earlier one
-            shutil.rmtree(final)
+        replaced = final.with_name(f".replaced_{final.name}")
+        if final.exists():  # the same step, saved again after a resume from an earlier one
+            os.replace(final, replaced)
         os.replace(temporary, final)
         _write_text(self.folder / LATEST, final.name)
-        complete = sorted(path for path in self.folder.glob("step_*") if (path / META).is_file())
-        for old in complete[: -self.keep]:
+        shutil.rmtree(replaced, ignore_errors=True)
+        for old in self._complete()[: -self.keep]:
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -137,7 +141,7 @@ class Checkpoints:
         }
 
     def _writer_of_group(self, engine: Engine, group: dict[str, Any]) -> int:
-        """The rank whose file holds this rank's state of an optimiser group: at ZeRO 0, replicas share one."""
+        """The rank whose file holds this rank's state of the group; at ZeRO 0 replicas share one."""
         if engine.stage > 0:
             return engine.world.rank
         return engine.world.rank % self.expert_parallel if group.get("moe") else 0
@@ -209,8 +213,8 @@ def _copy_tensors(
             raise UserError(f"{path}: {prefix}{name} is missing; the checkpoint is of another model")
         if source.shape != target.shape:
             raise UserError(
-                f"{path}: {prefix}{name} has shape {list(source.shape)}, this model needs {list(target.shape)}; "
-                "resume with the configuration that saved it"
+                f"{path}: {prefix}{name} has shape {list(source.shape)}, this model needs "
+                f"{list(target.shape)}; resume with the configuration that saved it"
             )
         with torch.no_grad():
             target.copy_(source)

@@ -104,7 +104,7 @@ def fill_in(
 
 
 def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> None:
-    """bf16 with fp32 accumulation; at stage 0 the bf16 model and its fp32 masters are ours, not the engine's."""
+    """bf16 accumulates in fp32; at stage 0 the bf16 model and its masters are ours, not the engine's."""
     engine_bf16 = precision == "bf16" and stage > 0
     filled["bf16"] = {**filled.get("bf16", {}), "enabled": engine_bf16}
     if engine_bf16:

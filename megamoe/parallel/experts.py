@@ -29,7 +29,7 @@ def create_groups(expert_parallel: int) -> dist.ProcessGroup:
 
 
 class HostedMoELayer(MoELayer, DeepSpeedMoE):
-    """Our layer under DeepSpeed's type: the engine looks for instances of it, and for the marks on parameters.
+    """Our layer under DeepSpeed's type, whose instances and marked parameters the engine looks for.
 
     DeepSpeed's constructor is bypassed: it would build experts and a gate of its own.
     """

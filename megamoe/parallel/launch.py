@@ -101,7 +101,7 @@ def _numbers(*names: str) -> list[int]:
         text = os.environ.get(name, "")
         if not text.isdigit():
             raise UserError(
-                f"environment: {name} is {text!r}, expected a number beside {names[0]}; launch with torchrun, "
+                f"environment: {name} is {text!r}, expected a number; launch with torchrun, "
                 f"deepspeed or srun, or unset {names[0]} for one process"
             )
         values.append(int(text))
@@ -129,6 +129,6 @@ def _without_shared_memory_op() -> None:
 
     That takes 30 to 60 s once per user, leaves memory behind after a kill, and only inference uses it.
     """
-    # By its full name: `import deepspeed.comm.torch as ...` yields torch itself, which that package imports.
+    # By its full name: `import deepspeed.comm.torch as x` yields torch itself, which that package imports.
     backend = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]

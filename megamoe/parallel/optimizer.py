@@ -13,10 +13,9 @@ from megamoe.config.schema import OptimizerConfig
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay; norms, biases and other vectors do not; experts apart, as DeepSpeed asks.
+    """AdamW's groups: matrices decay, norms, biases and other vectors do not; experts stand apart.
 
-    An expert's bias would stand as a row of a matrix, so what decays is decided on the shape that one
-    expert has.
+    Experts' weights are stacked, so what decays is decided on the shape that one expert has.
     """
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []

@@ -40,8 +40,8 @@ def _check_experts(config: RunConfig, world_size: int) -> None:
             )
     if moe.layers.every and moe.layers.every > config.model.num_layers:
         raise UserError(
-            f"moe.layers.every: {moe.layers.every} is more than model.num_layers {config.model.num_layers}, so no "
-            "block would be MoE; for a dense model say moe.layers: none"
+            f"moe.layers.every: {moe.layers.every} is more than model.num_layers {config.model.num_layers}, "
+            "so no block would be MoE; for a dense model say moe.layers: none"
         )
     if world_size % expert_parallel:
         legal = [n for n in range(1, world_size + 1) if world_size % n == 0 and moe.num_experts % n == 0]
@@ -55,8 +55,8 @@ def _check_experts(config: RunConfig, world_size: int) -> None:
         return
     if moe.num_experts % expert_parallel:
         raise UserError(
-            f"moe.num_experts: {moe.num_experts} experts do not divide over parallel.expert {expert_parallel} ranks; "
-            f"choose a multiple of {expert_parallel}"
+            f"moe.num_experts: {moe.num_experts} experts do not divide over parallel.expert "
+            f"{expert_parallel} ranks; choose a multiple of {expert_parallel}"
         )
     chosen = getattr(moe.router.selector.options, "k", 1)
     if chosen > moe.num_experts:
@@ -78,15 +78,16 @@ def _check_batches(config: RunConfig, world_size: int) -> None:
     for key, size in sizes:
         if size % unit:
             raise UserError(
-                f"{key}: {size} is not a multiple of {unit} (train.micro_batch_size {train.micro_batch_size} x "
-                f"{world_size} data-parallel ranks); nearest: {max(unit, size // unit * unit)}"
+                f"{key}: {size} is not a multiple of {unit} (train.micro_batch_size "
+                f"{train.micro_batch_size} x {world_size} data-parallel ranks); "
+                f"nearest: {max(unit, size // unit * unit)}"
             )
     if train.batch_rampup is not None:
         growth = sizes[0][1] - train.batch_rampup.start
         if growth < 0 or growth % train.batch_rampup.increment:
             raise UserError(
-                f"train.batch_rampup: from {train.batch_rampup.start} by {train.batch_rampup.increment} does not "
-                f"reach train.global_batch_size {sizes[0][1]}"
+                f"train.batch_rampup: from {train.batch_rampup.start} by {train.batch_rampup.increment} "
+                f"does not reach train.global_batch_size {sizes[0][1]}"
             )
 
 

@@ -72,9 +72,8 @@ class Loop:
         prepare_run_folder(folder, self.config, record)
         rows = summary_rows(self.config, trainer.vocabulary, trainer.engine, trainer.schedule, first_step)
         print_summary(rows)
-        resumed = folder.resume_from is not None
         self.recorder = Recorder.open(
-            folder.path, self.config.log, self.config.name, to_dict(self.config), resumed
+            folder.path, self.config.log, self.config.name, to_dict(self.config), folder.continues
         )
         cleanup.callback(self.recorder.close)
         self.line = cleanup.enter_context(ProgressLine(self.config.train.steps, self.config.log.every))
@@ -86,9 +85,10 @@ class Loop:
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == self.config.train.steps
         reason = self._agreed_reason()
-        if last or _is_due(step, self.config.evaluation.every):
+        evaluates = last or _is_due(step, self.config.evaluation.every)
+        if evaluates:
             metrics.update(self._evaluate())
-        if last or reason is not None or step % self.config.log.every == 0 or "val/lm_loss" in metrics:
+        if evaluates or reason is not None or _is_due(step, self.config.log.every):
             self._record(metrics)
         if _is_due(step, self.config.checkpoint.every):
             self._save()

@@ -1,4 +1,4 @@
-"""The run's folder: begun anew, gone on with, or refused. Nothing that exists is touched before all checks."""
+"""The run's folder: begun anew, gone on with, or refused. Nothing is touched before all checks."""
 
 import json
 import os
@@ -17,10 +17,15 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes, and what it goes on from (None: it starts from step 0)."""
+    """Where a run writes.
+
+    resume_from: the checkpoint that it goes on from; None: it starts from step 0. continues: the records
+    in the folder are this run's and are appended to; otherwise what is there is replaced.
+    """
 
     path: Path
     resume_from: Path | None
+    continues: bool
 
     @property
     def checkpoints(self) -> Path:
@@ -32,36 +37,38 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     """Decide by `checkpoint.resume`, `overwrite` and what is on the disk; writes nothing.
 
     Raises:
-        UserError: if the folder holds a run and neither going on nor overwriting was asked for, or the
-            checkpoint to go on from does not exist.
+        UserError: if the folder holds a run and neither going on nor overwriting was asked for, or holds
+            something that is no run.
     """
     path = Path(config.output) / config.name
     resume = config.checkpoint.resume
-    if resume not in ("never", "auto"):
-        return RunFolder(path, Path(resume))
+    checkpoints = path / "checkpoints"
     if resume == "auto":
-        latest = Checkpoints(path / "checkpoints", config.checkpoint.keep, config.parallel.expert).latest()
-        return RunFolder(path, latest)
-    if path.exists() and any(path.iterdir()) and not config.overwrite:
-        raise UserError(
-            f"run folder {path} exists: add --resume to go on with it, overwrite=true to begin anew, "
-            "or name=... for another one"
-        )
-    if path.exists() and any(path.iterdir()) and not (path / CONFIG).is_file():
-        raise UserError(
-            f"overwrite: {path} is not a run's folder (it has no {CONFIG}); choose another name or output"
-        )
-    return RunFolder(path, None)
+        latest = Checkpoints(checkpoints, config.checkpoint.keep, config.parallel.expert).latest()
+        if latest is not None:
+            return RunFolder(path, latest, continues=True)
+    explicit = None if resume in ("auto", "never") else Path(resume)
+    if explicit is not None and explicit.resolve().is_relative_to(checkpoints.resolve()):
+        return RunFolder(path, explicit, continues=True)
+    if path.exists() and any(path.iterdir()):
+        if not (path / CONFIG).is_file():
+            raise UserError(f"output: {path} is no run's folder (it has no {CONFIG}); choose another name")
+        if resume != "auto" and not config.overwrite:
+            raise UserError(
+                f"run folder {path} exists: add --resume to go on with it, overwrite=true to begin anew, "
+                "or name=... for another one"
+            )
+    return RunFolder(path, explicit, continues=False)
 
 
 def prepare_run_folder(folder: RunFolder, config: RunConfig, summary: dict[str, Any]) -> None:
-    """Make the folder (emptied if the run starts anew), with the resolved configuration and summary.json.
+    """Make the folder (emptied unless the run continues in it), with the resolved configuration and summary.json.
 
     Raises:
         UserError: if it cannot be written.
     """
     try:
-        if folder.resume_from is None and folder.path.exists():
+        if not folder.continues and folder.path.exists():
             shutil.rmtree(folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         _write(folder.path / CONFIG, dump_yaml(config))

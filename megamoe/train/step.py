@@ -54,7 +54,7 @@ class StepRecord:
             assert seen is not None
             for name, value in seen.losses.items():
                 self.losses[name] = self.losses.get(name, 0.0) + float(value)
-                self.weighted += float(value) * layer.losses[name].config.weight
+                self.weighted += float(value) * layer.loss_weights[name]
             known = self.layers.get(number)
             if known is None:
                 self.layers[number] = LayerLoad(seen.load_E.clone(), seen.wanted_E.clone())
@@ -90,7 +90,7 @@ class StepRecord:
         return self.lm_sum / max(self.tokens, 1.0)
 
     def metrics(self) -> dict[str, Any]:
-        """Under the names of the run's record; an auxiliary loss as its mean over layers and micro batches."""
+        """Under metrics.jsonl's names; an auxiliary loss as its mean over layers and micro batches."""
         values: dict[str, Any] = {
             "train/lm_loss": self.lm_loss,
             "train/loss": self.lm_loss + self.weighted / max(self.micro_batches, 1),
@@ -154,7 +154,7 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
 
 
 def token_index(batch: Batch) -> Tensor:
-    """int64 [T]: each token's number in the run's data, in the order in which a block sees them (s * B + b)."""
+    """int64 [T]: each token's number in the run's data, in a block's order (s * B + b)."""
     length = batch.tokens_BS.shape[1]
     position_S = torch.arange(length, device=batch.tokens_BS.device)
     return (batch.sample_index_B[None, :].to(position_S.device) * length + position_S[:, None]).reshape(-1)

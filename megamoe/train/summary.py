@@ -106,8 +106,8 @@ def _rank_rows(
         ),
         (
             "memory per rank",
-            f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts)}), and activations: "
-            f"about {_mib(_activation_bytes(config, vocabulary, engine))} per micro batch",
+            f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts)}), "
+            f"and about {_mib(_activation_bytes(config, vocabulary, engine))} of activations",
         ),
     ]
 
