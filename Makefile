@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | lint | clean
+# make setup | demo | compare | test | test-full | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-full lint clean FORCE
+.PHONY: setup demo compare test test-full lint clean FORCE
 
 setup: $(STAMP)
 
@@ -46,10 +46,16 @@ $(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
 # The card is what preparing writes last; without it the other files are remains.
 $(DEMO_DATA).card.json: | $(STAMP)
 	$(PY) tools/prepare_data.py --stdlib --tokenizer train --vocab-size 4096 --workers 2 \
-	  --output $(DEMO_DATA) --overwrite
+	  --shuffle-files 1 --output $(DEMO_DATA) --overwrite
 
 demo: $(STAMP) $(DEMO_DATA).card.json
 	$(PY) pretrain_gpt_moe.py --config examples/demo.yaml overwrite=true
+
+# The demo beside the dense model of the same active FLOPs, and a table of both.
+compare: $(STAMP) $(DEMO_DATA).card.json
+	$(PY) pretrain_gpt_moe.py --config examples/demo.yaml checkpoint.resume=auto
+	$(PY) pretrain_gpt_moe.py --config examples/demo_dense.yaml checkpoint.resume=auto
+	$(PY) tools/report.py runs/demo runs/demo_dense
 
 test: $(STAMP)
 	$(PY) -m pytest tests -m "not full"

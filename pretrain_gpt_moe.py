@@ -37,10 +37,16 @@ def main() -> int:
 
         train(config)
     except UserError as error:
-        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0:
-            print(f"error: {error}", file=sys.stderr)
+        if not _another_rank_tells():
+            print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
     return 0
+
+
+def _another_rank_tells() -> bool:
+    """True on all ranks but the first; a rank that is no number is a mistake to tell."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return rank.isdigit() and int(rank) > 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,27 +44,34 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
 
     Raises:
         ValueError: if the kind does not exist, the name is taken by another class, or the class
-            has no `Config` dataclass.
+            has no `Config` dataclass, or is a loss whose `Config` has no `weight`.
     """
     if kind not in _parts:
         raise ValueError(f"register: unknown kind {kind!r}, expected one of {', '.join(KINDS)}")
 
     def decorate(part: PartClass) -> PartClass:
         known = _parts[kind].get(name)
-        if known is not None and known.__qualname__ != part.__qualname__:
+        if known is not None and _full_name(known) != _full_name(part):
             raise ValueError(
-                f"{kind} {name!r} is registered twice: {known.__module__}.{known.__qualname__} and "
-                f"{part.__module__}.{part.__qualname__}; give one of them another name"
+                f"{kind} {name!r} is registered twice: {_full_name(known)} and {_full_name(part)}; "
+                "give one of them another name"
             )
-        if not hasattr(getattr(part, "Config", None), "__dataclass_fields__"):
+        fields = getattr(getattr(part, "Config", None), "__dataclass_fields__", None)
+        if fields is None:
             raise ValueError(f"{kind} {name!r}: {part.__qualname__} needs a nested dataclass `Config`")
+        if kind == "loss" and "weight" not in fields:
+            raise ValueError(f"loss {name!r}: the `Config` of {part.__qualname__} needs a field `weight`")
         _parts[kind][name] = part
         return part
 
     return decorate
 
 
-def get_part(kind: str, name: str) -> type:
+def _full_name(part: type) -> str:
+    return f"{part.__module__}.{part.__qualname__}"
+
+
+def get_part(kind: str, name: str) -> Any:
     """The class registered as `name`; UserError with the nearest known name if there is none."""
     discover()
     known = _parts[kind]
@@ -80,9 +88,19 @@ def list_parts(kind: str) -> dict[str, type]:
 
 def unknown_name_message(what: str, name: object, known: list[str]) -> str:
     """One line: the unknown name, the nearest known one, and all of them."""
+    return f"unknown {what} {name!r}{nearest_and_all(name, known)}"
+
+
+def nearest_and_all(name: object, known: list[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, and all of them."""
+    names = f"known: {', '.join(sorted(known))}" if known else "there are none"
+    return f"{nearest(name, known)} ({names})"
+
+
+def nearest(name: object, known: list[str]) -> str:
+    """`; did you mean 'x'?`, or nothing where no known name is close."""
     near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}{hint} (known: {', '.join(sorted(known))})"
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def discover() -> None:
@@ -108,35 +126,43 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
         UserError: if it cannot be found, or if it raises while it is imported.
     """
     discover()
+    path = _find_file(reference, base) if reference.endswith(".py") else None
+    entry_points = {p.name: p for p in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     try:
-        if reference.endswith(".py"):
-            _load_file(reference, base)
-            return
-        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-            if entry_point.name == reference:
-                entry_point.load()
-                return
-        importlib.import_module(reference)
-    except UserError:
-        raise
+        if path is not None:
+            _run_file(path)
+        elif reference in entry_points:
+            entry_points[reference].load()
+        else:
+            importlib.import_module(reference)
     except Exception as error:
-        raise UserError(
-            f"plugins: {reference!r} failed to import: {type(error).__name__}: {error}; "
-            f"run `python {reference}` to see where"
-            if reference.endswith(".py")
-            else f"plugins: {reference!r} failed to import: {type(error).__name__}: {error}; expected a .py "
-            f"file, a module, or an entry point of the group {ENTRY_POINT_GROUP}"
-        ) from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if path is None and f"{reference}.".startswith(f"{missing}."):
+            raise UserError(
+                f"plugins: no module {reference!r}; expected a .py file, an installed module or an entry "
+                f"point of {ENTRY_POINT_GROUP}{nearest_and_all(reference, list(entry_points))}"
+            ) from None
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"plugins: {reference!r} failed{_place(error, path)}: {problem}") from error
 
 
-def _load_file(reference: str, base: Path | None) -> None:
+def _place(error: Exception, path: Path | None) -> str:
+    """Where the user's file was when it raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f" at line {lines[-1]}" if lines else ""
+
+
+def _find_file(reference: str, base: Path | None) -> Path:
     candidates = [Path(reference)] + ([base / reference] if base is not None else [])
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if path is None:
-        raise UserError(
-            f"plugins: no file {reference!r} (looked in {', '.join(str(c.parent) for c in candidates)})"
-        )
-    path = path.resolve()
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    folders = ", ".join(dict.fromkeys(str(candidate.parent) for candidate in candidates))
+    raise UserError(f"plugins: no file {reference!r} (looked in {folders}); expected a path to a .py file")
+
+
+def _run_file(path: Path) -> None:
     module_name = f"megamoe_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return

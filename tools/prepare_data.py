@@ -33,6 +33,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--key", default="text", help="of the text in JSON lines (default text)")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
     parser.add_argument("--max-documents", type=int, help="stop after so many")
+    parser.add_argument(
+        "--shuffle-files",
+        type=int,
+        metavar="SEED",
+        help="take the files in a random order: training and validation then see all kinds",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     return parser.parse_args(argv)
 

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Preparation:
     key: str = "text"  # of JSON lines
     workers: int = 1
     max_documents: int | None = None
+    shuffle_files: int | None = None  # seed; a split then cuts through all kinds of files
     overwrite: bool = False
     progress: bool = True
 
@@ -57,6 +59,8 @@ def prepare(preparation: Preparation) -> DataCard:
     files = DataFiles(Path(preparation.output))
     _check(preparation, files)
     sources = find_sources(preparation.inputs, preparation.stdlib)
+    if preparation.shuffle_files is not None:
+        random.Random(preparation.shuffle_files).shuffle(sources)
     try:
         with _partial_folder(files) as partial:
             tokenizer = _tokenizer(preparation, sources, partial)

@@ -8,6 +8,7 @@ how the experts are spread over ranks.
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -37,7 +38,7 @@ class PerExpertCapacity(Part):
 
     @dataclass
     class Config:
-        """factor: gamma in training; eval_factor: in evaluation, by default the same; min_capacity: C's floor."""
+        """factor: gamma. eval_factor: in evaluation; default: the same. min_capacity: C's floor."""
 
         factor: float = 1.25
         eval_factor: float | None = None
@@ -55,8 +56,9 @@ class PerExpertCapacity(Part):
         factor = self.config.factor
         if not self.training and self.config.eval_factor is not None:
             factor = self.config.eval_factor
-        wanted = math.ceil(factor * num_choices * num_tokens / self.dims.num_experts)
-        return max(wanted, int(self.config.min_capacity))
+        exact = Fraction(str(factor))  # as written: in floats 1.1 * 2 * 50 / 10 exceeds 11
+        wanted = math.ceil(exact * num_choices * num_tokens / self.dims.num_experts)
+        return max(wanted, self.config.min_capacity)
 
     def forward(self, pairs: Pairs, num_tokens: int, num_choices: int) -> Tensor:
         """bool [N]: which pairs keep their place."""

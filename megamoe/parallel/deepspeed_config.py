@@ -12,6 +12,7 @@ from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 
 Precision = Literal["fp32", "bf16"]
+SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
 
 
 def read_deepspeed_config(path: str | None) -> dict[str, Any]:
@@ -26,18 +27,22 @@ def read_deepspeed_config(path: str | None) -> dict[str, Any]:
         raise UserError(f"parallel.deepspeed: {path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"parallel.deepspeed: {path} must hold a JSON object")
+    for section in SECTIONS:
+        if not isinstance(content.get(section, {}), dict):
+            raise UserError(f"{path}: {section} is {content[section]!r}, expected an object")
     return content
 
 
 def zero_stage(content: dict[str, Any]) -> int:
     """The ZeRO stage, 0 where the file says nothing."""
-    return int(content.get("zero_optimization", {}).get("stage", 0))
+    stage: int = content.get("zero_optimization", {}).get("stage", 0)
+    return stage
 
 
 def offloads_optimizer(content: dict[str, Any]) -> bool:
     """Whether the optimiser's state lives on the CPU."""
-    device = content.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
-    return bool(device == "cpu")
+    offload = content.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device") == "cpu")
 
 
 def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
@@ -50,6 +55,8 @@ def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
     if content.get("fp16", {}).get("enabled") is True:
         raise UserError(f"{where}: fp16.enabled is true, but fp16 is not supported; use bf16 or fp32")
     stated = content.get("bf16", {}).get("enabled", "auto")
+    if stated not in ("auto", True, False):
+        raise UserError(f"{where}: bf16.enabled is {stated!r}, expected true, false or \"auto\"")
     asked = config.parallel.precision
     if stated == "auto":
         return "bf16" if asked == "bf16" else "fp32"
@@ -73,7 +80,7 @@ def fill_in(
     where = config.parallel.deepspeed or "the DeepSpeed file"
     stage = zero_stage(content)
     if stage not in (0, 1, 2):
-        raise UserError(f"{where}: zero_optimization.stage is {stage}, expected 0, 1 or 2")
+        raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1 or 2")
     for section, owner in (("optimizer", "optimizer"), ("scheduler", "optimizer.schedule")):
         if section in content:
             raise UserError(f"{where}: remove {section!r}; the YAML's {owner} decides that")

@@ -80,7 +80,7 @@ def _check_batches(config: RunConfig, world_size: int) -> None:
             raise UserError(
                 f"{key}: {size} is not a multiple of {unit} (train.micro_batch_size "
                 f"{train.micro_batch_size} x {world_size} data-parallel ranks); "
-                f"nearest: {max(unit, size // unit * unit)}"
+                f"nearest: {max(unit, (size + unit // 2) // unit * unit)}"
             )
     if train.batch_rampup is not None:
         growth = sizes[0][1] - train.batch_rampup.start

@@ -1,6 +1,7 @@
 """The loop: step, evaluate, record, save, until the end or a reason to stop."""
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from megamoe.config import RunConfig, to_dict
 from megamoe.observe import ProgressLine, Recorder, print_summary, write_report
+from megamoe.parallel import launch
 from megamoe.train.profile import ProfilerWindow
 from megamoe.train.run_folder import prepare_run_folder
 from megamoe.train.stopping import StopRule
@@ -21,7 +23,11 @@ def train(config: RunConfig) -> None:
     Raises:
         UserError: for everything that a user can put right.
     """
-    trainer = Trainer(config)
+    try:
+        trainer = Trainer(config)
+    except BaseException:
+        launch.stop()  # the ranks may have been started
+        raise
     try:
         Loop(trainer).run()
     finally:
@@ -56,9 +62,8 @@ class Loop:
             while trainer.progress.step < self.config.train.steps and reason is None:
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
-                trace = profiler.after_step(trainer.progress.step)
-                if trace is not None:
-                    self._say(f"profile: {trace}")
+                self._say_trace(profiler.after_step(trainer.progress.step))
+            self._say_trace(profiler.finish())
             if reason is not None:
                 self._say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
             if self.config.checkpoint.save_at_end or reason is not None:
@@ -117,6 +122,10 @@ class Loop:
         if self.recorder is not None and self.line is not None:
             self.recorder.log(metrics)
             self.line.update(metrics)
+
+    def _say_trace(self, path: Path | None) -> None:
+        if path is not None:
+            self._say(f"profile: {path}")
 
     def _say(self, message: str) -> None:
         if self.line is not None:

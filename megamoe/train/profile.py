@@ -29,7 +29,13 @@ class ProfilerWindow:
 
     def after_step(self, step: int) -> Path | None:
         """Write the trace if `step` was the last of the window; returns its path."""
-        if self._profiler is None or step < (self._config.start_step or 0) + self._config.num_steps - 1:
+        if step < (self._config.start_step or 0) + self._config.num_steps - 1:
+            return None
+        return self.finish()
+
+    def finish(self) -> Path | None:
+        """Write the trace if one is being recorded, as when the run ends within the window; returns its path."""
+        if self._profiler is None:
             return None
         self._profiler.stop()
         try:

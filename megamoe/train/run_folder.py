@@ -50,7 +50,7 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     explicit = None if resume in ("auto", "never") else Path(resume)
     if explicit is not None and explicit.resolve().is_relative_to(checkpoints.resolve()):
         return RunFolder(path, explicit, continues=True)
-    if path.exists() and any(path.iterdir()):
+    if path.is_file() or (path.exists() and any(path.iterdir())):
         if not (path / CONFIG).is_file():
             raise UserError(f"output: {path} is no run's folder (it has no {CONFIG}); choose another name")
         if resume != "auto" and not config.overwrite:

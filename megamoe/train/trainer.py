@@ -16,6 +16,7 @@ from megamoe.model.gpt import build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
 from megamoe.parallel.checkpoint import Checkpoints, read_meta
+from megamoe.parallel.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.experts import hosted_layer_factory
 from megamoe.train.check import check_run
@@ -48,6 +49,8 @@ class Trainer:
         if self.folder.resume_from is not None:
             _check_same_model(config, self.vocabulary, self.folder.resume_from)
         self.schedule = BatchSchedule.from_config(config.train, self.world.size)
+        content = read_deepspeed_config(config.parallel.deepspeed)
+        fill_in(config, content, self.world.size, self.schedule.accumulation_at(0))  # refuses; the engine uses it
         launch.start(self.world, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(seed=config.seed)

@@ -1,8 +1,9 @@
 """Worker processes that play the ranks: imports are paid once a session, a world costs under a second.
 
 `Pool.run(function, *args, ranks=N)` calls a function of a test module in a fresh world of N processes and
-returns their N results. The workers are spawned at the first use, and again after a job that left one of
-them hanging. Functions travel by name, results by plain pickle.
+returns their N results. Functions travel by name, results by plain pickle. The workers are forks of a clean
+process that has imported everything and nothing else (multiprocessing's fork server), made when a world
+first needs them, and made anew after a job that left one of them hanging or dead.
 """
 
 import faulthandler
@@ -24,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-SIZE = 4
+PRELOAD = "tests.distributed.preload"
 START_TIMEOUT_S = 180
 # After one rank has failed, the others mostly find their connection closed; the rest hangs for good.
 GRACE_S = 5
@@ -35,7 +36,7 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """Up to SIZE ranks on this machine's CPUs."""
+    """Ranks on this machine's CPUs."""
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
@@ -48,8 +49,7 @@ class Pool:
         Raises:
             RankError: with every rank's traceback, if one raises; with every rank's stack after `timeout_s`.
         """
-        if not self._workers:
-            self._start()
+        self._start(ranks)
         workers = self._workers[:ranks]
         port = _free_port()
         for rank, worker in enumerate(workers):
@@ -60,8 +60,8 @@ class Pool:
         problems = [f"--- rank {rank}\n{text}" for rank, (good, text) in answers.items() if not good]
         if len(answers) < ranks or problems:
             missing = sorted(set(range(ranks)) - set(answers))
-            if missing:
-                problems += self._stacks(missing)
+            problems += self._stacks(missing)
+            if missing or not all(worker.process.is_alive() for worker in workers):
                 self.stop()
             raise RankError(f"{function.__name__} on {ranks} ranks\n" + "\n".join(problems))
         return [answers[rank][1] for rank in range(ranks)]
@@ -76,9 +76,10 @@ class Pool:
         """Process ids of the workers."""
         return [worker.process.pid or 0 for worker in self._workers]
 
-    def _start(self) -> None:
-        self._workers = [_Worker() for _ in range(SIZE)]
-        for worker in self._workers:
+    def _start(self, ranks: int) -> None:
+        new = [_Worker() for _ in range(ranks - len(self._workers))]
+        self._workers += new
+        for worker in new:
             if not worker.connection.poll(START_TIMEOUT_S):
                 self.stop()
                 raise RankError(f"the workers did not start within {START_TIMEOUT_S} s")
@@ -102,6 +103,8 @@ class Pool:
         return answers
 
     def _stacks(self, ranks: list[int]) -> list[str]:
+        if not ranks:
+            return []
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.pids()[rank], signal.SIGUSR2)
@@ -113,7 +116,8 @@ class _Worker:
     """One process, the pipe to it, and the file into which it writes its stack on SIGUSR2."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([PRELOAD])
         file, name = tempfile.mkstemp(prefix="rank_stack_")
         os.close(file)
         self.log = Path(name)
@@ -144,17 +148,10 @@ class _Worker:
 def _serve(connection: Connection, log: str) -> None:
     """A worker's life: import once, then one job after the other until the parent is gone."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are of ranks, not of devices
+    # Imported already, unless the fork server could not, which it would not tell.
+    importlib.import_module(PRELOAD)
     with open(log, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
-        from megamoe.vendors import settle_vendors
-
-        settle_vendors()
-        import torch
-
-        torch.set_num_threads(1)
-        for name in ("deepspeed", "megatron.core", "megamoe.train.trainer"):
-            importlib.import_module(name)
         connection.send_bytes(b"ready")
         while True:
             try:

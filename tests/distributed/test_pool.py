@@ -51,8 +51,9 @@ def test_worlds_of_changing_size_on_the_same_processes(pool: Pool) -> None:
         results = pool.run(total_of_ranks, 10, ranks=ranks)
         total = sum(range(ranks)) + 10 * ranks
         assert results == [(rank, ranks, float(total)) for rank in range(ranks)]
-        pids = pool.pids()
-    assert pids == pool.pids()
+    pids = pool.pids()
+    pool.run(total_of_ranks, 0, ranks=2)
+    assert pool.pids() == pids
 
 
 def test_a_job_leaves_nothing_in_the_environment(pool: Pool) -> None:
@@ -91,14 +92,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.full
 def test_workers_die_with_their_parent(tmp_path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     found = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     pids = [int(pid) for pid in found.stdout.split()]
-    assert len(pids) == 4, found.stderr
+    assert len(pids) == 1, found.stderr
     deadline = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -26,7 +26,9 @@ class SoftmaxGate(Part):
                 raise ValueError("temperature must be positive")
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
-        """[T, E] fp32 -> [T, E] fp32, rows summing to 1."""
-        if candidates_TE is not None:
-            scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
-        return (scores_TE / self.config.temperature).softmax(dim=-1)
+        """[T, E] fp32 -> [T, E] fp32, rows summing to 1; a row without any candidate is 0."""
+        if candidates_TE is None:
+            return (scores_TE / self.config.temperature).softmax(dim=-1)
+        scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
+        probs_TE = (scores_TE / self.config.temperature).softmax(dim=-1)
+        return probs_TE.masked_fill(~candidates_TE, 0.0)  # NaN where there is no candidate

@@ -28,10 +28,11 @@ class SwitchBalance(Part):
         first_choice: bool = False
 
     def forward(self, routing: Routing) -> Tensor:
-        """Scalar fp32."""
+        """Scalar fp32; 0 without tokens."""
         expert_N = routing.wanted.expert_N
         if self.config.first_choice:
             expert_N = expert_N[routing.wanted.choice_N == 0]
         counts_E = torch.bincount(expert_N, minlength=routing.num_experts)
-        fraction_E = counts_E.to(torch.float32) / expert_N.numel()
-        return routing.num_experts * (fraction_E * routing.probs_TE.mean(dim=0)).sum()
+        fraction_E = counts_E.to(torch.float32) / max(expert_N.numel(), 1)
+        mean_prob_E = routing.probs_TE.sum(dim=0) / max(routing.num_tokens, 1)
+        return routing.num_experts * (fraction_E * mean_prob_E).sum()

@@ -24,5 +24,5 @@ class ZLoss(Part):
         weight: float = 1e-3
 
     def forward(self, routing: Routing) -> Tensor:
-        """Scalar fp32."""
-        return routing.scores_TE.logsumexp(dim=-1).square().mean()
+        """Scalar fp32; 0 without tokens."""
+        return routing.scores_TE.logsumexp(dim=-1).square().sum() / max(routing.num_tokens, 1)

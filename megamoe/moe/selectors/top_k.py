@@ -80,5 +80,6 @@ class TopK(Part):
         else:
             weight_TK = probs_TE.gather(1, expert_TK)
             if kind == "renormalised":
-                weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+                total_T1 = weight_TK.sum(dim=-1, keepdim=True)
+                weight_TK = weight_TK / total_T1.clamp_min(torch.finfo(total_T1.dtype).tiny)
         return weight_TK * self.config.scale

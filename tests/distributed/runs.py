@@ -1,0 +1,120 @@
+"""A small run for these tests, and the jobs that several of them send to the pool."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megamoe.config import RunConfig, parse_config
+from megamoe.moe.router import Router
+from megamoe.moe.routing import Routing
+from megamoe.train.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+DS_CONFIGS = ROOT / "ds_configs"
+
+# Of 21 words, the mock chain visits every third (its stride is 7): in some sequences a third of the tokens
+# are ends of documents, in others none is, so loss masks differ much between micro batches.
+SMALL_RUN: dict[str, Any] = {
+    "name": "small",
+    "data": {"mock": True, "document_aware": True, "sequence_length": 32, "workers": 0},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 64,
+        "vocab_size": 21,
+        "init_std": 0.1,
+    },
+    "moe": {
+        "layers": {"at": [2]},
+        "num_experts": 8,
+        "expert_ffn_hidden_size": 32,
+        "num_shared_experts": 1,
+        "router": {"scorer": {"name": "linear", "jitter": 0.1}, "selector": {"name": "top_k", "k": 2}},
+        "losses": {"switch_balance": 0.1, "z_loss": 0.01},
+    },
+    "optimizer": {"lr": 1e-3, "schedule": "constant", "grad_clip": 0.3},
+    "train": {"steps": 100, "micro_batch_size": 1, "global_batch_size": 8},
+    "evaluation": {"batches": 1},
+}
+
+
+def small_run(output: Path | str = "unused", **changes: Any) -> RunConfig:
+    """SMALL_RUN with changes, written with two underscores for a dot: moe__num_experts=4."""
+    tree = copy.deepcopy(SMALL_RUN)
+    tree["output"] = str(output)
+    for dotted, value in changes.items():
+        *sections, key = dotted.split("__")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+    return parse_config(tree)
+
+
+def ds_config(name: str) -> str:
+    """Path of a file of ds_configs/."""
+    return str(DS_CONFIGS / f"{name}.json")
+
+
+def run_steps(steps: int, **changes: Any) -> dict[str, list[Any]]:
+    """Job: what each step showed on this rank.
+
+    lm_loss, loss, grad_norm: of the whole batch. masks: unmasked tokens of this rank's micro batches.
+    chosen: int64 [n, 4], rows (layer, token index, choice, expert) of this rank's tokens.
+    """
+    trainer = Trainer(small_run(**changes))
+    chosen: list[Tensor] = []
+    masks: list[float] = []
+    _watch_routers(trainer.engine.model, chosen)
+    _watch_batches(trainer, masks)
+    found: dict[str, list[Any]] = {
+        name: [] for name in ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "masks", "chosen")
+    }
+    try:
+        for _ in range(steps):
+            chosen.clear()
+            masks.clear()
+            _, metrics = trainer.step()
+            for name in ("lm_loss", "loss", "grad_norm", "lr", "batch_size"):
+                found[name].append(metrics[f"train/{name}"])
+            found["masks"].append(list(masks))
+            found["chosen"].append(torch.cat(chosen))
+    finally:
+        trainer.close()
+    return found
+
+
+def in_order(rows: list[Tensor]) -> Tensor:
+    """Rows of several ranks together, sorted, so that two layouts can be compared."""
+    together = torch.cat(rows)
+    return torch.tensor(sorted(map(tuple, together.tolist())))
+
+
+def _watch_routers(model: nn.Module, chosen: list[Tensor]) -> None:
+    def note(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
+        pairs = routing.pairs
+        index_T = inputs[1].token_index(routing.num_tokens, pairs.token_N.device)
+        layer_N = torch.full_like(pairs.token_N, router.scorer.dims.layer)
+        chosen.append(torch.stack([layer_N, index_T[pairs.token_N], pairs.choice_N, pairs.expert_N], 1))
+
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(note)
+
+
+def _watch_batches(trainer: Trainer, masks: list[float]) -> None:
+    """Note the unmasked tokens of every micro batch that the trainer takes."""
+    stream = trainer._stream
+    take = type(stream).__next__
+
+    class Watched(type(stream)):  # type: ignore[misc]
+        def __next__(self) -> Any:
+            batch = take(self)
+            masks.append(float(batch.loss_mask_BS.sum()))
+            return batch
+
+    stream.__class__ = Watched

@@ -1,0 +1,171 @@
+"""AllToAllDispatch against a plain loop over tokens: outputs and every gradient, bit of load by bit."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
+from megamoe.moe.experts import GroupedExperts, activate
+from megamoe.moe.routing import Pairs, Routing
+from megamoe.parallel import launch
+from tests.distributed.pool import Pool
+
+HIDDEN, FFN, EXPERTS = 16, 8, 8
+SEED = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: of rank 0, rank 1, ... in turn. k: experts a token. keep: the share of pairs that survive."""
+
+    tokens: tuple[int, ...] = (13, 7, 10, 5)
+    k: int = 2
+    to_one: bool = False  # all pairs of all ranks go to expert 5
+    keep: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "top-1": Case(k=1),
+    "top-2": Case(),
+    "top-8": Case(k=8),
+    "all to one expert": Case(k=1, to_one=True),
+    "a rank without tokens": Case(tokens=(0, 9, 6, 0)),
+    "no rank has tokens": Case(tokens=(0, 0, 0, 0)),
+    "dropped pairs": Case(k=4, keep=0.4),
+    "all of it dropped": Case(keep=0.0),
+    "bf16": Case(dtype=torch.bfloat16),
+}
+
+
+@dataclass
+class Problem:
+    """What one rank routes: leaves that take gradients."""
+
+    hidden_TH: Tensor
+    router_EH: Tensor
+    upstream_TH: Tensor
+    case: Case
+    rank: int
+
+    def routing(self) -> Routing:
+        """Softmax top-k on a product with the router's weight; a loop over nothing but choices."""
+        scores_TE = self.hidden_TH.float() @ self.router_EH.T
+        probs_TE = scores_TE.softmax(-1)
+        if self.case.to_one:
+            expert_TK = torch.full((len(scores_TE), 1), 5)
+        else:
+            expert_TK = probs_TE.detach().topk(self.case.k).indices
+        token_TK = torch.arange(len(scores_TE))[:, None].expand_as(expert_TK)
+        choice_TK = torch.arange(expert_TK.shape[1])[None].expand_as(expert_TK)
+        weight_TK = probs_TE.gather(1, expert_TK)
+        wanted = Pairs(*(x.reshape(-1) for x in (token_TK, expert_TK, weight_TK, choice_TK)))
+        generator = torch.Generator().manual_seed(100 + self.rank)
+        keep_N = torch.rand(wanted.token_N.numel(), generator=generator) < self.case.keep
+        return Routing(wanted, wanted.keep(keep_N), scores_TE, probs_TE)
+
+
+def make_problem(case: Case, rank: int) -> Problem:
+    generator = torch.Generator().manual_seed(SEED + rank)
+    tokens = case.tokens[rank]
+    hidden_TH = torch.randn(tokens, HIDDEN, generator=generator).to(case.dtype).requires_grad_()
+    upstream_TH = torch.randn(tokens, HIDDEN, generator=generator).to(case.dtype)
+    router_EH = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(SEED))
+    return Problem(hidden_TH, router_EH.requires_grad_(), upstream_TH, case, rank)
+
+
+def make_experts(expert_ids: range, dtype: torch.dtype) -> GroupedExperts:
+    experts = GroupedExperts(
+        HIDDEN, FFN, expert_ids, activation="swiglu", std=0.3, output_std=0.3, seed=SEED, layer=1
+    )
+    return experts.to(dtype)
+
+
+def exchange(case: Case) -> dict[str, Tensor]:
+    """Job: this rank's part through AllToAllDispatch."""
+    world = launch.find_world()
+    launch.start(world, timeout_minutes=1)
+    size = EXPERTS // world.size
+    problem = make_problem(case, world.rank)
+    experts = make_experts(range(world.rank * size, (world.rank + 1) * size), case.dtype)
+    group = dist.new_group(range(world.size))
+    return through(AllToAllDispatch(EXPERTS, group), experts, problem)
+
+
+def through(dispatcher: AllToAllDispatch | LocalDispatch, experts: GroupedExperts, problem: Problem) -> dict:
+    """Dispatch, experts, combine, and back."""
+    rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, problem.routing())
+    output_TH = dispatcher.combine(experts(rows, counts_E), plan)
+    output_TH.backward(problem.upstream_TH)
+    return {"output": output_TH.detach(), "received": torch.tensor(len(rows)), **gradients(experts, problem)}
+
+
+def loop(case: Case, ranks: int) -> dict[str, list[Tensor] | Tensor]:
+    """The oracle: token by token, pair by pair, with all experts here; fp32."""
+    experts = make_experts(range(EXPERTS), case.dtype).float()
+    outputs, problems = [], [make_problem(case, rank) for rank in range(ranks)]
+    for problem in problems:
+        pairs = problem.routing().pairs
+        rows = [torch.zeros(HIDDEN) for _ in range(case.tokens[problem.rank])]
+        for token, expert, weight in zip(pairs.token_N, pairs.expert_N, pairs.weight_N, strict=True):
+            inner = activate(experts.up[expert] @ problem.hidden_TH[token].float(), "swiglu")
+            rows[token] = rows[token] + weight * (experts.down[expert] @ inner)
+        output_TH = torch.stack(rows) if rows else torch.zeros(0, HIDDEN)
+        if output_TH.requires_grad:
+            output_TH.backward(problem.upstream_TH.float())
+        outputs.append(output_TH.detach())
+    found = [gradients(experts, problem) for problem in problems]
+    return {
+        "output": outputs,
+        "hidden": [one["hidden"] for one in found],
+        "router": [one["router"] for one in found],
+        "up": found[0]["up"],
+        "down": found[0]["down"],
+    }
+
+
+def gradients(experts: GroupedExperts, problem: Problem) -> dict[str, Tensor]:
+    leaves = {
+        "hidden": problem.hidden_TH,
+        "router": problem.router_EH,
+        "up": experts.up,
+        "down": experts.down,
+    }
+    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+
+
+def assert_close(ours: Tensor, expected: Tensor, case: Case) -> None:
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
+    assert ours.shape == expected.shape
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(ours.float(), expected.float(), rtol=0, atol=tolerance * max(scale, 1e-3))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_exchange_equals_the_loop(pool: Pool, case: Case, ranks: int) -> None:
+    expected = loop(case, ranks)
+    found = pool.run(exchange, case, ranks=ranks)
+    for rank in range(ranks):
+        for name in ("output", "hidden", "router"):
+            assert_close(found[rank][name], expected[name][rank], case)
+        assert found[rank]["output"].dtype == case.dtype
+    for name in ("up", "down"):
+        assert_close(torch.cat([rank[name] for rank in found]), expected[name], case)
+    if case.to_one:  # expert 5 lives on one rank; the others receive nothing
+        received = [int(rank["received"]) for rank in found]
+        assert sorted(received)[:-1] == [0] * (ranks - 1)
+        assert received[5 * ranks // EXPERTS] == sum(case.tokens[:ranks])
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_local_one_equals_the_loop(case: Case) -> None:
+    expected = loop(case, ranks=1)
+    found = through(LocalDispatch(EXPERTS), make_experts(range(EXPERTS), case.dtype), make_problem(case, 0))
+    for name in ("output", "hidden", "router"):
+        assert_close(found[name], expected[name][0], case)
+    for name in ("up", "down"):
+        assert_close(found[name], expected[name], case)

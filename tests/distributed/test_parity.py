@@ -1,0 +1,89 @@
+"""Every layout trains as one rank does: losses, gradient norm, and the experts of every token."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.pool import Pool
+from tests.distributed.runs import SMALL_RUN, ds_config, in_order, run_steps
+
+STEPS = 5
+TOLERANCE = 1e-5
+CLIP = SMALL_RUN["optimizer"]["grad_clip"]
+WORDS = ("lm_loss", "loss", "grad_norm")
+
+# (ranks, expert-parallel size, ZeRO stage): every pair of values once; the rest is for `make test-full`.
+COVER = [(1, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 0), (2, 2, 1), (4, 1, 0), (4, 2, 1), (4, 4, 2)]
+EVERY = [(1, 1, 1), (1, 1, 2)] + [
+    (ranks, expert, stage)
+    for ranks, sizes in ((2, (1, 2)), (4, (1, 2, 4)))
+    for expert in sizes
+    for stage in (0, 1, 2)
+]
+LAYOUTS = [
+    pytest.param(*layout, id="{} ranks, EP {}, ZeRO {}".format(*layout))
+    if layout in COVER
+    else pytest.param(*layout, id="{} ranks, EP {}, ZeRO {}".format(*layout), marks=pytest.mark.full)
+    for layout in EVERY
+]
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Pool) -> dict[str, Any]:
+    (found,) = pool.run(run_steps, STEPS, ranks=1)
+    return found
+
+
+def test_the_run_is_one_that_could_tell(one_rank: dict[str, Any]) -> None:
+    """Masks differ between micro batches, clipping acts, and the auxiliary losses count."""
+    for masks in one_rank["masks"]:
+        assert len(masks) == 8
+        assert max(masks) > 1.2 * min(masks)
+    assert min(one_rank["grad_norm"]) > CLIP
+    for lm_loss, loss in zip(one_rank["lm_loss"], one_rank["loss"], strict=True):
+        assert loss > lm_loss + 0.05
+    experts = torch.cat(one_rank["chosen"])[:, 3]
+    assert experts.bincount(minlength=8).min() > 0
+
+
+@pytest.mark.parametrize(("ranks", "expert", "stage"), LAYOUTS)
+def test_a_layout_trains_as_one_rank_does(
+    pool: Pool, one_rank: dict[str, Any], ranks: int, expert: int, stage: int
+) -> None:
+    found = pool.run(
+        run_steps,
+        STEPS,
+        parallel__expert=expert,
+        parallel__deepspeed=ds_config(f"zero{stage}_fp32"),
+        ranks=ranks,
+    )
+    for step in range(STEPS):
+        together = in_order([rank["chosen"][step] for rank in found])
+        assert torch.equal(together, in_order([one_rank["chosen"][step]])), f"step {step + 1}: other experts"
+    _assert_same(found, one_rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_may_be_cut_into_micro_batches_of_any_size(pool: Pool, ranks: int) -> None:
+    """Without a loss whose scope is the micro batch. Jitter's draws follow the token, not its place."""
+    losses = {"moe__losses": {"z_loss": 0.1}}
+    cut = pool.run(run_steps, STEPS, **losses, train__global_batch_size=4 * ranks, ranks=ranks)
+    whole = pool.run(
+        run_steps,
+        STEPS,
+        **losses,
+        train__global_batch_size=4 * ranks,
+        train__micro_batch_size=4,
+        ranks=ranks,
+    )
+    assert len(whole[0]["masks"][0]) == 1
+    assert len(cut[0]["masks"][0]) == 4
+    assert sum(sum(rank["masks"][0]) for rank in cut) == sum(sum(rank["masks"][0]) for rank in whole)
+    _assert_same(whole, cut[0])
+
+
+def _assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for word in WORDS:
+        for rank in found:
+            assert rank[word] == pytest.approx(expected[word], rel=TOLERANCE), word

@@ -1,0 +1,56 @@
+"""Every file of ds_configs/ trains, as close to plain fp32 as its precision allows, and the run learns."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.distributed.runs import DS_CONFIGS, run_steps
+
+FILES = sorted(path.stem for path in DS_CONFIGS.glob("*.json"))
+STEPS = 5
+LONG = 30
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool) -> dict[str, Any]:
+    """One rank, fp32, no ZeRO."""
+    (found,) = pool.run(run_steps, STEPS, ranks=1)
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_deepspeed_file_trains(pool: Pool, plain: dict[str, Any], file: str) -> None:
+    path = str(DS_CONFIGS / f"{file}.json")
+    found = pool.run(run_steps, STEPS, parallel__expert=2, parallel__deepspeed=path, ranks=2)
+    loss_tolerance, norm_tolerance = (1e-2, 3e-2) if "bf16" in file else (1e-5, 1e-5)
+    for rank in found:
+        assert rank["lm_loss"] == pytest.approx(plain["lm_loss"], rel=loss_tolerance)
+        assert rank["loss"] == pytest.approx(plain["loss"], rel=loss_tolerance)
+        assert rank["grad_norm"] == pytest.approx(plain["grad_norm"], rel=norm_tolerance)
+    if "bf16" in file:  # otherwise the file asked for nothing
+        assert found[0]["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        file if file in ("zero0_bf16", "zero2_bf16_offload") else pytest.param(file, marks=pytest.mark.full)
+        for file in FILES
+    ],
+)
+def test_a_longer_run_learns(pool: Pool, file: str) -> None:
+    """The mock chain's next word is the same nine times out of ten."""
+    path = str(DS_CONFIGS / f"{file}.json")
+    found = pool.run(
+        run_steps,
+        LONG,
+        parallel__expert=2,
+        parallel__deepspeed=path,
+        optimizer__lr=5e-3,
+        optimizer__grad_clip=1.0,
+        train__global_batch_size=4,
+        ranks=2,
+    )
+    losses = found[0]["lm_loss"]
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]

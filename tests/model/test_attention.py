@@ -1,0 +1,52 @@
+"""Attention against the plain formula: softmax(Q K^T / sqrt(d) + mask) V."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.model.attention import SDPAttention
+
+S, B, HEADS, D = 7, 2, 4, 6
+CAUSAL = torch.ones(S, S, dtype=torch.bool).triu(1).expand(B, 1, S, S)
+
+
+def two_documents() -> Tensor:
+    """bool [B, 1, S, S], True = masked out: causal, and documents of 3 and 4 (5 and 2) tokens apart."""
+    document_BS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1]])
+    return CAUSAL | (document_BS[:, :, None] != document_BS[:, None, :])[:, None]
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, masked_out: Tensor) -> Tensor:
+    """[S, B, heads, D] each, [B, 1, S, S] -> [S, B, heads * D]; a group serves consecutive heads."""
+    key, value = (tensor.repeat_interleave(HEADS // tensor.shape[2], dim=2) for tensor in (key, value))
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) / math.sqrt(D)
+    weights = scores.masked_fill(masked_out, float("-inf")).softmax(dim=-1)
+    return torch.einsum("bhst,tbhd->sbhd", weights, value).reshape(S, B, HEADS * D)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("documents", [False, True])
+def test_forward_and_gradients(groups: int, documents: bool) -> None:
+    torch.manual_seed(0)
+    shapes = (HEADS, groups, groups)
+    inputs = [torch.randn(S, B, heads, D, dtype=torch.float64, requires_grad=True) for heads in shapes]
+    mask = two_documents() if documents else None
+    attention = SDPAttention(SimpleNamespace(attention_dropout=0.0))
+    found = attention(*inputs, mask)
+    expected = plain(*inputs, CAUSAL if mask is None else mask)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(expected)
+    gradients = (torch.autograd.grad(output, inputs, upstream) for output in (found, expected))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_dropout_in_training_only() -> None:
+    inputs = [torch.randn(S, B, HEADS, D) for _ in range(3)]
+    attention = SDPAttention(SimpleNamespace(attention_dropout=0.5))
+    expected = plain(*inputs, CAUSAL)
+    assert not torch.allclose(attention(*inputs, None), expected, atol=1e-3)
+    torch.testing.assert_close(attention.eval()(*inputs, None), expected)

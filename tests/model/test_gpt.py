@@ -1,0 +1,185 @@
+"""The model: its size, its loss, who sees whom, how it starts."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.data.mock import document_masks
+from megamoe.model.size import model_size, moe_layer_numbers, padded_vocab_size
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+S = 8
+POSITIONS = torch.arange(S)[None]
+
+
+def text(rows: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens and labels, [rows, S] each."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, VOCABULARY, (rows, S + 1), generator=generator)
+    return words[:, :-1], words[:, 1:]
+
+
+SIZES: dict[str, list[str]] = {
+    "as it is": [],
+    "dense": ["moe.layers=none"],
+    "second block": ["model.num_layers=3", "moe.layers={every: 2}"],
+    "listed blocks": ["model.num_layers=4", "moe.layers={at: [1, 4]}"],
+    "learned positions": ["model.position=learned"],
+    "layernorm with biases": ["model.norm=layernorm", "model.bias=true", "moe.layers={at: [1]}"],
+    "layernorm without biases": ["model.norm=layernorm", "moe.layers=none"],
+    "gelu with biases": ["model.activation=gelu", "model.bias=true", "moe.layers=none"],
+    "gelu experts": ["model.activation=gelu"],
+    "query groups": ["model.num_attention_heads=4", "model.num_query_groups=2", "model.bias=true"],
+    "untied": ["model.tie_embeddings=false"],
+    "default FFN sizes": ["model.ffn_hidden_size=null", "moe.expert_ffn_hidden_size=null"],
+    "shared experts": ["moe.num_shared_experts=2"],
+    "shared experts with a gate": ["moe.num_shared_experts=2", "moe.shared_expert_gate=true"],
+    "padding": ["model.vocab_multiple=64"],
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_size_is_that_of_the_built_model(one_rank: None, case: str) -> None:
+    config = tiny(*SIZES[case])
+    model = tiny_gpt(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".layer.experts." in name)
+    size = model_size(config, VOCABULARY)
+    assert size.total == sum(parameter.numel() for parameter in model.parameters())
+    assert size.expert == experts
+    assert size.on_rank(4) == size.total - experts + experts // 4
+
+
+def test_size_by_hand() -> None:
+    """Hidden 16, vocabulary 48 (tied), block 1 dense with FFN 24, block 2 with 4 experts of FFN 12, one shared."""
+    embedding = 48 * 16
+    attention = 16 * 48 + 16 * 16  # query, key and value; output
+    norms = 2 * 2 * 16 + 16  # two a block, one at the end
+    dense_ffn = 3 * 16 * 24  # gate, value, down
+    expert = 3 * 16 * 12
+    router = 4 * 16
+    always = embedding + 2 * attention + norms + dense_ffn + router + expert
+    size = model_size(tiny("moe.layers={at: [2]}", "moe.num_shared_experts=1", "moe.router.selector.k=3"), 48)
+    assert (size.total, size.active, size.expert) == (always + 4 * expert, always + 3 * expert, 4 * expert)
+
+
+def test_vocabulary_is_padded_to_the_next_multiple() -> None:
+    assert [padded_vocab_size(size, 64) for size in (1, 63, 64, 65, 257)] == [64, 64, 64, 128, 320]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("every: 1", [1, 2, 3, 4]),
+        ("every: 2", [2, 4]),
+        ("every: 3", [3]),
+        ("at: [4, 1]", [1, 4]),
+        ("every: 2, at: [1]", [1, 2, 4]),
+        ("", []),
+    ],
+)
+def test_which_blocks_are_moe(one_rank: None, layers: str, expected: list[int]) -> None:
+    config = tiny("model.num_layers=4", f"moe.layers={{{layers}}}")
+    assert moe_layer_numbers(config.moe, 4) == expected
+    assert [number for number, _ in tiny_gpt(config).moe_layers()] == expected
+
+
+def test_loss_is_the_cross_entropy_of_the_models_own_logits(one_rank: None) -> None:
+    model = tiny_gpt(tiny("model.init_std=0.5"))
+    tokens, labels = text(rows=3)
+    losses = model(tokens, POSITIONS.expand_as(tokens), labels)
+    logits = model.logits(tokens, POSITIONS.expand_as(tokens))
+    expected = logits.logsumexp(-1) - logits.gather(-1, labels[..., None])[..., 0]
+    assert losses.shape == (3, S) and losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected)
+
+
+def test_label_smoothing_shares_evenly_among_the_other_words(one_rank: None) -> None:
+    """The target gives 1 - e to the label and e / (V - 1) to each other word of the padded vocabulary V."""
+    model = tiny_gpt(tiny("model.init_std=0.5", "model.vocab_multiple=64"))
+    tokens, labels = text()
+    losses = model(tokens, POSITIONS, labels, label_smoothing=0.1)
+    log_probs = model.logits(tokens, POSITIONS).log_softmax(-1)
+    target = torch.full_like(log_probs, 0.1 / 63).scatter(-1, labels[..., None], 0.9)
+    torch.testing.assert_close(losses, -(target * log_probs).sum(-1))
+
+
+def test_a_new_model_knows_nothing(one_rank: None) -> None:
+    tokens, labels = text(rows=8)
+    losses = tiny_gpt(tiny())(tokens, POSITIONS.expand_as(tokens), labels)
+    assert float(losses.mean()) == pytest.approx(math.log(VOCABULARY), abs=0.02)
+
+
+@pytest.mark.parametrize("overrides", [["moe.layers=none"], [], ["model.position=learned"]])
+def test_no_token_sees_a_later_one(one_rank: None, overrides: list[str]) -> None:
+    model = tiny_gpt(tiny("model.init_std=0.5", *overrides))
+    tokens, labels = text()
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % VOCABULARY
+    before, after = (model(words, POSITIONS, labels)[0] for words in (tokens, changed))
+    torch.testing.assert_close(before[:5], after[:5], rtol=0, atol=1e-5)
+    assert ((before[5:] - after[5:]).abs() > 1e-4).all()
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_document_does_not_see_another(one_rank: None, position: str) -> None:
+    """The second document's losses are those of the same document by itself."""
+    model = tiny_gpt(tiny("model.init_std=0.5", f"model.position={position}"))
+    tokens, labels = text()
+    tokens = torch.where(tokens == 0, 1, tokens)
+    tokens[0, 2] = 0  # ends the first document, three tokens long
+    masks = document_masks(tokens[0], eod=0)
+    together = model(tokens, masks["position_ids"][None], labels, masks["attention_mask"][None])[0]
+    other = tokens.clone()
+    other[0, :2] = (other[0, :2] + 3) % VOCABULARY
+    assert torch.equal(document_masks(other[0], eod=0)["attention_mask"], masks["attention_mask"])
+    beside_another = model(other, masks["position_ids"][None], labels, masks["attention_mask"][None])[0]
+    alone = model(tokens[:, 3:], POSITIONS[:, : S - 3], labels[:, 3:])[0]
+    torch.testing.assert_close(together[3:], beside_another[3:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(together[3:], alone, rtol=0, atol=1e-5)
+    causal = model(tokens, POSITIONS, labels)[0]
+    assert not torch.allclose(causal[3:], alone, atol=1e-3)
+
+
+def test_the_seed_decides_the_weights(one_rank: None) -> None:
+    models = [tiny_gpt(tiny(f"seed={seed}")) for seed in (7, 7, 8)]
+    first, same, other = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    drawn = [name for name in first if first[name].dim() > 1]
+    assert not any(torch.equal(first[name], other[name]) for name in drawn)
+
+
+def test_spread_of_the_weights_at_the_start(one_rank: None) -> None:
+    """What writes into the residual starts smaller: std / sqrt(2 * layers), here 2 blocks."""
+    config = tiny(
+        "model.hidden_size=128",
+        "model.ffn_hidden_size=256",
+        "model.init_std=0.1",
+        "moe.layers={at: [2]}",
+        "moe.expert_ffn_hidden_size=128",
+        "moe.num_shared_experts=1",
+    )
+    writers = ("linear_proj.weight", "linear_fc2.weight", "experts.down", "shared.down")
+    seen = set()
+    for name, parameter in tiny_gpt(config).named_parameters():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+            continue
+        expected = 0.05 if name.endswith(writers) else 0.1
+        assert float(parameter.std()) == pytest.approx(expected, rel=0.1), name
+        seen |= {writer for writer in writers if name.endswith(writer)}
+    assert seen == set(writers)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_are_one_matrix(one_rank: None, tied: bool) -> None:
+    model = tiny_gpt(tiny(f"model.tie_embeddings={str(tied).lower()}"))
+    embedding = model.model.embedding.word_embeddings.weight
+    # Both ends have the weight's gradient only if it stands at both.
+    tokens = torch.full((1, S), 3)
+    model(tokens, POSITIONS, torch.full((1, S), 5)).sum().backward()
+    assert embedding.grad is not None
+    assert bool(embedding.grad[5].any()) == tied
+    output = model.model.output_layer.weight
+    assert (output is None or output.data_ptr() == embedding.data_ptr()) == tied

@@ -1,0 +1,62 @@
+"""Small layers for the tests of this room."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.config import PartChoice, parse_config
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.experts import Activation
+from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.router import build_part
+from megamoe.moe.routing import Pairs, Routing
+from megamoe.registry import get_part
+
+HIDDEN = 16
+FFN = 12
+
+
+def moe_config(**tree: Any) -> MoEConfig:
+    """The section `moe` as the YAML would give it."""
+    return parse_config({"moe": tree}).moe
+
+
+def make_layer(
+    config: MoEConfig, context: StepContext | None = None, activation: Activation = "swiglu", seed: int = 1
+) -> MoELayer:
+    """Weights large enough that experts and router differ clearly from token to token."""
+    torch.manual_seed(seed)
+    shape = LayerShape(HIDDEN, FFN, 1, activation, init_std=0.4, output_std=0.4, seed=seed)
+    return MoELayer(config, shape, context or StepContext())
+
+
+def make_part(kind: str, name: str, num_experts: int = 4, layer: int = 1, **options: Any) -> Any:
+    """A part with its options unchecked, on its own."""
+    part: Part = build_part(
+        PartChoice(kind, name, get_part(kind, name).Config(**options)), Dims(HIDDEN, num_experts, layer)
+    )
+    return part
+
+
+def make_hidden(num_tokens: int, seed: int = 2, skewed: bool = False) -> Tensor:
+    """[T, H]; skewed: with a large first component, for a router to send all tokens one way by."""
+    hidden_TH = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    if skewed:
+        hidden_TH[:, 0] = 5.0
+    return hidden_TH
+
+
+def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = None) -> Pairs:
+    """Pairs from each token's experts in the order of choice."""
+    flat = [(token, expert, choice) for token, row in enumerate(experts) for choice, expert in enumerate(row)]
+    token_N, expert_N, choice_N = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    weight_N = torch.ones(len(flat)) if weights is None else torch.tensor([w for row in weights for w in row])
+    return Pairs(token_N, expert_N, weight_N, choice_N)
+
+
+def make_routing(experts: list[list[int]], scores_TE: Tensor, probs_TE: Tensor) -> Routing:
+    """A Routing in which every wanted pair is computed."""
+    pairs = make_pairs(experts)
+    return Routing(pairs, pairs, scores_TE, probs_TE)

@@ -1,0 +1,191 @@
+"""The whole layer against the plain token-by-token loop: outputs, every gradient, losses, counts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.experts import Activation
+from megamoe.moe.layer import MoELayer
+from megamoe.moe.part import StepContext
+from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.moe.plain import PlainResult, plain_layer
+
+LOSSES = {"switch_balance": 0.3, "z_loss": 0.05}
+TOP_1 = {"k": 1, "weights": "raw"}
+DROPPING = {"name": "per_expert", "factor": 0.75, "min_capacity": 0}
+
+CASES: dict[str, dict[str, Any]] = {
+    "top-1 of 8": {"num_experts": 8, "router": {"selector": TOP_1}},
+    "top-2 of 8, gelu": {"num_experts": 8, "activation": "gelu"},
+    "top-8 of 8": {"num_experts": 8, "router": {"selector": {"k": 8, "weights": "raw", "scale": 2.5}}},
+    "top-8 of 16": {"num_experts": 16, "router": {"selector": {"k": 8, "weights": "kept_softmax"}}},
+    "top-1 of 16": {"num_experts": 16, "router": {"selector": TOP_1, "gate": "sigmoid"}},
+    "weights one": {"num_experts": 8, "router": {"selector": {"k": 2, "weights": "one"}}},
+    "sigmoid": {"num_experts": 8, "router": {"gate": "sigmoid", "selector": {"k": 3}}},
+    "uneven": {"num_experts": 8, "router": {"selector": {"k": 2}}, "skewed": True},
+    "drops": {"num_experts": 8, "router": {"capacity": DROPPING}},
+    "uneven drops": {"num_experts": 8, "router": {"capacity": DROPPING, "selector": TOP_1}, "skewed": True},
+    "shared": {"num_experts": 4, "num_shared_experts": 2},
+    "gated shared": {"num_experts": 4, "num_shared_experts": 1, "shared_expert_gate": True},
+}
+
+
+def build(case: dict[str, Any], context: StepContext) -> tuple[MoELayer, MoEConfig, Tensor, Activation]:
+    tree = dict(case)
+    skewed, activation = tree.pop("skewed", False), tree.pop("activation", "swiglu")
+    config = moe_config(**tree, losses=LOSSES)
+    layer = make_layer(config, context, activation)
+    with torch.no_grad():
+        if skewed:
+            layer.router.scorer.weight[3, 0] = 2.0
+        if layer.shared is not None and layer.shared.gate is not None:
+            layer.shared.gate.normal_()
+    return layer, config, make_hidden(24, skewed=skewed), activation
+
+
+def gradients_of_plain(
+    layer: MoELayer, config: MoEConfig, hidden_TH: Tensor, activation: Activation, aux_scale: float
+) -> tuple[PlainResult, dict[str, Tensor]]:
+    weights = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    hidden = hidden_TH.double().requires_grad_()
+    plain = plain_layer(weights, hidden, config, activation)
+    auxiliary = sum(LOSSES[name] * value for name, value in plain.losses.items())
+    objective = (plain.output_TH * direction(hidden)).sum() + aux_scale * auxiliary
+    inputs = {"hidden": hidden, **weights}
+    gradients = torch.autograd.grad(objective, list(inputs.values()), materialize_grads=True)
+    return plain, dict(zip(inputs, gradients, strict=True))
+
+
+def gradients_of_layer(layer: MoELayer, hidden_TH: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """options: those of torch.utils.checkpoint, to recompute the layer."""
+    hidden = hidden_TH.clone().requires_grad_()
+    layer.zero_grad()
+    output_TH = checkpoint(layer, hidden, **options) if options else layer(hidden)
+    (output_TH * direction(hidden)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return output_TH.detach(), {"hidden": hidden.grad, **gradients}
+
+
+def direction(like: Tensor) -> Tensor:
+    """A fixed gradient of the output, so that no error cancels in a sum."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_layer_equals_the_plain_loop_with_every_gradient(case: dict[str, Any]) -> None:
+    layer, config, hidden_TH, activation = build(case, StepContext(aux_scale=0.7))
+    plain, expected = gradients_of_plain(layer, config, hidden_TH, activation, aux_scale=0.7)
+    output_TH, gradients = gradients_of_layer(layer, hidden_TH)
+    torch.testing.assert_close(output_TH.double(), plain.output_TH, rtol=1e-4, atol=2e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-4, msg=name)
+    observation = layer.observation
+    assert observation is not None
+    assert observation.load_E.tolist() == plain.load
+    assert observation.wanted_E.tolist() == plain.wanted
+    for name, value in plain.losses.items():
+        torch.testing.assert_close(observation.losses[name].double(), value.detach(), rtol=1e-5, atol=0)
+
+
+def test_the_uneven_cases_are_uneven() -> None:
+    layer, _, hidden_TH, _ = build(CASES["uneven drops"], StepContext())
+    layer(hidden_TH)
+    assert layer.observation is not None
+    assert layer.observation.wanted_E[3] > 20
+    assert layer.observation.load_E[3] == 3  # ceil(0.75 * 1 * 24 / 8)
+
+
+@pytest.mark.parametrize("num_shared", [0, 1])
+def test_a_token_without_a_place_gets_only_the_shared_experts(num_shared: int) -> None:
+    capacity = {"name": "per_expert", "factor": 0.01, "min_capacity": 0}
+    config = moe_config(
+        num_experts=4, num_shared_experts=num_shared, router={"capacity": capacity, "selector": TOP_1}
+    )
+    layer = make_layer(config)
+    hidden_TH = make_hidden(1).expand(5, -1)
+    output_TH = layer(hidden_TH)
+    expected_TH = torch.zeros_like(output_TH) if layer.shared is None else layer.shared(hidden_TH)
+    assert not torch.equal(output_TH[0], expected_TH[0])
+    assert torch.equal(output_TH[1:], expected_TH[1:])
+
+
+@pytest.mark.parametrize("num_shared", [0, 1])
+def test_no_tokens_at_all(num_shared: int) -> None:
+    layer = make_layer(moe_config(num_experts=4, num_shared_experts=num_shared, losses=LOSSES))
+    output_TH, gradients = gradients_of_layer(layer, make_hidden(0))
+    assert output_TH.shape == (0, 16)
+    assert all(gradient is None or not gradient.any() for gradient in gradients.values())
+    assert layer.observation is not None
+    assert layer.observation.load_E.tolist() == [0, 0, 0, 0]
+    assert {name: value.item() for name, value in layer.observation.losses.items()} == dict.fromkeys(LOSSES, 0)
+
+
+def test_bf16_is_close_to_fp32_and_routes_alike() -> None:
+    config = moe_config(num_experts=8, num_shared_experts=1, losses=LOSSES)
+    layer = make_layer(config).bfloat16()
+    hidden_TH = make_hidden(64).bfloat16()
+    reference = make_layer(config)
+    reference.load_state_dict({name: value.float() for name, value in layer.state_dict().items()})
+    output_TH, gradients = gradients_of_layer(layer, hidden_TH)
+    expected_TH, expected = gradients_of_layer(reference, hidden_TH.float())
+    assert output_TH.dtype == torch.bfloat16
+    assert layer.observation is not None and reference.observation is not None
+    assert torch.equal(layer.observation.load_E, reference.observation.load_E)
+    for name, value in {"output": output_TH, **gradients}.items():
+        right = expected_TH if name == "output" else expected[name]
+        assert (value.float() - right).norm() < 0.02 * right.norm(), name
+
+
+def test_evaluation_attaches_no_loss_but_still_observes() -> None:
+    layer = make_layer(moe_config(num_experts=4, losses=LOSSES)).eval()
+    without = make_layer(moe_config(num_experts=4)).eval()
+    _, gradients = gradients_of_layer(layer, make_hidden(12))
+    _, expected = gradients_of_layer(without, make_hidden(12))
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert layer.observation is not None
+    assert layer.observation.losses.keys() == LOSSES.keys()
+
+
+def test_the_scale_is_read_when_the_gradient_flows() -> None:
+    context = StepContext(aux_scale=1.0)
+    layer = make_layer(moe_config(num_experts=4, losses={"z_loss": 1.0}), context)
+    gradients = []
+    for scale in (0.0, 1.0, 3.0):
+        layer.zero_grad()
+        output_TH = layer(make_hidden(8))
+        context.aux_scale = scale
+        output_TH.sum().backward()
+        gradients.append(layer.router.scorer.weight.grad.clone())
+    torch.testing.assert_close(gradients[2] - gradients[0], 3 * (gradients[1] - gradients[0]))
+    assert (gradients[1] - gradients[0]).norm() > 1e-3
+
+
+def test_a_second_forward_replaces_the_observation() -> None:
+    layer = make_layer(moe_config(num_experts=4, router={"selector": {"k": 2}}))
+    for num_tokens in (7, 5):
+        layer(make_hidden(num_tokens))
+        assert layer.observation is not None
+        assert layer.observation.load_E.sum() == 2 * num_tokens
+        assert layer.observation.load_E.dtype == torch.int64
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_changes_nothing(reentrant: bool) -> None:
+    router = {"scorer": {"jitter": 0.3}, "capacity": DROPPING}
+    config = moe_config(num_experts=4, num_shared_experts=1, router=router, losses=LOSSES)
+    layer = make_layer(config, StepContext(seed=3, step=7, aux_scale=0.5))
+    expected_TH, expected = gradients_of_layer(layer, make_hidden(16))
+    seen = layer.observation
+    output_TH, gradients = gradients_of_layer(layer, make_hidden(16), use_reentrant=reentrant)
+    assert torch.equal(output_TH, expected_TH)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert seen is not None and layer.observation is not None
+    assert torch.equal(seen.load_E, layer.observation.load_E)
+    assert torch.equal(seen.wanted_E, layer.observation.wanted_E)
+    assert seen.losses == layer.observation.losses

@@ -1,0 +1,36 @@
+"""The smallest run that has every part: what the tests of single rooms build on."""
+
+from megamoe.config import RunConfig, load_config
+from megamoe.model.gpt import GPT, build_gpt
+from megamoe.moe.part import StepContext
+from megamoe.parallel.experts import hosted_layer_factory
+
+VOCABULARY = 48
+BASE = (
+    "data.mock=true",
+    "data.sequence_length=8",
+    "data.workers=0",
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "model.num_attention_heads=2",
+    "model.ffn_hidden_size=24",
+    f"model.vocab_size={VOCABULARY}",
+    "model.vocab_multiple=16",
+    "moe.layers.every=1",
+    "moe.num_experts=4",
+    "moe.expert_ffn_hidden_size=12",
+    "train.steps=4",
+    "train.micro_batch_size=2",
+    "log.report=false",
+)
+
+
+def tiny(*overrides: str) -> RunConfig:
+    """Two MoE blocks of four experts on mock data, with `section.key=value` overrides."""
+    return load_config(None, [*BASE, *overrides])
+
+
+def tiny_gpt(config: RunConfig, context: StepContext | None = None, vocab_size: int = VOCABULARY) -> GPT:
+    """Its model; needs the fixture `one_rank`."""
+    make_layer = hosted_layer_factory(config.moe, context or StepContext(), config.parallel.expert)
+    return build_gpt(config, vocab_size, make_layer)

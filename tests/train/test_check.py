@@ -1,0 +1,101 @@
+"""What cannot run is refused in one line, before anything is allocated."""
+
+import re
+
+import pytest
+
+from megamoe.errors import UserError
+from megamoe.train.check import check_run
+from tests.tiny import tiny
+
+RAMP = "train.batch_rampup={start: 4, increment: 4, samples: 100}"
+REFUSALS = {
+    "heads": (["model.num_attention_heads=3"], 1, "model.hidden_size: 16 .* model.num_attention_heads 3"),
+    "query groups": (
+        ["model.num_attention_heads=4", "model.num_query_groups=3"],
+        1,
+        "model.num_attention_heads: 4 .* model.num_query_groups 3",
+    ),
+    "odd rope heads": (
+        ["model.hidden_size=18", "model.num_attention_heads=2"],
+        1,
+        "model.hidden_size 18 over 2 heads .* odd size 9; rope needs an even one",
+    ),
+    "a block beyond the model": (
+        ["moe.layers={at: [2, 3]}"],
+        1,
+        r"moe.layers.at: block 3 does not exist, the model has 2 ",
+    ),
+    "no block": (["moe.layers.every=3"], 1, r"moe.layers.every: 3 is more than model.num_layers 2"),
+    "experts": (
+        ["moe.num_experts=6", "parallel.expert=4"],
+        4,
+        "moe.num_experts: 6 experts do not divide over parallel.expert 4 ranks; choose a multiple of 4",
+    ),
+    # 12 ranks divide by 1, 2, 3, 4, 6, 12, of which 4 experts divide by 1, 2, 4.
+    "ranks": (["parallel.expert=8"], 12, "parallel.expert: 8 does not divide the 12 ranks; legal here: 1, 2, 4$"),
+    "k": (["moe.router.selector.k=5"], 1, r"moe.router.selector.k: found 5, .* only 4 experts .*; choose k <= 4"),
+    "dense": (
+        ["moe.layers=none", "parallel.expert=2"],
+        2,
+        r"parallel.expert: found 2, but no block is MoE \(moe.layers\)",
+    ),
+    "batch, nearer below": (
+        ["train.global_batch_size=17"],
+        4,
+        r"train.global_batch_size: 17 is not a multiple of 8 \(train.micro_batch_size 2 x 4 .*; nearest: 16$",
+    ),
+    "batch, nearer above": (["train.global_batch_size=23"], 4, "nearest: 24$"),
+    "batch, below one": (["train.global_batch_size=3"], 4, "nearest: 8$"),
+    "ramp-up start": (
+        ["train.global_batch_size=16", RAMP],
+        4,
+        "train.batch_rampup.start: 4 is not a multiple of 8 .*; nearest: 8$",
+    ),
+    "ramp-up": (
+        ["train.global_batch_size=18", RAMP],
+        1,
+        "train.batch_rampup: from 4 by 4 does not reach train.global_batch_size 18",
+    ),
+    "ramp-down": (["train.global_batch_size=2", RAMP], 1, "does not reach train.global_batch_size 2"),
+    "warm-up": (
+        ["optimizer.warmup_steps=5"],
+        1,
+        r"optimizer.warmup_steps: 5 is more than the 4 steps of the schedule",
+    ),
+    "warm-up against decay_steps": (
+        ["optimizer.warmup_steps=4", "optimizer.decay_steps=3"],
+        1,
+        "optimizer.warmup_steps: 4 is more than the 3 steps",
+    ),
+    "min_lr": (
+        ["optimizer.lr=1e-3", "optimizer.min_lr=2e-3"],
+        1,
+        "optimizer.min_lr: 0.002 is more than optimizer.lr 0.001",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_in_one_line(case: str) -> None:
+    overrides, world_size, pattern = REFUSALS[case]
+    with pytest.raises(UserError) as refusal:
+        check_run(tiny(*overrides), world_size)
+    assert re.search(pattern, str(refusal.value)), str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ([], 1),
+        (["parallel.expert=4", "train.global_batch_size=32"], 8),
+        (["moe.layers=none", "moe.router.selector.k=5"], 3),  # no router, so its k does not matter
+        (["train.global_batch_size=16", RAMP], 2),
+        (["optimizer.warmup_steps=4"], 1),
+        (["optimizer.warmup_steps=9", "optimizer.schedule=constant"], 1),
+        (["model.hidden_size=18", "model.position=learned"], 1),
+    ],
+)
+def test_what_fits_passes(overrides: list[str], world_size: int) -> None:
+    check_run(tiny(*overrides), world_size)

@@ -1,0 +1,103 @@
+"""The run's folder: what is refused, what goes on, and that a refusal touches nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megamoe.errors import UserError
+from megamoe.train.run_folder import RunFolder, choose_run_folder, prepare_run_folder
+from tests.tiny import tiny
+
+
+def choose(output: Path, *overrides: str) -> RunFolder:
+    return choose_run_folder(tiny(f"output={output}", "name=a", *overrides))
+
+
+def make_run(folder: Path, *steps: int) -> dict[str, str]:
+    """A run's folder with complete checkpoints of `steps`; returns what it holds."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: a\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    for step in steps:
+        checkpoint = folder / "checkpoints" / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "checkpoint.json").write_text("{}")
+        (folder / "checkpoints" / "latest").write_text(checkpoint.name)
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_new_folder(tmp_path: Path) -> None:
+    folder = choose(tmp_path / "runs")
+    assert (folder.path, folder.resume_from) == (tmp_path / "runs" / "a", None)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_existing_run_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    before = make_run(tmp_path / "a", 5)
+    with pytest.raises(UserError, match=r"run folder .*/a exists: add --resume .*overwrite=true .*name="):
+        choose(tmp_path)
+    assert contents(tmp_path / "a") == before
+
+
+def test_overwrite_begins_anew_but_only_when_prepared(tmp_path: Path) -> None:
+    before = make_run(tmp_path / "a", 5)
+    config = tiny(f"output={tmp_path}", "name=a", "overwrite=true")
+    folder = choose_run_folder(config)
+    assert folder.resume_from is None
+    assert contents(tmp_path / "a") == before
+    prepare_run_folder(folder, config, {"parameters_total": 7})
+    assert set(contents(tmp_path / "a")) == {"config.yaml", "summary.json"}
+    assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["moe"]["num_experts"] == 4
+    assert json.loads((tmp_path / "a" / "summary.json").read_text()) == {"parameters_total": 7}
+
+
+@pytest.mark.parametrize("override", ["overwrite=true", "checkpoint.resume=auto"])
+def test_a_folder_that_is_no_run_is_never_emptied(tmp_path: Path, override: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("dear")
+    with pytest.raises(UserError, match=r"/a is no run's folder \(it has no config.yaml\)"):
+        choose(tmp_path, override)
+    assert contents(tmp_path / "a") == {"thesis.tex": "dear"}
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(UserError, match="/a is no run's folder"):
+        choose(tmp_path, "overwrite=true")
+
+
+def test_resume_auto_takes_the_latest_checkpoint_and_keeps_the_record(tmp_path: Path) -> None:
+    before = make_run(tmp_path / "a", 5, 10)
+    config = tiny(f"output={tmp_path}", "name=a", "checkpoint.resume=auto")
+    folder = choose_run_folder(config)
+    assert folder.resume_from == tmp_path / "a" / "checkpoints" / "step_00000010"
+    prepare_run_folder(folder, config, {})
+    after = contents(tmp_path / "a")
+    assert {name: after[name] for name in before if name != "config.yaml"} == {
+        name: text for name, text in before.items() if name != "config.yaml"
+    }
+
+
+def test_resume_auto_without_a_checkpoint_starts_from_nothing(tmp_path: Path) -> None:
+    assert choose(tmp_path, "checkpoint.resume=auto").resume_from is None
+    make_run(tmp_path / "a")  # killed before its first checkpoint
+    assert choose(tmp_path, "checkpoint.resume=auto").resume_from is None
+
+
+def test_resume_from_a_named_checkpoint(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", 5, 10)
+    named = tmp_path / "a" / "checkpoints" / "step_00000005"
+    assert choose(tmp_path, f"checkpoint.resume={named}").resume_from == named
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = tiny(f"output={tmp_path / 'file'}", "name=a")
+    with pytest.raises(UserError, match=r"output: cannot write the run folder .*/file/a: Not a directory"):
+        prepare_run_folder(choose_run_folder(config), config, {})

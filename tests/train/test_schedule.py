@@ -1,0 +1,94 @@
+"""Learning rates at points worked by hand; the batch ramp-up against a plain simulation."""
+
+import math
+
+import pytest
+
+from megamoe.config.schema import OptimizerConfig, RampupConfig, TrainConfig
+from megamoe.train.schedule import BatchSchedule, learning_rate
+
+# With lr 1, min_lr 0.1, a warm-up of 10 steps and the end at step 110, step 35 is a quarter of the fall.
+POINTS = {
+    "cosine": {35: 1 - 0.9 * (1 - math.sqrt(0.5)) / 2, 60: 0.55, 110: 0.1, 500: 0.1},
+    "linear": {35: 0.775, 60: 0.55, 85: 0.325, 110: 0.1, 500: 0.1},
+    "inverse_sqrt": {40: 0.5, 90: 1 / 3, 250: 0.2, 1000: 0.1, 4000: 0.1},
+    "wsd": {50: 1.0, 90: 1.0, 95: 0.775, 100: 0.55, 110: 0.1, 500: 0.1},
+    "constant": {60: 1.0, 110: 1.0, 500: 1.0},
+}
+
+
+def optimizer(schedule: str, **options: object) -> OptimizerConfig:
+    defaults = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110, "wsd_decay_steps": 20}
+    return OptimizerConfig(schedule=schedule, **(defaults | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", POINTS)
+def test_learning_rate_at_hand_computed_steps(schedule: str) -> None:
+    points = {1: 0.1, 5: 0.5, 10: 1.0} | POINTS[schedule]
+    found = {step: learning_rate(step, optimizer(schedule), 1000) for step in points}
+    assert found == pytest.approx(points, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", POINTS)
+def test_it_rises_to_the_peak_without_a_jump_and_then_only_falls(schedule: str) -> None:
+    rates = [learning_rate(step, optimizer(schedule), 1000) for step in range(1, 200)]
+    assert max(rates) == rates[9] == 1.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[9] - rates[10] < 0.05  # the inverse root, the steepest there, falls by 1 - sqrt(10 / 11)
+
+
+def test_defaults_end_at_the_last_step_and_wsd_falls_over_a_tenth() -> None:
+    assert learning_rate(1, optimizer("linear", warmup_steps=0, decay_steps=None), 100) == pytest.approx(0.991)
+    assert learning_rate(100, optimizer("linear", decay_steps=None), 100) == 0.1
+    wsd = optimizer("wsd", decay_steps=None, wsd_decay_steps=None)
+    assert [learning_rate(step, wsd, 200) for step in (180, 190, 200)] == pytest.approx([1.0, 0.55, 0.1])
+
+
+def test_warmup_may_take_the_whole_schedule() -> None:
+    config = optimizer("cosine", warmup_steps=110)
+    assert [learning_rate(step, config, 110) for step in (55, 110, 111)] == [0.5, 1.0, 0.1]
+
+
+def test_constant_batch() -> None:
+    schedule = BatchSchedule.from_config(TrainConfig(micro_batch_size=2, global_batch_size=24), 3)
+    assert (schedule.size_at(0), schedule.size_at(10**9)) == (24, 24)
+    assert schedule.accumulation_at(0) == 4  # 24 = 2 per micro batch x 3 ranks x 4
+    assert schedule.total_samples(7) == 168
+    default = BatchSchedule.from_config(TrainConfig(micro_batch_size=2), 3)
+    assert (default.size_at(0), default.accumulation_at(0)) == (6, 1)
+
+
+def simulated_sizes(start: int, increment: int, samples: int, final: int, steps: int) -> list[int]:
+    """Megatron-LM's --rampup-batch-size: each increment lasts samples / number of increments."""
+    samples_per_increment = samples / ((final - start) / increment)
+    sizes: list[int] = []
+    for _ in range(steps):
+        consumed = sum(sizes)
+        grown = start + int(consumed / samples_per_increment) * increment
+        sizes.append(final if consumed > samples else grown)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("start", "increment", "samples", "final"), [(4, 4, 48, 16), (8, 8, 1000, 32), (2, 2, 30, 6), (4, 4, 4, 64)]
+)
+def test_rampup_is_megatrons(start: int, increment: int, samples: int, final: int) -> None:
+    ramp = RampupConfig(start=start, increment=increment, samples=samples)
+    train = TrainConfig(micro_batch_size=2, global_batch_size=final, batch_rampup=ramp)
+    schedule = BatchSchedule.from_config(train, 1)
+    expected = simulated_sizes(start, increment, samples, final, steps=120)
+    sizes: list[int] = []
+    for _ in expected:
+        sizes.append(schedule.size_at(sum(sizes)))
+    assert sizes == expected
+    assert sizes[0] == start and sizes[-1] == final
+    assert [schedule.total_samples(steps) for steps in range(121)] == [sum(sizes[:n]) for n in range(121)]
+
+
+def test_rampup_by_hand() -> None:
+    ramp = RampupConfig(start=4, increment=4, samples=24)  # 8, 12: two increments of 12 samples each
+    schedule = BatchSchedule.from_config(TrainConfig(global_batch_size=12, batch_rampup=ramp), 2)
+    assert [schedule.size_at(consumed) for consumed in (0, 11, 12, 23, 24, 100)] == [4, 4, 8, 8, 12, 12]
+    assert schedule.accumulation_at(12) == 4
+    assert schedule.total_samples(6) == 4 + 4 + 4 + 8 + 8 + 12

@@ -1,0 +1,251 @@
+"""One step on one rank: the record's arithmetic, the masked mean, the update, evaluation."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megamoe.config import RunConfig
+from megamoe.data.batches import Batch
+from megamoe.model.gpt import GPT
+from megamoe.moe.part import StepContext
+from megamoe.parallel.engine import Engine
+from megamoe.parallel.launch import find_world
+from megamoe.parallel.optimizer import Stage0AdamW, adamw_options, parameter_groups
+from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, token_index, train_step
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+WEIGHTS = {"switch_balance": 0.5, "z_loss": 0.25}
+LOSSES = f"moe.losses={WEIGHTS}"
+
+
+def batch_of(mask: list[list[int]], seed: int) -> Batch:
+    """A micro batch of random tokens that counts only where `mask` is 1."""
+    mask_BS = torch.tensor(mask, dtype=torch.float32)
+    text = torch.randint(0, VOCABULARY, mask_BS.shape, generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(mask_BS.shape[1]).expand_as(text)
+    return Batch(text, text.roll(-1, 1), positions, mask_BS, None, torch.arange(len(mask)))
+
+
+# Two sequences of eight tokens each: 3 tokens count in the first micro batch, 12 in the second.
+BATCHES = [
+    batch_of([[1, 0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0, 0, 0]], seed=1),
+    batch_of([[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]], seed=2),
+]
+
+
+def engine_of(config: RunConfig) -> tuple[Engine, StepContext]:
+    context = StepContext()
+    engine = Engine(config, tiny_gpt(config, context), find_world(), accumulation=1)
+    engine.train(True)
+    return engine, context
+
+
+def test_record_by_hand() -> None:
+    record = StepRecord(
+        lm_sum=12.0,
+        tokens=4.0,
+        micro_batches=2,
+        weighted=0.3,
+        losses={"switch_balance": 4.4},
+        layers={
+            1: LayerLoad(torch.tensor([6, 2, 0, 0]), torch.tensor([8, 2, 0, 0])),
+            12: LayerLoad(torch.tensor([2, 2, 2, 2]), torch.tensor([2, 2, 2, 2])),
+        },
+        grad_norm=1.5,
+    )
+    metrics = record.metrics()
+    assert [metrics.pop(f"moe/layer_{number}/load") for number in ("01", "12")] == [[6, 2, 0, 0], [2, 2, 2, 2]]
+    assert metrics == pytest.approx(
+        {
+            "train/lm_loss": 3.0,
+            "train/loss": 3.15,  # the weighted losses are a mean over micro batches, a sum over layers
+            "train/switch_balance": 1.1,  # the mean of 2 layers x 2 micro batches
+            "train/grad_norm": 1.5,
+            "moe/layer_01/imbalance": 3.0,  # the largest, 6, over the mean, 2
+            "moe/layer_01/dropped": 0.2,  # 8 of 10 were computed
+            "moe/layer_12/imbalance": 1.0,
+            "moe/layer_12/dropped": 0.0,
+        }
+    )
+
+
+def test_record_where_nothing_was_routed() -> None:
+    nothing = torch.zeros(4, dtype=torch.int64)
+    metrics = StepRecord(layers={1: LayerLoad(nothing, nothing)}).metrics()
+    assert metrics["train/lm_loss"] == metrics["moe/layer_01/imbalance"] == metrics["moe/layer_01/dropped"] == 0
+
+
+def test_record_takes_in_micro_batches() -> None:
+    """Losses are summed over layers and micro batches, by name and weighted; counts over micro batches."""
+
+    def seen(load: list[int], balance: float) -> SimpleNamespace:
+        observation = SimpleNamespace(
+            load_E=torch.tensor(load), wanted_E=torch.tensor(load) + 1, losses={"balance": torch.tensor(balance)}
+        )
+        return SimpleNamespace(observation=observation, loss_weights={"balance": 0.5})
+
+    record = StepRecord()
+    for layers in ({1: seen([1, 2], 1.0), 3: seen([3, 0], 2.0)}, {1: seen([5, 5], 4.0), 3: seen([0, 1], 8.0)}):
+        record.add(SimpleNamespace(moe_layers=layers.items), lm_sum=2.5, tokens=2.0)  # type: ignore[arg-type]
+    assert (record.lm_sum, record.tokens, record.micro_batches) == (5.0, 4.0, 2)
+    assert (record.losses, record.weighted) == ({"balance": 15.0}, 7.5)
+    assert {number: layer.load_E.tolist() for number, layer in record.layers.items()} == {1: [6, 7], 3: [3, 1]}
+    assert record.layers[1].wanted_E.tolist() == [8, 9]
+
+
+def test_token_index_follows_the_order_of_a_block() -> None:
+    """Position by position: token s * B + b of the block is token s of sequence b."""
+    batch = Batch(*[torch.zeros(2, 3)] * 4, None, torch.tensor([5, 9]))
+    assert token_index(batch).tolist() == [15, 27, 16, 28, 17, 29]
+
+
+def reference_step(config: RunConfig, batches: list[Batch], lr: float) -> tuple[GPT, float, float]:
+    """The same step in plain PyTorch: (updated model, lm loss, gradient norm before clipping)."""
+    context = StepContext(aux_scale=0.0)  # the auxiliary gradient takes the plain road below
+    model = tiny_gpt(config, context).train()
+    routings: list[tuple[nn.ModuleDict, object]] = []
+    for _, layer in model.moe_layers():
+        losses = layer.losses
+        layer.router.register_forward_hook(lambda *call, losses=losses: routings.append((losses, call[-1])))
+    losses_NBS = torch.stack([model(**model_inputs(batch)) for batch in batches])
+    mask_NBS = torch.stack([batch.loss_mask_BS for batch in batches])
+    lm_loss = (losses_NBS * mask_NBS).sum() / mask_NBS.sum()
+    total = lm_loss
+    for losses, routing in routings:
+        for name, loss in losses.items():
+            total = total + WEIGHTS[name] * loss(routing) / len(batches)
+    total.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
+    optimizer = torch.optim.AdamW(parameter_groups(model, config.optimizer), **adamw_options(config.optimizer))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return model, float(lm_loss.detach()), float(norm)
+
+
+@pytest.mark.parametrize("overrides", [("moe.layers=none",), ("moe.layers.every=2", LOSSES)], ids=["dense", "moe"])
+def test_step_is_the_masked_mean_and_one_clipped_adamw_update(one_rank: None, overrides: tuple[str, ...]) -> None:
+    config = tiny(*overrides, "optimizer.grad_clip=0.1")
+    engine, context = engine_of(config)
+    expected, lm_loss, norm = reference_step(config, BATCHES, lr=0.01)
+    record = train_step(engine, context, BATCHES, lr=0.01, label_smoothing=0.0)
+    assert record.tokens == 15
+    assert record.lm_loss == pytest.approx(lm_loss, rel=1e-6)
+    assert norm > 0.1 and record.grad_norm == pytest.approx(norm, rel=1e-5)
+    found = dict(engine.model.named_parameters())
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_auxiliary_losses_are_means_over_micro_batches(one_rank: None) -> None:
+    config = tiny(LOSSES, "moe.router.capacity={name: per_expert, factor: 0.5, min_capacity: 0}")
+    engine, context = engine_of(config)
+    model = tiny_gpt(config)
+    values: dict[str, list[float]] = {"switch_balance": [], "z_loss": []}
+    for batch in BATCHES:
+        model(**model_inputs(batch))
+        for _, layer in model.moe_layers():
+            for name, value in layer.observation.losses.items():
+                values[name].append(float(value))
+    metrics = train_step(engine, context, BATCHES, lr=0.01, label_smoothing=0.0).metrics()
+    means = {name: sum(found) / 4 for name, found in values.items()}
+    assert {name: metrics[f"train/{name}"] for name in means} == pytest.approx(means, rel=1e-6)
+    # Two layers' losses are added.
+    added = 2 * sum(WEIGHTS[name] * mean for name, mean in means.items())
+    assert metrics["train/loss"] - metrics["train/lm_loss"] == pytest.approx(added, rel=1e-5)
+    # 16 tokens x 2 choices over 4 experts x 0.5: 4 places an expert, so at most 16 of 32 pairs a micro batch.
+    assert max(metrics["moe/layer_01/load"]) <= 8
+    assert metrics["moe/layer_01/dropped"] == pytest.approx(1 - sum(metrics["moe/layer_01/load"]) / 64)
+    assert metrics["moe/layer_01/dropped"] >= 0.5
+
+
+def test_label_smoothing_reaches_the_model(one_rank: None) -> None:
+    records = []
+    for smoothing in (0.0, 0.2):
+        engine, context = engine_of(tiny())
+        records.append(train_step(engine, context, BATCHES, lr=0.0, label_smoothing=smoothing))
+    assert records[0].lm_loss != records[1].lm_loss
+
+
+def test_evaluation_weights_tokens_not_batches(one_rank: None) -> None:
+    engine, context = engine_of(tiny(LOSSES))
+    model = engine.model
+    before = [parameter.clone() for parameter in model.parameters()]
+    losses_BS: list[Tensor] = [model(**model_inputs(batch)).detach() for batch in BATCHES]
+    counted = torch.cat([loss[batch.loss_mask_BS > 0] for loss, batch in zip(losses_BS, BATCHES, strict=True)])
+    assert len(counted) == 15
+    assert evaluate(engine, context, BATCHES) == pytest.approx(float(counted.mean()), rel=1e-6)
+    assert model.training
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+def test_evaluation_is_without_dropout(one_rank: None) -> None:
+    engine, context = engine_of(tiny("model.hidden_dropout=0.5", "model.attention_dropout=0.5"))
+    assert evaluate(engine, context, BATCHES) == evaluate(engine, context, BATCHES)
+    losses = [train_step(engine, context, BATCHES[1:], lr=0.0, label_smoothing=0.0).lm_loss for _ in range(2)]
+    assert losses[0] != losses[1]
+
+
+def test_stage_0_clips_as_pytorch_does(one_rank: None) -> None:
+    """Several steps: some gradients above the limit, some below."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+    theirs = copy.deepcopy(ours)
+    config = tiny("optimizer.weight_decay=0.3").optimizer
+    options = adamw_options(config)
+    first = Stage0AdamW(parameter_groups(ours, config), grad_clip=1.0, **options)
+    second = torch.optim.AdamW(parameter_groups(theirs, config), **options)
+    for scale in (10.0, 0.01, 3.0):
+        inputs = torch.randn(4, 5)
+        for model, optimizer in ((ours, first), (theirs, second)):
+            optimizer.zero_grad()
+            (model(inputs).square().sum() * scale).backward()
+        norm = float(nn.utils.clip_grad_norm_(theirs.parameters(), 1.0))
+        first.step()
+        second.step()
+        assert first._global_grad_norm == pytest.approx(norm, rel=1e-6)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+def test_clipping_can_be_off(one_rank: None) -> None:
+    model = nn.Linear(3, 3)
+    config = tiny().optimizer
+    optimizer = Stage0AdamW(parameter_groups(model, config), grad_clip=0.0, **adamw_options(config))
+    (model(torch.ones(1, 3)).sum() * 100).backward()
+    assert model.bias.grad is not None
+    optimizer.step()
+    assert model.bias.grad.tolist() == [100.0] * 3
+
+
+def test_which_parameters_decay(one_rank: None) -> None:
+    config = tiny(
+        "model.bias=true",
+        "model.norm=layernorm",
+        "model.position=learned",
+        "model.tie_embeddings=false",
+        "moe.layers={at: [2]}",
+        "moe.num_shared_experts=1",
+        "optimizer.weight_decay=0.3",
+    )
+    model = tiny_gpt(config)
+    layer = dict(model.moe_layers())[2]
+    layer.router.register_parameter("vector", nn.Parameter(torch.zeros(4)))  # as a learned bias of scores
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decays: dict[str, tuple[float, bool]] = {}
+    for group in parameter_groups(model, config.optimizer):
+        for parameter in group["params"]:
+            assert names[parameter] not in decays
+            decays[names[parameter]] = (group["weight_decay"], group.get("moe", False))
+    assert set(decays) == set(names.values())
+    experts = {name for name in decays if ".experts." in name}
+    assert len(experts) == 2 and all(decays[name] == (0.3, True) for name in experts)
+    assert not any(is_expert for name, (_, is_expert) in decays.items() if name not in experts)
+    without = {name for name, (decay, _) in decays.items() if decay == 0}
+    vectors = ("bias", "layernorm.weight", "router.vector")
+    assert without == {name for name in decays if name.endswith(vectors)}
+    matrices = {name.rsplit(".", 2)[-2] for name in set(decays) - without - experts}
+    assert matrices >= {"word_embeddings", "position_embeddings", "linear_qkv", "output_layer", "scorer", "shared"}
