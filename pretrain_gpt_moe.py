@@ -5,7 +5,9 @@ torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml para
 """
 
 import argparse
+import errno
 import os
+import socket
 import sys
 
 
@@ -37,16 +39,22 @@ def main() -> int:
 
         train(config)
     except UserError as error:
-        if not _another_rank_tells():
-            print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
+        return _tell(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        return _tell(f"{error.filename or 'output'}: {error.strerror}; the checkpoints saved so far stay")
     return 0
 
 
-def _another_rank_tells() -> bool:
-    """True on all ranks but the first; a rank that is no number is a mistake to tell."""
+def _tell(message: str) -> int:
+    """One line from each machine, which may have a mistake of its own (a missing file, say)."""
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    return rank.isdigit() and int(rank) > 0
+    if not local_rank.isdigit() or int(local_rank) == 0:
+        place = "" if rank in ("0", local_rank) or not rank.isdigit() else f"{socket.gethostname()}: "
+        print(f"error: {place}{' '.join(message.splitlines())}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

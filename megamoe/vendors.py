@@ -17,7 +17,7 @@ def settle_vendors() -> None:
     """
     for message in _NOTICES:
         warnings.filterwarnings("ignore", message=message)
-    for name in ("DeepSpeed", "megatron.core", "torch.distributed.elastic"):
+    for name in ("DeepSpeed", "megatron.core", "torch.distributed.elastic", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     import torch
 

@@ -1,7 +1,5 @@
 """What the tests of several rooms share: quiet vendors, a world of one rank."""
 
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,26 +9,21 @@ from megamoe.vendors import settle_vendors
 settle_vendors()
 
 
-@pytest.fixture
-def restored_process() -> Iterator[None]:
-    """Put back what a run leaves in its process: environment variables and signal handlers."""
-    variables = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    os.environ.clear()
-    os.environ.update(variables)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+@pytest.fixture(name="restored_process")
+def _restored_process() -> Iterator[None]:
+    from tests.tiny import restored_process
+
+    with restored_process():
+        yield
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """Process groups and Megatron-Core's state for this process alone."""
     from megamoe.parallel import launch
+    from tests.tiny import restored_process
 
-    variables = dict(os.environ)
-    launch.start(launch.find_world(), timeout_minutes=1)
-    yield
-    launch.stop()
-    os.environ.clear()
-    os.environ.update(variables)
+    with restored_process():
+        launch.start(launch.find_world(), timeout_minutes=1)
+        yield
+        launch.stop()

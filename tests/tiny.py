@@ -1,5 +1,10 @@
 """The smallest run that has every part: what the tests of single rooms build on."""
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from megamoe.config import RunConfig, load_config
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
@@ -34,3 +39,17 @@ def tiny_gpt(config: RunConfig, context: StepContext | None = None, vocab_size: 
     """Its model; needs the fixture `one_rank`."""
     make_layer = hosted_layer_factory(config.moe, context or StepContext(), config.parallel.expert)
     return build_gpt(config, vocab_size, make_layer)
+
+
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Put back what a run leaves in its process: environment variables and signal handlers."""
+    variables = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -34,11 +34,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """A SafeDumper that puts the text 1e-4 in quotes, so that `_Loader` reads it as text."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
+        list("-+0123456789."),
+    )
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
@@ -86,7 +91,7 @@ def to_dict(config: Any) -> Any:
 
 def dump_yaml(config: RunConfig) -> str:
     """The resolved configuration as YAML text."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False)
+    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False)
 
 
 def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:

@@ -56,15 +56,13 @@ def names_inside(losses: Any) -> Any:
         return {}
     if not isinstance(losses, dict):
         return losses
-    return {name: _name_inside(name, options) for name, options in losses.items()}
+    return {name: {**_loss_options(value), "name": name} for name, value in losses.items()}
 
 
-def _name_inside(name: str, options: Any) -> dict[str, Any]:
-    if isinstance(options, int | float) and not isinstance(options, bool):
-        options = {"weight": options}
-    if not isinstance(options, dict | None):
-        raise _problem(f"{name}: expected its weight or a mapping of its options, found {shown(options)}")
-    return {**(options or {}), "name": name}
+def _loss_options(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"weight": value}
 
 
 def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:

@@ -59,7 +59,7 @@ class ModelConfig:
     vocab_size: PositiveInt | None = None  # default: the tokenizer's
     vocab_multiple: PositiveInt = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned"] = "rope"
-    rope_base: PositiveFloat = 10000.0
+    rope_base: PositiveInt = 10000
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: PositiveFloat = 1e-5
     activation: Literal["swiglu", "gelu"] = "swiglu"

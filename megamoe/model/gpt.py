@@ -87,7 +87,7 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
             position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
-            rotary_base=int(model.rope_base),
+            rotary_base=model.rope_base,
         )
     )
 

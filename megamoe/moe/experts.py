@@ -94,7 +94,7 @@ class SharedExperts(nn.Module):
         self.activation = activation
         self.up = nn.Parameter(torch.empty(up_width(ffn_size, activation), hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, ffn_size))
-        self.gate = nn.Parameter(torch.zeros(1, hidden_size)) if gate else None
+        self.gate = nn.Parameter(torch.zeros(hidden_size)) if gate else None
         initialise_up(self.up.data)
         initialise_down(self.down.data)
 
@@ -104,5 +104,5 @@ class SharedExperts(nn.Module):
         output_TH = functional.linear(inner_TF, self.down)
         if self.gate is None:
             return output_TH
-        weight_T1 = functional.linear(hidden_TH.float(), self.gate.float()).sigmoid()
-        return output_TH * weight_T1.to(output_TH.dtype)
+        weight_T = torch.mv(hidden_TH.float(), self.gate.float()).sigmoid()
+        return output_TH * weight_T[:, None].to(output_TH.dtype)

@@ -96,23 +96,23 @@ class Checkpoints:
 
     def _agree(self, problem: str | None, temporary: Path, engine: Engine) -> None:
         """Every rank learns whether any failed; then all end alike."""
-        problems: list[str | None] = [None] * engine.world.size
-        dist.all_gather_object(problems, problem)
-        if not any(problems):
+        found = _first_problem(problem, engine)
+        if found is None:
             return
+        rank, problem = found
         if engine.world.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         dist.barrier()
-        rank = next(rank for rank, found in enumerate(problems) if found)
         last = self.latest()
         kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
-        raise UserError(f"checkpoint: rank {rank} cannot write in {self.folder}: {problems[rank]}; {kept}")
+        raise UserError(f"checkpoint: rank {rank} cannot write in {self.folder}: {problem}; {kept}")
 
     def load(self, path: Path, engine: Engine) -> dict[str, Any]:
         """Restore weights, optimiser and random states; returns the `state` that was saved.
 
         Raises:
-            UserError: if the layout differs, or a file is missing, damaged or of another shape.
+            UserError: on every rank, if the layout differs, or a file of any rank is missing, damaged or of
+                another shape.
         """
         meta = read_meta(path)
         layout = self._layout(engine)
@@ -122,6 +122,17 @@ class Checkpoints:
                     f"{path}: saved with {key} {meta['layout'].get(key)}, this run has {value}; "
                     "resume with the layout that saved it"
                 )
+        problem = None
+        try:
+            self._restore(path, engine)
+        except UserError as error:
+            problem = str(error)
+        found = _first_problem(problem, engine)
+        if found is not None:
+            raise UserError(found[1])
+        return meta
+
+    def _restore(self, path: Path, engine: Engine) -> None:
         dense, experts = _model_tensors(engine)
         _copy_tensors(dense, _load(path / "dense.safetensors"), path)
         if experts:
@@ -130,7 +141,6 @@ class Checkpoints:
         mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
         self._restore_optimizer(engine, path, mine)
         random_state.restore(mine, engine.world.device)
-        return meta
 
     def _layout(self, engine: Engine) -> dict[str, Any]:
         return {
@@ -249,6 +259,13 @@ def _write_text(path: Path, text: str) -> None:
 def _empty_folder(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
+
+
+def _first_problem(problem: str | None, engine: Engine) -> tuple[int, str] | None:
+    """The first rank that has a problem, and what it is: the same answer on all ranks."""
+    problems: list[str | None] = [None] * engine.world.size
+    dist.all_gather_object(problems, problem)
+    return next(((rank, found) for rank, found in enumerate(problems) if found), None)
 
 
 def _attempt(action: Any) -> str | None:

@@ -56,7 +56,7 @@ def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
         raise UserError(f"{where}: fp16.enabled is true, but fp16 is not supported; use bf16 or fp32")
     stated = content.get("bf16", {}).get("enabled", "auto")
     if stated not in ("auto", True, False):
-        raise UserError(f"{where}: bf16.enabled is {stated!r}, expected true, false or \"auto\"")
+        raise UserError(f'{where}: bf16.enabled is {stated!r}, expected true, false or "auto"')
     asked = config.parallel.precision
     if stated == "auto":
         return "bf16" if asked == "bf16" else "fp32"

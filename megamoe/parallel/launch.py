@@ -39,7 +39,7 @@ def find_world() -> World:
     variables = os.environ
     if "RANK" in variables:
         rank, size, local = _numbers("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif int(variables.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in variables:
+    elif variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in variables:
         rank, size, local = _numbers("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         if "MASTER_ADDR" not in variables:
             raise UserError(
@@ -48,6 +48,8 @@ def find_world() -> World:
             )
     else:
         rank, size, local = 0, 1, 0
+    if rank >= size:
+        raise UserError(f"environment: rank {rank} of {size} ranks; ranks are counted from 0")
     if torch.cuda.is_available():
         return World(rank, size, local, torch.device("cuda", local), "nccl")
     return World(rank, size, local, torch.device("cpu"), "gloo")

@@ -34,7 +34,7 @@ class ProfilerWindow:
         return self.finish()
 
     def finish(self) -> Path | None:
-        """Write the trace if one is being recorded, as when the run ends within the window; returns its path."""
+        """Write the trace, if one is under way: the run may end within the window. Returns its path."""
         if self._profiler is None:
             return None
         self._profiler.stop()

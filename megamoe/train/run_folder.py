@@ -62,7 +62,7 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
 
 
 def prepare_run_folder(folder: RunFolder, config: RunConfig, summary: dict[str, Any]) -> None:
-    """Make the folder (emptied unless the run continues in it), with the resolved configuration and summary.json.
+    """Make the folder (emptied unless the run continues in it), with config.yaml and summary.json.
 
     Raises:
         UserError: if it cannot be written.

@@ -49,8 +49,9 @@ class Trainer:
         if self.folder.resume_from is not None:
             _check_same_model(config, self.vocabulary, self.folder.resume_from)
         self.schedule = BatchSchedule.from_config(config.train, self.world.size)
+        # For its refusals alone; the engine, which comes after the ranks' start, does it again.
         content = read_deepspeed_config(config.parallel.deepspeed)
-        fill_in(config, content, self.world.size, self.schedule.accumulation_at(0))  # refuses; the engine uses it
+        fill_in(config, content, self.world.size, self.schedule.accumulation_at(0))
         launch.start(self.world, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(seed=config.seed)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config import RunConfig, parse_config
+from megamoe.data.batches import Batch
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.train.trainer import Trainer
@@ -60,29 +61,32 @@ def ds_config(name: str) -> str:
     return str(DS_CONFIGS / f"{name}.json")
 
 
-def run_steps(steps: int, **changes: Any) -> dict[str, list[Any]]:
-    """Job: what each step showed on this rank.
+def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:
+    """Job: what each step showed on this rank; with `save`, a checkpoint is written after the last.
 
-    lm_loss, loss, grad_norm: of the whole batch. masks: unmasked tokens of this rank's micro batches.
-    chosen: int64 [n, 4], rows (layer, token index, choice, expert) of this rank's tokens.
+    lm_loss, loss, grad_norm, lr, batch_size: of the whole batch. masks, samples: of this rank's micro
+    batches, the number of unmasked tokens and the sample numbers. chosen: int64 [n, 4], rows (layer, token
+    index, choice, expert) of this rank's tokens.
     """
     trainer = Trainer(small_run(**changes))
     chosen: list[Tensor] = []
-    masks: list[float] = []
+    batches: list[Batch] = []
     _watch_routers(trainer.engine.model, chosen)
-    _watch_batches(trainer, masks)
-    found: dict[str, list[Any]] = {
-        name: [] for name in ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "masks", "chosen")
-    }
+    _watch_batches(trainer, batches)
+    words = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")
+    found: dict[str, list[Any]] = {word: [] for word in (*words, "masks", "samples", "chosen")}
     try:
         for _ in range(steps):
             chosen.clear()
-            masks.clear()
+            batches.clear()
             _, metrics = trainer.step()
-            for name in ("lm_loss", "loss", "grad_norm", "lr", "batch_size"):
-                found[name].append(metrics[f"train/{name}"])
-            found["masks"].append(list(masks))
+            for word in words:
+                found[word].append(metrics[f"train/{word}"])
+            found["masks"].append([float(batch.loss_mask_BS.sum()) for batch in batches])
+            found["samples"].append([batch.sample_index_B.tolist() for batch in batches])
             found["chosen"].append(torch.cat(chosen))
+        if save:
+            trainer.save()
     finally:
         trainer.close()
     return found
@@ -106,15 +110,12 @@ def _watch_routers(model: nn.Module, chosen: list[Tensor]) -> None:
             module.register_forward_hook(note)
 
 
-def _watch_batches(trainer: Trainer, masks: list[float]) -> None:
-    """Note the unmasked tokens of every micro batch that the trainer takes."""
-    stream = trainer._stream
-    take = type(stream).__next__
+def _watch_batches(trainer: Trainer, batches: list[Batch]) -> None:
+    """Note every micro batch that the trainer takes."""
 
-    class Watched(type(stream)):  # type: ignore[misc]
-        def __next__(self) -> Any:
-            batch = take(self)
-            masks.append(float(batch.loss_mask_BS.sum()))
-            return batch
+    class Watched(type(trainer._stream)):  # type: ignore[misc]
+        def __next__(self) -> Batch:
+            batches.append(super().__next__())
+            return batches[-1]
 
-    stream.__class__ = Watched
+    trainer._stream.__class__ = Watched

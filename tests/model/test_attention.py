@@ -19,9 +19,9 @@ def two_documents() -> Tensor:
     return CAUSAL | (document_BS[:, :, None] != document_BS[:, None, :])[:, None]
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, masked_out: Tensor) -> Tensor:
+def plain(inputs: list[Tensor], masked_out: Tensor) -> Tensor:
     """[S, B, heads, D] each, [B, 1, S, S] -> [S, B, heads * D]; a group serves consecutive heads."""
-    key, value = (tensor.repeat_interleave(HEADS // tensor.shape[2], dim=2) for tensor in (key, value))
+    query, key, value = (tensor.repeat_interleave(HEADS // tensor.shape[2], dim=2) for tensor in inputs)
     scores = torch.einsum("sbhd,tbhd->bhst", query, key) / math.sqrt(D)
     weights = scores.masked_fill(masked_out, float("-inf")).softmax(dim=-1)
     return torch.einsum("bhst,tbhd->sbhd", weights, value).reshape(S, B, HEADS * D)
@@ -36,7 +36,7 @@ def test_forward_and_gradients(groups: int, documents: bool) -> None:
     mask = two_documents() if documents else None
     attention = SDPAttention(SimpleNamespace(attention_dropout=0.0))
     found = attention(*inputs, mask)
-    expected = plain(*inputs, CAUSAL if mask is None else mask)
+    expected = plain(inputs, CAUSAL if mask is None else mask)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn_like(expected)
     gradients = (torch.autograd.grad(output, inputs, upstream) for output in (found, expected))
@@ -47,6 +47,6 @@ def test_forward_and_gradients(groups: int, documents: bool) -> None:
 def test_dropout_in_training_only() -> None:
     inputs = [torch.randn(S, B, HEADS, D) for _ in range(3)]
     attention = SDPAttention(SimpleNamespace(attention_dropout=0.5))
-    expected = plain(*inputs, CAUSAL)
+    expected = plain(inputs, CAUSAL)
     assert not torch.allclose(attention(*inputs, None), expected, atol=1e-3)
     torch.testing.assert_close(attention.eval()(*inputs, None), expected)

@@ -15,7 +15,7 @@ from megamoe.moe.routing import Pairs, Routing
 from megamoe.registry import get_part
 
 HIDDEN = 16
-FFN = 12
+FFN = 24
 
 
 def moe_config(**tree: Any) -> MoEConfig:

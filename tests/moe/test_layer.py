@@ -60,7 +60,9 @@ def gradients_of_plain(
     return plain, dict(zip(inputs, gradients, strict=True))
 
 
-def gradients_of_layer(layer: MoELayer, hidden_TH: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients_of_layer(
+    layer: MoELayer, hidden_TH: Tensor, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     """options: those of torch.utils.checkpoint, to recompute the layer."""
     hidden = hidden_TH.clone().requires_grad_()
     layer.zero_grad()
@@ -123,7 +125,9 @@ def test_no_tokens_at_all(num_shared: int) -> None:
     assert all(gradient is None or not gradient.any() for gradient in gradients.values())
     assert layer.observation is not None
     assert layer.observation.load_E.tolist() == [0, 0, 0, 0]
-    assert {name: value.item() for name, value in layer.observation.losses.items()} == dict.fromkeys(LOSSES, 0)
+    assert {name: value.item() for name, value in layer.observation.losses.items()} == dict.fromkeys(
+        LOSSES, 0
+    )
 
 
 def test_bf16_is_close_to_fp32_and_routes_alike() -> None:

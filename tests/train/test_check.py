@@ -33,8 +33,16 @@ REFUSALS = {
         "moe.num_experts: 6 experts do not divide over parallel.expert 4 ranks; choose a multiple of 4",
     ),
     # 12 ranks divide by 1, 2, 3, 4, 6, 12, of which 4 experts divide by 1, 2, 4.
-    "ranks": (["parallel.expert=8"], 12, "parallel.expert: 8 does not divide the 12 ranks; legal here: 1, 2, 4$"),
-    "k": (["moe.router.selector.k=5"], 1, r"moe.router.selector.k: found 5, .* only 4 experts .*; choose k <= 4"),
+    "ranks": (
+        ["parallel.expert=8"],
+        12,
+        "parallel.expert: 8 does not divide the 12 ranks; legal here: 1, 2, 4$",
+    ),
+    "k": (
+        ["moe.router.selector.k=5"],
+        1,
+        r"moe.router.selector.k: found 5, .* only 4 experts .*; choose k <= 4",
+    ),
     "dense": (
         ["moe.layers=none", "parallel.expert=2"],
         2,

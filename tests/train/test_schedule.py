@@ -39,7 +39,9 @@ def test_it_rises_to_the_peak_without_a_jump_and_then_only_falls(schedule: str) 
 
 
 def test_defaults_end_at_the_last_step_and_wsd_falls_over_a_tenth() -> None:
-    assert learning_rate(1, optimizer("linear", warmup_steps=0, decay_steps=None), 100) == pytest.approx(0.991)
+    assert learning_rate(1, optimizer("linear", warmup_steps=0, decay_steps=None), 100) == pytest.approx(
+        0.991
+    )
     assert learning_rate(100, optimizer("linear", decay_steps=None), 100) == 0.1
     wsd = optimizer("wsd", decay_steps=None, wsd_decay_steps=None)
     assert [learning_rate(step, wsd, 200) for step in (180, 190, 200)] == pytest.approx([1.0, 0.55, 0.1])
@@ -71,7 +73,8 @@ def simulated_sizes(start: int, increment: int, samples: int, final: int, steps:
 
 
 @pytest.mark.parametrize(
-    ("start", "increment", "samples", "final"), [(4, 4, 48, 16), (8, 8, 1000, 32), (2, 2, 30, 6), (4, 4, 4, 64)]
+    ("start", "increment", "samples", "final"),
+    [(4, 4, 48, 16), (8, 8, 1000, 32), (2, 2, 30, 6), (4, 4, 4, 64)],
 )
 def test_rampup_is_megatrons(start: int, increment: int, samples: int, final: int) -> None:
     ramp = RampupConfig(start=start, increment=increment, samples=samples)

@@ -1,6 +1,6 @@
 """One step on one rank: the record's arithmetic, the masked mean, the update, evaluation."""
 
-import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +13,7 @@ from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.launch import find_world
-from megamoe.parallel.optimizer import Stage0AdamW, adamw_options, parameter_groups
+from megamoe.parallel.optimizer import adamw_options, parameter_groups
 from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, token_index, train_step
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
@@ -57,7 +57,10 @@ def test_record_by_hand() -> None:
         grad_norm=1.5,
     )
     metrics = record.metrics()
-    assert [metrics.pop(f"moe/layer_{number}/load") for number in ("01", "12")] == [[6, 2, 0, 0], [2, 2, 2, 2]]
+    assert [metrics.pop(f"moe/layer_{number}/load") for number in ("01", "12")] == [
+        [6, 2, 0, 0],
+        [2, 2, 2, 2],
+    ]
     assert metrics == pytest.approx(
         {
             "train/lm_loss": 3.0,
@@ -75,7 +78,9 @@ def test_record_by_hand() -> None:
 def test_record_where_nothing_was_routed() -> None:
     nothing = torch.zeros(4, dtype=torch.int64)
     metrics = StepRecord(layers={1: LayerLoad(nothing, nothing)}).metrics()
-    assert metrics["train/lm_loss"] == metrics["moe/layer_01/imbalance"] == metrics["moe/layer_01/dropped"] == 0
+    assert (
+        metrics["train/lm_loss"] == metrics["moe/layer_01/imbalance"] == metrics["moe/layer_01/dropped"] == 0
+    )
 
 
 def test_record_takes_in_micro_batches() -> None:
@@ -83,22 +88,30 @@ def test_record_takes_in_micro_batches() -> None:
 
     def seen(load: list[int], balance: float) -> SimpleNamespace:
         observation = SimpleNamespace(
-            load_E=torch.tensor(load), wanted_E=torch.tensor(load) + 1, losses={"balance": torch.tensor(balance)}
+            load_E=torch.tensor(load),
+            wanted_E=torch.tensor(load) + 1,
+            losses={"balance": torch.tensor(balance)},
         )
         return SimpleNamespace(observation=observation, loss_weights={"balance": 0.5})
 
     record = StepRecord()
-    for layers in ({1: seen([1, 2], 1.0), 3: seen([3, 0], 2.0)}, {1: seen([5, 5], 4.0), 3: seen([0, 1], 8.0)}):
+    for layers in (
+        {1: seen([1, 2], 1.0), 3: seen([3, 0], 2.0)},
+        {1: seen([5, 5], 4.0), 3: seen([0, 1], 8.0)},
+    ):
         record.add(SimpleNamespace(moe_layers=layers.items), lm_sum=2.5, tokens=2.0)  # type: ignore[arg-type]
     assert (record.lm_sum, record.tokens, record.micro_batches) == (5.0, 4.0, 2)
     assert (record.losses, record.weighted) == ({"balance": 15.0}, 7.5)
-    assert {number: layer.load_E.tolist() for number, layer in record.layers.items()} == {1: [6, 7], 3: [3, 1]}
+    assert {number: layer.load_E.tolist() for number, layer in record.layers.items()} == {
+        1: [6, 7],
+        3: [3, 1],
+    }
     assert record.layers[1].wanted_E.tolist() == [8, 9]
 
 
 def test_token_index_follows_the_order_of_a_block() -> None:
     """Position by position: token s * B + b of the block is token s of sequence b."""
-    batch = Batch(*[torch.zeros(2, 3)] * 4, None, torch.tensor([5, 9]))
+    batch = replace(BATCHES[0], tokens_BS=torch.zeros(2, 3), sample_index_B=torch.tensor([5, 9]))
     assert token_index(batch).tolist() == [15, 27, 16, 28, 17, 29]
 
 
@@ -119,15 +132,21 @@ def reference_step(config: RunConfig, batches: list[Batch], lr: float) -> tuple[
             total = total + WEIGHTS[name] * loss(routing) / len(batches)
     total.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
-    optimizer = torch.optim.AdamW(parameter_groups(model, config.optimizer), **adamw_options(config.optimizer))
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, config.optimizer), **adamw_options(config.optimizer)
+    )
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     return model, float(lm_loss.detach()), float(norm)
 
 
-@pytest.mark.parametrize("overrides", [("moe.layers=none",), ("moe.layers.every=2", LOSSES)], ids=["dense", "moe"])
-def test_step_is_the_masked_mean_and_one_clipped_adamw_update(one_rank: None, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides", [("moe.layers=none",), ("moe.layers.every=2", LOSSES)], ids=["dense", "moe"]
+)
+def test_step_is_the_masked_mean_and_one_clipped_adamw_update(
+    one_rank: None, overrides: tuple[str, ...]
+) -> None:
     config = tiny(*overrides, "optimizer.grad_clip=0.1")
     engine, context = engine_of(config)
     expected, lm_loss, norm = reference_step(config, BATCHES, lr=0.01)
@@ -148,6 +167,7 @@ def test_auxiliary_losses_are_means_over_micro_batches(one_rank: None) -> None:
     for batch in BATCHES:
         model(**model_inputs(batch))
         for _, layer in model.moe_layers():
+            assert layer.observation is not None
             for name, value in layer.observation.losses.items():
                 values[name].append(float(value))
     metrics = train_step(engine, context, BATCHES, lr=0.01, label_smoothing=0.0).metrics()
@@ -175,7 +195,9 @@ def test_evaluation_weights_tokens_not_batches(one_rank: None) -> None:
     model = engine.model
     before = [parameter.clone() for parameter in model.parameters()]
     losses_BS: list[Tensor] = [model(**model_inputs(batch)).detach() for batch in BATCHES]
-    counted = torch.cat([loss[batch.loss_mask_BS > 0] for loss, batch in zip(losses_BS, BATCHES, strict=True)])
+    counted = torch.cat(
+        [loss[batch.loss_mask_BS > 0] for loss, batch in zip(losses_BS, BATCHES, strict=True)]
+    )
     assert len(counted) == 15
     assert evaluate(engine, context, BATCHES) == pytest.approx(float(counted.mean()), rel=1e-6)
     assert model.training
@@ -187,65 +209,3 @@ def test_evaluation_is_without_dropout(one_rank: None) -> None:
     assert evaluate(engine, context, BATCHES) == evaluate(engine, context, BATCHES)
     losses = [train_step(engine, context, BATCHES[1:], lr=0.0, label_smoothing=0.0).lm_loss for _ in range(2)]
     assert losses[0] != losses[1]
-
-
-def test_stage_0_clips_as_pytorch_does(one_rank: None) -> None:
-    """Several steps: some gradients above the limit, some below."""
-    torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
-    theirs = copy.deepcopy(ours)
-    config = tiny("optimizer.weight_decay=0.3").optimizer
-    options = adamw_options(config)
-    first = Stage0AdamW(parameter_groups(ours, config), grad_clip=1.0, **options)
-    second = torch.optim.AdamW(parameter_groups(theirs, config), **options)
-    for scale in (10.0, 0.01, 3.0):
-        inputs = torch.randn(4, 5)
-        for model, optimizer in ((ours, first), (theirs, second)):
-            optimizer.zero_grad()
-            (model(inputs).square().sum() * scale).backward()
-        norm = float(nn.utils.clip_grad_norm_(theirs.parameters(), 1.0))
-        first.step()
-        second.step()
-        assert first._global_grad_norm == pytest.approx(norm, rel=1e-6)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
-
-
-def test_clipping_can_be_off(one_rank: None) -> None:
-    model = nn.Linear(3, 3)
-    config = tiny().optimizer
-    optimizer = Stage0AdamW(parameter_groups(model, config), grad_clip=0.0, **adamw_options(config))
-    (model(torch.ones(1, 3)).sum() * 100).backward()
-    assert model.bias.grad is not None
-    optimizer.step()
-    assert model.bias.grad.tolist() == [100.0] * 3
-
-
-def test_which_parameters_decay(one_rank: None) -> None:
-    config = tiny(
-        "model.bias=true",
-        "model.norm=layernorm",
-        "model.position=learned",
-        "model.tie_embeddings=false",
-        "moe.layers={at: [2]}",
-        "moe.num_shared_experts=1",
-        "optimizer.weight_decay=0.3",
-    )
-    model = tiny_gpt(config)
-    layer = dict(model.moe_layers())[2]
-    layer.router.register_parameter("vector", nn.Parameter(torch.zeros(4)))  # as a learned bias of scores
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    decays: dict[str, tuple[float, bool]] = {}
-    for group in parameter_groups(model, config.optimizer):
-        for parameter in group["params"]:
-            assert names[parameter] not in decays
-            decays[names[parameter]] = (group["weight_decay"], group.get("moe", False))
-    assert set(decays) == set(names.values())
-    experts = {name for name in decays if ".experts." in name}
-    assert len(experts) == 2 and all(decays[name] == (0.3, True) for name in experts)
-    assert not any(is_expert for name, (_, is_expert) in decays.items() if name not in experts)
-    without = {name for name, (decay, _) in decays.items() if decay == 0}
-    vectors = ("bias", "layernorm.weight", "router.vector")
-    assert without == {name for name in decays if name.endswith(vectors)}
-    matrices = {name.rsplit(".", 2)[-2] for name in set(decays) - without - experts}
-    assert matrices >= {"word_embeddings", "position_embeddings", "linear_qkv", "output_layer", "scorer", "shared"}

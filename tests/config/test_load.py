@@ -1,0 +1,154 @@
+"""What the YAML and its overrides become: defaults, numbers, shorthands, the round trip."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megamoe.config import PartChoice, RunConfig, dump_yaml, load_config, parse_config, to_dict
+from megamoe.moe.losses.z_loss import ZLoss
+from megamoe.moe.selectors.top_k import TopK
+
+Load = Callable[..., RunConfig]
+
+
+def value_at(config: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        config = config[key] if isinstance(config, dict) else getattr(config, key)
+    return config
+
+
+def test_an_empty_file_gives_the_defaults(load: Load) -> None:
+    config = load("")
+    assert config == load_config(None) == parse_config({}) == RunConfig()
+    assert config.moe.router.selector == PartChoice("selector", "top_k", TopK.Config(k=2))
+    assert (config.moe.router.gate.name, config.moe.router.capacity.name) == ("softmax", "none")
+    assert (config.moe.losses, config.moe.layers.every, config.moe.num_experts) == ({}, None, 8)
+
+
+def test_two_configurations_share_nothing(load: Load) -> None:
+    load("").data.sources.append("x")  # type: ignore[arg-type]
+    assert load("").data.sources == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1e-4", 1e-4), ("2.5E-3", 2.5e-3), ("1e3", 1000.0), (".5e1", 5.0), ("+1.e+2", 100.0), ("3", 3.0)],
+)
+def test_numbers_with_exponents_are_numbers(load: Load, text: str, expected: float) -> None:
+    for config in (load(f"optimizer: {{lr: {text}}}"), load("", f"optimizer.lr={text}")):
+        assert config.optimizer.lr == expected
+        assert isinstance(config.optimizer.lr, float)
+
+
+def test_text_that_only_looks_like_a_number_stays_text(load: Load) -> None:
+    assert load("name: 1e4x").name == "1e4x"
+    assert load("name: '1e4'").name == "1e4"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "expected"),
+    [
+        ("seed=7", "seed", 7),
+        ("model.bias=true", "model.bias", True),
+        ("name=a=b", "name", "a=b"),
+        ("moe.router.selector.k=4", "moe.router.selector.options.k", 4),
+        ("moe.router.gate=sigmoid", "moe.router.gate.name", "sigmoid"),
+        ("moe.router.scorer.jitter=0.1", "moe.router.scorer.options.jitter", 0.1),
+        ("moe.router.capacity={name: per_expert, factor: 2}", "moe.router.capacity.options.factor", 2.0),
+        ("moe.layers=none", "moe.layers.every", None),
+        ("moe.layers.every=3", "moe.layers.every", 3),
+        ("moe.losses.z_loss=0.2", "moe.losses.z_loss.options.weight", 0.2),
+        ("moe.losses.z_loss.weight=0.3", "moe.losses.z_loss.options.weight", 0.3),
+        ("moe.losses.switch_balance.first_choice=true", "moe.losses.switch_balance.options.weight", 0.01),
+        ("moe.losses=none", "moe.losses", {}),
+        ("data.split=[0.5, 0.5, 0]", "data.split", [0.5, 0.5, 0]),
+        ("log.wandb.tags=[a, b]", "log.wandb.tags", ["a", "b"]),
+        ("moe.num_shared_experts=2", "moe.num_shared_experts", 2),
+        ("train.batch_rampup={start: 1, increment: 1, samples: 9}", "train.batch_rampup.samples", 9),
+    ],
+)
+def test_overrides(load: Load, override: str, key: str, expected: object) -> None:
+    text = "moe: {layers: {every: 2}, router: {selector: top_k, scorer: linear}, losses: {z_loss: 0.1}}"
+    assert value_at(load(text, override), key) == expected
+
+
+def test_an_override_goes_into_an_existing_section_and_a_missing_one(load: Load) -> None:
+    config = load("moe: {router: {selector: {k: 4, scale: 2.0}}}", "moe.router.selector.k=3")
+    assert config.moe.router.selector.options == TopK.Config(k=3, scale=2.0)
+    assert load("moe: {layers: none}", "moe.layers.every=2").moe.layers.every == 2
+    assert load("", "seed=1", "seed=2").seed == 2
+
+
+def test_losses_by_weight_or_by_options(load: Load) -> None:
+    config = load("moe: {losses: {z_loss: 1, switch_balance: {weight: 0.5, first_choice: true}}}")
+    assert config.moe.losses["z_loss"] == PartChoice("loss", "z_loss", ZLoss.Config(weight=1.0))
+    balance = config.moe.losses["switch_balance"].options
+    assert (balance.weight, balance.first_choice) == (0.5, True)
+    assert load("moe: {losses: {z_loss: }}").moe.losses["z_loss"].options == ZLoss.Config()
+
+
+def test_sources_by_path_or_in_full(load: Load) -> None:
+    config = load("data: {sources: [a, {path: b, weight: 2}], validation: {code: c, web: [{path: d}]}}")
+    assert [(source.path, source.weight) for source in config.data.sources] == [("a", 1.0), ("b", 2.0)]
+    assert {name: sources[0].path for name, sources in config.data.validation.items()} == {
+        "code": "c",
+        "web": "d",
+    }
+    assert load("data: {sources: one}").data.sources[0].path == "one"
+
+
+def test_anchors_and_merges_work(load: Load) -> None:
+    config = load("data: {validation: {a: [&web {path: w, weight: 2}], b: [{<<: *web, path: v}]}}")
+    (source,) = config.data.validation["b"]
+    assert (source.path, source.weight) == ("v", 2.0)
+
+
+FULL = """
+name: full
+plugins: []
+data: {sources: [a, {path: b, weight: 2}], validation: {code: c}, split: [1, 0, 0]}
+moe:
+  layers: {at: [1, 3]}
+  router:
+    scorer: {jitter: 0.01}
+    gate: {name: sigmoid, temperature: 2}
+    selector: {k: 1, weights: raw, scale: 1.5}
+    capacity: {name: per_expert, factor: 1.5, eval_factor: 2, priority: probability}
+  losses: {z_loss: 0.1, switch_balance: {first_choice: true}}
+optimizer: {lr: 1e-4, min_lr: 1e-5}
+train: {batch_rampup: {start: 1, increment: 2, samples: 30}, exit_after_minutes: 1.5}
+log: {wandb: {tags: ["1e3", "true", "null"]}}
+"""
+
+
+def test_the_dump_reads_back_equal(load: Load) -> None:
+    config = load(FULL)
+    assert load(dump_yaml(config)) == config
+    assert parse_config(to_dict(config)) == config
+    assert load(dump_yaml(load(""))) == load("")
+
+
+def test_the_dump_names_every_key(load: Load) -> None:
+    """What is on record of a run must not depend on the defaults of a later version."""
+
+    def check(node: Any, tree: Any) -> None:
+        if isinstance(node, PartChoice):
+            assert tree == {"name": node.name, **dataclasses.asdict(node.options)}
+        elif dataclasses.is_dataclass(node):
+            assert list(tree) == [field.name for field in dataclasses.fields(node)]
+            for key in tree:
+                check(getattr(node, key), tree[key])
+
+    config = load(FULL)
+    check(config, yaml.safe_load(dump_yaml(config)))
+
+
+def test_the_examples_of_the_project_load() -> None:
+    examples = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+    assert examples
+    for example in examples:
+        load_config(example)

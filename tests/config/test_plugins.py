@@ -1,0 +1,222 @@
+"""Parts from outside the package: a file, a module, an entry point; only where `plugins:` names them."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamoe import registry
+from megamoe.config import RunConfig, dump_yaml
+from megamoe.errors import UserError
+from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.part import StepContext
+
+Load = Callable[..., RunConfig]
+pytestmark = pytest.mark.usefixtures("own_registry")
+
+PLUGIN = '''
+"""A scorer, a restriction and a loss of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.moe.part import Part
+from megamoe.registry import register
+
+
+@register("scorer", "two_layers")
+class TwoLayers(Part):
+    @dataclass
+    class Config:
+        width: int = 5
+
+    def __init__(self, config, dims):
+        super().__init__(config, dims)
+        self.inner = torch.nn.Linear(dims.hidden_size, config.width)
+        self.outer = torch.nn.Linear(config.width, dims.num_experts)
+
+    def forward(self, hidden_TH, context):
+        return self.outer(self.inner(hidden_TH).tanh())
+
+
+@register("restriction", "without")
+class Without(Part):
+    @dataclass
+    class Config:
+        expert: int = 0
+
+    def forward(self, scores_TE, context):
+        candidates_TE = torch.ones_like(scores_TE, dtype=torch.bool)
+        candidates_TE[:, self.config.expert] = False
+        return candidates_TE
+
+
+@register("loss", "score_mean")
+class ScoreMean(Part):
+    @dataclass
+    class Config:
+        weight: float = 1.0
+
+    def forward(self, routing):
+        return routing.scores_TE.mean()
+'''
+GATE = """
+from dataclasses import dataclass
+from megamoe.moe.gates.softmax import SoftmaxGate
+from megamoe.registry import register
+register("gate", "{name}")(type("{name}", (SoftmaxGate,), {{}}))
+"""
+RUN = """
+plugins: [mine.py]
+moe:
+  num_experts: 4
+  router:
+    scorer: {name: two_layers, width: 7}
+    restrictions: [{name: without, expert: 2}, without]
+    selector: {k: 2}
+  losses: {score_mean: 0.5}
+"""
+
+
+@pytest.fixture
+def layer(load: Load, tmp_path: Path) -> MoELayer:
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    torch.manual_seed(0)
+    shape = LayerShape(8, 8, 1, "gelu", init_std=0.4, output_std=0.4, seed=0)
+    return MoELayer(load(RUN).moe, shape, StepContext())
+
+
+def test_a_plugin_works_in_a_layer(layer: MoELayer) -> None:
+    hidden_TH = torch.randn(20, 8)
+    routing = layer.router(hidden_TH, layer.context)
+    assert layer.router.scorer.inner.out_features == 7
+    # Without the experts 0 and 2, every token goes to 1 and 3.
+    assert routing.counts_E().tolist() == [0, 20, 0, 20]
+    assert not routing.probs_TE[:, [0, 2]].any()
+    torch.testing.assert_close(routing.probs_TE.sum(1), torch.ones(20))
+    layer(hidden_TH).sum().backward()
+    assert layer.observation is not None
+    torch.testing.assert_close(layer.observation.losses["score_mean"], routing.scores_TE.detach().mean())
+    assert not layer.experts.up.grad[[0, 2]].any()
+    assert layer.experts.up.grad[[1, 3]].any()
+
+
+def test_the_loss_of_a_plugin_sends_its_gradient(layer: MoELayer) -> None:
+    (layer(torch.randn(20, 8)) * 0).sum().backward()
+    torch.testing.assert_close(layer.router.scorer.outer.bias.grad, torch.full((4,), 0.5 / 4))
+
+
+def test_options_of_a_plugin_are_as_strict_as_ours(load: Load, layer: MoELayer) -> None:
+    with pytest.raises(UserError, match="moe.router.scorer.width: expected a whole number, found 1.5$"):
+        load(RUN, "moe.router.scorer.width=1.5")
+    with pytest.raises(
+        UserError, match="the scorer 'two_layers' has no option 'widht'; did you mean 'width'?"
+    ):
+        load(RUN, "moe.router.scorer.widht=1")
+    with pytest.raises(
+        UserError, match="moe.router.restrictions.0.expert: expected a whole number, found 'a'$"
+    ):
+        load(RUN, "moe.router.restrictions=[{name: without, expert: a}]")
+
+
+def test_the_dump_of_a_run_with_a_plugin_reads_back_equal(load: Load, layer: MoELayer) -> None:
+    assert load(dump_yaml(load(RUN))) == load(RUN)
+
+
+def test_a_plugin_that_is_not_named_does_not_run(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
+    load("seed: 1")
+    assert "two_layers" not in registry.list_parts("scorer")
+    with pytest.raises(UserError, match="unknown scorer 'two_layers'"):
+        load("moe: {router: {scorer: two_layers}}")
+
+
+def test_a_file_is_found_beside_the_yaml_and_in_the_working_folder(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text(GATE.format(name="beside"))
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "here.py").write_text(GATE.format(name="here"))
+    monkeypatch.chdir(work)
+    load("plugins: [beside.py, here.py]\nmoe: {router: {gate: beside}}")
+    load("", "plugins=[here.py]", "moe.router.gate=here")
+
+
+def test_two_plugins_with_one_name_are_refused(load: Load, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(GATE.format(name="same"))
+    with pytest.raises(
+        UserError, match=r"^plugins: 'second.py' failed at line 5: ValueError: gate 'same' is reg"
+    ):
+        load("plugins: [first.py, second.py]")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1\n\nraise KeyError('gone')", "plugins: 'bad.py' failed at line 3: KeyError: 'gone'"),
+        (
+            "def f():\n    1 / 0\nf()",
+            "plugins: 'bad.py' failed at line 2: ZeroDivisionError: division by zero",
+        ),
+        (
+            "import no_such_module",
+            "plugins: 'bad.py' failed at line 1: ModuleNotFoundError: No module named ",
+        ),
+        ("raise ValueError('a\\nb')", "plugins: 'bad.py' failed at line 1: ValueError: a b"),
+        ("x = = 1", "plugins: 'bad.py' failed: SyntaxError: invalid syntax (bad.py, line 1)"),
+    ],
+)
+def test_a_plugin_that_raises(load: Load, tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    for _ in range(2):  # a plugin that failed is not taken for loaded the second time
+        with pytest.raises(UserError) as caught:
+            load("plugins: [bad.py]")
+        assert str(caught.value).startswith(expected)
+
+
+def test_a_plugin_that_does_not_exist(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^plugins: no file 'no.py' \(looked in ., {tmp_path}\); expected"):
+        load("plugins: [no.py]")
+    with pytest.raises(
+        UserError, match="^plugins: no module 'no_such.part'; expected a .py file, an installed"
+    ):
+        load("plugins: [no_such.part]")
+    with pytest.raises(UserError, match="^plugins: expected a list of files or names, found 'no.py'$"):
+        load("plugins: no.py")
+
+
+def test_a_module_by_its_name(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "router.py").write_text(GATE.format(name="of_module"))
+    config = load("plugins: [my_package.router]\nmoe: {router: {gate: of_module}}")
+    assert config.moe.router.gate.name == "of_module"
+    (tmp_path / "my_broken.py").write_text("import no_such_module")
+    with pytest.raises(
+        UserError, match="^plugins: 'my_broken' failed: ModuleNotFoundError: .*no_such_module"
+    ):
+        load("plugins: [my_broken]")
+
+
+def test_an_entry_point_of_an_installed_package(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    info = tmp_path / "their_router-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-router\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[megamoe.plugins]\ntheirs = their_router\n")
+    (tmp_path / "their_router.py").write_text(GATE.format(name="of_entry_point"))
+    load("seed: 1")
+    assert "their_router" not in sys.modules
+    with pytest.raises(UserError, match=r"no module 'their'; .* megamoe.plugins; did you mean 'theirs'\?"):
+        load("plugins: [their]")
+    config = load("plugins: [theirs]\nmoe: {router: {gate: of_entry_point}}")
+    assert config.moe.router.gate.name == "of_entry_point"

@@ -1,0 +1,102 @@
+"""A run that was stopped and resumed goes on bit for bit as if it had not been: with dropout, jitter, a
+growing batch, a moving learning rate and data read ahead by a loader process."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.pool import Pool
+from tests.distributed.runs import DS_CONFIGS, ds_config, run_steps
+
+STOP, STEPS = 3, 6
+RUN: dict[str, Any] = {
+    "model__hidden_dropout": 0.1,
+    "data__workers": 1,
+    "train__steps": STEPS,
+    "train__batch_rampup": {"start": 2, "increment": 2, "samples": 16},
+    "optimizer__schedule": "cosine",
+    "optimizer__warmup_steps": 2,
+}
+LAYOUTS = [(1, 1, "zero0_fp32")] + [(2, 2, path.stem) for path in sorted(DS_CONFIGS.glob("*.json"))]
+# Offload on the CPU has no path of its own beside the plain files'.
+CASES = [
+    pytest.param(*layout, marks=pytest.mark.full if "offload" in layout[2] else ()) for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("ranks", "expert", "file"), CASES)
+def test_a_resumed_run_is_bit_identical(
+    pool: Pool, tmp_path: Path, ranks: int, expert: int, file: str
+) -> None:
+    layout = {**RUN, "parallel__expert": expert, "parallel__deepspeed": ds_config(file)}
+    whole = pool.run(run_steps, STEPS, True, output=tmp_path / "whole", **layout, ranks=ranks)
+    cut = {**layout, "output": tmp_path / "cut", "checkpoint__resume": "auto"}
+    first = pool.run(run_steps, STOP, True, **cut, ranks=ranks)
+    second = pool.run(run_steps, STEPS - STOP, True, **cut, ranks=ranks)
+    for rank in range(ranks):
+        for word in ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "masks", "samples"):
+            assert first[rank][word] + second[rank][word] == whole[rank][word], word
+    assert len(set(whole[0]["batch_size"])) > 2  # it grew, and was growing at the stop
+    assert whole[0]["batch_size"][STOP - 1] < whole[0]["batch_size"][-1]
+    _assert_same_files(tmp_path / "whole", tmp_path / "cut", count=2 * ranks + 1)
+
+
+def _assert_same_files(one: Path, other: Path, count: int) -> None:
+    """Weights, optimiser and random states at the end: equal in every bit."""
+    folder = Path("small", "checkpoints", f"step_{STEPS:08d}")
+    files = sorted(path.name for path in (one / folder).glob("*.safetensors"))
+    assert files == sorted(path.name for path in (other / folder).glob("*.safetensors"))
+    assert len(files) == count
+    for file in files:
+        tensors, others = load_file(one / folder / file), load_file(other / folder / file)
+        assert tensors.keys() == others.keys()
+        for name, tensor in tensors.items():
+            # As bytes: a NaN stands for "none" in a random state.
+            bits, other_bits = (x.flatten().view(torch.uint8) for x in (tensor, others[name]))
+            assert torch.equal(bits, other_bits), f"{file}: {name}"
+
+
+def test_auto_begins_anew_where_nothing_was_saved_and_saving_disturbs_nothing(
+    pool: Pool, tmp_path: Path
+) -> None:
+    auto = {"checkpoint__resume": "auto", "output": tmp_path}
+    plain = pool.run(run_steps, 2, ranks=1)
+    saved = pool.run(run_steps, 2, True, **auto, ranks=1)
+    assert saved[0]["lm_loss"] == plain[0]["lm_loss"]
+    assert (
+        saved[0]["samples"] == plain[0]["samples"] == [[[n] for n in range(8)], [[n] for n in range(8, 16)]]
+    )
+
+
+def test_the_newest_are_kept_and_a_path_resumes_an_older_one(pool: Pool, tmp_path: Path) -> None:
+    changes = {"output": tmp_path, "checkpoint__keep": 2, "checkpoint__resume": "auto"}
+    losses = [pool.run(run_steps, 1, True, **changes, ranks=1)[0]["lm_loss"] for _ in range(4)]
+    folder = tmp_path / "small" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000003", "step_00000004"]
+    assert (folder / "latest").read_text() == "step_00000004"
+    older = {"output": tmp_path, "checkpoint__resume": str(folder / "step_00000003")}
+    (again,) = pool.run(run_steps, 1, **older, ranks=1)
+    assert again["lm_loss"] == losses[3]
+
+
+def run_without_pickle(**changes: Any) -> dict[str, list[Any]]:
+    """Job: one step of a resumed run in which whoever unpickles a file fails."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("unpickled")
+
+    with mock.patch.object(torch, "load", refuse), mock.patch.object(pickle, "load", refuse):
+        return run_steps(1, **changes)
+
+
+def test_nothing_is_unpickled(pool: Pool, tmp_path: Path) -> None:
+    pool.run(run_steps, 1, True, output=tmp_path, ranks=1)
+    files = sorted(path.suffix for path in (tmp_path / "small" / "checkpoints").rglob("*.*"))
+    assert set(files) == {".json", ".safetensors"}
+    (found,) = pool.run(run_without_pickle, output=tmp_path, checkpoint__resume="auto", ranks=1)
+    assert found["samples"][0][0] == [8]

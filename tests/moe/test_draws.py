@@ -1,0 +1,40 @@
+"""Draws keyed by token: against the hash on Python's own integers, and their spread."""
+
+import pytest
+import torch
+
+from megamoe.moe import draws
+
+MASK = 2**64 - 1
+
+
+def mix(z: int) -> int:
+    """SplitMix64's finaliser."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def test_the_tensors_hash_as_integers_do() -> None:
+    golden, draw_key, tokens = 0x9E3779B97F4A7C15, draws.key(1, 2, 3, "test"), [0, 5, 2**40, 2**62]
+    expected = [
+        [(mix((mix((t * golden + draw_key) & MASK) + c * golden) & MASK) >> 40) / 2**24 for c in (1, 2, 3)]
+        for t in tokens
+    ]
+    assert draws.uniform(draw_key, torch.tensor(tokens), 3).tolist() == expected
+
+
+def test_draws_are_uniform_and_uncorrelated() -> None:
+    unit_TC = draws.uniform(draws.key(0, 0, 0, "x"), torch.arange(4096), 16)
+    assert unit_TC.min() >= 0 and unit_TC.max() < 1
+    assert unit_TC.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert unit_TC.var().item() == pytest.approx(1 / 12, abs=0.002)
+    correlation_CC = torch.corrcoef(unit_TC.T) - torch.eye(16)
+    assert correlation_CC.abs().max() < 0.07
+
+
+def test_the_key_tells_every_field_apart() -> None:
+    fields = [(1, 1, 1, "a"), (2, 1, 1, "a"), (1, 2, 1, "a"), (1, 1, 2, "a"), (1, 1, 1, "b"), (1, 11, 1, "a")]
+    keys = [draws.key(*field) for field in fields]
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= key < 2**63 for key in keys)

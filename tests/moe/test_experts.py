@@ -1,0 +1,95 @@
+"""Experts: the grouped product against the plain loop, the start of each expert, the shared ones."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.moe.experts import Activation, GroupedExperts, SharedExperts, loop_experts
+from tests.moe.build import FFN, HIDDEN, make_hidden
+
+
+def make_experts(
+    expert_ids: range, activation: Activation = "swiglu", layer: int = 1, seed: int = 0
+) -> GroupedExperts:
+    return GroupedExperts(
+        HIDDEN, FFN, expert_ids, activation=activation, std=0.4, output_std=0.2, seed=seed, layer=layer
+    )
+
+
+def run(experts: GroupedExperts, counts: list[int], grouped: bool) -> list[Tensor]:
+    """The output and the gradients of the rows and both weights."""
+    rows_NH = make_hidden(sum(counts)).requires_grad_()
+    counts_E = torch.tensor(counts)
+    output_NH = experts(rows_NH, counts_E) if grouped else loop_experts(experts, rows_NH, counts_E)
+    objective = (output_NH * torch.linspace(-1, 2, HIDDEN)).sum()
+    return [output_NH, *torch.autograd.grad(objective, [rows_NH, experts.up, experts.down])]
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    "counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0], [8, 0, 1, 0]], ids=lambda counts: str(counts)
+)
+def test_grouped_equals_loop_with_gradients(activation: Activation, counts: list[int]) -> None:
+    experts = make_experts(range(4), activation)
+    for grouped, loop in zip(run(experts, counts, True), run(experts, counts, False), strict=True):
+        torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
+
+
+def test_loop_is_the_formula() -> None:
+    rows_NH = make_hidden(2)
+    experts = make_experts(range(2))
+    up, down = experts.up[1], experts.down[1]
+    inner = up @ rows_NH[1]
+    expected = down @ (functional.silu(inner[:FFN]) * inner[FFN:])
+    torch.testing.assert_close(loop_experts(experts, rows_NH, torch.tensor([1, 1]))[1], expected)
+    experts = make_experts(range(1), "gelu")
+    expected = experts.down[0] @ functional.gelu(experts.up[0] @ rows_NH[0])
+    torch.testing.assert_close(loop_experts(experts, rows_NH[:1], torch.tensor([1]))[0], expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_an_expert_starts_alike_whatever_the_split(num_ranks: int) -> None:
+    whole, size = make_experts(range(8)), 8 // num_ranks
+    torch.manual_seed(num_ranks)  # the start must not depend on it
+    parts = [make_experts(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]
+    assert torch.equal(torch.cat([part.up for part in parts]), whole.up)
+    assert torch.equal(torch.cat([part.down for part in parts]), whole.down)
+
+
+def test_experts_layers_and_seeds_start_apart() -> None:
+    up = make_experts(range(2)).up
+    others = [up[1], make_experts(range(1), layer=2).up[0], make_experts(range(1), seed=1).up[0]]
+    assert all((up[0] - other).abs().mean() > 0.1 for other in others)
+
+
+def test_weights_start_with_their_standard_deviations() -> None:
+    experts = make_experts(range(64))
+    assert experts.up.std().item() == pytest.approx(0.4, rel=0.02)
+    assert experts.down.std().item() == pytest.approx(0.2, rel=0.02)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_shared_experts_are_the_formula(activation: Activation, gate: bool) -> None:
+    torch.manual_seed(0)
+    shared = SharedExperts(
+        HIDDEN,
+        FFN,
+        activation=activation,
+        gate=gate,
+        initialise_up=lambda weight: nn.init.normal_(weight, std=0.4),
+        initialise_down=lambda weight: nn.init.normal_(weight, std=0.4),
+    )
+    hidden_TH = make_hidden(5)
+    inner_TF = hidden_TH @ shared.up.T
+    if activation == "swiglu":
+        inner_TF = functional.silu(inner_TF[:, :FFN]) * inner_TF[:, FFN:]
+    else:
+        inner_TF = functional.gelu(inner_TF)
+    expected_TH = inner_TF @ shared.down.T
+    if shared.gate is not None:
+        torch.testing.assert_close(shared(hidden_TH), expected_TH / 2)  # the gate starts at sigmoid(0)
+        nn.init.normal_(shared.gate)
+        expected_TH = expected_TH / (1 + (-hidden_TH @ shared.gate.T).exp())
+    torch.testing.assert_close(shared(hidden_TH), expected_TH)

@@ -1,0 +1,74 @@
+"""What holds for every registered part: finite, deterministic, the scorer learns, its state survives."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe import registry
+from megamoe.moe.layer import MoELayer
+from megamoe.moe.part import StepContext
+from tests.moe.build import make_hidden, make_layer, moe_config
+
+PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
+every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" for k, n in PARTS])
+
+
+def layer_with(kind: str, name: str, seed: int = 1) -> MoELayer:
+    """A layer with this part, otherwise of defaults."""
+    tree: dict[str, Any] = {"num_experts": 4}
+    if kind == "loss":
+        tree["losses"] = {name: 0.1}
+    else:
+        tree["router"] = {"restrictions": [name]} if kind == "restriction" else {kind: name}
+    return make_layer(moe_config(**tree), StepContext(seed=3, step=2), seed=seed)
+
+
+def step(layer: MoELayer) -> list[Tensor]:
+    """Output, losses and gradients of one forward and backward."""
+    output_TH = layer(make_hidden(24))
+    output_TH.square().sum().backward()
+    assert layer.observation is not None
+    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+    return [output_TH.detach(), *layer.observation.losses.values(), *gradients]
+
+
+@every_part
+def test_finite_and_the_same_again(kind: str, name: str) -> None:
+    first, second = step(layer_with(kind, name)), step(layer_with(kind, name))
+    assert all(value.isfinite().all() for value in first)
+    assert len(first) == len(second)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@every_part
+def test_gradient_reaches_the_scorer(kind: str, name: str) -> None:
+    layer = layer_with(kind, name)
+    step(layer)
+    gradients = [parameter.grad for parameter in layer.router.scorer.parameters()]
+    assert all(gradient is not None and gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", registry.list_parts("loss"))
+def test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name: str) -> None:
+    layer = layer_with("loss", name)
+    (layer(make_hidden(24)) * 0).sum().backward()
+    assert layer.router.scorer.weight.grad.any()
+
+
+@every_part
+def test_the_state_survives_a_checkpoint(kind: str, name: str) -> None:
+    layer, other = layer_with(kind, name), layer_with(kind, name, seed=5)
+    expected_TH = layer(make_hidden(24))
+    assert not torch.equal(other(make_hidden(24)), expected_TH)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(make_hidden(24)), expected_TH)
+
+
+@every_part
+def test_evaluation_repeats_itself(kind: str, name: str) -> None:
+    layer = layer_with(kind, name).eval()
+    first_TH = layer(make_hidden(24))
+    layer.context.step += 1
+    assert torch.equal(layer(make_hidden(24)), first_TH)

@@ -1,0 +1,160 @@
+"""The plan of the house, held by reading the sources: who may import whom, and how large things may grow.
+
+Nothing is imported here; every rule reads the syntax trees.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megamoe"
+FILES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
+ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+
+FOUNDATION = {"config", "errors", "registry"}
+# What each room may import of megamoe, beside itself; `megamoe` is the package's own __init__ (its version).
+MAY_IMPORT = {
+    "errors": set(),
+    "registry": {"errors"},
+    "vendors": set(),
+    "config": {"errors", "registry"},
+    "moe": FOUNDATION,
+    "data": FOUNDATION | {"megamoe"},
+    "observe": FOUNDATION | {"megamoe"},
+    "model": FOUNDATION | {"moe"},
+    "parallel": FOUNDATION | {"moe"},
+    "train": FOUNDATION | {"moe", "data", "observe", "model", "parallel", "megamoe", "vendors"},
+}
+# Each vendor's modules, and the rooms that may know them.
+VENDORS = {
+    "megatron": {"model"},
+    "megatron.core.parallel_state": {"parallel"},
+    "megatron.core.datasets": {"data"},
+    "deepspeed": {"parallel"},
+    "transformer_engine": {"model"},
+    "apex": {"model"},
+    "wandb": {"observe"},
+}
+DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+
+
+def named(paths: list[Path]) -> pytest.MarkDecorator:
+    ids = [str(path.relative_to(ROOT)) for path in paths]
+    return pytest.mark.parametrize("path", paths, ids=ids)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every imported dotted name: `from a import b` is a.b; import_module("a") and find_spec("a") count."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__", "find_spec"):
+            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def called(node: ast.Call) -> str:
+    """The last part of what is called: `load` of torch.load(...)."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def calls_of(path: Path, dotted: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == dotted:
+            yield node
+
+
+def within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def room_of(path: Path) -> str:
+    """`moe` of megamoe/moe/router.py, `errors` of megamoe/errors.py, `megamoe` of megamoe/__init__.py."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return "megamoe" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def our_room(name: str) -> str:
+    """The room of an imported megamoe.x.y; what is no room or file is an attribute of the package."""
+    parts = name.split(".")
+    known = len(parts) > 1 and (parts[1] in ROOMS or (PACKAGE / f"{parts[1]}.py").is_file())
+    return parts[1] if known else "megamoe"
+
+
+def test_every_room_has_its_rule() -> None:
+    assert {room_of(path) for path in FILES} - {"megamoe"} == MAY_IMPORT.keys()
+
+
+@named(FILES)
+def test_arrows_between_rooms_point_one_way(path: Path) -> None:
+    room = room_of(path)
+    imported = {our_room(name) for name in imports_of(path) if within(name, "megamoe")}
+    assert imported <= MAY_IMPORT.get(room, set()) | {room}
+
+
+@named(FILES)
+def test_each_vendor_has_one_room(path: Path) -> None:
+    for name in imports_of(path):
+        rules = [module for module in VENDORS if within(name, module)]
+        if rules:
+            allowed = set().union(*(VENDORS[module] for module in rules))
+            assert room_of(path) in allowed, f"{name} belongs to {sorted(allowed)}"
+
+
+@named(SCRIPTS)
+def test_entry_scripts_leave_vendors_to_the_rooms(path: Path) -> None:
+    assert not [name for name in imports_of(path) if any(within(name, vendor) for vendor in VENDORS)]
+
+
+@named([path for path in FILES if room_of(path) == "moe"])
+def test_routers_never_import_a_loss_or_the_layer(path: Path) -> None:
+    """Losses read what a router decided; the layer puts the two together."""
+    inside = path.relative_to(PACKAGE / "moe")
+    if inside.name == "layer.py":
+        return
+    forbidden = ["megamoe.moe.layer"] + (["megamoe.moe.losses"] if inside.parts[0] != "losses" else [])
+    assert not [name for name in imports_of(path) if any(within(name, module) for module in forbidden)]
+
+
+@named(FILES + SCRIPTS)
+def test_nothing_runs_code_from_data(path: Path) -> None:
+    assert not [name for name in imports_of(path) if name.split(".")[0] in DANGEROUS]
+    assert not [*calls_of(path, "eval"), *calls_of(path, "exec")]
+    for call in calls_of(path, "torch.load"):
+        assert "weights_only=True" in ast.unparse(call), f"line {call.lineno}"
+    for unsafe in ("yaml.load_all", "yaml.full_load", "yaml.unsafe_load"):
+        assert not list(calls_of(path, unsafe))
+    for call in calls_of(path, "yaml.load"):
+        loader = next(ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "Loader")
+        bases = [
+            [ast.unparse(base) for base in node.bases]
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.ClassDef) and node.name == loader
+        ]
+        assert loader == "yaml.SafeLoader" or bases == [["yaml.SafeLoader"]], f"line {call.lineno}"
+
+
+@named(FILES + SCRIPTS)
+def test_every_file_says_what_it_is_for_and_stays_small(path: Path) -> None:
+    assert ast.get_docstring(tree_of(path))
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 400
+
+
+@named(FILES + SCRIPTS)
+def test_functions_stay_small(path: Path) -> None:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.walk(tree_of(path)) if isinstance(node, functions)]
+    sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in found}
+    assert {name: size for name, size in sizes.items() if size >= 60} == {}

@@ -1,0 +1,262 @@
+"""The command line: bad input ends with code 2 and one line, before ranks start and with nothing written."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import pretrain_gpt_moe
+from megamoe.config import dump_yaml
+from megamoe.data.prepare import Preparation, prepare
+from megamoe.data.tokenizers import train_bpe
+from megamoe.parallel import launch
+from tests.tiny import tiny
+
+ROOT = Path(__file__).parents[1]
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def pretrain(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restored_process: None,
+    capsys: pytest.CaptureFixture[str],
+) -> Command:
+    """Call main() on a tiny run in the folder `tmp_path`; returns its exit code."""
+    (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "name=a")))
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> int:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--config", "run.yaml", *arguments])
+        return pretrain_gpt_moe.main()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared dataset of bytes, vocabulary 257: train.bin, train.idx, train.card.json."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": "to be or not to be"}) + "\n" for _ in range(40))
+    )
+    prepare(Preparation(str(folder / "train"), [str(folder / "text.jsonl")], progress=False))
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def no_launch(*_: object) -> None:
+    raise AssertionError("ranks were started")
+
+
+BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
+    "unknown key": (
+        ["model.hidden_sizes=64"],
+        "model: unknown key 'hidden_sizes'; did you mean 'hidden_size'?",
+    ),
+    "wrong type": (["model.hidden_size=large"], "model.hidden_size: expected a whole number, found 'large'"),
+    "experts": (
+        ["moe.num_experts=6", "parallel.expert=4", "WORLD_SIZE=4"],
+        "moe.num_experts: 6 experts do not divide over parallel.expert 4 ranks",
+    ),
+    "ranks": (
+        ["parallel.expert=2", "WORLD_SIZE=3"],
+        "parallel.expert: 2 does not divide the 3 ranks; legal here: 1",
+    ),
+    "heads": (
+        ["model.num_attention_heads=3"],
+        "model.hidden_size: 16 does not divide by model.num_attention_heads 3",
+    ),
+    "k": (["moe.router.selector.k=5"], "moe.router.selector.k: found 5, but there are only 4 experts"),
+    "no data": (["data.mock=false"], "data.sources is empty; expected at least one prepared dataset"),
+    "missing data": (["data.mock=false", "data.sources=[no/corpus]"], "no file 'no/corpus.bin'"),
+    "missing checkpoint": (["checkpoint.resume=no/step_1"], "checkpoint.resume: no/step_1 is not a complete"),
+    "missing DeepSpeed file": (["parallel.deepspeed=no.json"], "parallel.deepspeed: cannot read 'no.json'"),
+    "missing plugin": (["plugins=[no_router.py]"], "plugins: no file 'no_router.py'"),
+    "rank that is no number": (
+        ["RANK=first", "WORLD_SIZE=1"],
+        "environment: RANK is 'first', expected a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_bad_settings(
+    pretrain: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    settings, message = BAD_SETTINGS[case]
+    monkeypatch.setattr(launch, "start", no_launch)
+    arguments = [setting for setting in settings if not setting[0].isupper()]
+    variables = dict(setting.split("=") for setting in settings if setting[0].isupper())
+    if variables:
+        for name, value in ({"RANK": "0", "LOCAL_RANK": "0"} | variables).items():
+            monkeypatch.setenv(name, value)
+    assert pretrain(*arguments) == 2
+    assert message in told(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_only_the_first_rank_tells(
+    pretrain: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert pretrain("model.num_attention_heads=3") == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_bad_yaml(pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("model: {hidden_size: 16\ntrain: [")
+    assert pretrain() == 2
+    assert "run.yaml line 2 is not valid YAML" in told(capsys)
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_truncated_data(
+    pretrain: Command,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ending: str,
+) -> None:
+    monkeypatch.setattr(launch, "start", no_launch)
+    shutil.copytree(corpus, tmp_path / "data")
+    path = tmp_path / "data" / f"train{ending}"
+    os.truncate(path, path.stat().st_size - 3)
+    assert pretrain("data.mock=false", "data.sources=[data/train]", "model.vocab_size=null") == 2
+    line = told(capsys)
+    assert f"data/train{ending}' is truncated" in line and "prepare the data again" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_vocabulary_that_does_not_fit_the_data(
+    pretrain: Command,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "start", no_launch)
+    data = ["data.mock=false", f"data.sources=[{corpus / 'train'}]"]
+    assert pretrain(*data, "model.vocab_size=100") == 2
+    assert "model.vocab_size 100 is smaller than the data's vocabulary, 257" in told(capsys)
+    train_bpe(["to be or not to be"], 260, tmp_path / "other.json")
+    assert pretrain(*data, "model.vocab_size=null", "data.tokenizer=other.json") == 2
+    assert "(vocabulary 260) is not the one of data" in told(capsys)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_too_small_for_its_split(
+    pretrain: Command, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Known only once the ranks share the data; they part again."""
+    sources = f"data.sources=[{corpus / 'train'}]"
+    code = pretrain("data.mock=false", sources, "model.vocab_size=null", "data.sequence_length=100")
+    assert code == 2
+    assert "its valid split has 19 tokens (1 of 40 documents), one sample needs 101" in told(capsys)
+    assert not (tmp_path / "runs").exists()
+    assert not dist.is_initialized()
+
+
+def test_empty_corpus(tmp_path: Path, restored_process: None, capsys: pytest.CaptureFixture[str]) -> None:
+    spec: Any = importlib.util.spec_from_file_location("prepare_data", ROOT / "tools" / "prepare_data.py")
+    tool: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    (tmp_path / "empty.txt").write_text("")
+    assert (
+        tool.main([str(tmp_path / "empty.txt"), "--tokenizer", "bytes", "--output", str(tmp_path / "out")])
+        == 2
+    )
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("out")]
+
+
+def test_deepspeed_file_that_contradicts_the_yaml(
+    pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "start", no_launch)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 64}')
+    assert pretrain("parallel.deepspeed=ds.json") == 2
+    assert "ds.json: train_batch_size is 64, but the YAML's train.global_batch_size makes it 2" in told(
+        capsys
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plugin_that_fails_to_import(
+    pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_router.py").write_text('raise RuntimeError("first line\\nsecond line")\n')
+    assert pretrain("plugins=[my_router.py]") == 2
+    line = told(capsys)
+    assert "plugins: 'my_router.py' failed" in line and "RuntimeError: first line second line" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_its_folder_and_its_checkpoint(
+    pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A good run; then a second one in its folder, and checkpoints that do not fit, are refused untouched."""
+    assert pretrain("train.steps=1", "--local_rank=0") == 0
+    assert "error" not in capsys.readouterr().err
+    before = contents(tmp_path / "runs")
+    refusals = {
+        (): "run folder runs/a exists: add --resume to go on with it, overwrite=true to begin anew",
+        ("--resume", "model.hidden_size=32"): "saved with model.hidden_size 16, this run has 32",
+        ("--resume", "moe.num_experts=8"): "saved with moe.num_experts 4, this run has 8",
+        ("--resume", "data.sequence_length=16"): "saved with data.sequence_length 8, this run has 16",
+        ("--resume", "model.vocab_size=64"): "saved with vocabulary 48, this run has 64",
+        ("--resume", "parallel.precision=bf16"): "saved with precision fp32, this run has bf16",
+    }
+    for arguments, message in refusals.items():
+        assert pretrain(*arguments) == 2
+        assert message in told(capsys)
+        assert contents(tmp_path / "runs") == before
+    assert pretrain("--resume", "train.steps=2") == 0
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 2]
+    assert pretrain("overwrite=true", "train.steps=1") == 0
+    assert contents(tmp_path / "runs").keys() == before.keys()
+
+
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Nothing of the vendors comes before the line."""
+    (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "model.num_attention_heads=3")))
+    done = subprocess.run(
+        [sys.executable, ROOT / "pretrain_gpt_moe.py", "--config", "run.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    expected = "error: model.hidden_size: 16 does not divide by model.num_attention_heads 3\n"
+    assert (done.stdout, done.stderr) == ("", expected)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,45 @@
+"""The example runs are what they say: each can start as it stands, and the demos match in active size."""
+
+from pathlib import Path
+
+import pytest
+
+from megamoe.config import load_config
+from megamoe.model.size import model_size, moe_layer_numbers
+from megamoe.parallel.deepspeed_config import fill_in, read_deepspeed_config
+from megamoe.train.check import check_run
+from megamoe.train.schedule import BatchSchedule
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+DEMO_VOCABULARY = 4096
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On as many ranks as share its experts."""
+    monkeypatch.chdir(ROOT)
+    config = load_config(path)
+    ranks = config.parallel.expert
+    check_run(config, ranks)
+    accumulation = BatchSchedule.from_config(config.train, ranks).accumulation_at(0)
+    fill_in(config, read_deepspeed_config(config.parallel.deepspeed), ranks, accumulation)
+
+
+def test_names_are_those_of_the_files() -> None:
+    assert [load_config(path).name for path in EXAMPLES] == [path.stem for path in EXAMPLES]
+
+
+def test_the_demo_and_its_dense_twin_have_the_same_active_flops() -> None:
+    """A token meets as many weights in both, but for the routers: hidden size x experts in each block."""
+    moe, dense = (load_config(ROOT / "examples" / name) for name in ("demo.yaml", "demo_dense.yaml"))
+    assert not moe_layer_numbers(dense.moe, dense.model.num_layers)
+    active, whole = model_size(moe, DEMO_VOCABULARY).active, model_size(dense, DEMO_VOCABULARY).total
+    assert active - whole == 4 * 256 * 8
+    assert model_size(moe, DEMO_VOCABULARY).total > 1.5 * whole
+
+
+def test_the_twins_train_alike() -> None:
+    moe, dense = (load_config(ROOT / "examples" / name) for name in ("demo.yaml", "demo_dense.yaml"))
+    for section in ("seed", "data", "model", "optimizer", "train", "evaluation"):
+        assert getattr(moe, section) == getattr(dense, section), section

@@ -1,0 +1,164 @@
+"""Whole tiny runs: the files they leave, when they evaluate and save, and how they go on."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megamoe.train.loop import train
+from megamoe.train.trainer import Trainer
+from tests.tiny import restored_process, tiny
+
+# The batch grows 2, 2, 4 and is 6 from the fourth step on: two increments of 4 samples each.
+WHOLE = [
+    "name=a",
+    "train.steps=6",
+    "train.global_batch_size=6",
+    "train.batch_rampup={start: 2, increment: 2, samples: 8}",
+    "data.validation={code: [unused]}",
+    "evaluation={every: 2, batches: 2, at_start: true}",
+    "checkpoint={every: 2, keep: 2}",
+    "moe.losses={switch_balance: 0.01}",
+    "optimizer.warmup_steps=2",
+]
+LASTING = ("time", "perf/tokens_per_s", "perf/step_s")
+
+
+def run(output: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Train; returns the lines of metrics.jsonl."""
+    with restored_process():
+        train(tiny(f"output={output}", *overrides))
+    return [json.loads(line) for line in next(output.glob("*/metrics.jsonl")).read_text().splitlines()]
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in LASTING} for row in rows]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoints/*"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """(folder, rows) of a run from its first to its last step."""
+    output = tmp_path_factory.mktemp("whole")
+    rows = run(output, *WHOLE, "log.report=true", "train.profiler={start_step: 2, num_steps: 2}")
+    return output / "a", rows
+
+
+def test_files_of_a_run(whole: tuple[Path, Any]) -> None:
+    folder, _ = whole
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml", "summary.json", "metrics.jsonl", "checkpoints", "profile", "report.html", "report.png"
+    }  # fmt: skip
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == 6
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["vocabulary"], summary["ranks"], summary["precision"]) == (48, 1, "fp32")
+    assert summary["parameters_total"] > summary["parameters_active"]
+    assert checkpoints(folder) == ["latest", "step_00000004", "step_00000006"]
+    assert json.loads((folder / "checkpoints/step_00000004/checkpoint.json").read_text())["step"] == 4
+
+
+def test_profile_of_two_steps(whole: tuple[Path, Any]) -> None:
+    events = json.loads((whole[0] / "profile" / "rank_00000.json").read_text())["traceEvents"]
+    assert sum(str(event.get("name")).startswith("Optimizer.step") for event in events) == 2
+
+
+def test_every_step_is_recorded_with_its_keys(whole: tuple[Path, list[dict[str, Any]]]) -> None:
+    start, *rows = whole[1]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    always = {
+        "step", "tokens", "time", "train/lm_loss", "train/loss", "train/switch_balance", "train/grad_norm",
+        "train/lr", "train/batch_size", "perf/tokens_per_s", "perf/step_s",
+        *(f"moe/layer_{n}/{what}" for n in ("01", "02") for what in ("load", "imbalance", "dropped")),
+    }  # fmt: skip
+    evaluated = {"val/lm_loss", "val/code/lm_loss"}
+    assert start.keys() == {"step", "tokens"} | evaluated
+    assert [row.keys() - always for row in rows] == [set(), evaluated] * 3
+    assert all(always <= row.keys() for row in rows)
+    assert [row["train/batch_size"] for row in rows] == [2, 2, 4, 6, 6, 6]
+    assert [row["tokens"] for row in rows] == [16, 32, 64, 112, 160, 208]
+    # Warm-up of 2 steps to 3e-4, then half a cosine over 4.
+    cosine = [0.5, 1, *((1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3, 4))]
+    assert [row["train/lr"] for row in rows] == pytest.approx([3e-4 * share for share in cosine], abs=1e-12)
+    for row in rows:
+        assert sum(row["moe/layer_01/load"]) == 2 * 8 * row["train/batch_size"]  # two experts a token
+        assert math.isfinite(row["train/lm_loss"]) and row["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("way", ["exit_after_steps", "signal"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
+    whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    stop = []
+    if way == "exit_after_steps":
+        stop = ["train.exit_after_steps=3"]
+    else:
+        step = Trainer.step
+
+        def step_and_signal(self: Trainer) -> Any:
+            if self.progress.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(self)
+
+        monkeypatch.setattr(Trainer, "step", step_and_signal)
+    assert [row["step"] for row in run(tmp_path, *WHOLE, *stop)] == [0, 1, 2, 3]
+    assert (tmp_path / "a/checkpoints/latest").read_text() == "step_00000003"
+    monkeypatch.undo()
+    rows = run(tmp_path, *WHOLE, "checkpoint.resume=auto")
+    assert without_times(rows) == without_times(whole[1])
+
+
+def test_nothing_is_left_to_do_in_a_finished_run(tmp_path: Path) -> None:
+    before = run(tmp_path, "train.steps=1")
+    assert run(tmp_path, "train.steps=1", "checkpoint.resume=auto") == before
+
+
+def test_record_at_intervals_and_where_something_happened(tmp_path: Path) -> None:
+    common = ["train.steps=7", "log.every=3", "evaluation.every=5", "evaluation.batches=1"]
+    rows = run(tmp_path / "whole", *common)
+    assert [(row["step"], "val/lm_loss" in row) for row in rows] == [
+        (3, False),
+        (5, True),
+        (6, False),
+        (7, True),
+    ]
+    rows = run(tmp_path / "stopped", *common, "train.exit_after_steps=2")
+    assert [row["step"] for row in rows] == [2]
+
+
+def test_a_dense_run_that_saves_and_evaluates_nothing(tmp_path: Path) -> None:
+    rows = run(tmp_path, "moe.layers=none", "checkpoint.save_at_end=false", "evaluation.batches=0")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert not any(key.startswith(("moe/", "val/")) for row in rows for key in row)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_learns(tmp_path: Path) -> None:
+    """Nine of ten mock tokens follow from the one before."""
+    rows = run(
+        tmp_path,
+        "train.steps=60",
+        "train.micro_batch_size=8",
+        "optimizer.lr=0.02",
+        "evaluation.at_start=true",
+        "checkpoint.save_at_end=false",
+    )
+    first, last = rows[0]["val/lm_loss"], rows[-1]["val/lm_loss"]
+    assert first == pytest.approx(math.log(48), abs=0.05)
+    assert last < 0.7 * first
+
+
+def test_launches_of_a_process_do_not_meet(tmp_path: Path) -> None:
+    """The same run twice in one process gives the same record, and no process group stays."""
+    import torch.distributed as dist
+
+    first, second = (run(tmp_path / name, "model.hidden_dropout=0.1") for name in ("first", "second"))
+    assert without_times(first) == without_times(second)
+    assert not dist.is_initialized()
