@@ -26,7 +26,9 @@ WARM_UP_ROUNDS = 2
 
 def main() -> int:
     """Measure and print; 2 for a mistake of the user's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default=str(Path(__file__).parent.parent / "examples/demo.yaml"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -38,7 +40,9 @@ def main() -> int:
             common += [f"train.steps={arguments.rounds + WARM_UP_ROUNDS}"]
             moe = load_config(arguments.config, common)
             width = active_ffn_size(moe)
-            dense = load_config(arguments.config, [*common, "moe.layers=none", f"model.ffn_hidden_size={width}"])
+            dense = load_config(
+                arguments.config, [*common, "moe.layers=none", f"model.ffn_hidden_size={width}"]
+            )
             report(moe, dense, arguments.rounds)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
@@ -67,7 +71,9 @@ def report(moe: RunConfig, dense: RunConfig, rounds: int) -> None:
     pairs = zip(seconds["moe"], seconds["dense"], strict=True)
     ratios = sorted(moe / dense for moe, dense in list(pairs)[WARM_UP_ROUNDS:])
     low, high = median_interval(ratios)
-    print(f"ratio moe / dense: {statistics.median(ratios):.3f} (90 % interval of the median {low:.3f} to {high:.3f})")
+    print(
+        f"ratio moe / dense: {statistics.median(ratios):.3f} (90 % interval of the median {low:.3f} to {high:.3f})"
+    )
 
 
 def median_interval(ordered: list[float]) -> tuple[float, float]:

@@ -23,9 +23,8 @@ from megamoe.registry import register
 class Dropless(Part):
     """Every pair survives."""
 
-    def forward(self, pairs: Pairs, num_tokens: int, num_choices: int) -> Tensor:
-        """bool [N], all true."""
-        return torch.ones_like(pairs.token_N, dtype=torch.bool)
+    def forward(self, pairs: Pairs, num_tokens: int, num_choices: int) -> None:
+        """None: no pair is dropped."""
 
 
 @register("capacity", "per_expert")

@@ -35,9 +35,6 @@ class Plan:
 class LocalDispatch:
     """All experts are here."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
-
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
         """-> rows_NH grouped by expert, their counts_E int64, and the plan for `combine`."""
         plan = _sort_by_expert(routing)
@@ -51,8 +48,7 @@ class LocalDispatch:
 class AllToAllDispatch:
     """The experts are spread over the ranks of `group`."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        self.num_experts = num_experts
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.num_ranks = dist.get_world_size(group)
 

@@ -4,7 +4,6 @@ Weights are stacked, [experts, out, in] as in nn.Linear, and the product is PyTo
 `loop_experts` computes the same by a plain loop; the tests hold the two against each other.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -77,7 +76,8 @@ def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> 
 class SharedExperts(nn.Module):
     """Experts that every token visits, as one FFN of their joint size (Dai et al. 2024, DeepSeekMoE).
 
-    With `gate`, the output is multiplied by sigmoid(w . x), as in Qwen's models.
+    With `gate`, the output is multiplied by sigmoid(w . x), as in Qwen's models. std, output_std: of the
+    first and the second weight at the start, which depends on (seed, layer) alone.
     """
 
     def __init__(
@@ -87,16 +87,19 @@ class SharedExperts(nn.Module):
         *,
         activation: Activation,
         gate: bool,
-        initialise_up: Callable[[Tensor], object],
-        initialise_down: Callable[[Tensor], object],
+        std: float,
+        output_std: float,
+        seed: int,
+        layer: int,
     ) -> None:
         super().__init__()
         self.activation = activation
         self.up = nn.Parameter(torch.empty(up_width(ffn_size, activation), hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, ffn_size))
         self.gate = nn.Parameter(torch.zeros(hidden_size)) if gate else None
-        initialise_up(self.up.data)
-        initialise_down(self.down.data)
+        generator = torch.Generator().manual_seed(draws.key(seed, 0, layer, "shared experts"))
+        nn.init.normal_(self.up.data, std=std, generator=generator)
+        nn.init.normal_(self.down.data, std=output_std, generator=generator)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""

@@ -133,13 +133,13 @@ class _AttachLoss(torch.autograd.Function):
 def _place_experts(num_experts: int, group: dist.ProcessGroup | None) -> tuple[Dispatch, range]:
     """The dispatch, and the global numbers of the experts that this rank holds."""
     if group is None or dist.get_world_size(group) == 1:
-        return LocalDispatch(num_experts), range(num_experts)
+        return LocalDispatch(), range(num_experts)
     ranks = dist.get_world_size(group)
     if num_experts % ranks:
         raise ValueError(f"{num_experts} experts do not divide over {ranks} expert-parallel ranks")
     size = num_experts // ranks
     first = dist.get_rank(group) * size
-    return AllToAllDispatch(num_experts, group), range(first, first + size)
+    return AllToAllDispatch(group), range(first, first + size)
 
 
 def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | None:
@@ -150,6 +150,8 @@ def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | Non
         config.num_shared_experts * shape.ffn_size,
         activation=shape.activation,
         gate=config.shared_expert_gate,
-        initialise_up=lambda weight: nn.init.normal_(weight, std=shape.init_std),
-        initialise_down=lambda weight: nn.init.normal_(weight, std=shape.output_std),
+        std=shape.init_std,
+        output_std=shape.output_std,
+        seed=shape.seed,
+        layer=shape.layer,
     )

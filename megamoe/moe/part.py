@@ -53,7 +53,7 @@ class Part(nn.Module):
         restriction  (scores_TE, context) -> candidates_TE bool
         gate         (scores_TE, candidates_TE | None) -> probs_TE
         selector     (probs_TE, scores_TE, candidates_TE | None) -> Pairs
-        capacity     (Pairs, num_tokens, num_choices) -> keep_N bool
+        capacity     (Pairs, num_tokens, num_choices) -> keep_N bool, or None: all survive
         loss         (Routing) -> scalar fp32, not multiplied by its weight
     """
 

@@ -35,7 +35,7 @@ class Router(nn.Module):
             probs_TE = self.gate(scores_TE, candidates_TE)
             wanted = self.selector(probs_TE, scores_TE, candidates_TE)
             keep_N = self.capacity(wanted, hidden_TH.shape[0], self.selector.num_choices)
-        pairs = wanted if bool(keep_N.all()) else wanted.keep(keep_N)
+        pairs = wanted if keep_N is None else wanted.keep(keep_N)
         return Routing(wanted, pairs, scores_TE, probs_TE, candidates_TE)
 
     def _candidates(self, scores_TE: Tensor, context: StepContext) -> Tensor | None:

@@ -9,6 +9,13 @@ from torch import Tensor
 _PREFIX = "random/"
 
 
+def seed(number: int) -> None:
+    """Start all of them from `number`."""
+    torch.manual_seed(number)
+    numpy.random.seed(number % 2**32)
+    random.seed(number)
+
+
 def capture(device: torch.device) -> dict[str, Tensor]:
     """Named tensors that `restore` understands."""
     _, keys, position, has_gauss, gauss = numpy.random.get_state()

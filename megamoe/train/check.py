@@ -2,7 +2,10 @@
 
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
-from megamoe.model.size import moe_layer_numbers
+from megamoe.model.size import expert_ffn_size, moe_layer_numbers
+from megamoe.parallel.deepspeed_config import read_deepspeed_config, resolve_precision
+
+GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM wants rows of a multiple of it
 
 
 def check_run(config: RunConfig, world_size: int) -> None:
@@ -64,6 +67,22 @@ def _check_experts(config: RunConfig, world_size: int) -> None:
             f"moe.router.selector.k: found {chosen}, but there are only {moe.num_experts} experts "
             f"(moe.num_experts); choose k <= {moe.num_experts}"
         )
+    _check_rows(config)
+
+
+def _check_rows(config: RunConfig) -> None:
+    """The experts' rows must be aligned."""
+    precision = resolve_precision(config, read_deepspeed_config(config.parallel.deepspeed))
+    unit = GROUPED_ROW_BYTES // (2 if precision == "bf16" else 4)
+    sizes = {
+        "model.hidden_size": config.model.hidden_size,
+        "moe.expert_ffn_hidden_size (default: the dense blocks')": expert_ffn_size(config),
+    }
+    for key, size in sizes.items():
+        if size % unit:
+            raise UserError(
+                f"{key}: {size} is not a multiple of {unit}, which grouped experts need in {precision}"
+            )
 
 
 def _check_batches(config: RunConfig, world_size: int) -> None:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets, build_datasets
@@ -14,7 +12,7 @@ from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.model.gpt import build_gpt
 from megamoe.moe.part import StepContext
-from megamoe.parallel import launch
+from megamoe.parallel import launch, random_state
 from megamoe.parallel.checkpoint import Checkpoints, read_meta
 from megamoe.parallel.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.parallel.engine import Engine
@@ -59,7 +57,7 @@ class Trainer:
         model = build_gpt(config, self.vocabulary.size, make_moe_layer)
         self.engine = Engine(config, model, self.world, self.schedule.accumulation_at(0))
         # After the build, which every rank draws alike; dropout differs from rank to rank.
-        torch.manual_seed(config.seed + 1 + self.world.rank)
+        random_state.seed(config.seed + 1 + self.world.rank)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints, config.checkpoint.keep, config.parallel.expert
         )

@@ -101,6 +101,18 @@ def test_sources_by_path_or_in_full(load: Load) -> None:
     assert load("data: {sources: one}").data.sources[0].path == "one"
 
 
+def test_the_mapping_that_is_read_is_left_as_it_was() -> None:
+    tree = {"moe": {"layers": "none", "losses": {"z_loss": 1.0}}, "data": {"sources": ["a"]}}
+    parse_config(tree)
+    assert tree == {"moe": {"layers": "none", "losses": {"z_loss": 1.0}}, "data": {"sources": ["a"]}}
+
+
+def test_null_is_the_part_none(load: Load) -> None:
+    assert load("moe: {router: {capacity: null}}").moe.router.capacity == PartChoice.default(
+        "capacity", "none"
+    )
+
+
 def test_anchors_and_merges_work(load: Load) -> None:
     config = load("data: {validation: {a: [&web {path: w, weight: 2}], b: [{<<: *web, path: v}]}}")
     (source,) = config.data.validation["b"]

@@ -92,7 +92,7 @@ def exchange(case: Case) -> dict[str, Tensor]:
     problem = make_problem(case, world.rank)
     experts = make_experts(range(world.rank * size, (world.rank + 1) * size), case.dtype)
     group = dist.new_group(range(world.size))
-    return through(AllToAllDispatch(EXPERTS, group), experts, problem)
+    return through(AllToAllDispatch(group), experts, problem)
 
 
 def through(dispatcher: AllToAllDispatch | LocalDispatch, experts: GroupedExperts, problem: Problem) -> dict:
@@ -164,7 +164,7 @@ def test_the_exchange_equals_the_loop(pool: Pool, case: Case, ranks: int) -> Non
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_local_one_equals_the_loop(case: Case) -> None:
     expected = loop(case, ranks=1)
-    found = through(LocalDispatch(EXPERTS), make_experts(range(EXPERTS), case.dtype), make_problem(case, 0))
+    found = through(LocalDispatch(), make_experts(range(EXPERTS), case.dtype), make_problem(case, 0))
     for name in ("output", "hidden", "router"):
         assert_close(found[name], expected[name][0], case)
     for name in ("up", "down"):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.pool import free_port
 from tests.distributed.runs import ROOT
 
 STEPS = 3
@@ -70,12 +70,6 @@ def _assert_trained(folder: Path, ranks: int) -> list[float]:
     return [step["train/lm_loss"] for step in steps]
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_python_alone(script: list[str], tmp_path: Path) -> None:
     code, output = _finish(_start([sys.executable, *script], _environment(), tmp_path))
     assert code == 0, output
@@ -85,7 +79,7 @@ def test_python_alone(script: list[str], tmp_path: Path) -> None:
 def test_torchrun(script: list[str], tmp_path: Path) -> None:
     """And what was asked for on the command line was done: two ranks share the experts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--master-port", _free_port()]
+    torchrun += ["--master-port", str(free_port())]
     code, output = _finish(_start([*torchrun, *script, "parallel.expert=2"], _environment(), tmp_path))
     assert code == 0, output
     _assert_trained(tmp_path, ranks=2)
@@ -97,7 +91,7 @@ def test_torchrun(script: list[str], tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="this launcher shows its ranks the devices again")
 def test_the_deepspeed_launcher(script: list[str], tmp_path: Path) -> None:
     deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    deepspeed += ["--master_port", _free_port()]
+    deepspeed += ["--master_port", str(free_port())]
     environment = _environment(DS_ACCELERATOR="cpu")
     code, output = _finish(_start([*deepspeed, *script, "parallel.expert=2"], environment, tmp_path))
     assert code == 0, output
@@ -107,7 +101,7 @@ def test_the_deepspeed_launcher(script: list[str], tmp_path: Path) -> None:
 @pytest.mark.full
 def test_srun(script: list[str], tmp_path: Path) -> None:
     """What Slurm sets for two tasks of one node, with the two variables of examples/slurm."""
-    port = _free_port()
+    port = str(free_port())
     processes = []
     for rank in ("0", "1"):
         slurm = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}
@@ -120,7 +114,7 @@ def test_srun(script: list[str], tmp_path: Path) -> None:
 
 def test_a_mistake_is_told_once_and_ends_all_ranks(script: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--master-port", _free_port()]
+    torchrun += ["--master-port", str(free_port())]
     code, output = _finish(_start([*torchrun, *script, "parallel.expert=3"], _environment(), tmp_path))
     assert code != 0
     assert output.count("error: parallel.expert: 3 does not divide the 2 ranks") == 1

@@ -1,16 +1,19 @@
-"""The pool itself: worlds of changing size, failures told, hangs ended."""
+"""The pool itself: worlds of any size, failures told, hangs ended; and worlds one after another."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megamoe.parallel import launch
-from tests.distributed.pool import Pool, RankError
+from tests.distributed.pool import Pool, RankError, free_port
+from tests.distributed.runs import ROOT
 
 
 def total_of_ranks(offset: int) -> tuple[int, int, float]:
@@ -40,65 +43,74 @@ def die_on_rank_0() -> None:
         os._exit(7)
 
 
-def leave_a_variable() -> str | None:
-    found = os.environ.get("LEFT_BY_A_JOB")
-    os.environ["LEFT_BY_A_JOB"] = "yes"
-    return found
+def several_worlds(ports: list[int]) -> list[float]:
+    """Start and stop a world on each port, in one process."""
+    totals = []
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
+        totals.append(total_of_ranks(0)[2])
+        launch.stop()
+    return totals
 
 
-def test_worlds_of_changing_size_on_the_same_processes(pool: Pool) -> None:
-    for ranks in (4, 2, 1, 4):
-        results = pool.run(total_of_ranks, 10, ranks=ranks)
-        total = sum(range(ranks)) + 10 * ranks
-        assert results == [(rank, ranks, float(total)) for rank in range(ranks)]
-    pids = pool.pids()
-    pool.run(total_of_ranks, 0, ranks=2)
-    assert pool.pids() == pids
+@pytest.mark.parametrize("ranks", [4, 2, 1])
+def test_each_process_is_a_rank_of_the_world(pool: Pool, ranks: int) -> None:
+    total = sum(range(ranks)) + 10 * ranks
+    assert pool.run(total_of_ranks, 10, ranks=ranks) == [(rank, ranks, float(total)) for rank in range(ranks)]
 
 
-def test_a_job_leaves_nothing_in_the_environment(pool: Pool) -> None:
-    assert pool.run(leave_a_variable, ranks=1) == [None]
-    assert pool.run(leave_a_variable, ranks=1) == [None]
+def test_a_process_may_leave_a_world_and_enter_another(pool: Pool) -> None:
+    assert pool.run(several_worlds, [free_port(), free_port()], ranks=2) == [[1.0, 1.0], [1.0, 1.0]]
 
 
-def test_an_exception_is_told_with_its_rank_and_the_pool_goes_on(pool: Pool) -> None:
+def test_an_exception_is_told_with_its_rank(pool: Pool) -> None:
     with pytest.raises(RankError, match="--- rank 1\n(.|\n)*ValueError: the reason"):
         pool.run(fail_on_rank_1, ranks=2)
-    assert len(pool.run(total_of_ranks, 0, ranks=2)) == 2
 
 
-def test_a_hang_shows_the_stack_and_a_death_its_exit_code() -> None:
-    own = Pool()
-    try:
-        with pytest.raises(RankError, match="rank 0 did not answer\n(.|\n)*hang_on_rank_0"):
-            own.run(hang_on_rank_0, ranks=2, timeout_s=2)
-        assert own.pids() == []  # killed
-        with pytest.raises(RankError, match="rank 0\nthe process died with exit code 7"):
-            own.run(die_on_rank_0, ranks=1)
-        assert own.run(total_of_ranks, 0, ranks=1) == [(0, 1, 0.0)]
-    finally:
-        own.stop()
+def test_a_hang_ends_with_the_stack_of_the_rank(pool: Pool) -> None:
+    with pytest.raises(RankError, match="rank 0 did not answer\n(.|\n)*hang_on_rank_0"):
+        pool.run(hang_on_rank_0, ranks=2, timeout_s=5)
+
+
+def test_a_death_is_told_with_its_exit_code(pool: Pool) -> None:
+    with pytest.raises(RankError, match="rank 0\nthe process died with exit code 7"):
+        pool.run(die_on_rank_0, ranks=1)
 
 
 PARENT = """
-from tests.distributed.pool import Pool
-from tests.distributed.test_pool import leave_a_variable
 import os
+from tests.distributed.pool import Pool
+from tests.distributed.test_pool import end_the_parent
 if __name__ == "__main__":
-    pool = Pool()
-    pool.run(leave_a_variable, ranks=1)
-    print(*pool.pids(), flush=True)
-    os.kill(os.getpid(), 9)
+    Pool().run(end_the_parent, ranks=2)
 """
 
 
-def test_workers_die_with_their_parent(tmp_path) -> None:
+def end_the_parent() -> None:
+    """Rank 0 prints both pids and kills the process that started them; all then wait."""
+    world = launch.find_world()
+    launch.start(world, timeout_minutes=1)
+    pids = [torch.tensor(0) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor(os.getpid()))
+    if world.rank == 0:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        print(*(int(pid) for pid in pids), flush=True)
+        os.kill(parent.pid or 0, 9)
+    time.sleep(600)
+
+
+def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    found = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "errors").open("w") as errors:
+        found = subprocess.run(
+            [sys.executable, script], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
     pids = [int(pid) for pid in found.stdout.split()]
-    assert len(pids) == 1, found.stderr
+    assert len(pids) == 2, (tmp_path / "errors").read_text()
     deadline = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -80,5 +80,5 @@ def _shared(weights: dict[str, Tensor], token_H: Tensor, activation: Activation)
         return torch.zeros_like(token_H)
     output = _ffn(token_H, weights["shared.up"], weights["shared.down"], activation)
     if "shared.gate" in weights:
-        output = output / (1 + (-(weights["shared.gate"][0] @ token_H)).exp())
+        output = output / (1 + (-(weights["shared.gate"] @ token_H)).exp())
     return output

@@ -63,7 +63,7 @@ def test_min_capacity_is_a_floor_and_eval_factor_is_of_evaluation() -> None:
 
 
 def test_none_keeps_every_pair() -> None:
-    assert make_part("capacity", "none")(make_pairs(WANTED), 4, 2).tolist() == [True] * 8
+    assert make_part("capacity", "none")(make_pairs(WANTED), 4, 2) is None
 
 
 @pytest.mark.parametrize("options", [{"factor": 0}, {"eval_factor": -1}, {"min_capacity": -1}])

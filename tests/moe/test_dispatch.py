@@ -38,10 +38,10 @@ CASES = {
 
 def test_rows_are_grouped_by_expert_in_token_order() -> None:
     routing, hidden_TH = make_routing(*CASES["uneven"]), make_hidden(4)
-    rows_NH, counts_E, plan = LocalDispatch(4).dispatch(hidden_TH, routing)
+    rows_NH, counts_E, plan = LocalDispatch().dispatch(hidden_TH, routing)
     assert counts_E.tolist() == [2, 0, 3, 1]
     assert torch.equal(rows_NH, hidden_TH[[0, 3, 0, 1, 3, 3]])
-    output_TH = LocalDispatch(4).combine(rows_NH, plan)
+    output_TH = LocalDispatch().combine(rows_NH, plan)
     expected_TH = hidden_TH * torch.tensor([[2.5], [1.0], [0.0], [4.75]])
     torch.testing.assert_close(output_TH, expected_TH)
 
@@ -49,9 +49,9 @@ def test_rows_are_grouped_by_expert_in_token_order() -> None:
 def test_the_sum_over_experts_is_fp32() -> None:
     """256 + 1 + 1 in bf16 would stay at 256, whose neighbour is 258."""
     routing = make_routing([[0, 1, 2]], [[1.0, 1.0, 1.0]])
-    rows_NH, _, plan = LocalDispatch(4).dispatch(torch.ones(1, 8, dtype=torch.bfloat16), routing)
+    rows_NH, _, plan = LocalDispatch().dispatch(torch.ones(1, 8, dtype=torch.bfloat16), routing)
     rows_NH = rows_NH * torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
-    output_TH = LocalDispatch(4).combine(rows_NH, plan)
+    output_TH = LocalDispatch().combine(rows_NH, plan)
     assert output_TH.dtype == torch.bfloat16
     assert output_TH.tolist() == [[258.0] * 8]
 
@@ -61,7 +61,7 @@ def test_the_exchange_of_one_rank_equals_the_local_path(
     alone: dist.ProcessGroup, case: tuple[list[list[int]], list[list[float]]]
 ) -> None:
     results: list[list[Tensor]] = []
-    for dispatcher in (LocalDispatch(4), AllToAllDispatch(4, alone)):
+    for dispatcher in (LocalDispatch(), AllToAllDispatch(alone)):
         routing, hidden_TH = make_routing(*case), make_hidden(len(case[0])).requires_grad_()
         rows_NH, counts_E, plan = dispatcher.dispatch(hidden_TH, routing)
         output_TH = dispatcher.combine(rows_NH.square(), plan)

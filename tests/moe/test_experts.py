@@ -78,8 +78,10 @@ def test_shared_experts_are_the_formula(activation: Activation, gate: bool) -> N
         FFN,
         activation=activation,
         gate=gate,
-        initialise_up=lambda weight: nn.init.normal_(weight, std=0.4),
-        initialise_down=lambda weight: nn.init.normal_(weight, std=0.4),
+        std=0.4,
+        output_std=0.4,
+        seed=1,
+        layer=1,
     )
     hidden_TH = make_hidden(5)
     inner_TF = hidden_TH @ shared.up.T
@@ -91,5 +93,5 @@ def test_shared_experts_are_the_formula(activation: Activation, gate: bool) -> N
     if shared.gate is not None:
         torch.testing.assert_close(shared(hidden_TH), expected_TH / 2)  # the gate starts at sigmoid(0)
         nn.init.normal_(shared.gate)
-        expected_TH = expected_TH / (1 + (-hidden_TH @ shared.gate.T).exp())
+        expected_TH = expected_TH / (1 + (-hidden_TH @ shared.gate[:, None]).exp())
     torch.testing.assert_close(shared(hidden_TH), expected_TH)

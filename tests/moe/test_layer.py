@@ -92,6 +92,7 @@ def test_the_layer_equals_the_plain_loop_with_every_gradient(case: dict[str, Any
     assert observation.load_E.tolist() == plain.load
     assert observation.wanted_E.tolist() == plain.wanted
     for name, value in plain.losses.items():
+        assert not observation.losses[name].requires_grad
         torch.testing.assert_close(observation.losses[name].double(), value.detach(), rtol=1e-5, atol=0)
 
 

@@ -21,6 +21,16 @@ REFUSALS = {
         1,
         "model.hidden_size 18 over 2 heads .* odd size 9; rope needs an even one",
     ),
+    "rows of the grouped product": (
+        ["moe.expert_ffn_hidden_size=14"],
+        1,
+        "moe.expert_ffn_hidden_size.*: 14 is not a multiple of 4, .* in fp32",
+    ),
+    "rows in bf16": (
+        ["moe.expert_ffn_hidden_size=12", "parallel.precision=bf16"],
+        1,
+        "moe.expert_ffn_hidden_size.*: 12 is not a multiple of 8, .* in bf16",
+    ),
     "a block beyond the model": (
         ["moe.layers={at: [2, 3]}"],
         1,
@@ -102,7 +112,7 @@ def test_refused_in_one_line(case: str) -> None:
         (["train.global_batch_size=16", RAMP], 2),
         (["optimizer.warmup_steps=4"], 1),
         (["optimizer.warmup_steps=9", "optimizer.schedule=constant"], 1),
-        (["model.hidden_size=18", "model.position=learned"], 1),
+        (["model.hidden_size=18", "model.position=learned", "moe.layers=none"], 1),
     ],
 )
 def test_what_fits_passes(overrides: list[str], world_size: int) -> None:
