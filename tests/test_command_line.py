@@ -238,7 +238,7 @@ def test_a_run_its_folder_and_its_checkpoint(
         assert pretrain(*arguments, aligned) == 2
         assert message in told(capsys)
         assert contents(tmp_path / "runs") == before
-    assert pretrain("--resume", "train.steps=2") == 0
+    assert pretrain("--resume", "train.steps=2", aligned) == 0
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()
     ]
