@@ -66,8 +66,6 @@ class Engine:
     def set_accumulation(self, accumulation: int) -> None:
         """Micro batches per rank in the coming step."""
         self._engine.set_train_batch_size(self.micro_batch_size * self.data_parallel * accumulation)
-        if self.stage > 0:
-            self._engine.optimizer.gradient_accumulation_steps = accumulation
 
     def forward(self, last: bool, **inputs: Any) -> Any:
         """The model's output; `last`: whether this micro batch completes the step."""

@@ -119,7 +119,7 @@ def _stacks(silent: dict[int, _Rank]) -> list[str]:
 
 def _play(connection: Connection, log: str, job: bytes, variables: dict[str, str]) -> None:
     """A rank's life."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(log,), daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=variables["RANK"])
     with open(log, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
@@ -132,10 +132,11 @@ def _play(connection: Connection, log: str, job: bytes, variables: dict[str, str
         connection.send_bytes(answer)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(log: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    Path(log).unlink(missing_ok=True)
     os._exit(1)
 
 

@@ -54,3 +54,16 @@ def test_a_longer_run_learns(pool: Pool, file: str) -> None:
     )
     losses = found[0]["lm_loss"]
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_offload_follows_a_batch_that_grows(pool: Pool, stage: int) -> None:
+    """DeepSpeed accumulates offloaded gradients by a road of its own; here from 1 micro batch to 4."""
+    growth = {"train__batch_rampup": {"start": 2, "increment": 6, "samples": 4}, "parallel__expert": 2}
+    here, offloaded = (
+        pool.run(run_steps, 4, parallel__deepspeed=str(DS_CONFIGS / f"{file}.json"), ranks=2, **growth)[0]
+        for file in (f"zero{stage}_bf16", f"zero{stage}_bf16_offload")
+    )
+    assert offloaded["batch_size"] == [2, 2, 8, 8]
+    assert offloaded["grad_norm"] == pytest.approx(here["grad_norm"], rel=3e-2)
+    assert offloaded["lm_loss"] == pytest.approx(here["lm_loss"], rel=1e-2)
