@@ -29,8 +29,8 @@ BUILTIN_PACKAGES = (
     "megamoe.moe.selectors",
     "megamoe.moe.losses",
     "megamoe.moe.capacity",
-    "megamoe.moe.restrictions",
 )
+RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
 KINDS = ("scorer", "restriction", "gate", "selector", "capacity", "loss")
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
@@ -61,6 +61,10 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
             raise ValueError(f"{kind} {name!r}: {part.__qualname__} needs a nested dataclass `Config`")
         if kind == "loss" and "weight" not in fields:
             raise ValueError(f"loss {name!r}: the `Config` of {part.__qualname__} needs a field `weight`")
+        if kind == "loss" and name in RESERVED_LOSS_NAMES:
+            raise ValueError(
+                f"loss {name!r}: train/{name} is another figure of the record; choose another name"
+            )
         _parts[kind][name] = part
         return part
 
@@ -110,8 +114,6 @@ def discover() -> None:
         return
     _discovered = True
     for package_name in BUILTIN_PACKAGES:
-        if importlib.util.find_spec(package_name) is None:
-            continue
         package = importlib.import_module(package_name)
         for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
             importlib.import_module(f"{package_name}.{module.name}")

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from megamoe.config import RunConfig, parse_config
+from megamoe.config import RunConfig, load_config, parse_config
 from megamoe.config.parts import PartChoice
+from megamoe.moe.part import Dims, StepContext
+from megamoe.moe.router import build_part
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,3 +55,14 @@ def test_the_readmes_yaml_is_a_run() -> None:
     config = parse_config(yaml.safe_load(block[1]))
     assert config.moe.num_experts == 8
     assert config.moe.router.selector.options.k == 2
+
+
+def test_the_readmes_router_is_a_plugin(tmp_path: Path) -> None:
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert block is not None
+    # Under a name of its own: the example of the same name may be registered already.
+    (tmp_path / "own.py").write_text(block[1].replace('"distance"', '"readme_distance"'))
+    (tmp_path / "run.yaml").write_text("plugins: [own.py]\nmoe: {router: {scorer: readme_distance}}\n")
+    config = load_config(tmp_path / "run.yaml")
+    scorer = build_part(config.moe.router.scorer, Dims(hidden_size=4, num_experts=3))
+    assert scorer(torch.randn(5, 4), StepContext()).shape == (5, 3)

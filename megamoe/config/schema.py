@@ -122,7 +122,7 @@ class ParallelConfig:
     expert: PositiveInt = 1  # ranks that share one set of experts
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: what the DeepSpeed file says
     deepspeed: str | None = None  # a file of ds_configs/; default: ZeRO 0 in fp32
-    timeout_minutes: PositiveFloat = 30.0  # of a collective operation
+    timeout_minutes: PositiveFloat = 30.0  # of a collective operation over all ranks
 
 
 @dataclass
@@ -134,7 +134,7 @@ class OptimizerConfig:
     min_lr: NonNegativeFloat = 0.0
     schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt | None = None  # where min_lr is reached; default: train.steps
+    decay_steps: PositiveInt | None = None  # cosine, linear, wsd reach min_lr there; default: train.steps
     wsd_decay_steps: PositiveInt | None = None  # the last stretch of `wsd`; default: a tenth of decay_steps
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95

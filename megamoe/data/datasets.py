@@ -48,7 +48,7 @@ MIN_SURPLUS = 0.005
 
 @dataclass(frozen=True)
 class Datasets:
-    """`train` and the validation sets by name.
+    """`train`, the validation sets by name, and `test`, the third share of `data.split`, if it has one.
 
     An item is a dict of `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and,
     with `data.document_aware`, `attention_mask` ([1, S, S] bool, True = masked out).
@@ -56,6 +56,7 @@ class Datasets:
 
     train: Dataset[dict[str, torch.Tensor]]
     validation: dict[str, Dataset[dict[str, torch.Tensor]]]
+    test: Dataset[dict[str, torch.Tensor]] | None = None
 
 
 def build_datasets(
@@ -83,15 +84,18 @@ def build_datasets(
         return Datasets(
             _mock(data, vocabulary, "train", train_samples, seed),
             {name: _mock(data, vocabulary, name, validation_samples, seed) for name in names},
+            _mock(data, vocabulary, "test", validation_samples, seed)
+            if split[2] * validation_samples
+            else None,
         )
-    sizes = [train_samples, validation_samples if names else 0, 0]
-    train, valid, _ = _build(data, data.sources, vocabulary, split, sizes, seed)
+    sizes = [train_samples, *(validation_samples if share > 0 else 0 for share in split[1:])]
+    train, valid, test = _build(data, data.sources, vocabulary, split, sizes, seed)
     validation = {} if valid is None else {VALID: valid}
     if validation_samples > 0:
         sizes = [0, validation_samples, 0]
         for name, sources in data.validation.items():
             validation[name] = _build(data, sources, vocabulary, WHOLE_AS_VALIDATION, sizes, seed)[1]
-    return Datasets(train, validation)
+    return Datasets(train, validation, test)
 
 
 def _check_split(data: "DataConfig") -> list[float]:

@@ -6,19 +6,18 @@ import torch
 
 
 def find_backends() -> dict[str, str]:
-    """CUDA, Transformer Engine and Apex, and what is used where each is missing."""
+    """CUDA, Transformer Engine and Apex: whether each is here."""
     return {
         "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU, gloo",
-        "Transformer Engine": "found" if _has("transformer_engine.pytorch") else "none: torch layers",
-        # PyPI's `apex` is another package: NVIDIA's has these modules.
-        "Apex": "found"
-        if _has("apex.normalization") and _has("apex.optimizers")
-        else "none: torch norms, AdamW",
+        "Transformer Engine": _state("transformer_engine.pytorch"),
+        # PyPI's `apex` is another package: NVIDIA's has this module.
+        "Apex": _state("apex.normalization"),
     }
 
 
-def _has(module: str) -> bool:
+def _state(module: str) -> str:
     try:
-        return importlib.util.find_spec(module) is not None
+        found = importlib.util.find_spec(module) is not None
     except ImportError:
-        return False
+        found = False
+    return "found, but not used yet" if found else "none"

@@ -34,10 +34,12 @@ class JsonLinesSink:
     "-Infinity", which say what happened (null would not); `read_metrics` gives the floats back.
     """
 
-    def __init__(self, path: Path, append: bool) -> None:
-        if append and path.exists():
+    def __init__(self, path: Path, keep_until: int | None) -> None:
+        """Append after the record of step `keep_until`, which later ones may follow; None: begin anew."""
+        if keep_until is not None and path.exists():
             _repair_last_line(path)
-        self._file: IO[str] = path.open("a" if append else "w", encoding="utf-8")
+            _drop_after(path, keep_until)
+        self._file: IO[str] = path.open("w" if keep_until is None else "a", encoding="utf-8")
 
     def log(self, metrics: dict[str, Any]) -> None:
         self._file.write(json.dumps(_name_non_finite(metrics), allow_nan=False) + "\n")
@@ -55,11 +57,17 @@ class Recorder:
 
     @classmethod
     def open(
-        cls, run_folder: Path, log: LogConfig, run_name: str, config: dict[str, Any], resumed: bool
+        cls,
+        run_folder: Path,
+        log: LogConfig,
+        run_name: str,
+        config: dict[str, Any],
+        resumed_step: int | None,
     ) -> "Recorder":
         """Open the sinks that `log` names, in `run_folder`, which is made if it is missing.
 
-        A resumed run goes on with its files and its W&B run; any other begins them anew.
+        A resumed run goes on with its W&B run and its files, less the records of steps after
+        `resumed_step`, which it takes again; any other (None) begins them anew.
 
         Raises:
             UserError: if TensorBoard is wanted and its package is missing.
@@ -68,8 +76,8 @@ class Recorder:
         # TensorBoard comes first: it alone may refuse, and then nothing has been begun anew.
         copies: list[Sink] = [TensorBoardSink(run_folder / "tensorboard")] if log.tensorboard else []
         if log.wandb.enabled:
-            copies.append(WandbSink(run_folder, log.wandb, run_name, config, resumed))
-        return cls([JsonLinesSink(run_folder / METRICS_FILE, append=resumed), *copies])
+            copies.append(WandbSink(run_folder, log.wandb, run_name, config, resumed_step is not None))
+        return cls([JsonLinesSink(run_folder / METRICS_FILE, resumed_step), *copies])
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Record one step. Values: numbers, lists of numbers, and anything with `.tolist()`."""
@@ -95,6 +103,17 @@ def _name_non_finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_name_non_finite(item) for item in value]
     return value
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite the file without the records of later steps, whole or not at all."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
+    if len(kept) == len(lines):
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _repair_last_line(path: Path) -> None:

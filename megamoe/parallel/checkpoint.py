@@ -26,11 +26,14 @@ from torch import Tensor
 
 from megamoe.errors import UserError
 from megamoe.parallel import random_state
+from megamoe.parallel.agreement import agree, attempt, first_problem
+from megamoe.parallel.deepspeed_config import Precision
 from megamoe.parallel.engine import Engine
 
 META = "checkpoint.json"
 LATEST = "latest"
 FORMAT = 1
+ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 class Checkpoints:
@@ -47,10 +50,20 @@ class Checkpoints:
         named = self.folder / pointer.read_text().strip() if pointer.is_file() else None
         if named is not None and (named / META).is_file():
             return named
-        return max(self._complete(), default=None)
+        complete = self._complete()
+        return complete[-1] if complete else None
 
     def _complete(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*") if (path / META).is_file())
+        """By the time of saving: a run resumed from an earlier step has newer ones with smaller numbers."""
+        found = [path for path in self.folder.glob("step_*") if (path / META).is_file()]
+        return sorted(found, key=lambda path: (path / META).stat().st_mtime_ns)
+
+    def _begin(self, temporary: Path) -> None:
+        """An empty folder to write in; what killed saves have left goes."""
+        for pattern in (".saving_step_*", ".replaced_step_*"):
+            for left in self.folder.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+        temporary.mkdir(parents=True)
 
     def save(self, engine: Engine, step: int, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `step`; `state` is plain data (JSON) that `load` hands back.
@@ -62,12 +75,12 @@ class Checkpoints:
         temporary = self.folder / f".saving_step_{step:08d}"
         problem = None
         if engine.world.is_first:
-            problem = _attempt(lambda: _empty_folder(temporary))
+            problem = attempt(lambda: self._begin(temporary))
         self._agree(problem, temporary, engine)
-        problem = _attempt(lambda: self._write(engine, temporary, step, state))
+        problem = attempt(lambda: self._write(engine, temporary, step, state))
         self._agree(problem, temporary, engine)
         if engine.world.is_first:
-            problem = _attempt(lambda: self._publish(temporary, final))
+            problem = attempt(lambda: self._publish(temporary, final))
         self._agree(problem, temporary, engine)
         return final
 
@@ -88,7 +101,9 @@ class Checkpoints:
         if final.exists():  # the same step, saved again after a resume from an earlier one
             os.replace(final, replaced)
         os.replace(temporary, final)
+        _sync(self.folder)
         _write_text(self.folder / LATEST, final.name)
+        _sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         for old in self._complete()[: -self.keep]:
             if old != final:
@@ -96,7 +111,7 @@ class Checkpoints:
 
     def _agree(self, problem: str | None, temporary: Path, engine: Engine) -> None:
         """Every rank learns whether any failed; then all end alike."""
-        found = _first_problem(problem, engine)
+        found = first_problem(problem)
         if found is None:
             return
         rank, problem = found
@@ -115,40 +130,22 @@ class Checkpoints:
                 another shape.
         """
         meta = read_meta(path)
-        layout = self._layout(engine)
-        for key, value in layout.items():
-            if meta["layout"].get(key) != value:
-                raise UserError(
-                    f"{path}: saved with {key} {meta['layout'].get(key)}, this run has {value}; "
-                    "resume with the layout that saved it"
-                )
-        problem = None
-        try:
-            self._restore(path, engine)
-        except UserError as error:
-            problem = str(error)
-        found = _first_problem(problem, engine)
-        if found is not None:
-            raise UserError(found[1])
+        check_layout(path, meta, self._layout(engine))
+        agree(attempt(lambda: self._restore(path, engine, began=meta["step"] > 0)))
         return meta
 
-    def _restore(self, path: Path, engine: Engine) -> None:
+    def _restore(self, path: Path, engine: Engine, began: bool) -> None:
         dense, experts = _model_tensors(engine)
         _copy_tensors(dense, _load(path / "dense.safetensors"), path)
         if experts:
             expert_rank = engine.world.rank % self.expert_parallel
             _copy_tensors(experts, _load(path / f"experts_{expert_rank:05d}.safetensors"), path)
         mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
-        self._restore_optimizer(engine, path, mine)
+        self._restore_optimizer(engine, path, mine, began)
         random_state.restore(mine, engine.world.device)
 
     def _layout(self, engine: Engine) -> dict[str, Any]:
-        return {
-            "ranks": engine.world.size,
-            "parallel.expert": self.expert_parallel,
-            "ZeRO stage": engine.stage,
-            "precision": engine.precision,
-        }
+        return layout(engine.world.size, self.expert_parallel, engine.stage, engine.precision)
 
     def _writer_of_group(self, engine: Engine, group: dict[str, Any]) -> int:
         """The rank whose file holds this rank's state of the group; at ZeRO 0 replicas share one."""
@@ -158,18 +155,23 @@ class Checkpoints:
 
     def _optimizer_tensors(self, engine: Engine) -> dict[str, Tensor]:
         optimizer = engine.inner_optimizer
+        own = {id(parameter) for parameter in engine.model.parameters()}  # written with the model already
         tensors: dict[str, Tensor] = {}
         for number, group in enumerate(optimizer.param_groups):
             if self._writer_of_group(engine, group) != engine.world.rank:
                 continue
             for place, parameter in enumerate(group["params"]):
-                tensors[f"optimizer/{number}/{place}/weight"] = parameter.detach()
+                if id(parameter) not in own:
+                    tensors[f"optimizer/{number}/{place}/weight"] = parameter.detach()
                 for name, value in optimizer.state.get(parameter, {}).items():
                     tensors[f"optimizer/{number}/{place}/{name}"] = torch.as_tensor(value)
         return tensors
 
-    def _restore_optimizer(self, engine: Engine, path: Path, mine: dict[str, Tensor]) -> None:
+    def _restore_optimizer(self, engine: Engine, path: Path, mine: dict[str, Tensor], began: bool) -> None:
+        """`began`: whether a step had been taken, so that each weight has its moments."""
         optimizer = engine.inner_optimizer
+        expected = ADAM_STATE if began else set()
+        own = {id(parameter) for parameter in engine.model.parameters()}
         files = {engine.world.rank: mine}
         for number, group in enumerate(optimizer.param_groups):
             writer = self._writer_of_group(engine, group)
@@ -178,10 +180,38 @@ class Checkpoints:
             for place, parameter in enumerate(group["params"]):
                 prefix = f"optimizer/{number}/{place}/"
                 found = {key[len(prefix) :]: t for key, t in files[writer].items() if key.startswith(prefix)}
-                _copy_tensors({"weight": parameter.data}, {"weight": found.pop("weight", None)}, path, prefix)
+                weight = found.pop("weight", None)
+                if id(parameter) not in own:
+                    _copy_tensors({"weight": parameter.data}, {"weight": weight}, path, prefix)
+                if set(found) != expected:
+                    raise UserError(
+                        f"{path}: {prefix} holds {sorted(found)}, expected {sorted(expected)}; "
+                        "resume from another checkpoint"
+                    )
                 optimizer.state[parameter] = {
                     name: value.to(parameter.device) for name, value in found.items()
                 }
+
+
+def layout(ranks: int, expert_parallel: int, stage: int, precision: Precision) -> dict[str, Any]:
+    """What must be the same where a checkpoint is loaded."""
+    return {
+        "ranks": ranks,
+        "parallel.expert": expert_parallel,
+        "ZeRO stage": stage,
+        "precision": precision,
+    }
+
+
+def check_layout(path: Path, meta: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another layout, naming the first key that differs."""
+    for key, value in now.items():
+        saved = meta["layout"].get(key)
+        if saved != value:
+            raise UserError(
+                f"{path}: saved with {key} {saved}, this run has {value}; "
+                "resume with the layout that saved it"
+            )
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -232,11 +262,9 @@ def _copy_tensors(
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     # Tied or flattened weights share storage, which safetensors refuses: each goes by its own copy.
-    save_file(
-        {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, str(path)
-    )
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(copies, str(path))
+    _sync(path)
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -247,6 +275,15 @@ def _load(path: Path) -> dict[str, Tensor]:
     return loaded
 
 
+def _sync(path: Path) -> None:
+    """A file, or a folder's names, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -254,24 +291,3 @@ def _write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _empty_folder(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-
-
-def _first_problem(problem: str | None, engine: Engine) -> tuple[int, str] | None:
-    """The first rank that has a problem, and what it is: the same answer on all ranks."""
-    problems: list[str | None] = [None] * engine.world.size
-    dist.all_gather_object(problems, problem)
-    return next(((rank, found) for rank, found in enumerate(problems) if found), None)
-
-
-def _attempt(action: Any) -> str | None:
-    """None, or what went wrong on the disk."""
-    try:
-        action()
-    except (OSError, SafetensorError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return None

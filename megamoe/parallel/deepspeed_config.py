@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 
@@ -81,6 +83,7 @@ def fill_in(
     stage = zero_stage(content)
     if stage not in (0, 1, 2):
         raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1 or 2")
+    _check_zero(where, content.get("zero_optimization", {}), stage)
     for section, owner in (("optimizer", "optimizer"), ("scheduler", "optimizer.schedule")):
         if section in content:
             raise UserError(f"{where}: remove {section!r}; the YAML's {owner} decides that")
@@ -108,6 +111,26 @@ def fill_in(
     if offloads_optimizer(filled):
         filled.setdefault("zero_force_ds_cpu_optimizer", False)
     return filled
+
+
+def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
+    """The keys are DeepSpeed's; what is offloaded must be what we can."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**section)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(["zero_optimization", *map(str, first["loc"])])
+        raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from None
+    device = (section.get("offload_optimizer") or {}).get("device", "none")
+    if device not in ("none", "cpu") or (device == "cpu" and stage == 0):
+        raise UserError(
+            f"{where}: zero_optimization.offload_optimizer.device is {device!r} at stage {stage}; "
+            "expected none, or cpu at stage 1 or 2"
+        )
+    if section.get("offload_param"):
+        raise UserError(f"{where}: zero_optimization.offload_param needs stage 3, which is not supported yet")
 
 
 def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> None:

@@ -36,14 +36,13 @@ class Engine:
         self.data_parallel = world.size
         self.stage = zero_stage(content)
         self.precision: Precision = resolve_precision(config, content)
+        self.offloads = offloads_optimizer(content)
         self.micro_batch_size = config.train.micro_batch_size
         filled = fill_in(config, content, self.data_parallel, accumulation)
         if self.stage == 0 and self.precision == "bf16":
             _round_parameters(model)
         model.to(world.device)
-        optimizer = _build_optimizer(
-            config, model, self.stage, self.precision, offloads_optimizer(content), world
-        )
+        optimizer = _build_optimizer(config, model, self.stage, self.precision, self.offloads, world)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries' notices to their own developers
             self._engine, *_ = deepspeed.initialize(

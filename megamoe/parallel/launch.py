@@ -1,6 +1,7 @@
 """Who am I among the ranks: torchrun, the deepspeed launcher, SLURM, or one process alone."""
 
 import importlib
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -51,8 +52,20 @@ def find_world() -> World:
     if rank >= size:
         raise UserError(f"environment: rank {rank} of {size} ranks; ranks are counted from 0")
     if torch.cuda.is_available():
-        return World(rank, size, local, torch.device("cuda", local), "nccl")
+        return World(rank, size, local, torch.device("cuda", _device_index(local)), "nccl")
     return World(rank, size, local, torch.device("cpu"), "gloo")
+
+
+def _device_index(local_rank: int) -> int:
+    """Usually the local rank; 0 where the scheduler shows each task one device of its own."""
+    devices = torch.cuda.device_count()
+    if devices == 1 and "SLURM_PROCID" in os.environ:
+        return 0
+    if local_rank >= devices:
+        raise UserError(
+            f"local rank {local_rank}, but this machine shows {devices} CUDA devices; start as many ranks"
+        )
+    return local_rank
 
 
 def start(world: World, timeout_minutes: float) -> None:
@@ -76,7 +89,7 @@ def start(world: World, timeout_minutes: float) -> None:
         world_size=world.size,
     )
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=math.ceil(timeout_minutes))
 
 
 def stop() -> None:

@@ -1,5 +1,6 @@
 """AdamW, its parameter groups, and global-norm clipping where DeepSpeed's own is wrong."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -87,10 +88,12 @@ class Stage0AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Clip by the global norm, then AdamW."""
+        """Clip by the global norm, then AdamW; a norm that is not finite leaves the weights as they are."""
         gradients = self._gradients()
         norm = global_grad_norm(gradients)
         self._global_grad_norm = float(norm)
+        if not math.isfinite(self._global_grad_norm):
+            return
         if self.grad_clip > 0:
             factor = min(1.0, self.grad_clip / (self._global_grad_norm + 1e-6))
             if factor < 1.0:

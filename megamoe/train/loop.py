@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megamoe.config import RunConfig, to_dict
 from megamoe.observe import ProgressLine, Recorder, print_summary, write_report
 from megamoe.parallel import launch
+from megamoe.parallel.agreement import agree, attempt
 from megamoe.train.profile import ProfilerWindow
 from megamoe.train.run_folder import prepare_run_folder
 from megamoe.train.stopping import StopRule
@@ -51,9 +52,8 @@ class Loop:
         trainer, folder = self.trainer, self.trainer.folder
         first_step = trainer.progress.step
         with ExitStack() as cleanup:
-            if self.is_first:
-                self._open(cleanup, first_step)
-            dist.barrier()  # the folder is there before any rank writes into it
+            # The folder is there before any rank writes into it, and no rank goes on if it cannot be.
+            agree(attempt(lambda: self._open(cleanup, first_step)) if self.is_first else None)
             self.stop_rule.listen()
             profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
             if self.config.evaluation.at_start and first_step == 0:
@@ -77,8 +77,9 @@ class Loop:
         prepare_run_folder(folder, self.config, record)
         rows = summary_rows(self.config, trainer.vocabulary, trainer.engine, trainer.schedule, first_step)
         print_summary(rows)
+        resumed_step = first_step if folder.continues else None
         self.recorder = Recorder.open(
-            folder.path, self.config.log, self.config.name, to_dict(self.config), folder.continues
+            folder.path, self.config.log, self.config.name, to_dict(self.config), resumed_step
         )
         cleanup.callback(self.recorder.close)
         self.line = cleanup.enter_context(ProgressLine(self.config.train.steps, self.config.log.every))
@@ -92,7 +93,7 @@ class Loop:
         reason = self._agreed_reason()
         evaluates = last or _is_due(step, self.config.evaluation.every)
         if evaluates:
-            metrics.update(self._evaluate())
+            metrics.update(self._evaluate(at_end=last))
         if evaluates or reason is not None or _is_due(step, self.config.log.every):
             self._record(metrics)
         if _is_due(step, self.config.checkpoint.every):
@@ -108,8 +109,8 @@ class Loop:
             return None
         return mine or "another rank was told to stop"
 
-    def _evaluate(self) -> dict[str, float]:
-        return self.trainer.evaluate() if self.config.evaluation.batches else {}
+    def _evaluate(self, at_end: bool = False) -> dict[str, float]:
+        return self.trainer.evaluate(at_end) if self.config.evaluation.batches else {}
 
     def _save(self) -> None:
         if self.trainer.progress.step == self.saved_step:

@@ -69,12 +69,23 @@ def prepare_run_folder(folder: RunFolder, config: RunConfig, summary: dict[str, 
     """
     try:
         if not folder.continues and folder.path.exists():
-            shutil.rmtree(folder.path)
+            _clear(folder.path, delete=config.overwrite)
         folder.path.mkdir(parents=True, exist_ok=True)
         _write(folder.path / CONFIG, dump_yaml(config))
         _write(folder.path / SUMMARY, json.dumps(summary, indent=1))
     except OSError as error:
         raise UserError(f"output: cannot write the run folder {folder.path}: {error.strerror}") from None
+
+
+def _clear(path: Path, delete: bool) -> None:
+    """Delete what may be overwritten; set aside an attempt that left no checkpoint."""
+    if delete or not any(path.iterdir()):
+        shutil.rmtree(path)
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
+        number += 1
+    os.replace(path, aside)
 
 
 def _write(path: Path, text: str) -> None:

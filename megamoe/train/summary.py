@@ -97,7 +97,11 @@ def _rank_rows(
         engine.data_parallel,
         config.parallel.expert,
     )
-    parts = (("weights", states.weights), ("gradients", states.gradients), ("optimiser", states.optimizer))
+    parts = (
+        ("weights", states.weights),
+        ("gradients", states.gradients),
+        ("optimiser on the CPU" if engine.offloads else "optimiser", states.optimizer),
+    )
     return [
         ("world", f"{engine.world.size} (data {engine.data_parallel}, expert {config.parallel.expert})"),
         (

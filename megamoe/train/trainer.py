@@ -1,23 +1,26 @@
 """The composition root: reads like the order of the work. Checks first, then ranks, data, model, engine."""
 
+import itertools
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig, to_dict
-from megamoe.data.batches import Batch, BatchStream
+from megamoe.data.batches import BatchStream
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.model.gpt import build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
-from megamoe.parallel.checkpoint import Checkpoints, read_meta
+from megamoe.parallel.checkpoint import Checkpoints
 from megamoe.parallel.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.experts import hosted_layer_factory
 from megamoe.train.check import check_run
+from megamoe.train.resume import check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import BatchSchedule, learning_rate
 from megamoe.train.step import StepRecord, evaluate, train_step
@@ -44,12 +47,12 @@ class Trainer:
         check_run(config, self.world.size)
         self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
         self.folder: RunFolder = choose_run_folder(config)
-        if self.folder.resume_from is not None:
-            _check_same_model(config, self.vocabulary, self.folder.resume_from)
         self.schedule = BatchSchedule.from_config(config.train, self.world.size)
         # For its refusals alone; the engine, which comes after the ranks' start, does it again.
         content = read_deepspeed_config(config.parallel.deepspeed)
         fill_in(config, content, self.world.size, self.schedule.accumulation_at(0))
+        if self.folder.resume_from is not None:
+            check_resume(config, self.vocabulary.size, self.world.size, content, self.folder.resume_from)
         launch.start(self.world, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(seed=config.seed)
@@ -75,6 +78,7 @@ class Trainer:
         self.context.step = self.progress.step + 1
         lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
         record = train_step(self.engine, self.context, batches, lr, self.config.train.label_smoothing)
+        self._check_finite(record)
         self.progress.step += 1
         self.progress.samples += size
         seconds = time.perf_counter() - started
@@ -91,15 +95,19 @@ class Trainer:
         }
         return record, metrics
 
-    def evaluate(self) -> dict[str, float]:
-        """Validation loss of every set, under the names of metrics.jsonl."""
-        results = {}
+    def evaluate(self, at_end: bool = False) -> dict[str, float]:
+        """Loss of every validation set, and at the end of the test set, under the names of metrics.jsonl."""
+        sets = {
+            "val" if name == "valid" else f"val/{name}": d for name, d in self.datasets.validation.items()
+        }
+        if at_end and self.datasets.test is not None:
+            sets["test"] = self.datasets.test
+        return {f"{name}/lm_loss": self._loss_on(dataset) for name, dataset in sets.items()}
+
+    def _loss_on(self, dataset: Any) -> float:
         micro_batches = self.config.evaluation.batches * self.schedule.final // self.schedule.unit
-        for name, dataset in self.datasets.validation.items():
-            with self._stream_of(dataset, start_sample=0, workers=0) as stream:
-                loss = evaluate(self.engine, self.context, _take(stream, micro_batches))
-            results["val/lm_loss" if name == "valid" else f"val/{name}/lm_loss"] = loss
-        return results
+        with self._stream_of(dataset, start_sample=0, workers=0) as stream:
+            return evaluate(self.engine, self.context, itertools.islice(stream, micro_batches))
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
@@ -115,6 +123,18 @@ class Trainer:
         """End the loader processes and leave the process group."""
         self._stream.close()
         launch.stop()
+
+    def _check_finite(self, record: StepRecord) -> None:
+        """A broken step ends the run on every rank, before anything of it is saved."""
+        if math.isfinite(record.lm_loss) and math.isfinite(record.grad_norm):
+            return
+        last = self.checkpoints.latest()
+        way_out = f"go on from {last}" if last else "begin anew"
+        raise UserError(
+            f"step {self.context.step}: train/lm_loss is {record.lm_loss}, train/grad_norm is "
+            f"{record.grad_norm}; the step was not applied. Lower optimizer.lr or lengthen "
+            f"optimizer.warmup_steps, and {way_out}"
+        )
 
     def _build_datasets(self) -> Datasets:
         config = self.config
@@ -142,34 +162,3 @@ class Trainer:
             data_size=self.world.size,
             workers=workers,
         )
-
-
-def _take(stream: BatchStream, count: int) -> list[Batch]:
-    return [next(stream) for _ in range(count)]
-
-
-def _check_same_model(config: RunConfig, vocabulary: Vocabulary, path: Path) -> None:
-    """Refuse a checkpoint of another shape, naming the first key that differs."""
-    meta = read_meta(path)
-    saved, now = meta["config"], to_dict(config)
-    for section in ("model", "moe"):
-        for key, value in now[section].items():
-            before = saved[section].get(key, value)
-            if key not in ("losses", "hidden_dropout", "attention_dropout", "vocab_size") and before != value:
-                raise UserError(
-                    f"{path}: saved with {section}.{key} {_short(before)}, this run has {_short(value)}; "
-                    "resume with the configuration that saved it"
-                )
-    for name, before, value in (
-        ("vocabulary", meta["vocabulary"], vocabulary.size),
-        ("data.sequence_length", saved["data"]["sequence_length"], config.data.sequence_length),
-    ):
-        if before != value:
-            raise UserError(
-                f"{path}: saved with {name} {before}, this run has {value}; resume with the same one"
-            )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) < 60 else text[:57] + "..."

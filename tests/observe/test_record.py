@@ -14,8 +14,8 @@ from megamoe.observe.reading import read_metrics
 from megamoe.observe.recorder import Recorder
 
 
-def record(folder: Path, rows: list[dict[str, Any]], resumed: bool = False) -> Path:
-    recorder = Recorder.open(folder, LogConfig(), "run", {}, resumed)
+def record(folder: Path, rows: list[dict[str, Any]], resumed_step: int | None = None) -> Path:
+    recorder = Recorder.open(folder, LogConfig(), "run", {}, resumed_step)
     for row in rows:
         recorder.log(row)
     recorder.close()
@@ -23,7 +23,7 @@ def record(folder: Path, rows: list[dict[str, Any]], resumed: bool = False) -> P
 
 
 def test_each_line_is_on_disk_before_the_recorder_closes(tmp_path: Path) -> None:
-    recorder = Recorder.open(tmp_path / "new" / "run", LogConfig(), "run", {}, False)
+    recorder = Recorder.open(tmp_path / "new" / "run", LogConfig(), "run", {}, None)
     recorder.log({"step": 1, "train/lm_loss": 2.5, "moe/layer_02/load": np.array([3, 1])})
     line = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
     assert line == '{"step": 1, "train/lm_loss": 2.5, "moe/layer_02/load": [3, 1]}\n'
@@ -47,15 +47,21 @@ def test_non_finite_values_are_valid_json_and_come_back(tmp_path: Path) -> None:
 def test_a_resumed_run_cuts_off_the_half_line_of_a_crash(tmp_path: Path) -> None:
     path = record(tmp_path, [{"step": 1}, {"step": 2}])
     path.write_text(path.read_text() + '{"step": 3, "train/lm_lo')
-    record(tmp_path, [{"step": 3, "x": 7}], resumed=True)
+    record(tmp_path, [{"step": 3, "x": 7}], resumed_step=2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "x": 7}\n'
 
 
 def test_a_resumed_run_keeps_a_whole_line_without_newline(tmp_path: Path) -> None:
     path = record(tmp_path, [{"step": 1}, {"step": 2}])
     path.write_text(path.read_text().removesuffix("\n"))
-    record(tmp_path, [{"step": 3}], resumed=True)
+    record(tmp_path, [{"step": 3}], resumed_step=2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_resumed_run_takes_the_later_steps_again(tmp_path: Path) -> None:
+    path = record(tmp_path, [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4}])
+    record(tmp_path, [{"step": 3, "x": 1}], resumed_step=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "x": 1}\n'
 
 
 def test_a_run_that_begins_anew_drops_the_old_record(tmp_path: Path) -> None:
@@ -65,7 +71,7 @@ def test_a_run_that_begins_anew_drops_the_old_record(tmp_path: Path) -> None:
 
 def test_the_last_record_of_a_repeated_step_counts(tmp_path: Path) -> None:
     path = record(tmp_path, [{"step": 2, "x": 20}, {"step": 1, "x": 10}, {"step": 3, "x": 30}])
-    record(tmp_path, [{"step": 2, "x": 21}], resumed=True)
+    record(tmp_path, [{"step": 2, "x": 21}], resumed_step=3)
     assert read_metrics(path) == [{"step": 1, "x": 10}, {"step": 2, "x": 21}, {"step": 3, "x": 30}]
 
 
@@ -81,11 +87,15 @@ def test_reading_leaves_out_a_broken_last_line_and_reports_any_other(tmp_path: P
 def test_tensorboard_holds_scalars_and_loads(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log = LogConfig(tensorboard=True)
-    for resumed, steps in ((False, (1, 2, 3)), (True, (2, 3))):
-        recorder = Recorder.open(tmp_path, log, "run", {}, resumed)
+    for resumed_step, steps in ((None, (1, 2, 3)), (1, (2, 3))):
+        recorder = Recorder.open(tmp_path, log, "run", {}, resumed_step)
         for step in steps:
             recorder.log(
-                {"step": step, "train/lm_loss": step + resumed * 0.5, "moe/layer_02/load": [6, 0, 2]}
+                {
+                    "step": step,
+                    "train/lm_loss": step + (resumed_step or 0) * 0.5,
+                    "moe/layer_02/load": [6, 0, 2],
+                }
             )
         recorder.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))

@@ -46,8 +46,8 @@ class FakeRun:
         pass
 
 
-def open_recorder(folder: Path, resumed: bool = False) -> Recorder:
-    return Recorder.open(folder, LogConfig(wandb=WandbConfig(enabled=True)), "run", {"seed": 7}, resumed)
+def open_recorder(folder: Path, resumed_step: int | None = None) -> Recorder:
+    return Recorder.open(folder, LogConfig(wandb=WandbConfig(enabled=True)), "run", {"seed": 7}, resumed_step)
 
 
 def test_auto_is_online_only_with_a_login(nobody_is_logged_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +99,8 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch:
     run = FakeRun()
     monkeypatch.setattr(wandb, "init", run.init)
     monkeypatch.setenv("WANDB_API_KEY", "made-up")
-    for resumed in (False, True, False):
-        open_recorder(tmp_path, resumed).close()
+    for resumed_step in (None, 1, None):
+        open_recorder(tmp_path, resumed_step).close()
     first, again, anew = run.inits
     assert first["id"] == again["id"] != anew["id"]
     assert (first["resume"], again["resume"], first["mode"]) == (None, "allow", "online")

@@ -63,6 +63,26 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         r"train_micro_batch_size_per_gpu is 4, but the YAML's train.micro_batch_size makes it 2; set it to "
         '"auto" or change the YAML',
     ),
+    "an unknown key": (
+        {"zero_optimization": {"stage": 1, "reduce_buket_size": 1}},
+        "zero_optimization.reduce_buket_size is 1: ",
+    ),
+    "a wrong value": (
+        {"zero_optimization": {"stage": 1, "reduce_bucket_size": "big"}},
+        "zero_optimization.reduce_bucket_size is 'big': ",
+    ),
+    "NVMe": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
+        "offload_optimizer.device is 'nvme' at stage 2; expected none, or cpu at stage 1 or 2",
+    ),
+    "offload at stage 0": (
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+        "offload_optimizer.device is 'cpu' at stage 0",
+    ),
+    "parameters offloaded": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "offload_param",
+    ),
     "accumulation": (
         {"gradient_accumulation_steps": 1},
         "gradient_accumulation_steps is 1, .* train.global_batch_size makes it 3",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megamoe.errors import UserError
 from megamoe.train.loop import train
 from megamoe.train.trainer import Trainer
 from tests.tiny import restored_process, tiny
@@ -67,7 +68,7 @@ def test_files_of_a_run(whole: tuple[Path, Any]) -> None:
 
 def test_profile_of_two_steps(whole: tuple[Path, Any]) -> None:
     events = json.loads((whole[0] / "profile" / "rank_00000.json").read_text())["traceEvents"]
-    assert sum(str(event.get("name")).startswith("Optimizer.step") for event in events) == 2
+    assert sum(str(event.get("name")).startswith("Optimizer.step#Stage0AdamW") for event in events) == 2
 
 
 def test_every_step_is_recorded_with_its_keys(whole: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -162,3 +163,43 @@ def test_launches_of_a_process_do_not_meet(tmp_path: Path) -> None:
     first, second = (run(tmp_path / name, "model.hidden_dropout=0.1") for name in ("first", "second"))
     assert without_times(first) == without_times(second)
     assert not dist.is_initialized()
+
+
+def test_the_test_set_is_evaluated_once_at_the_end(tmp_path: Path) -> None:
+    rows = run(tmp_path, "data.split=[0.8, 0.1, 0.1]", "train.steps=3", "evaluation={every: 1, batches: 1}")
+    assert ["test/lm_loss" in row for row in rows] == [False, False, True]
+    assert math.isfinite(rows[-1]["test/lm_loss"])
+    assert rows[-1]["test/lm_loss"] != rows[-1]["val/lm_loss"]
+
+
+def test_a_step_that_breaks_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
+    broken = ["optimizer.lr=1e30", "optimizer.grad_clip=0", "train.steps=9", "checkpoint.every=1"]
+    with pytest.raises(UserError, match=r"^step \d+: train/lm_loss is .*Lower optimizer.lr") as ended:
+        run(tmp_path, *broken)
+    (folder,) = tmp_path.iterdir()
+    broken_step = int(str(ended.value).split(":")[0].removeprefix("step "))
+    assert max(checkpoints(folder)) == f"step_{broken_step - 1:08d}"
+
+
+def test_an_attempt_without_a_checkpoint_is_set_aside_on_resuming(tmp_path: Path) -> None:
+    first = run(tmp_path, "name=a", "train.steps=2", "checkpoint.save_at_end=false")
+    run(tmp_path, "name=a", "train.steps=2", "checkpoint.resume=auto")
+    kept = [json.loads(line) for line in (tmp_path / "a.before-1/metrics.jsonl").read_text().splitlines()]
+    assert kept == first
+    assert checkpoints(tmp_path / "a") == ["latest", "step_00000002"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("seed=7", "saved with seed 1234, this run has 7"),
+        ("data.document_aware=true", "saved with data.document_aware False, this run has True"),
+        ("moe.num_experts=8", "saved with moe.num_experts 4, this run has 8"),
+        ("parallel.precision=bf16", "saved with precision fp32, this run has bf16"),
+    ],
+)
+def test_a_run_goes_on_only_as_what_it_was(tmp_path: Path, change: str, message: str) -> None:
+    aligned = ("name=a", "moe.expert_ffn_hidden_size=16")
+    run(tmp_path, *aligned, "train.steps=1")
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, *aligned, "train.steps=2", "checkpoint.resume=auto", change)

@@ -1,0 +1,51 @@
+"""Whether a checkpoint is one that this run can go on from: same layout, same model, same data."""
+
+from pathlib import Path
+from typing import Any
+
+from megamoe.config import RunConfig, to_dict
+from megamoe.errors import UserError
+from megamoe.parallel.checkpoint import check_layout, layout, read_meta
+from megamoe.parallel.deepspeed_config import resolve_precision, zero_stage
+
+# Keys that decide the tensors' shapes, or which sample comes next. The rest may change.
+SAME = {
+    "": ("seed",),
+    "model": ("*",),
+    "moe": ("layers", "num_experts", "expert_ffn_hidden_size", "num_shared_experts", "shared_expert_gate"),
+    "data": ("sources", "split", "mock", "sequence_length", "document_aware"),
+}
+FREE = ("hidden_dropout", "attention_dropout", "vocab_size")  # the vocabulary itself is compared
+
+
+def check_resume(
+    config: RunConfig, vocabulary: int, ranks: int, deepspeed: dict[str, Any], path: Path
+) -> None:
+    """Refuse before anything is built.
+
+    Raises:
+        UserError: naming the first key that differs, both values, and the way out.
+    """
+    meta = read_meta(path)
+    now = layout(ranks, config.parallel.expert, zero_stage(deepspeed), resolve_precision(config, deepspeed))
+    check_layout(path, meta, now)
+    _same(path, "vocabulary", meta["vocabulary"], vocabulary)
+    saved, current = meta["config"], to_dict(config)
+    for section, keys in SAME.items():
+        before, after = (saved[section], current[section]) if section else (saved, current)
+        for key in after if keys == ("*",) else keys:
+            if key not in FREE:
+                _same(path, f"{section}.{key}".lstrip("."), before.get(key), after[key])
+
+
+def _same(path: Path, key: str, before: Any, after: Any) -> None:
+    if before != after:
+        raise UserError(
+            f"{path}: saved with {key} {_short(before)}, this run has {_short(after)}; "
+            "resume with the configuration that saved it"
+        )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 60 else text[:57] + "..."
