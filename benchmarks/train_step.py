@@ -71,9 +71,8 @@ def report(moe: RunConfig, dense: RunConfig, rounds: int) -> None:
     pairs = zip(seconds["moe"], seconds["dense"], strict=True)
     ratios = sorted(moe / dense for moe, dense in list(pairs)[WARM_UP_ROUNDS:])
     low, high = median_interval(ratios)
-    print(
-        f"ratio moe / dense: {statistics.median(ratios):.3f} (90 % interval of the median {low:.3f} to {high:.3f})"
-    )
+    median = statistics.median(ratios)
+    print(f"ratio moe / dense: {median:.3f} (90 % interval of the median {low:.3f} to {high:.3f})")
 
 
 def median_interval(ordered: list[float]) -> tuple[float, float]:
