@@ -13,6 +13,9 @@ from torch.nn import functional
 from megamoe.moe import draws
 
 Activation = Literal["swiglu", "gelu"]
+# oneDNN prepares its bf16 kernel anew for every row count, and the counts change at every step: groups
+# padded to a multiple of this meet only a few.
+PADDED_ROWS = 64
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
@@ -59,10 +62,28 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
         """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
+        if rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16:
+            place_N, padded_E = padded_places(counts_E, PADDED_ROWS)
+            padded = rows_NH.new_zeros(int(padded_E.sum()), rows_NH.shape[1])
+            return self._products(padded.index_copy(0, place_N, rows_NH), padded_E).index_select(0, place_N)
+        return self._products(rows_NH, counts_E)
+
+    def _products(self, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
         ends_E = counts_E.cumsum(0).to(torch.int32)
         rows_NF = functional.grouped_mm(rows_NH, self.up.transpose(1, 2), offs=ends_E)
         rows_NF = activate(rows_NF, self.activation)
         return functional.grouped_mm(rows_NF, self.down.transpose(1, 2), offs=ends_E)
+
+
+def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+    """Where rows grouped by expert stand when each group is padded to a multiple of `unit`.
+
+    counts_E: int64 -> (each row's place, int64 [N]; the padded counts, int64 [E]).
+    """
+    padded_E = (counts_E + unit - 1) // unit * unit
+    shift_E = (padded_E.cumsum(0) - padded_E) - (counts_E.cumsum(0) - counts_E)
+    shift_N = shift_E.repeat_interleave(counts_E)
+    return torch.arange(shift_N.numel(), device=counts_E.device) + shift_N, padded_E
 
 
 def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Experts: the grouped product against the plain loop, the start of each expert, the shared ones."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.moe.experts import Activation, GroupedExperts, SharedExperts, loop_experts
+from megamoe.moe.experts import Activation, GroupedExperts, SharedExperts, loop_experts, padded_places
 from tests.moe.build import FFN, HIDDEN, make_hidden
 
 
@@ -34,6 +36,32 @@ def test_grouped_equals_loop_with_gradients(activation: Activation, counts: list
     experts = make_experts(range(4), activation)
     for grouped, loop in zip(run(experts, counts, True), run(experts, counts, False), strict=True):
         torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
+
+
+def test_groups_are_padded_to_whole_units() -> None:
+    place_N, padded_E = padded_places(torch.tensor([3, 0, 4, 5]), 4)
+    assert padded_E.tolist() == [4, 0, 4, 8]
+    assert place_N.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert padded_places(torch.tensor([0, 0]), 4)[0].tolist() == []
+
+
+@pytest.mark.parametrize("counts", [[30, 64, 1, 70], [0, 130, 0, 0], [0, 0, 0, 0]], ids=str)
+def test_padded_bf16_equals_the_loop_in_fp32(counts: list[int]) -> None:
+    """To bf16's 8 bits: each product is rounded once, sums are fp32."""
+    rows_NH, counts_E = make_hidden(sum(counts)), torch.tensor(counts)
+    weight_H = torch.linspace(-1, 2, HIDDEN)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        experts = make_experts(range(4)).to(torch.bfloat16).to(dtype)  # the same rounded weights
+        rows = rows_NH.to(torch.bfloat16).to(dtype).requires_grad_()
+        run_experts = experts if dtype == torch.bfloat16 else functools.partial(loop_experts, experts)
+        output_NH = run_experts(rows, counts_E)
+        inputs = [rows, experts.up, experts.down]
+        found[dtype] = [output_NH, *torch.autograd.grad((output_NH * weight_H.to(dtype)).sum(), inputs)]
+    for padded, loop in zip(found[torch.bfloat16], found[torch.float32], strict=True):
+        assert padded.dtype == torch.bfloat16 and padded.shape == loop.shape
+        size = loop.detach().abs().max() if loop.numel() else 0.0
+        torch.testing.assert_close(padded.float(), loop, rtol=0, atol=0.02 * float(size))
 
 
 def test_loop_is_the_formula() -> None:
