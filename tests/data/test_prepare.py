@@ -296,6 +296,7 @@ def test_tool_on_a_full_disk_is_an_error_without_traceback(tmp_path: Path) -> No
     (tmp_path / "to").mkdir()
 
     def fill_the_disk() -> None:
+        sys.dont_write_bytecode = True  # Python 3.11 would leave a module's cache cut short for good
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         tool = importlib.util.module_from_spec(TOOL)
         TOOL.loader.exec_module(tool)

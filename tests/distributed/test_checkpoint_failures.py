@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def save_on_a_full_disk(limited_rank: int | None, **changes: Any) -> str:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if trainer.world.rank == limited_rank:
+            sys.dont_write_bytecode = True  # Python 3.11 would leave a module's cache cut short for good
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
         trainer.save()
     except UserError as error:
