@@ -7,6 +7,7 @@ import warnings
 _NOTICES = (
     ".*(Transformer Engine|Apex).*not installed.*",
     ".*full scope is deprecated.*",
+    r".*`torch\.distributed\.\w+` is deprecated.*",  # DeepSpeed's collectives
 )
 
 
