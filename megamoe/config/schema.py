@@ -39,7 +39,7 @@ class DataConfig:
     split: list[NonNegativeFloat] = field(default_factory=lambda: [0.98, 0.02, 0.0])  # train, valid, test
     validation: dict[str, Sources] = field(default_factory=dict)  # further validation sets, by name
     mock: bool = False  # made-up tokens, to try a layout or a machine
-    sequence_length: PositiveInt = 256
+    sequence_length: PositiveInt = 256  # tokens
     tokenizer: str | None = None  # default: the one named in the data card
     document_aware: bool = False  # attention, positions and loss stop at document boundaries
     cache: str | None = None  # folder of the sample index; default: beside the data
@@ -51,23 +51,23 @@ class ModelConfig:
     """The transformer: Megatron-Core's GPTModel."""
 
     __pydantic_config__ = STRICT
-    num_layers: PositiveInt = 4
-    hidden_size: PositiveInt = 256
+    num_layers: PositiveInt = 4  # transformer blocks
+    hidden_size: PositiveInt = 256  # a multiple of the heads
     num_attention_heads: PositiveInt = 4
     num_query_groups: PositiveInt | None = None  # grouped-query attention; default: one per head
     ffn_hidden_size: PositiveInt | None = None  # of the dense blocks; default: 4 x hidden_size
     vocab_size: PositiveInt | None = None  # default: the tokenizer's
     vocab_multiple: PositiveInt = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned"] = "rope"
-    rope_base: PositiveInt = 10000
+    rope_base: PositiveInt = 10000  # of the rotary frequencies
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: PositiveFloat = 1e-5  # added to the variance
     activation: Literal["swiglu", "gelu"] = "swiglu"
     bias: bool = False  # of attention and the dense FFN; experts have none, as Megatron's grouped ones
-    tie_embeddings: bool = True
-    init_std: PositiveFloat = 0.02
-    hidden_dropout: Fraction = 0.0
-    attention_dropout: Fraction = 0.0
+    tie_embeddings: bool = True  # output weights are the embedding
+    init_std: PositiveFloat = 0.02  # over sqrt(2 num_layers) where a weight writes into the residual
+    hidden_dropout: Fraction = 0.0  # on what a block adds to its residual
+    attention_dropout: Fraction = 0.0  # on attention weights
 
 
 @dataclass
@@ -106,7 +106,7 @@ class MoEConfig:
 
     __pydantic_config__ = STRICT
     layers: LayersConfig = field(default_factory=LayersConfig)
-    num_experts: PositiveInt = 8
+    num_experts: PositiveInt = 8  # of each MoE block
     expert_ffn_hidden_size: PositiveInt | None = None  # default: the dense blocks' size
     num_shared_experts: NonNegativeInt = 0  # each of the experts' size; every token visits them
     shared_expert_gate: bool = False  # sigmoid(w . x) on the shared experts' output
@@ -130,10 +130,10 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule. Steps are optimiser steps."""
 
     __pydantic_config__ = STRICT
-    lr: PositiveFloat = 3e-4
+    lr: PositiveFloat = 3e-4  # the peak
     min_lr: NonNegativeFloat = 0.0
     schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: NonNegativeInt = 0  # linear, from 0 to lr
     decay_steps: PositiveInt | None = None  # cosine, linear, wsd reach min_lr there; default: train.steps
     wsd_decay_steps: PositiveInt | None = None  # the last stretch of `wsd`; default: a tenth of decay_steps
     beta1: Fraction = 0.9
@@ -167,11 +167,11 @@ class TrainConfig:
     """How long and how large. Batch sizes count sequences."""
 
     __pydantic_config__ = STRICT
-    steps: PositiveInt = 100
-    micro_batch_size: PositiveInt = 1
+    steps: PositiveInt = 100  # optimiser steps of the whole run
+    micro_batch_size: PositiveInt = 1  # sequences per rank and forward pass
     global_batch_size: PositiveInt | None = None  # default: micro_batch_size x data-parallel size
     batch_rampup: RampupConfig | None = None
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = 0.0  # share of the target given to the other words
     exit_after_steps: PositiveInt | None = None  # save and stop, of this launch
     exit_after_minutes: PositiveFloat | None = None
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -227,11 +227,11 @@ class RunConfig:
     """One run, whole."""
 
     __pydantic_config__ = STRICT
-    name: str = "run"
+    name: str = "run"  # of the run and its folder
     output: str = "runs"  # the run's folder is <output>/<name>
     overwrite: bool = False  # begin anew in a run folder that exists
-    seed: NonNegativeInt = 1234
-    plugins: list[str] = field(default_factory=list)
+    seed: NonNegativeInt = 1234  # of weights, data order and every draw
+    plugins: list[str] = field(default_factory=list)  # files, modules or entry points that add parts
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
