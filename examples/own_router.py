@@ -42,6 +42,6 @@ class EntropyLoss(Part):
 
         weight: float = 1e-3
 
-    def forward(self, routing: Routing) -> Tensor:
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32."""
         return torch.special.entr(routing.probs_TE).sum(dim=-1).mean()

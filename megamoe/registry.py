@@ -17,6 +17,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,15 +26,18 @@ from megamoe.errors import UserError
 ENTRY_POINT_GROUP = "megamoe.plugins"
 BUILTIN_PACKAGES = (
     "megamoe.moe.scorers",
+    "megamoe.moe.restrictions",
     "megamoe.moe.gates",
     "megamoe.moe.selectors",
     "megamoe.moe.losses",
     "megamoe.moe.capacity",
+    "megamoe.moe.systems",
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
 KINDS = ("scorer", "restriction", "gate", "selector", "capacity", "loss")
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
+_systems: dict[str, "System"] = {}
 _discovered = False
 
 PartClass = TypeVar("PartClass", bound=type)
@@ -69,6 +73,43 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
         return part
 
     return decorate
+
+
+@dataclass(frozen=True)
+class System:
+    """A composition by name: what `router: <name>` stands for.
+
+    tree: keys of the section `moe` (router, losses, num_shared_experts, ...) as the YAML would give them.
+    """
+
+    name: str
+    tree: dict[str, Any]
+    source: str
+
+
+def register_system(name: str, tree: dict[str, Any], source: str) -> None:
+    """Make a composition of parts known as `router: <name>`.
+
+    Raises:
+        ValueError: if the name is taken by another composition.
+    """
+    system = System(name, tree, source)
+    if _systems.setdefault(name, system) != system:
+        raise ValueError(f"system {name!r} is registered twice; give one of them another name")
+
+
+def get_system(name: str) -> System:
+    """The composition registered as `name`; UserError with the nearest known name if there is none."""
+    discover()
+    if name not in _systems:
+        raise UserError(unknown_name_message("system", name, list(_systems)))
+    return _systems[name]
+
+
+def list_systems() -> dict[str, System]:
+    """Every registered composition, in the order of registration."""
+    discover()
+    return dict(_systems)
 
 
 def _full_name(part: type) -> str:

@@ -83,7 +83,7 @@ BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
         ["model.num_attention_heads=3"],
         "model.hidden_size: 16 does not divide by model.num_attention_heads 3",
     ),
-    "k": (["moe.router.selector.k=5"], "moe.router.selector.k: found 5, but there are only 4 experts"),
+    "k": (["moe.router.selector.k=5"], "moe.router.selector: top_k: k is 5, but there are only 4 experts"),
     "no data": (["data.mock=false"], "data.sources is empty; expected at least one prepared dataset"),
     "missing data": (["data.mock=false", "data.sources=[no/corpus]"], "no file 'no/corpus.bin'"),
     "missing checkpoint": (["checkpoint.resume=no/step_1"], "checkpoint.resume: no/step_1 is not a complete"),

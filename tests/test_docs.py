@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import yaml
 
 from megamoe.config import RunConfig, load_config, parse_config
 from megamoe.config.parts import PartChoice
+from megamoe.moe.check import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import build_part
+from tests.moe.build import make_hidden, make_layer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,6 +51,50 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_named_in_commands_exist(page: Path) -> None:
     for name in re.findall(r"\b((?:examples|ds_configs|tools|benchmarks)/[\w/]+\.\w+)", page.read_text()):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", blocks_of("docs/parts.md", "python"))
+def test_the_examples_of_parts_are_plugins_that_learn(block: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(block)
+    kind, name = re.search(r'@register\("(\w+)", "(\w+)"\)', block).groups()  # type: ignore[union-attr]
+    tree = {
+        "plugins": ["own.py"],
+        "moe": {"num_experts": 4, "losses": {name: 0.1}}
+        if kind == "loss"
+        else {"num_experts": 4, "router": {f"{kind}s": [name]} if kind == "restriction" else {kind: name}},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    config = load_config(tmp_path / "run.yaml").moe
+    check_parts(config, expert_parallel=1)
+    layer = make_layer(config, StepContext(step=1))
+    output_TH = layer(make_hidden(24))
+    (output_TH.square().sum() * (kind != "loss")).backward()
+    assert output_TH.isfinite().all()
+    assert all(p.grad is not None and p.grad.any() for p in layer.router.scorer.parameters())
+    assert "Source: this page" in block  # what tools/list_parts.py would show
+
+
+@pytest.mark.parametrize("block", blocks_of("docs/parts.md", "yaml"))
+def test_the_yaml_of_parts_is_valid(block: str, tmp_path: Path) -> None:
+    (tmp_path / "own_router.py").write_text((ROOT / "examples/own_router.py").read_text())
+    (tmp_path / "run.yaml").write_text(block)
+    check_parts(load_config(tmp_path / "run.yaml").moe, expert_parallel=1)
+
+
+def test_the_page_of_all_parts_is_what_the_tool_says() -> None:
+    told = subprocess.run(
+        [sys.executable, "tools/list_parts.py", "--markdown"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    page = (ROOT / "docs/all_parts.md").read_text()
+    assert page[page.index("## Scorer") :].strip() == told.strip()
 
 
 def test_the_readmes_yaml_is_a_run() -> None:

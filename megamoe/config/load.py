@@ -14,6 +14,7 @@ from megamoe import registry
 from megamoe.config.parts import PartChoice
 from megamoe.config.problems import first_problem, shown
 from megamoe.config.schema import RunConfig
+from megamoe.config.systems import expand_system
 from megamoe.errors import UserError
 
 
@@ -70,8 +71,12 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> RunConfig:
     """Check a plain mapping against the schema; plugins must be loaded already."""
     try:
+        written_out = _without_shorthands(tree)
+    except UserError as error:
+        raise UserError(f"{source}: moe.router: {error}") from None
+    try:
         # As JSON, because only there may a mapping become a dataclass while numbers stay strict.
-        return TypeAdapter(RunConfig).validate_json(json.dumps(_without_shorthands(tree), default=str))
+        return TypeAdapter(RunConfig).validate_json(json.dumps(written_out, default=str))
     except ValidationError as error:
         raise UserError(f"{source}: {first_problem(error, RunConfig)}") from None
 
@@ -95,11 +100,13 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
-    """`layers: none` and bare paths as sources, written out."""
+    """A router's system, `layers: none` and bare paths as sources, written out."""
     tree = copy.deepcopy(tree)
     moe, data = tree.get("moe"), tree.get("data")
-    if isinstance(moe, dict) and "layers" in moe and moe["layers"] in (None, "none"):
-        moe["layers"] = {}
+    if isinstance(moe, dict):
+        moe = tree["moe"] = expand_system(moe)
+        if "layers" in moe and moe["layers"] in (None, "none"):
+            moe["layers"] = {}
     if isinstance(data, dict):
         if "sources" in data:
             data["sources"] = _with_paths(data["sources"])
@@ -145,7 +152,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.get(key)
-        if isinstance(child, str) and _is_part_key(keys[: depth + 1]):
+        if isinstance(child, str) and keys[: depth + 1] == ["moe", "router"]:
+            child = {"system": child}
+        elif isinstance(child, str) and _is_part_key(keys[: depth + 1]):
             child = {"name": child}
         elif isinstance(child, int | float) and keys[:depth] == ["moe", "losses"]:
             child = {"weight": child}

@@ -66,17 +66,21 @@ class ModelConfig:
     bias: bool = False  # of attention and the dense FFN; experts have none, as Megatron's grouped ones
     tie_embeddings: bool = True  # output weights are the embedding
     init_std: PositiveFloat = 0.02  # over sqrt(2 num_layers) where a weight writes into the residual
+    init_scale: PositiveFloat | None = None  # s: start as truncated normal of std sqrt(s / fan_in) instead
     hidden_dropout: Fraction = 0.0  # on what a block adds to its residual
     attention_dropout: Fraction = 0.0  # on attention weights
+    recompute: Literal["none", "selective", "full"] = "none"  # in backward: MoE layers, or whole blocks
 
 
 @dataclass
 class LayersConfig:
-    """Which blocks are MoE, counted from 1: every n-th, or those listed; neither (`none`): a dense model."""
+    """Where MoE layers stand, blocks counted from 1: in place of the FFN of every n-th block, or of those
+    listed; or as a layer of its own after a block. None of them (`none`): a dense model."""
 
     __pydantic_config__ = STRICT
     every: PositiveInt | None = None
     at: list[PositiveInt] = field(default_factory=list)
+    insert_after: list[PositiveInt] = field(default_factory=list)  # as in BASE
 
 
 Scorer = Annotated[PartChoice, one_part("scorer", "linear")]
@@ -108,8 +112,12 @@ class MoEConfig:
     layers: LayersConfig = field(default_factory=LayersConfig)
     num_experts: PositiveInt = 8  # of each MoE block
     expert_ffn_hidden_size: PositiveInt | None = None  # default: the dense blocks' size
+    expert_sublayers: PositiveInt = 1  # above 1: each expert is a stack of that many residual FFN sub-layers
+    expert_dropout: Fraction = 0.0  # on an expert's output
+    expert_activation_dropout: Fraction = 0.0  # inside an expert, after its activation
     num_shared_experts: NonNegativeInt = 0  # each of the experts' size; every token visits them
-    shared_expert_gate: bool = False  # sigmoid(w . x) on the shared experts' output
+    shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"  # gated: sigmoid(w.x); residual: softmax
+    frozen: list[Literal["router", "experts"]] = field(default_factory=list)  # kept as they are
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: Losses = field(default_factory=dict)
 
@@ -188,6 +196,15 @@ class EvaluationConfig:
 
 
 @dataclass
+class InitConfig:
+    """Start from the weights of another run's checkpoint: a new run, with a fresh optimiser."""
+
+    __pydantic_config__ = STRICT
+    path: str | None = None  # a step_* folder
+    experts: Literal["same", "cut", "copy"] = "same"  # cut a dense FFN into the experts, or copy it into each
+
+
+@dataclass
 class CheckpointConfig:
     """When the run is saved, how many are kept, and what a launch goes on from."""
 
@@ -195,6 +212,7 @@ class CheckpointConfig:
     every: NonNegativeInt = 0  # steps; 0: only at the end
     keep: PositiveInt = 2
     save_at_end: bool = True
+    init: InitConfig = field(default_factory=InitConfig)
     resume: str = "never"  # never | auto (the latest of this run, if any) | a checkpoint's folder
 
 

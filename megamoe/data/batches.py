@@ -43,6 +43,13 @@ class Batch:
             moved[field.name] = None if tensor is None else tensor.to(device, non_blocking=True)
         return Batch(**moved)
 
+    def repeat(self, times: int) -> "Batch":
+        """Every sequence `times` times over: the whole micro batch, then again."""
+        if times == 1:
+            return self
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{n: None if t is None else t.repeat(times, *[1] * (t.dim() - 1)) for n, t in tensors.items()})
+
 
 class BatchStream:
     """An iterator over one rank's micro batches.

@@ -1,40 +1,70 @@
-"""What every part of the MoE layer is made of: its dimensions, the step's context, a common base."""
+"""What every part of the MoE layer is made of: its surroundings, the step's context, a common base."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe import draws
 
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes that a part may need when it is built.
+    """What a part may need to know when it is built.
 
-    layer: the block's number, from 1. init_std: standard deviation of weights at the start.
+    layer: the block's number, from 1. init_std, init_scale: how weights start, see `draws.start_weight`.
+    vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
+    share one set of experts. gate: the name of the router's gate. num_choices: the k that the selector
+    counts with.
     """
 
     hidden_size: int
     num_experts: int
     layer: int = 1
     init_std: float = 0.02
+    init_scale: float | None = None
     seed: int = 0
+    vocab_size: int | None = None
+    expert_parallel: int = 1
+    gate: str = "softmax"
+    num_choices: int = 1
+
+    def start(self, weight: Tensor, purpose: str) -> None:
+        """Draw a weight's start in place; it depends on (seed, layer, purpose) alone."""
+        key = draws.key(self.seed, 0, self.layer, purpose)
+        draws.start_weight(weight, key, self.init_std, self.init_scale)
 
 
 @dataclass
 class StepContext:
     """What the layers must know of the micro batch under way; the training loop writes it.
 
-    One object is shared by all layers of a model. aux_scale multiplies the gradient of the
-    auxiliary losses (their declared mean over micro batches, see `layer.attach_loss`).
-    token_index_T: int64, each token's place in the whole run's data, which keys every random draw;
-    None: the tokens are numbered from 0.
+    One object is shared by all layers of a model. Tokens stand position by position: token s * B + b is
+    position s of sequence b.
+
+    aux_scale: multiplies the gradient of the auxiliary losses (their declared mean over micro batches,
+    see `layer.attach_loss`). token_index_T: int64, each token's place in the whole run's data, which keys
+    every random draw; None: the tokens are numbered from 0. token_ids_T: int64, the vocabulary's.
+    sample_index_B: int64, the number in the run's data of each sequence; None: one sequence.
+    micro_batch: its number in the run's data; micro batches are dealt to the data-parallel ranks in turn.
+    num_rollouts: G, where an objective has every sequence routed several times: sequence g * B / G + b
+    is then routing g of sequence b. data_group: the ranks whose micro batches together are the batch;
+    None: this one alone.
     """
 
     seed: int = 0
     step: int = 0
     aux_scale: float = 1.0
     token_index_T: Tensor | None = None
+    token_ids_T: Tensor | None = None
+    sample_index_B: Tensor | None = None
+    micro_batch: int = 0
+    num_rollouts: int = 1
+    data_group: dist.ProcessGroup | None = None
 
     def token_index(self, num_tokens: int, device: torch.device) -> Tensor:
         """int64 [T]."""
@@ -42,19 +72,35 @@ class StepContext:
             return torch.arange(num_tokens, device=device)
         return self.token_index_T.to(device)
 
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return 1 if self.sample_index_B is None else self.sample_index_B.numel()
+
+    def sequence(self, num_tokens: int, device: torch.device) -> Tensor:
+        """int64 [T]: the sequence of each token, from 0 to B - 1."""
+        return torch.arange(num_tokens, device=device) % self.num_sequences
+
+    def draw_key(self, layer: int, purpose: str) -> int:
+        """The key of this step's draws for a purpose of one layer, for `draws.uniform`."""
+        return draws.key(self.seed, self.step, layer, purpose)
+
+
+Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
+
 
 class Part(nn.Module):
     """Base of scorers, restrictions, gates, selectors, capacities and losses.
 
     A subclass adds a nested dataclass `Config` and its `forward`; `register(kind, name)` makes it
-    known. The signatures of `forward`, by kind:
+    known. The signatures of `forward`, by kind (`Scored`, `Pairs` and `Routing` are in `routing`):
 
-        scorer       (hidden_TH fp32, context) -> scores_TE fp32
-        restriction  (scores_TE, context) -> candidates_TE bool
+        scorer       (hidden_TH fp32, context) -> scores_TE fp32, or (scores_TE, extras by name)
+        restriction  (Scored, context) -> candidates_TE bool
         gate         (scores_TE, candidates_TE | None) -> probs_TE
-        selector     (probs_TE, scores_TE, candidates_TE | None) -> Pairs
-        capacity     (Pairs, num_tokens, num_choices) -> keep_N bool, or None: all survive
-        loss         (Routing) -> scalar fp32, not multiplied by its weight
+        selector     (Scored, context) -> Pairs
+        capacity     (Pairs, Scored, context) -> keep_N bool, or None: all survive
+        loss         (Routing, context) -> scalar fp32, not multiplied by its weight
     """
 
     @dataclass
@@ -65,3 +111,67 @@ class Part(nn.Module):
         super().__init__()
         self.config = config
         self.dims = dims
+
+    @classmethod
+    def check(cls, options: Any, moe: MoEConfig, expert_parallel: int) -> None:
+        """Refuse a composition that makes no sense, before anything is built.
+
+        options: this part's Config; moe: all that it would stand among.
+
+        Raises:
+            ValueError: what was found, what was expected, the way out; the caller names the key.
+        """
+
+    def after_step(self, load_E: Tensor, context: StepContext) -> None:
+        """Learn outside the gradient: called after each optimiser step, in training, without gradient.
+
+        load_E: int64, the pairs that the selectors of all ranks wanted in the step's whole batch. What is
+        learned lives in registered buffers, which checkpoints save.
+        """
+
+    def constraints(self) -> list[Constraint]:
+        """Parameters to be projected after each optimiser step, with pure functions fp32 -> fp32."""
+        return []
+
+
+class Gate(Part):
+    """A gate; `bias_E` shifts what the selector and the restrictions choose by, never p."""
+
+    @property
+    def bias_E(self) -> Tensor | None:
+        """fp32 [E], or None."""
+        return None
+
+
+class Restriction(Part):
+    """A restriction; one that keeps all tokens on their own rank says so, and nothing is sent."""
+
+    def keeps_home(self, context: StepContext) -> bool:
+        """Whether in this step every token's candidates are the experts of its own rank, on all ranks alike."""
+        return False
+
+
+class Selector(Part):
+    """A selector, with the k that capacity counts with."""
+
+    @property
+    def num_choices(self) -> int:
+        """k; 1 where it varies by token."""
+        return 1
+
+    def after_drops(self, pairs: Any) -> Any:
+        """The Pairs that the capacity left, with their final weights."""
+        return pairs
+
+
+class Objective(Part):
+    """A loss that needs the model's token losses: (Routing, context, token_losses_T) -> scalar fp32.
+
+    It stands among the losses; the training step calls it after the model's forward pass.
+    token_losses_T: fp32, without gradient, 0 where no loss is taken.
+    """
+
+    @property
+    def num_rollouts(self) -> int:
+        """How many times each sequence is routed in a forward pass."""
+        return 1

@@ -1,12 +1,14 @@
 """The router: the stages between the hidden states and the Routing, in their order."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
 from megamoe.moe.part import Dims, Part, StepContext
-from megamoe.moe.routing import Routing
+from megamoe.moe.routing import Routing, Scored
 from megamoe.registry import get_part
 
 
@@ -21,26 +23,47 @@ class Router(nn.Module):
 
     def __init__(self, config: RouterConfig, dims: Dims) -> None:
         super().__init__()
-        self.scorer = build_part(config.scorer, dims)
-        self.restrictions = nn.ModuleList([build_part(choice, dims) for choice in config.restrictions])
-        self.gate = build_part(config.gate, dims)
+        dims = replace(dims, gate=config.gate.name)
         self.selector = build_part(config.selector, dims)
-        self.capacity = build_part(config.capacity, dims)
+        self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
+        self.scorer = build_part(config.scorer, self.dims)
+        self.restrictions = nn.ModuleList([build_part(choice, self.dims) for choice in config.restrictions])
+        self.gate = build_part(config.gate, self.dims)
+        self.capacity = build_part(config.capacity, self.dims)
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Routing:
         """[T, H] in any float dtype -> Routing."""
         with torch.autocast(hidden_TH.device.type, enabled=False):
-            scores_TE = self.scorer(hidden_TH.float(), context)
-            candidates_TE = self._candidates(scores_TE, context)
-            probs_TE = self.gate(scores_TE, candidates_TE)
-            wanted = self.selector(probs_TE, scores_TE, candidates_TE)
-            keep_N = self.capacity(wanted, hidden_TH.shape[0], self.selector.num_choices)
-        pairs = wanted if keep_N is None else wanted.keep(keep_N)
-        return Routing(wanted, pairs, scores_TE, probs_TE, candidates_TE)
+            scored = self._score(hidden_TH.float(), context)
+            self._restrict(scored, context)
+            wanted = pairs = self.selector(scored, context)
+            keep_N = self.capacity(wanted, scored, context)
+            if keep_N is not None:
+                pairs = self.selector.after_drops(wanted.keep(keep_N))
+        stays_home = any(restriction.keeps_home(context) for restriction in self.restrictions)
+        return Routing(**vars(scored), wanted=wanted, pairs=pairs, stays_home=stays_home)
 
-    def _candidates(self, scores_TE: Tensor, context: StepContext) -> Tensor | None:
-        candidates_TE = None
+    def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
+        found = self.scorer(hidden_TH, context)
+        scores_TE, extras = found if isinstance(found, tuple) else (found, {})
+        affinities_TE = self.gate(scores_TE, None)
+        ranking_TE = self._ranking_TE(affinities_TE, None)
+        return Scored(scores_TE, affinities_TE, affinities_TE, ranking_TE, None, extras)
+
+    def _restrict(self, scored: Scored, context: StepContext) -> None:
         for restriction in self.restrictions:
-            allowed_TE = restriction(scores_TE, context)
-            candidates_TE = allowed_TE if candidates_TE is None else candidates_TE & allowed_TE
-        return candidates_TE
+            allowed_TE = restriction(scored, context)
+            known_TE = scored.candidates_TE
+            scored.candidates_TE = allowed_TE if known_TE is None else known_TE & allowed_TE
+            scored.ranking_TE = scored.ranking_TE.masked_fill(~scored.candidates_TE, float("-inf"))
+        if scored.candidates_TE is not None:
+            scored.probs_TE = self.gate(scored.scores_TE, scored.candidates_TE)
+            scored.ranking_TE = self._ranking_TE(scored.probs_TE, scored.candidates_TE)
+
+    def _ranking_TE(self, probs_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
+        ranking_TE = probs_TE.detach()
+        if self.gate.bias_E is not None:
+            ranking_TE = ranking_TE + self.gate.bias_E
+        if candidates_TE is not None:
+            ranking_TE = ranking_TE.masked_fill(~candidates_TE, float("-inf"))
+        return ranking_TE

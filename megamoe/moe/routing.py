@@ -15,6 +15,15 @@ import torch
 from torch import Tensor
 
 
+def count(index_N: Tensor, size: int, weight_N: Tensor | None = None) -> Tensor:
+    """int64 [size]: how often each index occurs; weight_N, bool or int64: how much each counts.
+
+    Unlike torch.bincount it never waits for the device.
+    """
+    weight_N = torch.ones_like(index_N) if weight_N is None else weight_N.to(torch.int64)
+    return weight_N.new_zeros(size).scatter_add_(0, index_N, weight_N)
+
+
 @dataclass
 class Pairs:
     """A flat list of (token, expert) pairs, in token order, then by choice.
@@ -28,27 +37,38 @@ class Pairs:
     weight_N: Tensor
     choice_N: Tensor
 
+    @classmethod
+    def of_choices(cls, expert_TK: Tensor, weight_TK: Tensor, valid_TK: Tensor | None = None) -> "Pairs":
+        """Each token's experts in the order of choice; `valid_TK`, bool: which of them are pairs."""
+        num_tokens, num_choices = expert_TK.shape
+        token_TK = torch.arange(num_tokens, device=expert_TK.device)[:, None].expand_as(expert_TK)
+        choice_TK = torch.arange(num_choices, device=expert_TK.device)[None, :].expand_as(expert_TK)
+        columns = (token_TK, expert_TK, weight_TK, choice_TK)
+        pairs = cls(*(column_TK.reshape(-1) for column_TK in columns))
+        return pairs if valid_TK is None else pairs.keep(valid_TK.reshape(-1))
+
     def keep(self, keep_N: Tensor) -> "Pairs":
         """The pairs where the bool mask `keep_N` holds."""
-        return Pairs(
-            self.token_N[keep_N], self.expert_N[keep_N], self.weight_N[keep_N], self.choice_N[keep_N]
-        )
+        kept_M = keep_N.nonzero().squeeze(1)  # once: each mask of its own would wait for the device
+        columns = (self.token_N, self.expert_N, self.weight_N, self.choice_N)
+        return Pairs(*(column_N.index_select(0, kept_M) for column_N in columns))
 
 
 @dataclass
-class Routing:
-    """One layer's decision on one micro batch.
+class Scored:
+    """A micro batch on its way through the router: what the stages so far have found.
 
-    wanted: the pairs that the selector chose; pairs: those that the capacity left, which are computed.
-    scores_TE: fp32, before restrictions and gate. probs_TE: fp32, the gate's values (a restricted
-    expert has exactly 0). candidates_TE: bool, the experts that the restrictions left, or None for all.
-    extras: what a scorer hands to a loss of its own, by name.
+    scores_TE: fp32, the scorer's. affinities_TE: fp32, the gate's values over all experts. probs_TE: fp32,
+    the gate's values over the candidates (the others have exactly 0); until the restrictions are done,
+    the affinities. ranking_TE: fp32 without gradient, what choices are made by: probs_TE plus the gate's
+    bias, -inf where an expert is no candidate. candidates_TE: bool, the experts that the restrictions so
+    far left, None for all. extras: what a scorer hands on, by name.
     """
 
-    wanted: Pairs
-    pairs: Pairs
     scores_TE: Tensor
+    affinities_TE: Tensor
     probs_TE: Tensor
+    ranking_TE: Tensor
     candidates_TE: Tensor | None = None
     extras: dict[str, Tensor] = field(default_factory=dict)
 
@@ -62,10 +82,23 @@ class Routing:
         """E."""
         return self.scores_TE.shape[1]
 
+
+@dataclass
+class Routing(Scored):
+    """One layer's decision on one micro batch: what the router found, and its pairs.
+
+    wanted: the pairs that the selector chose; pairs: those that the capacity left, which are computed.
+    stays_home: on all ranks alike, every pair's expert is on its token's own rank.
+    """
+
+    wanted: Pairs = field(kw_only=True)
+    pairs: Pairs = field(kw_only=True)
+    stays_home: bool = False
+
     def wanted_counts_E(self) -> Tensor:
         """Pairs wanted by the selector, per expert, int64."""
-        return torch.bincount(self.wanted.expert_N, minlength=self.num_experts)
+        return count(self.wanted.expert_N, self.num_experts)
 
     def counts_E(self) -> Tensor:
         """Pairs computed, per expert, int64: the load."""
-        return torch.bincount(self.pairs.expert_N, minlength=self.num_experts)
+        return count(self.pairs.expert_N, self.num_experts)

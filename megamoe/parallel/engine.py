@@ -12,9 +12,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from megamoe.config.schema import RunConfig
+from megamoe.moe.part import Constraint
 from megamoe.parallel.deepspeed_config import (
     Precision,
     fill_in,
@@ -82,6 +84,22 @@ class Engine:
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")
+
+    @torch.no_grad()
+    def project(self, constraints: list[Constraint]) -> None:
+        """Replace each parameter by its projection, in full precision where it has a master copy.
+
+        Collective at ZeRO 1 and 2, where a master is spread over ranks.
+        """
+        for parameter, projection in constraints:
+            if self.stage == 0:
+                master = self.inner_optimizer.master_of(parameter)  # type: ignore[attr-defined]
+                value = projection(master.float())
+                master.copy_(value)
+            else:
+                value = projection(safe_get_full_fp32_param(parameter))
+                safe_set_full_fp32_param(parameter, value)
+            parameter.copy_(value)
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""

@@ -81,6 +81,10 @@ class Stage0AdamW(torch.optim.AdamW):
         self.grad_clip = grad_clip
         self._global_grad_norm: float | None = None
 
+    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The fp32 weight that the update goes to."""
+        return parameter
+
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """(parameter, gradient) of what has one; the parameter tells dense from expert."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -132,6 +136,11 @@ class MasterWeightAdamW(Stage0AdamW):
 
         parameter.register_post_accumulate_grad_hook(accumulate)
         return master
+
+    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The fp32 weight that the update goes to."""
+        place = next(i for i, known in enumerate(self.model_parameters) if known is parameter)
+        return self.masters()[place]
 
     def masters(self) -> list[nn.Parameter]:
         """The fp32 weights, in the order of `model_parameters`."""

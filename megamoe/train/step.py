@@ -19,6 +19,8 @@ from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.parallel.engine import Engine
 
+ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
+
 
 @dataclass
 class LayerLoad:
@@ -119,16 +121,22 @@ def train_step(
     dist.all_reduce(tokens)
     lm_scale = engine.data_parallel / max(float(tokens), 1.0)
     context.aux_scale = 1.0 / len(batches)
+    rollouts = num_rollouts(model)
     record = StepRecord()
     for place, batch in enumerate(batches):
-        batch = batch.to(device)
-        context.token_index_T = token_index(batch)
+        batch = batch.to(device).repeat(rollouts)
+        tell(context, batch, rollouts)
         losses_BS = engine.forward(
             last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
         )
-        lm_sum = (losses_BS * batch.loss_mask_BS).sum()
-        engine.backward(lm_sum * lm_scale)
-        record.add(model, float(lm_sum.detach()), float(batch.loss_mask_BS.sum()))
+        masked_BS = losses_BS * batch.loss_mask_BS
+        lm_sum = masked_BS.sum() / rollouts
+        loss = lm_sum * lm_scale
+        for _, layer in model.moe_layers():
+            if layer.objectives:
+                loss = loss + context.aux_scale * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
+        engine.backward(loss)
+        record.add(model, float(lm_sum.detach()), float(batch.loss_mask_BS.sum()) / rollouts)
     record.grad_norm = engine.step(lr)
     record.reduce(device)
     return record
@@ -143,7 +151,7 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
     engine.train(False)
     for batch in batches:
         batch = batch.to(engine.world.device)
-        context.token_index_T = token_index(batch)
+        tell(context, batch)
         losses_BS = model(**model_inputs(batch))
         sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
     engine.train(True)
@@ -153,11 +161,29 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
     return float(total / max(tokens, 1.0))
 
 
-def token_index(batch: Batch) -> Tensor:
-    """int64 [T]: each token's number in the run's data, in a block's order (s * B + b)."""
-    length = batch.tokens_BS.shape[1]
-    position_S = torch.arange(length, device=batch.tokens_BS.device)
-    return (batch.sample_index_B[None, :].to(position_S.device) * length + position_S[:, None]).reshape(-1)
+def tell(context: StepContext, batch: Batch, rollouts: int = 1) -> None:
+    """Write into the context what the layers must know of the micro batch, in a block's order (s * B + b).
+
+    `batch` holds every sequence `rollouts` times, whose tokens draw for themselves.
+    """
+    num_sequences, length = batch.tokens_BS.shape
+    device = batch.tokens_BS.device
+    position_S = torch.arange(length, device=device)
+    sample_B = batch.sample_index_B.to(device)
+    distinct = num_sequences // rollouts
+    rollout_B = torch.arange(num_sequences, device=device) // distinct
+    index_SB = sample_B[None, :] * length + position_S[:, None] + (rollout_B[None, :] << ROLLOUT_BIT)
+    context.token_index_T = index_SB.reshape(-1)
+    context.token_ids_T = batch.tokens_BS.transpose(0, 1).reshape(-1)
+    context.sample_index_B = sample_B
+    context.micro_batch = int(batch.sample_index_B[0]) // distinct
+    context.num_rollouts = rollouts
+
+
+def num_rollouts(model: GPT) -> int:
+    """How many times an objective has each sequence routed."""
+    counts = [part.num_rollouts for _, layer in model.moe_layers() for part in layer.objectives.values()]
+    return max(counts, default=1)
 
 
 def model_inputs(batch: Batch) -> dict[str, Tensor | None]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megamoe.moe.part import Part
+from megamoe.moe.part import Part, Restriction
 from megamoe.registry import register
 
 
@@ -45,13 +45,13 @@ class TwoLayers(Part):
 
 
 @register("restriction", "without")
-class Without(Part):
+class Without(Restriction):
     @dataclass
     class Config:
         expert: int = 0
 
-    def forward(self, scores_TE, context):
-        candidates_TE = torch.ones_like(scores_TE, dtype=torch.bool)
+    def forward(self, scored, context):
+        candidates_TE = torch.ones_like(scored.scores_TE, dtype=torch.bool)
         candidates_TE[:, self.config.expert] = False
         return candidates_TE
 
@@ -62,7 +62,7 @@ class ScoreMean(Part):
     class Config:
         weight: float = 1.0
 
-    def forward(self, routing):
+    def forward(self, routing, context):
         return routing.scores_TE.mean()
 '''
 GATE = """

@@ -69,26 +69,33 @@ def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[
     index, choice, expert) of this rank's tokens.
     """
     trainer = Trainer(small_run(**changes))
+    try:
+        found = watched_steps(trainer, steps)
+        if save:
+            trainer.save()
+    finally:
+        trainer.close()
+    return found
+
+
+def watched_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
+    """Take steps; what `run_steps` tells of them. The trainer's stream is closed, its world is not."""
     chosen: list[Tensor] = []
     batches: list[Batch] = []
     _watch_routers(trainer.engine.model, chosen)
     _watch_batches(trainer, batches)
     words = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")
     found: dict[str, list[Any]] = {word: [] for word in (*words, "masks", "samples", "chosen")}
-    try:
-        for _ in range(steps):
-            chosen.clear()
-            batches.clear()
-            _, metrics = trainer.step()
-            for word in words:
-                found[word].append(metrics[f"train/{word}"])
-            found["masks"].append([float(batch.loss_mask_BS.sum()) for batch in batches])
-            found["samples"].append([batch.sample_index_B.tolist() for batch in batches])
-            found["chosen"].append(torch.cat(chosen))
-        if save:
-            trainer.save()
-    finally:
-        trainer.close()
+    for _ in range(steps):
+        chosen.clear()
+        batches.clear()
+        _, metrics = trainer.step()
+        for word in words:
+            found[word].append(metrics[f"train/{word}"])
+        found["masks"].append([float(batch.loss_mask_BS.sum()) for batch in batches])
+        found["samples"].append([batch.sample_index_B.tolist() for batch in batches])
+        found["chosen"].append(torch.cat(chosen))
+    trainer._stream.close()
     return found
 
 

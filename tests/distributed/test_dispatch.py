@@ -12,6 +12,7 @@ from megamoe.moe.experts import GroupedExperts, activate
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.parallel import launch
 from tests.distributed.pool import Pool
+from tests.moe.build import make_scored
 
 HIDDEN, FFN, EXPERTS = 16, 8, 8
 SEED = 5
@@ -59,13 +60,11 @@ class Problem:
             expert_TK = torch.full((len(scores_TE), 1), 5)
         else:
             expert_TK = probs_TE.detach().topk(self.case.k).indices
-        token_TK = torch.arange(len(scores_TE))[:, None].expand_as(expert_TK)
-        choice_TK = torch.arange(expert_TK.shape[1])[None].expand_as(expert_TK)
-        weight_TK = probs_TE.gather(1, expert_TK)
-        wanted = Pairs(*(x.reshape(-1) for x in (token_TK, expert_TK, weight_TK, choice_TK)))
+        wanted = Pairs.of_choices(expert_TK, probs_TE.gather(1, expert_TK))
         generator = torch.Generator().manual_seed(100 + self.rank)
         keep_N = torch.rand(wanted.token_N.numel(), generator=generator) < self.case.keep
-        return Routing(wanted, wanted.keep(keep_N), scores_TE, probs_TE)
+        scored = make_scored(scores_TE, probs_TE)
+        return Routing(**vars(scored), wanted=wanted, pairs=wanted.keep(keep_N))
 
 
 def make_problem(case: Case, rank: int) -> Problem:

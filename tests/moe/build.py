@@ -11,7 +11,7 @@ from megamoe.moe.experts import Activation
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.router import build_part
-from megamoe.moe.routing import Pairs, Routing
+from megamoe.moe.routing import Pairs, Routing, Scored
 from megamoe.registry import get_part
 
 HIDDEN = 16
@@ -32,10 +32,12 @@ def make_layer(
     return MoELayer(config, shape, context or StepContext())
 
 
-def make_part(kind: str, name: str, num_experts: int = 4, layer: int = 1, **options: Any) -> Any:
-    """A part with its options unchecked, on its own."""
+def make_part(
+    kind: str, name: str, num_experts: int = 4, layer: int = 1, dims: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """A part with its options unchecked, on its own; `dims`: more fields of Dims."""
     part: Part = build_part(
-        PartChoice(kind, name, get_part(kind, name).Config(**options)), Dims(HIDDEN, num_experts, layer)
+        PartChoice(kind, name, get_part(kind, name).Config(**options)), Dims(HIDDEN, num_experts, layer, **dims or {})
     )
     return part
 
@@ -59,4 +61,17 @@ def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = Non
 def make_routing(experts: list[list[int]], scores_TE: Tensor, probs_TE: Tensor) -> Routing:
     """A Routing in which every wanted pair is computed."""
     pairs = make_pairs(experts)
-    return Routing(pairs, pairs, scores_TE, probs_TE)
+    return Routing(**vars(make_scored(scores_TE, probs_TE)), wanted=pairs, pairs=pairs)
+
+
+def make_scored(
+    scores_TE: Tensor, probs_TE: Tensor | None = None, candidates_TE: Tensor | None = None, **extras: Tensor
+) -> Scored:
+    """What a selector sees; without `probs_TE` the scores' softmax over the candidates."""
+    if probs_TE is None:
+        masked_TE = scores_TE if candidates_TE is None else scores_TE.masked_fill(~candidates_TE, -torch.inf)
+        probs_TE = masked_TE.softmax(-1)
+    ranking_TE = probs_TE.detach()
+    if candidates_TE is not None:
+        ranking_TE = ranking_TE.masked_fill(~candidates_TE, -torch.inf)
+    return Scored(scores_TE, scores_TE.softmax(-1), probs_TE, ranking_TE, candidates_TE, extras)

@@ -51,7 +51,7 @@ REFUSALS = {
     "k": (
         ["moe.router.selector.k=5"],
         1,
-        r"moe.router.selector.k: found 5, .* only 4 experts .*; choose k <= 4",
+        r"moe.router.selector: top_k: k is 5, .* only 4 experts .*; choose k <= 4",
     ),
     "dense": (
         ["moe.layers=none", "parallel.expert=2"],

@@ -14,7 +14,7 @@ from megamoe.moe.part import StepContext
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.optimizer import adamw_options, parameter_groups
-from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, token_index, train_step
+from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, tell, train_step
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 WEIGHTS = {"switch_balance": 0.5, "z_loss": 0.25}
@@ -111,8 +111,26 @@ def test_record_takes_in_micro_batches() -> None:
 
 def test_token_index_follows_the_order_of_a_block() -> None:
     """Position by position: token s * B + b of the block is token s of sequence b."""
-    batch = replace(BATCHES[0], tokens_BS=torch.zeros(2, 3), sample_index_B=torch.tensor([5, 9]))
-    assert token_index(batch).tolist() == [15, 27, 16, 28, 17, 29]
+    tokens_BS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7]))
+    context = StepContext()
+    tell(context, batch)
+    assert context.token_index(6, torch.device("cpu")).tolist() == [18, 21, 19, 22, 20, 23]
+    assert context.token_ids_T is not None and context.token_ids_T.tolist() == [1, 4, 2, 5, 3, 6]
+    assert context.sequence(6, torch.device("cpu")).tolist() == [0, 1, 0, 1, 0, 1]
+    assert context.micro_batch == 3
+
+
+def test_every_rollout_of_a_sequence_draws_for_itself() -> None:
+    tokens_BS = torch.tensor([[1, 2], [4, 5]])
+    batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7])).repeat(2)
+    context = StepContext()
+    tell(context, batch, rollouts=2)
+    assert batch.tokens_BS.tolist() == [[1, 2], [4, 5], [1, 2], [4, 5]]
+    second = 1 << 48
+    expected = [12, 14, second + 12, second + 14, 13, 15, second + 13, second + 15]
+    assert context.token_index(8, torch.device("cpu")).tolist() == expected
+    assert (context.micro_batch, context.num_rollouts, context.num_sequences) == (3, 2, 4)
 
 
 def reference_step(config: RunConfig, batches: list[Batch], lr: float) -> tuple[GPT, float, float]:
@@ -129,7 +147,7 @@ def reference_step(config: RunConfig, batches: list[Batch], lr: float) -> tuple[
     total = lm_loss
     for losses, routing in routings:
         for name, loss in losses.items():
-            total = total + WEIGHTS[name] * loss(routing) / len(batches)
+            total = total + WEIGHTS[name] * loss(routing, context) / len(batches)
     total.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
     optimizer = torch.optim.AdamW(

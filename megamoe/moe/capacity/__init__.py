@@ -1,0 +1,1 @@
+"""Capacity: which of the wanted pairs survive, [N] bool."""

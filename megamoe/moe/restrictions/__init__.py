@@ -1,0 +1,1 @@
+"""Restrictions: which experts a token may choose, a mask [T, E] before the gate."""

@@ -1,0 +1,165 @@
+"""Jobs that find every parameter's gradient: the engine's, and that of the training loss written down plainly.
+
+    loss = sum of masked token losses / number of unmasked tokens, both over the whole batch
+         + mean over micro batches of the sum over layers and losses of weight * loss
+
+The engine's gradient is read from AdamW's first moment after one step from zero: (1 - beta1) * gradient.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+from torch import Tensor
+
+from megamoe.config import RunConfig
+from megamoe.data.batches import BatchStream
+from megamoe.data.datasets import build_datasets, resolve_vocabulary
+from megamoe.model.gpt import GPT, build_gpt
+from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.part import Objective, Part, StepContext
+from megamoe.moe.router import Router
+from megamoe.moe.routing import Routing
+from megamoe.parallel import launch
+from megamoe.train.step import model_inputs, num_rollouts, tell
+from megamoe.train.trainer import Trainer
+from tests.distributed.runs import small_run
+
+Found = dict[str, Any]
+Changes = dict[str, Any]
+
+
+def gradients_of_the_engine(several: list[Changes]) -> list[Found]:
+    """Job: one step of each run; {"gradients": {name: tensor}, "norm": float} of this rank."""
+    try:
+        return [_engine_step(small_run(**changes)) for changes in several]
+    finally:
+        launch.stop()
+
+
+def _engine_step(config: RunConfig) -> Found:
+    trainer = Trainer(config)
+    engine = trainer.engine
+    try:
+        record, _ = trainer.step()
+        if engine.stage > 0:
+            # DeepSpeed links parameters to their moments after the first group's step, when the other
+            # groups have none yet.
+            zero = engine._engine.optimizer
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+        gradients = {}
+        for name, parameter in engine.model.named_parameters():
+            if engine.stage > 0:
+                moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+            else:  # a parameter that got no gradient has no moment
+                moment = engine.inner_optimizer.state[parameter].get("exp_avg", torch.zeros_like(parameter))
+            gradients[name] = moment.clone() / (1 - config.optimizer.beta1)
+        return {"gradients": gradients, "norm": record.grad_norm}
+    finally:
+        trainer._stream.close()
+
+
+def gradients_of_the_formula(several: list[Changes], batch_size: int, ranks: int) -> list[Found]:
+    """Job for one rank: the loss of the first `batch_size` micro batches as the formula above has it.
+
+    ranks: those whose micro batches together a loss of the scope `global_batch` looks at.
+    """
+    launch.start(launch.find_world(), timeout_minutes=1)
+    try:
+        return [_formula(small_run(**changes), batch_size, ranks) for changes in several]
+    finally:
+        launch.stop()
+
+
+def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
+    vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
+    context = StepContext(seed=config.seed, step=1, aux_scale=0.0)
+
+    def make_layer(shape: LayerShape) -> MoELayer:
+        return MoELayer(config.moe, shape, context)
+
+    model = build_gpt(config, vocabulary.size, make_layer)
+    rollouts = num_rollouts(model)
+    weighted: list[Tensor] = []
+    routings: dict[int, list[Routing]] = defaultdict(list)
+    _collect(model, weighted, routings)
+    lm_sum, tokens = torch.zeros(()), 0.0
+    with _micro_batches(config, batch_size) as stream:
+        for _ in range(batch_size):
+            batch = next(stream).repeat(rollouts)
+            tell(context, batch, rollouts)
+            masked_BS = model(**model_inputs(batch)) * batch.loss_mask_BS
+            lm_sum = lm_sum + masked_BS.sum() / rollouts
+            tokens += float(batch.loss_mask_BS.sum()) / rollouts
+            for _, layer in model.moe_layers():
+                if layer.objectives:
+                    weighted.append(layer.objective(masked_BS.transpose(0, 1).reshape(-1)))
+    weighted += _global_balance(model, routings, ranks)
+    loss = lm_sum / tokens + sum(weighted, torch.zeros(())) / batch_size
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for name, parameter, gradient in zip(names, parameters, found, strict=True)
+    }
+    norm = torch.cat([gradient.double().flatten() for gradient in gradients.values()]).norm()
+    return {"gradients": gradients, "norm": float(norm)}
+
+
+def _collect(model: GPT, weighted: list[Tensor], routings: dict[int, list[Routing]]) -> None:
+    def note_loss(part: Part, inputs: tuple[Any, ...], value: Tensor) -> None:
+        if getattr(part.config, "scope", None) != "global_batch":
+            weighted.append(part.config.weight * value)
+
+    def note_routing(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
+        routings[router.dims.layer].append(routing)
+
+    for _, layer in model.moe_layers():
+        layer.router.register_forward_hook(note_routing)
+        for loss in layer.losses.values():
+            if not isinstance(loss, Objective):
+                loss.register_forward_hook(note_loss)
+
+
+def _global_balance(model: GPT, routings: dict[int, list[Routing]], ranks: int) -> list[Tensor]:
+    """E sum_i f_i P_i over the micro batches that `ranks` ranks have at a time, once for each of them."""
+    terms: list[Tensor] = []
+    for number, layer in model.moe_layers():
+        for loss in layer.losses.values():
+            if getattr(loss.config, "scope", None) != "global_batch":
+                continue
+            for first in range(0, len(routings[number]), ranks):
+                together = routings[number][first : first + ranks]
+                wanted_N = torch.cat([routing.wanted.expert_N for routing in together])
+                fraction_E = torch.bincount(wanted_N, minlength=layer.num_experts) / wanted_N.numel()
+                mean_E = torch.cat([routing.probs_TE for routing in together]).mean(0)
+                terms.append(ranks * loss.config.weight * layer.num_experts * (fraction_E * mean_E).sum())
+    return terms
+
+
+def _micro_batches(config: RunConfig, samples: int) -> BatchStream:
+    vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
+    data = build_datasets(
+        config.data, vocabulary, seed=config.seed, train_samples=samples, validation_samples=0
+    )
+    return BatchStream(data.train, start_sample=0, micro_batch_size=1, data_rank=0, data_size=1, workers=0)
+
+
+def assert_same(found: list[Found], expected: Found, expert_parallel: int, tolerance: float) -> None:
+    """Every rank's gradients are those of the formula, its experts' the piece of them that it holds."""
+    largest = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
+    for name, gradient in expected["gradients"].items():
+        # What is zero but for rounding is held against the largest gradient of the model.
+        scale = max(float(gradient.abs().max()), 1e-4 * largest)
+        for first in range(0, len(found), expert_parallel):  # ranks that share one set of experts
+            pieces = [rank["gradients"][name] for rank in found[first : first + expert_parallel]]
+            ours = torch.cat(pieces) if ".experts." in name else pieces[0]
+            assert ours.shape == gradient.shape
+            error = float((ours - gradient).abs().max()) / scale
+            assert error < tolerance, f"{name} of ranks from {first}: off by {error:.1e}"
+    for rank in found:
+        assert abs(rank["norm"] / expected["norm"] - 1) < tolerance
+
+

@@ -1,0 +1,103 @@
+"""The gradient of every auxiliary loss, at its declared scope, under every layout and with recomputation."""
+
+from typing import Any
+
+import pytest
+
+from megamoe import registry
+from tests.distributed.gradients import Found, assert_same, gradients_of_the_engine, gradients_of_the_formula
+from tests.distributed.pool import Pool
+from tests.distributed.runs import ds_config
+from tests.moe.company import OPTIONS, moe_tree
+
+TOLERANCE = 1e-5
+# A variant is a loss with options; by default each registered one has one.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in registry.list_parts("loss")}
+VARIANTS |= {
+    "switch_balance-sequence": ("switch_balance", {"scope": "sequence"}),
+    "switch_balance-global_batch": ("switch_balance", {"scope": "global_batch"}),
+    "clustering-mu": ("clustering", {"mu": 1.0}),
+    "clustering-difference": ("clustering", {"mu": 1.0, "form": "difference"}),
+}
+# (ranks, expert-parallel size, micro batches per rank, recomputation, ZeRO stage); True: in `make test`.
+LAYOUTS = {
+    (1, 1, 4, "none", 0): True,
+    (1, 1, 4, "full", 1): True,
+    (2, 1, 4, "selective", 1): False,
+    (2, 2, 4, "full", 0): True,
+    (2, 2, 1, "none", 2): False,
+    (4, 1, 1, "none", 0): False,
+    (4, 2, 1, "selective", 2): False,
+    (4, 4, 1, "full", 1): False,
+    (4, 4, 1, "none", 0): True,
+    (4, 4, 4, "selective", 1): False,
+}
+CASES = [
+    pytest.param(
+        *layout,
+        marks=() if quick else pytest.mark.full,
+        id="{} ranks, EP {}, accumulation {}, recompute {}, ZeRO {}".format(*layout),
+    )
+    for layout, quick in LAYOUTS.items()
+]
+
+
+def run_with(loss: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A run with this loss, and a weight that shows."""
+    tree = moe_tree("loss", loss)
+    tree["losses"] = {loss: {**OPTIONS.get(loss, {}), **tree["losses"][loss], "weight": 0.3, **options}}
+    return {
+        **{f"moe__{key}": value for key, value in tree.items()},
+        "moe__layers": {"at": [1, 2]},
+        "optimizer__grad_clip": 0.0,
+    }
+
+
+RUNS = {variant: run_with(*choice) for variant, choice in VARIANTS.items()}
+
+
+@pytest.fixture(scope="module")
+def formula(pool: Pool) -> Any:
+    """(batch size, ranks) -> gradients of each run; each worked out once."""
+    known: dict[tuple[int, int], list[Found]] = {}
+
+    def of(batch_size: int, ranks: int) -> list[Found]:
+        key = (batch_size, ranks)
+        if key not in known:
+            runs = list(RUNS.values())
+            (known[key],) = pool.run(gradients_of_the_formula, runs, *key, ranks=1, timeout_s=300)
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize(("ranks", "expert", "accumulation", "recompute", "stage"), CASES)
+def test_the_gradient_of_every_loss_is_that_of_the_formula(
+    pool: Pool, formula: Any, ranks: int, expert: int, accumulation: int, recompute: str, stage: int
+) -> None:
+    layout = {
+        "train__global_batch_size": ranks * accumulation,
+        "parallel__expert": expert,
+        "parallel__deepspeed": ds_config(f"zero{stage}_fp32"),
+        "model__recompute": recompute,
+    }
+    runs = [{**run, **layout} for run in RUNS.values()]
+    found = pool.run(gradients_of_the_engine, runs, ranks=ranks, timeout_s=300)
+    for place, (variant, expected) in enumerate(zip(RUNS, formula(ranks * accumulation, ranks), strict=True)):
+        try:
+            assert_same([rank[place] for rank in found], expected, expert, TOLERANCE)
+        except AssertionError as error:
+            raise AssertionError(f"{variant}: {error}") from None
+
+
+def test_the_losses_show_in_the_gradient(formula: Any, pool: Pool) -> None:
+    """Otherwise the tests above would hold them to nothing."""
+    without = [{**run, "moe__losses": {}} for run in RUNS.values()]
+    (bare,) = pool.run(gradients_of_the_formula, without, 4, 1, ranks=1, timeout_s=300)
+    for variant, with_loss, without_loss in zip(RUNS, formula(4, 1), bare, strict=True):
+        names = [name for name in with_loss["gradients"] if ".router." in name]
+        differences = [
+            (with_loss["gradients"][n] - without_loss["gradients"][n]).abs().max() for n in names
+        ]
+        sizes = [with_loss["gradients"][n].abs().max() for n in names]
+        assert max(differences) > 1e-3 * max(sizes), variant

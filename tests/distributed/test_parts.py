@@ -1,0 +1,86 @@
+"""Every registered part trains alike on 1 rank and on 4 that share the experts; its state survives a checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.parallel import launch
+from megamoe.train.trainer import Trainer
+from tests.distributed.pool import Pool
+from tests.distributed.runs import ds_config, in_order, small_run, watched_steps
+from tests.moe.company import PART_IDS, PARTS, moe_tree
+
+STEPS = 3
+RANKS = 4
+TOLERANCE = 1e-5
+WORDS = ("lm_loss", "loss", "grad_norm")
+# What looks at the tokens of all ranks at once sees the same where one rank has them in one micro batch.
+TOGETHER = {("selector", "balanced")}
+
+
+def run_of(kind: str, name: str, **changes: Any) -> dict[str, Any]:
+    tree = moe_tree(kind, name)
+    return {
+        **{f"moe__{key}": value for key, value in tree.items()},
+        "moe__layers": {"at": [1, 2]},
+        "train__global_batch_size": RANKS,
+        **changes,
+    }
+
+
+def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, list[Any]]]:
+    """Job: what each step of each run showed on this rank."""
+    try:
+        return [watched_steps(Trainer(small_run(**changes)), steps) for changes in several]
+    finally:
+        launch.stop()
+
+
+@pytest.fixture(scope="module")
+def found(pool: Pool) -> dict[str, tuple[Any, Any]]:
+    """By part: (what the one rank showed, what each of the four did)."""
+    one = [run_of(*part, **({"train__micro_batch_size": RANKS} if part in TOGETHER else {})) for part in PARTS]
+    stage = ds_config("zero1_fp32")
+    many = [run_of(*part, parallel__expert=RANKS, parallel__deepspeed=stage) for part in PARTS]
+    (alone,) = pool.run(several_runs, one, STEPS, ranks=1, timeout_s=300)
+    ranks = pool.run(several_runs, many, STEPS, ranks=RANKS, timeout_s=300)
+    return {
+        name: (alone[place], [rank[place] for rank in ranks]) for place, name in enumerate(PART_IDS)
+    }
+
+
+@pytest.mark.parametrize("part", PART_IDS)
+def test_a_part_trains_alike_on_one_rank_and_on_four(found: dict[str, Any], part: str) -> None:
+    alone, ranks = found[part]
+    for step in range(STEPS):
+        together = in_order([rank["chosen"][step] for rank in ranks])
+        assert torch.equal(together, in_order([alone["chosen"][step]])), f"step {step + 1}: other experts"
+    for word in WORDS:
+        for rank in ranks:
+            assert rank[word] == pytest.approx(alone[word], rel=TOLERANCE), word
+
+
+def save_and_go_on(several: list[dict[str, Any]], folder: Path) -> list[tuple[list[Any], list[Any]]]:
+    """Job: what the steps after a checkpoint showed, in the run that went on and in the one resumed from it."""
+    shown = []
+    try:
+        for place, changes in enumerate(several):
+            output = str(folder / str(place))
+            trainer = Trainer(small_run(output, **changes))
+            for _ in range(STEPS):
+                trainer.step()
+            trainer.save()
+            went_on = watched_steps(trainer, 2)
+            resumed = watched_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
+            shown.append((went_on["loss"], resumed["loss"]))
+    finally:
+        launch.stop()
+    return shown
+
+
+def test_the_state_of_every_part_survives_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    (shown,) = pool.run(save_and_go_on, [run_of(*part) for part in PARTS], tmp_path, ranks=1, timeout_s=300)
+    for name, (went_on, resumed) in zip(PART_IDS, shown, strict=True):
+        assert went_on == resumed, name

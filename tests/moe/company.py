@@ -1,0 +1,65 @@
+"""Every registered part with neighbours among which it makes sense: those of the first system that has it."""
+
+import copy
+from typing import Any
+
+from megamoe import registry
+
+NUM_EXPERTS = 16
+PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
+PART_IDS = [f"{kind}-{name}" for kind, name in PARTS]
+# Small sizes, and choices that do not depend on how many ranks share the experts.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "expert_dropout": {"cluster_size": 4},
+    "clustering": {"cluster_size": 4},
+    "group_limit": {"num_groups": 4, "keep": 2},
+    "entropy_prune": {"num_groups": 4},
+    "gating_dropout": {"rate": 0.5, "ranks": 4},
+    "device": {"devices": 4, "factor": 0.5},
+    "per_expert": {"factor": 0.75, "min_capacity": 0},
+    "device_balance": {"num_groups": 4},
+    "communication_balance": {"num_groups": 4, "keep": 2},
+    "hierarchical": {"groups": 4},
+    "expert_choice": {"allow_non_causal": True},
+    "stable": {"phase_1_steps": 2},
+    "linear": {"jitter": 0.1},
+}
+
+
+def moe_tree(kind: str, name: str, num_experts: int = NUM_EXPERTS) -> dict[str, Any]:
+    """The section `moe` of a layer with this part."""
+    trees = [system.tree for system in registry.list_systems().values() if _has(system.tree, kind, name)]
+    tree = copy.deepcopy(trees[0]) if trees else {"router": {}, "losses": {}}
+    if not trees:
+        _put(tree, kind, name)
+    router = tree["router"]
+    for stage in ("scorer", "gate", "selector", "capacity"):
+        if stage in router:
+            router[stage] = _sized(router[stage])
+    router["restrictions"] = [_sized(choice) for choice in router.get("restrictions", [])]
+    tree["losses"] = {
+        loss: {**(options if isinstance(options, dict) else {"weight": options}), **OPTIONS.get(loss, {})}
+        for loss, options in tree.get("losses", {}).items()
+    }
+    return {**tree, "num_experts": num_experts}
+
+
+def _has(tree: dict[str, Any], kind: str, name: str) -> bool:
+    if kind == "loss":
+        return name in tree.get("losses", {})
+    choices = tree["router"].get("restrictions", []) if kind == "restriction" else [tree["router"].get(kind)]
+    return name in [choice["name"] if isinstance(choice, dict) else choice for choice in choices]
+
+
+def _put(tree: dict[str, Any], kind: str, name: str) -> None:
+    if kind == "loss":
+        tree["losses"][name] = {"weight": 0.1}
+    elif kind == "restriction":
+        tree["router"]["restrictions"] = [name]
+    else:
+        tree["router"][kind] = name
+
+
+def _sized(choice: Any) -> dict[str, Any]:
+    options = choice if isinstance(choice, dict) else {"name": choice}
+    return {**options, **OPTIONS.get(options["name"], {})}
