@@ -6,9 +6,10 @@ Flood 2014) on int64 tensors, whose products wrap as unsigned ones do.
 """
 
 import hashlib
+import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -24,17 +25,40 @@ def key(seed: int, step: int, layer: int, purpose: str) -> int:
 def uniform(draw_key: int, token_index_T: Tensor, columns: int) -> Tensor:
     """fp32 [T, columns] in [0, 1): 24 random bits each."""
     column_C = torch.arange(1, columns + 1, device=token_index_T.device) * _GOLDEN
-    state_T = _mix(token_index_T.to(torch.int64) * _GOLDEN + draw_key)
-    bits_TC = _mix(state_T[:, None] + column_C[None, :])
-    return _shift(bits_TC, 40).to(torch.float32) * 2.0**-24
+    state_T = _mix_(token_index_T.to(torch.int64) * _GOLDEN + draw_key)
+    bits_TC = _mix_(state_T[:, None] + column_C[None, :])
+    return _shift(bits_TC, 40, bits_TC).to(torch.float32).mul_(2.0**-24)
 
 
-def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * _MIX_1
-    z = (z ^ _shift(z, 27)) * _MIX_2
-    return z ^ _shift(z, 31)
+def normal(draw_key: int, token_index_T: Tensor, columns: int) -> Tensor:
+    """fp32 [T, columns] of N(0, 1), by the inverse of its distribution; no draw is beyond 5.5."""
+    # The middle of each of uniform's 2^24 steps: never 0 nor 1, and exact in fp32 on both sides of 1/2.
+    centred_TC = uniform(draw_key, token_index_T, columns).sub_(0.5).add_(2.0**-25)
+    return centred_TC.mul_(2.0).erfinv_().mul_(math.sqrt(2.0))
 
 
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical shift right: int64's own drags the sign along."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+def _mix_(z: Tensor) -> Tensor:
+    """In place: fresh memory at every step would cost several times the arithmetic."""
+    scratch = torch.empty_like(z)
+    z.bitwise_xor_(_shift(z, 30, scratch)).mul_(_MIX_1)
+    z.bitwise_xor_(_shift(z, 27, scratch)).mul_(_MIX_2)
+    return z.bitwise_xor_(_shift(z, 31, scratch))
+
+
+def _shift(z: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Logical shift right into `out`: int64's own drags the sign along."""
+    return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def start_weight(weight: Tensor, draw_key: int, std: float, scale: float | None) -> None:
+    """Draw a weight [..., out, in] in place: normal of `std`, or as the Switch Transformer starts its own.
+
+    scale s: a normal of standard deviation sqrt(s / fan_in), cut at two of them (Fedus et al. 2021,
+    section 2.4; s = 0.1 there, a tenth of the usual 1).
+    """
+    generator = torch.Generator().manual_seed(draw_key)
+    if scale is None:
+        nn.init.normal_(weight.data, std=std, generator=generator)
+    else:
+        std = math.sqrt(scale / weight.shape[-1])
+        nn.init.trunc_normal_(weight.data, std=std, a=-2 * std, b=2 * std, generator=generator)

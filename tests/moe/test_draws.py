@@ -1,5 +1,7 @@
 """Draws keyed by token: against the hash on Python's own integers, and their spread."""
 
+from statistics import NormalDist
+
 import pytest
 import torch
 
@@ -38,3 +40,28 @@ def test_the_key_tells_every_field_apart() -> None:
     keys = [draws.key(*field) for field in fields]
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**63 for key in keys)
+
+
+def test_normal_draws_are_the_inverse_of_the_distribution_at_the_uniform_ones() -> None:
+    draw_key, index_T = draws.key(1, 2, 3, "n"), torch.arange(4096)
+    middle_TC = draws.uniform(draw_key, index_T, 16).double() + 2.0**-25
+    normal_TC = draws.normal(draw_key, index_T, 16)
+    torch.testing.assert_close(normal_TC.double(), torch.special.ndtri(middle_TC), rtol=1e-6, atol=1e-7)
+    assert normal_TC.dtype == torch.float32
+    assert normal_TC.std().item() == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("unit", [0.0, 1 - 2**-24, 0.5, 0.5 - 2**-24])
+def test_the_outermost_and_middle_normal_draws_are_finite(
+    monkeypatch: pytest.MonkeyPatch, unit: float
+) -> None:
+    monkeypatch.setattr(draws, "uniform", lambda draw_key, token_index_T, columns: torch.tensor([[unit]]))
+    expected = NormalDist().inv_cdf(unit + 2**-25)
+    assert draws.normal(0, torch.arange(1), 1).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_normal_draws_have_the_moments_of_a_normal() -> None:
+    z_N = draws.normal(draws.key(0, 0, 0, "x"), torch.arange(4096), 16).double().flatten()
+    moments = [z_N.pow(power).mean().item() for power in (1, 2, 3, 4)]
+    assert moments == pytest.approx([0, 1, 0, 3], abs=0.06)
+    assert (z_N.abs() < 1).double().mean().item() == pytest.approx(0.6827, abs=0.006)

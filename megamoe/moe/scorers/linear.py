@@ -32,8 +32,7 @@ class LinearScorer(Part):
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        generator = torch.Generator().manual_seed(draws.key(dims.seed, 0, dims.layer, "router"))
-        nn.init.normal_(self.weight, std=dims.init_std, generator=generator)
+        dims.start(self.weight, "router")
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         """[T, H] fp32 -> [T, E] fp32."""
@@ -43,6 +42,6 @@ class LinearScorer(Part):
 
     def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         num_tokens, hidden_size = hidden_TH.shape
-        draw_key = draws.key(context.seed, context.step, self.dims.layer, "jitter")
+        draw_key = context.draw_key(self.dims.layer, "jitter")
         unit_TH = draws.uniform(draw_key, context.token_index(num_tokens, hidden_TH.device), hidden_size)
         return 1 + self.config.jitter * (2 * unit_TH - 1)

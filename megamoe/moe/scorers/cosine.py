@@ -1,0 +1,84 @@
+"""`cosine`: tokens and experts compared by angle, on a low-dimensional hypersphere."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.moe.part import Constraint, Dims, Part, StepContext
+from megamoe.registry import register
+
+EMBEDDING_NORM = 0.1  # Chi et al. 2022, section 3.1, "Implementation Tips"
+SHORTEST = 1e-12  # a shorter vector has no direction that fp32 could tell
+
+
+def default_temperature(gate: str) -> float:
+    """The paper's tau_0: 0.07 for the sigmoid gate, 0.3 for the softmax gate and any other."""
+    return 0.07 if gate == "sigmoid" else 0.3
+
+
+@register("scorer", "cosine")
+class CosineScorer(Part):
+    """s_i = cos(W x, e_i) / tau; W: [D, H], expert embeddings e: [E, D], tau a learned positive scalar.
+
+    Both sides are L2-normalised. The embeddings start at norm 0.1 and return to it after each step, so
+    that only their angle learns, at a speed that does not drift. A vector W x without a direction (all 0)
+    scores 0 and gets no gradient. Source: Chi et al. 2022 (X-MoE) eq. 7 and 8, section 3.1 and appendix A.
+
+    The paper does not say how tau stays positive: here exp(log_temperature), which a step changes in
+    proportion and cannot bring to 0; as a vector of one it gets no weight decay, which would pull tau to 1.
+    tau stands in the score and not in the gate, so that any gate and selector can follow.
+    Public code differs: torchscale's gate leaves W x unnormalised, keeps the embeddings' norm at 1.5, fixes
+    D = 16 and uses no temperature.
+    Hands on cosine_TE, the cosines themselves, for the loss `cosine_balance`.
+    """
+
+    @dataclass
+    class Config:
+        """routing_dim: D; null: half the number of experts, at least 2. temperature: tau at the start;
+        null: 0.07 with the gate `sigmoid`, otherwise 0.3."""
+
+        routing_dim: int | None = None
+        temperature: float | None = None
+
+        def __post_init__(self) -> None:
+            if self.routing_dim is not None and self.routing_dim < 2:
+                raise ValueError(
+                    "routing_dim must be at least 2: on a line a cosine is 1 or -1 and learns nothing"
+                )
+            if self.temperature is not None and not self.temperature > 0:
+                raise ValueError("temperature must be positive")
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__(config, dims)
+        routing_dim = config.routing_dim or max(dims.num_experts // 2, 2)
+        temperature = config.temperature or default_temperature(dims.gate)
+        self.weight = nn.Parameter(torch.empty(routing_dim, dims.hidden_size))
+        self.embedding = nn.Parameter(torch.empty(dims.num_experts, routing_dim))
+        # Of shape [1]: DeepSpeed cannot broadcast a parameter without dimensions.
+        self.log_temperature = nn.Parameter(torch.full((1,), math.log(temperature)))
+        dims.start(self.weight, "router")
+        dims.start(self.embedding, "router_embedding")
+        self.embedding.data.copy_(_at_norm(self.embedding.data))
+
+    def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T, H] fp32 -> scores [T, E] fp32, and cosine_TE by name, fp32 in [-1, 1]."""
+        low_TD = functional.linear(hidden_TH, self.weight.float())
+        cosine_TE = functional.linear(_direction(low_TD), _direction(self.embedding.float()))
+        return cosine_TE / self.log_temperature.float().exp(), {"cosine_TE": cosine_TE}
+
+    def constraints(self) -> list[Constraint]:
+        """The embeddings go back to their norm."""
+        return [(self.embedding, _at_norm)]
+
+
+def _direction(vector_XD: Tensor) -> Tensor:
+    """Each row over its L2 norm; 0, without gradient, where it is too short for that."""
+    norm_X1 = torch.linalg.vector_norm(vector_XD, dim=-1, keepdim=True)
+    return vector_XD / norm_X1.masked_fill(norm_X1 < SHORTEST, float("inf"))
+
+
+def _at_norm(embedding_ED: Tensor) -> Tensor:
+    return EMBEDDING_NORM * _direction(embedding_ED)

@@ -1,0 +1,146 @@
+"""`hash`: a fixed random table says which expert a token id goes to; nothing is learned."""
+
+import heapq
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.errors import UserError
+from megamoe.moe import draws
+from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.registry import register
+
+_WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside the data"
+
+
+@register("scorer", "hash")
+class HashScorer(Part):
+    """K tables token id -> expert, drawn once from (seed, layer): selector `table` follows them.
+
+    The table, int64 [K, V], is saved in checkpoints; V counts the embedding's rows. The scores, of logs
+    and gates only, are 1 for the table's experts of a token and 0 elsewhere. They carry no gradient, so
+    that a loss on them teaches nothing.
+
+    random: every id an expert drawn for itself. frequency: the most frequent ids first, each to the expert
+    with the fewest tokens so far, ties as drawn; ids that never occur are dealt out in turn. Source: Roller
+    et al. 2021 (Hash Layers), section 3, random hash and balanced assignment; a baseline of Yang et al.
+    2024 (XMoE).
+
+    Caveats. The paper's MultiHash cuts each expert into segments; here, K > 1 sums K whole experts. Greedy
+    tables of the same counts would group the frequent ids alike, and K of them would be one wider expert:
+    from the second on, ids change places with those of about the same frequency, E at a time.
+    """
+
+    @dataclass
+    class Config:
+        """balance: see the class. counts: for frequency, a .npy of int64 [vocabulary], the tokens of each id
+        in the training data, as tools/prepare_data.py writes it (PREFIX.counts.npy)."""
+
+        balance: Literal["random", "frequency"] = "random"
+        counts: str | None = None
+
+        def __post_init__(self) -> None:
+            if self.balance == "frequency" and self.counts is None:
+                raise ValueError(f"balance: frequency needs counts; {_WAY_OUT}")
+            if self.balance == "random" and self.counts is not None:
+                raise ValueError(
+                    "counts are for balance: frequency only, found balance: random; leave them out"
+                )
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Selector `table`, and counts that can be read."""
+        selector = moe.router.selector.name
+        if selector != "table":
+            raise ValueError(
+                f"the selector is {selector!r}, which does not follow a table; set selector: table"
+            )
+        if options.counts is not None:
+            _open_counts(options.counts)
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        """Raises UserError where the model has no token ids, or the counts are not of its vocabulary."""
+        super().__init__(config, dims)
+        if torch.get_default_device().type == "meta":  # only the sizes are asked for
+            table_KV = torch.empty(dims.num_choices, dims.vocab_size or 0, dtype=torch.int64)
+        elif dims.vocab_size is None:
+            raise UserError(
+                "scorer hash needs token ids, but this layer knows no vocabulary; choose another scorer"
+            )
+        else:
+            table_KV = self._draw_KV(dims.vocab_size)
+        self.table_KV: Tensor
+        self.register_buffer("table_KV", table_KV)
+
+    def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T, H] -> [T, E] fp32, and `table_TK`, int64: each token's expert by each table.
+
+        Raises:
+            UserError: if the context has no token ids.
+        """
+        if context.token_ids_T is None:
+            raise UserError(
+                "scorer hash needs token ids, but the layers were told none; choose another scorer"
+            )
+        table_TK = self.table_KV[:, context.token_ids_T.to(self.table_KV.device)].T.contiguous()
+        scores_TE = hidden_TH.new_zeros(len(table_TK), self.dims.num_experts).scatter_(1, table_TK, 1.0)
+        return scores_TE, {"table_TK": table_TK}
+
+    def _draw_KV(self, vocab_size: int) -> Tensor:
+        num_tables, num_experts = self.dims.num_choices, self.dims.num_experts
+        draw_key = draws.key(self.dims.seed, 0, self.dims.layer, "hash")
+        uniform_VK = draws.uniform(draw_key, torch.arange(vocab_size, device="cpu"), num_tables)
+        if self.config.balance == "random":
+            return (uniform_VK.T * num_experts).long()  # uniform < 1 stays below E, rounding included
+        counts_V = _read_counts(self.config.counts, vocab_size)
+        tables = [
+            _balanced_V(counts_V, num_experts, tie_V.numpy(), exact=number == 0)
+            for number, tie_V in enumerate(uniform_VK.T)
+        ]
+        return torch.stack(tables)
+
+
+def _balanced_V(counts_V: np.ndarray, num_experts: int, tie_V: np.ndarray, exact: bool) -> Tensor:
+    """int64 [V]: the greedy assignment; not `exact`: with ids of about equal rank in the order of `tie_V`."""
+    order_V = np.lexsort((tie_V, -counts_V))
+    num_seen = int(np.count_nonzero(counts_V))
+    order_S, unseen = order_V[:num_seen], order_V[num_seen:]
+    if not exact:
+        order_S = order_S[np.lexsort((tie_V[order_S], np.arange(num_seen) // num_experts))]
+    table_V = np.empty(len(counts_V), dtype=np.int64)
+    heap = [(0, expert) for expert in range(num_experts)]  # the tokens of each so far
+    for word, count in zip(order_S.tolist(), counts_V[order_S].tolist(), strict=True):
+        load, table_V[word] = heap[0]
+        heapq.heapreplace(heap, (load + count, int(table_V[word])))
+    table_V[unseen] = np.arange(len(unseen)) % num_experts
+    return torch.from_numpy(table_V)
+
+
+def _open_counts(path: str) -> np.ndarray:
+    """The counts, mapped and not read; ValueError where they are none."""
+    try:
+        counts_V = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or "no .npy of numbers"
+        raise ValueError(f"counts {path!r} cannot be read ({reason}); {_WAY_OUT}") from None
+    if not isinstance(counts_V, np.ndarray) or counts_V.dtype != np.int64 or counts_V.ndim != 1:
+        raise ValueError(f"counts {path!r} is not int64 [vocabulary]; {_WAY_OUT}")
+    return counts_V
+
+
+def _read_counts(path: str, vocab_size: int) -> np.ndarray:
+    """int64 [V]; the ids that only pad the vocabulary have none."""
+    try:
+        counts_V = np.array(_open_counts(path))
+    except ValueError as error:
+        raise UserError(f"scorer hash: {error}") from None
+    if len(counts_V) > vocab_size or (counts_V < 0).any():
+        raise UserError(
+            f"scorer hash: counts {path!r} has {len(counts_V)} ids; expected at most the embedding's "
+            f"{vocab_size} rows, and no count under 0; take the PREFIX.counts.npy of the run's own data"
+        )
+    return np.pad(counts_V, (0, vocab_size - len(counts_V)))

@@ -1,0 +1,103 @@
+"""`hierarchical`: first a group of experts, then an expert of the group."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe import draws
+from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.registry import register
+
+
+@register("scorer", "hierarchical")
+class HierarchicalScorer(Part):
+    """p(i) = p(group) p(i given group) over G groups of S = E/G neighbours, each level with its own scores.
+
+    The score is log p(i), so that a softmax gives back p; the losses and any selector may read it.
+    Selector `hierarchical_top_k` chooses level by level. Each level is linear, H = x W_g, or, with
+    `noisy`, H = x W_g + N(0, 1) softplus(x W_noise), with noise in training only; W_g and W_noise then
+    start at 0, which gives every expert about the same load. Source: Shazeer et al. 2017 (SGMoE),
+    appendix B; noise: eq. 3-5; start: appendix A. The secondary gates of all groups are one matrix
+    [E, hidden].
+    """
+
+    @dataclass
+    class Config:
+        """groups: G, a divisor of the experts; null: the one nearest to their square root (16 for 256, as in
+        the paper). noisy: see the class."""
+
+        groups: int | None = None
+        noisy: bool = False
+
+        def __post_init__(self) -> None:
+            if self.groups is not None and self.groups < 1:
+                raise ValueError("groups must be at least 1")
+
+        def num_groups(self, num_experts: int) -> int:
+            """G."""
+            divisors = [groups for groups in range(1, num_experts + 1) if num_experts % groups == 0]
+            return self.groups or min(divisors, key=lambda groups: abs(groups - num_experts // groups))
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Groups of equal size, and a gate that makes p of log p."""
+        groups = options.num_groups(moe.num_experts)
+        if moe.num_experts % groups:
+            raise ValueError(
+                f"groups is {groups}, which does not divide the {moe.num_experts} experts (moe.num_experts); "
+                "choose a divisor, or leave groups out"
+            )
+        if moe.router.gate.name == "sigmoid":
+            raise ValueError("the gate is 'sigmoid', but the scores are log p; set gate: softmax")
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__(config, dims)
+        self.num_groups = config.num_groups(dims.num_experts)
+        self.group_weight = self._weight(self.num_groups, "router groups")
+        self.weight = self._weight(dims.num_experts, "router")
+        if config.noisy:
+            self.group_noise_weight = self._weight(self.num_groups, "router group noise")
+            self.noise_weight = self._weight(dims.num_experts, "router noise")
+
+    def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T, H] fp32 -> log p [T, E] fp32, and, all fp32, what the levels were made of.
+
+        group_scores_TG, inner_scores_TE: H of each level. With `noisy` also group_clean_TG,
+        inner_clean_TE: x W_g, and group_std_TG, inner_std_TE: the noise's standard deviation.
+        """
+        clean = self._both(hidden_TH, self.group_weight, self.weight)
+        extras: dict[str, Tensor] = {}
+        levels = clean
+        if self.config.noisy:
+            std = functional.softplus(self._both(hidden_TH, self.group_noise_weight, self.noise_weight))
+            if self.training:
+                levels = clean + std * self._noise(hidden_TH, context)
+            extras["group_clean_TG"], extras["inner_clean_TE"] = self._apart(clean)
+            extras["group_std_TG"], extras["inner_std_TE"] = self._apart(std)
+        group_TG, inner_TE = self._apart(levels)
+        extras["group_scores_TG"], extras["inner_scores_TE"] = group_TG, inner_TE
+        inner_TGS = inner_TE.unflatten(1, (self.num_groups, -1)).log_softmax(dim=-1)
+        log_probs_TGS = group_TG.log_softmax(dim=-1)[:, :, None] + inner_TGS
+        return log_probs_TGS.flatten(1), extras
+
+    def _weight(self, rows: int, purpose: str) -> nn.Parameter:
+        weight = nn.Parameter(torch.zeros(rows, self.dims.hidden_size))
+        if not self.config.noisy:
+            self.dims.start(weight, purpose)
+        return weight
+
+    def _both(self, hidden_TH: Tensor, group_weight: Tensor, weight: Tensor) -> Tensor:
+        """[T, G + E]: both levels side by side, in one product."""
+        return functional.linear(hidden_TH, torch.cat([group_weight, weight]).float())
+
+    def _apart(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        group_TG, inner_TE = both.split([self.num_groups, self.dims.num_experts], dim=1)
+        return group_TG, inner_TE
+
+    def _noise(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
+        draw_key = context.draw_key(self.dims.layer, "noise")
+        token_index_T = context.token_index(len(hidden_TH), hidden_TH.device)
+        return draws.normal(draw_key, token_index_T, self.num_groups + self.dims.num_experts)

@@ -1,0 +1,59 @@
+"""`noisy`: a linear score plus normal noise, whose size is learned for each token and expert."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.moe import draws
+from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.registry import register
+
+
+@register("scorer", "noisy")
+class NoisyScorer(Part):
+    """s = x W_g + eps * (softplus(x W_noise) + floor), eps ~ N(0, 1) for each token and expert.
+
+    The noise is of training only; it is keyed by token. Source: Shazeer et al. 2017 (SGMoE) eq. 4, and
+    its appendix A for the start: W_g and W_noise all zero, "no signal and some noise", so that the load
+    starts even. Public code (tensor2tensor) adds a floor of 1e-2 to the noise's scale; the paper has none.
+    Hands on, for the loss `load`: clean_TE, x W_g, and noise_std_TE, the noise's standard deviation, in
+    evaluation too.
+    """
+
+    @dataclass
+    class Config:
+        """noise_floor: added to the noise's standard deviation. start: of W_g and W_noise; `zero` as in
+        the paper, or `normal`: drawn as the other weights are."""
+
+        noise_floor: float = 0.0
+        start: Literal["zero", "normal"] = "zero"
+
+        def __post_init__(self) -> None:
+            if self.noise_floor < 0:
+                raise ValueError("noise_floor must be at least 0")
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__(config, dims)
+        self.weight = nn.Parameter(torch.zeros(dims.num_experts, dims.hidden_size))
+        self.noise_weight = nn.Parameter(torch.zeros(dims.num_experts, dims.hidden_size))
+        if config.start == "normal":
+            dims.start(self.weight, "router")
+            dims.start(self.noise_weight, "router_noise")
+
+    def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T, H] fp32 -> scores [T, E] fp32, and clean_TE and noise_std_TE by name, both fp32."""
+        clean_TE = functional.linear(hidden_TH, self.weight.float())
+        raw_TE = functional.linear(hidden_TH, self.noise_weight.float())
+        noise_std_TE = functional.softplus(raw_TE) + self.config.noise_floor
+        extras = {"clean_TE": clean_TE, "noise_std_TE": noise_std_TE}
+        if not self.training:
+            return clean_TE, extras
+        return clean_TE + self._normal_TE(clean_TE, context) * noise_std_TE, extras
+
+    def _normal_TE(self, clean_TE: Tensor, context: StepContext) -> Tensor:
+        num_tokens, num_experts = clean_TE.shape
+        draw_key = context.draw_key(self.dims.layer, "router_noise")
+        return draws.normal(draw_key, context.token_index(num_tokens, clean_TE.device), num_experts)

@@ -1,0 +1,125 @@
+"""`stable`: a scorer learns the routing, a light router learns it by heart, then chooses for good."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.config.schema import MoEConfig
+from megamoe.errors import UserError
+from megamoe.moe import draws
+from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.registry import register
+
+
+@register("scorer", "stable")
+class StableScorer(Part):
+    """Two phases. s = h . centroid in both: with the gate `sigmoid`, a pair's weight is sigmoid(s).
+
+    Phase 1, the steps 1 to `phase_1_steps`: a token goes where s is largest, and the loss
+    `stable_distillation` teaches this choice to a light router, light = D(token id) . light centroid,
+    which has a word embedding D [V, routing_dim] of its own. Phase 2: the light router, frozen, chooses
+    alone, while the centroids go on learning through the weights. Which phase it is, is saved in
+    checkpoints, and holds in evaluation too.
+
+    Freezing copies the light router into buffers: the optimiser's momentum and weight decay would still
+    move a parameter whose gradient is 0. Phase 1 has a balance loss of its own, `stable_balance`.
+
+    Source: Dai et al. 2022 (StableMoE), section 3. Caveats: with k > 1 (the paper has 1), the further
+    experts of phase 2 are the light router's next, though it was taught first choices alone. The public
+    code lets the light router choose in evaluation during phase 1 already; here phase 1 evaluates what it
+    trains. D starts as N(0, 1), as in the public code; the paper does not say.
+    """
+
+    @dataclass
+    class Config:
+        """phase_1_steps: the last step of phase 1; the paper's 6000 are a tenth of its run.
+        routing_dim: width of the light router."""
+
+        phase_1_steps: int = 6000
+        routing_dim: int = 50
+
+        def __post_init__(self) -> None:
+            if self.phase_1_steps < 1:
+                raise ValueError("phase_1_steps must be at least 1: the light router learns in phase 1")
+            if self.routing_dim < 1:
+                raise ValueError("routing_dim must be at least 1")
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """The light router must be taught, and then be the only one that chooses."""
+        selector, gate = moe.router.selector.name, moe.router.gate
+        if all(choice.name != "stable_distillation" for choice in moe.losses.values()):
+            raise ValueError(
+                "moe.losses lacks stable_distillation, without which the light router learns nothing; add it"
+            )
+        if selector != "top_k":
+            raise ValueError(
+                f"the selector is {selector!r}, which does not choose by the light router alone; set "
+                "selector: {name: top_k, k: 1, weights: raw}"
+            )
+        if getattr(gate.options, "bias_update", 0) > 0:
+            raise ValueError(
+                f"the gate's bias_update is {gate.options.bias_update}, but a bias that goes on learning "
+                "would move the frozen choice; leave it out and use the loss stable_balance"
+            )
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        """Raises UserError where the model has no token ids."""
+        super().__init__(config, dims)
+        if dims.vocab_size is None:
+            raise UserError(
+                "scorer stable needs token ids, but this layer knows no vocabulary; choose another scorer"
+            )
+        width = config.routing_dim
+        self.centroids = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
+        self.light_embedding = nn.Parameter(torch.empty(dims.vocab_size, width))
+        self.light_centroids = nn.Parameter(torch.empty(dims.num_experts, width))
+        dims.start(self.centroids, "router")
+        key = draws.key(dims.seed, 0, dims.layer, "light embedding")
+        draws.start_weight(self.light_embedding, key, std=1.0, scale=None)
+        dims.start(self.light_centroids, "light router")
+        self.frozen: Tensor
+        self.frozen_embedding: Tensor
+        self.frozen_centroids: Tensor
+        self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("frozen_embedding", torch.zeros(dims.vocab_size, width))
+        self.register_buffer("frozen_centroids", torch.zeros(dims.num_experts, width))
+
+    def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T, H] fp32 -> s [T, E] fp32, and the extras
+
+        light_TE: fp32, the light router's scores while it learns. ranking_TE: fp32 without gradient, what
+        this phase chooses by. phase_1: fp32 scalar, 1 in phase 1 and 0 in phase 2.
+
+        Raises:
+            UserError: if the context has no token ids.
+        """
+        if context.token_ids_T is None:
+            raise UserError(
+                "scorer stable needs token ids, but the layers were told none; choose another scorer"
+            )
+        token_ids_T = context.token_ids_T.to(hidden_TH.device)
+        scores_TE = functional.linear(hidden_TH, self.centroids.float())
+        light_TE = _light_TE(token_ids_T, self.light_embedding, self.light_centroids)
+        frozen_TE = _light_TE(token_ids_T, self.frozen_embedding, self.frozen_centroids)
+        # The phase stays on the device: to ask for it would make the host wait.
+        ranking_TE = torch.where(self.frozen, frozen_TE, scores_TE.detach())
+        return scores_TE, {
+            "light_TE": light_TE,
+            "ranking_TE": ranking_TE,
+            "phase_1": self.frozen.logical_not().to(torch.float32),
+        }
+
+    def after_step(self, load_E: Tensor, context: StepContext) -> None:
+        """After the last step of phase 1, freeze the light router as it is."""
+        if context.step >= self.config.phase_1_steps and not bool(self.frozen):
+            self.frozen_embedding.copy_(self.light_embedding)
+            self.frozen_centroids.copy_(self.light_centroids)
+            self.frozen.fill_(True)
+
+
+def _light_TE(token_ids_T: Tensor, embedding_VD: Tensor, centroids_ED: Tensor) -> Tensor:
+    routing_TD = functional.embedding(token_ids_T, embedding_VD.float())
+    return functional.linear(routing_TD, centroids_ED.float())

@@ -1,0 +1,140 @@
+"""The cosine scorer: hand-worked angles, its gradient against a plain formula, the kept norm."""
+
+import math
+
+import pytest
+import torch
+
+from megamoe.errors import UserError
+from megamoe.moe.part import Dims, StepContext
+from megamoe.moe.scorers.cosine import CosineScorer
+from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
+
+CONTEXT = StepContext()
+
+
+def test_scores_by_hand() -> None:
+    scorer = make_part("scorer", "cosine", num_experts=3, routing_dim=2, temperature=0.5)
+    scorer.weight.data.zero_()
+    scorer.weight.data[0, 0] = scorer.weight.data[1, 1] = 7.0  # keeps the first two components
+    scorer.embedding.data = torch.tensor([[0.1, 0.0], [0.0, -0.2], [0.3, 0.4]])
+    hidden_TH = torch.zeros(2, HIDDEN)
+    hidden_TH[0, :3] = torch.tensor([3.0, 4.0, 9.0])
+    hidden_TH[1, 1] = 0.01
+    scores_TE, extras = scorer(hidden_TH, CONTEXT)
+    cosine_TE = torch.tensor([[0.6, -0.8, (0.18 + 0.32) / 0.5], [0.0, -1.0, 0.8]])
+    torch.testing.assert_close(extras["cosine_TE"], cosine_TE)
+    torch.testing.assert_close(scores_TE, cosine_TE / 0.5)
+
+
+def test_scores_and_gradients_follow_the_plain_formula() -> None:
+    scorer, hidden_TH = make_part("scorer", "cosine", num_experts=8), make_hidden(9).requires_grad_()
+    upstream_TE = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
+    scores_TE, _ = scorer(hidden_TH, CONTEXT)
+    (scores_TE * upstream_TE).sum().backward()
+
+    w, e = (p.detach().double().requires_grad_() for p in (scorer.weight, scorer.embedding))
+    x_TH = hidden_TH.detach().double().requires_grad_()
+    tau = scorer.log_temperature.detach()[0].double().exp().requires_grad_()
+    rows = [
+        torch.stack(
+            [(w @ x) @ e_i / ((w @ x).square().sum().sqrt() * e_i.square().sum().sqrt() * tau) for e_i in e]
+        )
+        for x in x_TH
+    ]
+    plain_TE = torch.stack(rows)
+    (plain_TE * upstream_TE).sum().backward()
+
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    assert scores_TE.dtype == torch.float32
+    torch.testing.assert_close(scores_TE.double(), plain_TE, **close)
+    torch.testing.assert_close(hidden_TH.grad.double(), x_TH.grad, **close)
+    torch.testing.assert_close(scorer.weight.grad.double(), w.grad, **close)
+    torch.testing.assert_close(scorer.embedding.grad.double(), e.grad, **close)
+    # d/d log tau = tau d/d tau
+    torch.testing.assert_close(scorer.log_temperature.grad[0].double(), tau.detach() * tau.grad, **close)
+
+
+@pytest.mark.parametrize(("gate", "expected"), [("softmax", 0.3), ("sigmoid", 0.07)])
+def test_the_temperature_starts_by_the_gate(gate: str, expected: float) -> None:
+    layer = make_layer(moe_config(num_experts=4, router={"scorer": "cosine", "gate": gate}))
+    tau = layer.router.scorer.log_temperature.exp()
+    assert tau.shape == (1,) and tau.item() == pytest.approx(expected)
+    assert make_part("scorer", "cosine", temperature=2.0).log_temperature.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "options", "expected"), [(32, {}, 16), (2, {}, 2), (4, {"routing_dim": 5}, 5)]
+)
+def test_the_routing_dimension(num_experts: int, options: dict[str, int], expected: int) -> None:
+    scorer = make_part("scorer", "cosine", num_experts=num_experts, **options)
+    assert scorer.weight.shape == (expected, HIDDEN)
+    assert scorer.embedding.shape == (num_experts, expected)
+
+
+def test_embeddings_start_at_norm_a_tenth_in_every_direction() -> None:
+    scorer = make_part("scorer", "cosine", num_experts=64)
+    torch.testing.assert_close(scorer.embedding.norm(dim=1), torch.full((64,), 0.1))
+    assert scorer.embedding.mean(dim=0).norm() < 0.05
+    torch.manual_seed(9)
+    assert torch.equal(make_part("scorer", "cosine", num_experts=64).embedding, scorer.embedding)
+    assert not torch.equal(make_part("scorer", "cosine", num_experts=64, layer=2).embedding, scorer.embedding)
+
+
+def test_the_constraint_brings_the_norm_back_and_leaves_the_angle() -> None:
+    scorer = make_part("scorer", "cosine", num_experts=8)
+    ((parameter, project),) = scorer.constraints()
+    assert parameter is scorer.embedding
+    moved_ED = scorer.embedding.detach() * torch.arange(1.0, 9.0)[:, None] + 0.01
+    kept_ED = project(moved_ED)
+    torch.testing.assert_close(kept_ED.norm(dim=1), torch.full((8,), 0.1))
+    torch.testing.assert_close(kept_ED / 0.1, moved_ED / moved_ED.norm(dim=1, keepdim=True))
+    assert project(torch.zeros(2, 4)).isfinite().all()
+
+
+def test_a_vector_without_direction_scores_0_and_gets_no_gradient() -> None:
+    scorer, hidden_TH = make_part("scorer", "cosine"), make_hidden(3)
+    hidden_TH[1] = 0
+    hidden_TH.requires_grad_()
+    scores_TE, _ = scorer(hidden_TH, CONTEXT)
+    scores_TE.sum().backward()
+    assert not scores_TE[1].any() and scores_TE[0].any()
+    assert not hidden_TH.grad[1].any() and hidden_TH.grad[0].any()
+    assert all(parameter.grad.isfinite().all() for parameter in scorer.parameters())
+
+
+def test_only_the_direction_of_a_token_counts() -> None:
+    scorer, hidden_TH = make_part("scorer", "cosine"), make_hidden(5)
+    scores_TE = scorer(hidden_TH, CONTEXT)[0]
+    torch.testing.assert_close(scorer.eval()(100 * hidden_TH, CONTEXT)[0], scores_TE)
+
+
+def test_scores_of_a_bf16_layer_are_computed_in_fp32() -> None:
+    layer = make_layer(moe_config(num_experts=4, router={"scorer": "cosine"})).bfloat16()
+    scores_TE = layer.router(make_hidden(9).bfloat16(), layer.context).scores_TE
+    scorer = layer.router.scorer
+    low_TD = make_hidden(9).bfloat16().double() @ scorer.weight.double().T
+    cosine_TE = torch.nn.functional.cosine_similarity(
+        low_TD[:, None], scorer.embedding.double()[None], dim=-1
+    )
+    torch.testing.assert_close(
+        scores_TE.double(), cosine_TE / scorer.log_temperature.double().exp(), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"routing_dim": 1}, "routing_dim must be at least 2"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        moe_config(router={"scorer": {"name": "cosine", **options}})
+
+
+def test_it_can_be_counted_without_memory() -> None:
+    with torch.device("meta"):
+        scorer = CosineScorer(CosineScorer.Config(), Dims(HIDDEN, 8))
+    assert sum(parameter.numel() for parameter in scorer.parameters()) == 4 * HIDDEN + 8 * 4 + 1
