@@ -1,29 +1,17 @@
 """`sigmoid`: each expert's gate value by itself."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from megamoe.moe.part import Part
+from megamoe.moe.gates.biased import BiasedGate
 from megamoe.registry import register
 
 
 @register("gate", "sigmoid")
-class SigmoidGate(Part):
+class SigmoidGate(BiasedGate):
     """p = sigmoid(s / temperature) for candidates, 0 for the others.
 
-    Source: Lewis et al. 2021 (BASE); Chi et al. 2022 (X-MoE) eq. 3; DeepSeek-V3.
+    Options: see `BiasedGate`. Source: Lewis et al. 2021 (BASE); Chi et al. 2022 (X-MoE) eq. 3; DeepSeek-V3.
     """
-
-    @dataclass
-    class Config:
-        """temperature: divides the scores."""
-
-        temperature: float = 1.0
-
-        def __post_init__(self) -> None:
-            if not self.temperature > 0:
-                raise ValueError("temperature must be positive")
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value in (0, 1)."""

@@ -1,29 +1,17 @@
 """`softmax`: gate values that compete and sum to 1."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from megamoe.moe.part import Part
+from megamoe.moe.gates.biased import BiasedGate
 from megamoe.registry import register
 
 
 @register("gate", "softmax")
-class SoftmaxGate(Part):
+class SoftmaxGate(BiasedGate):
     """p = softmax(s / temperature) over the candidates; an expert that is none has exactly 0.
 
-    Source: Shazeer et al. 2017 eq. 2; Chi et al. 2022 (X-MoE) eq. 3.
+    Options: see `BiasedGate`. Source: Shazeer et al. 2017 eq. 2; Chi et al. 2022 (X-MoE) eq. 3.
     """
-
-    @dataclass
-    class Config:
-        """temperature: divides the scores."""
-
-        temperature: float = 1.0
-
-        def __post_init__(self) -> None:
-            if not self.temperature > 0:
-                raise ValueError("temperature must be positive")
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, rows summing to 1; a row without any candidate is 0."""

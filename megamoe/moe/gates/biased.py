@@ -1,0 +1,48 @@
+"""What softmax and sigmoid gates share: the temperature, and a bias that balances without a loss."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.moe.part import Dims, Gate, StepContext
+
+
+class BiasedGate(Gate):
+    """A gate with an optional bias b [E], fp32, that shifts what is chosen by and never p.
+
+    After each training step b_i falls by `bias_update` where expert i was wanted more often than the mean
+    over the step's whole batch, rises by it where less often, and stays at the mean. It is a buffer: saved in
+    checkpoints, out of reach of gradient and weight decay.
+
+    Source: DeepSeek-V3, section 2.1.2, auxiliary-loss-free load balancing, eq. 16 (u = 0.001 there).
+    """
+
+    @dataclass
+    class Config:
+        """temperature: divides the scores. bias_update: u, the bias's change a step; 0: no bias."""
+
+        temperature: float = 1.0
+        bias_update: float = 0.0
+
+        def __post_init__(self) -> None:
+            if not self.temperature > 0:
+                raise ValueError("temperature must be positive")
+            if not self.bias_update >= 0:
+                raise ValueError("bias_update must be at least 0")
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__(config, dims)
+        if config.bias_update > 0:
+            self.register_buffer("bias", torch.zeros(dims.num_experts, dtype=torch.float32))
+
+    @property
+    def bias_E(self) -> Tensor | None:
+        """fp32 [E]; None where bias_update is 0."""
+        return self._buffers.get("bias")
+
+    def after_step(self, load_E: Tensor, context: StepContext) -> None:
+        """Move the bias against the load, int64 [E]."""
+        if self.bias_E is not None:
+            above_E = load_E * load_E.numel() - load_E.sum()  # in integers: at the mean is at the mean
+            self.bias_E.sub_(above_E.sign(), alpha=self.config.bias_update)

@@ -1,0 +1,90 @@
+"""`expert_dropout`: some experts are out of the choice for a step."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe import draws
+from megamoe.moe.part import Restriction, StepContext
+from megamoe.moe.restrictions.groups import check_clusters
+from megamoe.moe.routing import Scored
+from megamoe.registry import register
+
+
+@register("restriction", "expert_dropout")
+class ExpertDropout(Restriction):
+    """In training, each step, exactly round(rate * L) random experts of every cluster of L are no candidates.
+
+    The experts form E/L clusters of L neighbours. The gate is then computed over the E (1 - rate) experts
+    left; in evaluation all are there. At level `global` as many experts in all are dropped from anywhere, so
+    that a cluster may lose all of its own (MoEC's ablation, worse). The draw depends on (seed, step, layer)
+    alone: one mask for all tokens, ranks and micro batches of a step.
+
+    Source: Xie et al. 2022 (MoEC), section "Cluster-level expert dropout" and table 3.
+
+    Caveats: the paper gives no rounding, ours takes halves to the even number; it does not say how often the
+    experts are drawn anew, ours are each step.
+    """
+
+    @dataclass
+    class Config:
+        """level: drop within every cluster, or anywhere. rate: gamma, the share dropped. cluster_size: L."""
+
+        level: Literal["cluster", "global"] = "cluster"
+        rate: float = 0.5
+        cluster_size: int = 8
+
+        def __post_init__(self) -> None:
+            if self.cluster_size < 1:
+                raise ValueError("cluster_size must be at least 1")
+            if not 0 <= self.rate < 1:
+                raise ValueError("rate must be at least 0 and under 1")
+            dropped = self.num_dropped
+            if dropped == self.cluster_size or (dropped == 0 and self.rate > 0):
+                raise ValueError(
+                    f"rate {self.rate} drops {dropped} of a cluster of {self.cluster_size} experts; choose "
+                    "one that rounds to at least 1 and leaves at least 1"
+                )
+
+        @property
+        def num_dropped(self) -> int:
+            """Experts dropped of each cluster; at level `global`, on average."""
+            exact = Fraction(str(self.rate)) * self.cluster_size  # as written: in floats halves get lost
+            return round(exact)
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Whole clusters, each on one rank where they matter; at least k experts left."""
+        check_clusters(options.cluster_size, moe, expert_parallel if options.level == "cluster" else 1)
+        left = moe.num_experts - moe.num_experts // options.cluster_size * options.num_dropped
+        k = getattr(moe.router.selector.options, "k", 1)
+        if left < k:
+            raise ValueError(
+                f"rate {options.rate} leaves {left} of {moe.num_experts} experts, but the selector's k is "
+                f"{k}; lower the rate or k"
+            )
+
+    def forward(self, scored: Scored, context: StepContext) -> Tensor:
+        """bool [T, E], every row the same."""
+        device = scored.scores_TE.device
+        if self.training and self.config.num_dropped > 0:
+            allowed_E = self._draw_E(context, device)
+        else:
+            allowed_E = torch.ones(self.dims.num_experts, dtype=torch.bool, device=device)
+        return allowed_E.expand_as(scored.scores_TE)
+
+    def _draw_E(self, context: StepContext, device: torch.device) -> Tensor:
+        num_clusters = self.dims.num_experts // self.config.cluster_size
+        rows, dropped = num_clusters, self.config.num_dropped
+        if self.config.level == "global":
+            rows, dropped = 1, num_clusters * self.config.num_dropped
+        columns = self.dims.num_experts // rows
+        draw_key = context.draw_key(self.dims.layer, "expert dropout")
+        unit_CL = draws.uniform(draw_key, torch.arange(rows, device=device), columns)
+        order_CL = unit_CL.argsort(dim=1, stable=True)
+        allowed_CL = torch.ones_like(unit_CL, dtype=torch.bool).scatter_(1, order_CL[:, :dropped], False)
+        return allowed_CL.reshape(-1)
