@@ -1,34 +1,47 @@
 """`top_k`: every token goes to the k experts with the largest gate values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.part import Dims, Part
-from megamoe.moe.routing import Pairs
+from megamoe.config.schema import MoEConfig
+from megamoe.moe import draws
+from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.refusals import refuse_more_than_experts
 from megamoe.registry import register
 
 
 @register("selector", "top_k")
-class TopK(Part):
+class TopK(Selector):
     """The k largest of p, with one of four weights.
 
     raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard,
     DeepSeek-V3). kept_softmax: softmax over the k chosen scores (Shazeer et al. 2017 eq. 3-5,
     Softmax(KeepTopK)). one: 1. At k = 1 the two normalised kinds are always 1 and would give the
     router no gradient: they are refused there.
+
+    `second`, for k = 2 and in training: best, the second largest of p. random: it is sent only where
+    2 g_2 > u, g_2 = p_2 / (p_1 + p_2), u from U(0, 1); the first keeps its weight (GShard: Lepikhin et al.
+    2021, algorithm 1). sampled: the second is drawn from the rest in proportion to p, as GShard's
+    alternative. Evaluation sends the best two.
     """
 
     @dataclass
     class Config:
-        """k: experts a token. weights: see the class. scale: a constant factor on the weights."""
+        """k: experts a token. weights, second: see the class. scale: a constant factor on the weights.
+
+        renormalise: whether the weights sum to `scale` over the k chosen, or over those of them that the
+        capacity left (a token of one pair then has weight `scale`, without gradient).
+        """
 
         k: int = 2
         weights: Literal["raw", "renormalised", "kept_softmax", "one"] = "renormalised"
         scale: float = 1.0
+        second: Literal["best", "random", "sampled"] = "best"
+        renormalise: Literal["before_drops", "after_drops"] = "before_drops"
 
         def __post_init__(self) -> None:
             if self.k < 1:
@@ -38,13 +51,23 @@ class TopK(Part):
                     f"with k: 1 the weights {self.weights!r} are always 1 and the router would get no "
                     "gradient; set weights: raw"
                 )
+            if self.second != "best" and self.k != 2:
+                raise ValueError(
+                    f"second: {self.second} is a rule for k: 2, found k: {self.k}; set second: best"
+                )
+            if self.renormalise == "after_drops" and self.weights != "renormalised":
+                raise ValueError(
+                    f"renormalise: after_drops needs weights: renormalised, found {self.weights!r}"
+                )
 
-    def __init__(self, config: Config, dims: Dims) -> None:
-        super().__init__(config, dims)
-        if config.k > dims.num_experts:
-            raise UserError(
-                f"moe.router.selector.k: found {config.k}, but there are only {dims.num_experts} experts "
-                f"(moe.num_experts); choose k <= {dims.num_experts}"
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """No more choices than experts; nothing is renormalised after drops where none are."""
+        refuse_more_than_experts("k", options.k, moe)
+        if options.renormalise == "after_drops" and moe.router.capacity.name == "none":
+            raise ValueError(
+                "found renormalise: after_drops with capacity: none, which drops nothing; set a capacity, "
+                "or renormalise: before_drops"
             )
 
     @property
@@ -52,20 +75,48 @@ class TopK(Part):
         """The k that capacity counts with."""
         return int(self.config.k)
 
-    def forward(self, probs_TE: Tensor, scores_TE: Tensor, candidates_TE: Tensor | None) -> Pairs:
-        """[T, E] fp32 -> T*k pairs; fewer where a token has fewer candidates."""
-        ranking_TE = probs_TE.detach()
-        if candidates_TE is not None:
-            ranking_TE = ranking_TE.masked_fill(~candidates_TE, float("-inf"))
-        expert_TK = ranking_TE.topk(self.config.k, dim=-1).indices
-        weight_TK = self._weights(probs_TE, scores_TE, candidates_TE, expert_TK)
-        num_tokens = probs_TE.shape[0]
-        token_TK = torch.arange(num_tokens, device=probs_TE.device)[:, None].expand_as(expert_TK)
-        choice_TK = torch.arange(self.config.k, device=probs_TE.device)[None, :].expand_as(expert_TK)
-        pairs = Pairs(
-            token_TK.reshape(-1), expert_TK.reshape(-1), weight_TK.reshape(-1), choice_TK.reshape(-1)
-        )
-        return pairs if candidates_TE is None else pairs.keep(candidates_TE.gather(1, expert_TK).reshape(-1))
+    def forward(self, scored: Scored, context: StepContext) -> Pairs:
+        """T*k pairs; fewer where a token has fewer candidates, or its second is not sent."""
+        expert_TK = scored.ranking_TE.topk(self.config.k, dim=-1).indices
+        second = self.config.second if self.training else "best"
+        if second == "sampled":
+            expert_TK = self._sample_second(expert_TK, scored.probs_TE.detach(), context)
+        weight_TK = self._weights(scored.probs_TE, scored.scores_TE, scored.candidates_TE, expert_TK)
+        candidates_TE = scored.candidates_TE
+        valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)
+        if second == "random":
+            sent_TK = self._send_second(scored.probs_TE.detach().gather(1, expert_TK), context)
+            valid_TK = sent_TK if valid_TK is None else valid_TK & sent_TK
+        return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
+
+    def after_drops(self, pairs: Pairs) -> Pairs:
+        """The pairs that the capacity left, renormalised if this is the time for it."""
+        if self.config.renormalise == "before_drops":
+            return pairs
+        # A token's pairs are neighbours: runs are counted, for the number of tokens is not known here.
+        run_N = (pairs.token_N.diff(prepend=pairs.token_N[:1]) != 0).cumsum(0)
+        total_N = torch.zeros_like(pairs.weight_N).index_add(0, run_N, pairs.weight_N)
+        total_N = total_N.index_select(0, run_N).clamp_min(torch.finfo(total_N.dtype).tiny)
+        return replace(pairs, weight_N=self.config.scale * pairs.weight_N / total_N)
+
+    def _send_second(self, probs_T2: Tensor, context: StepContext) -> Tensor:
+        """bool [T, 2]: the first always, the second where 2 p_2 > u (p_1 + p_2)."""
+        bound_T = self._uniform_T(probs_T2, context) * probs_T2.sum(dim=-1)
+        return torch.stack([torch.ones_like(bound_T, dtype=torch.bool), 2 * probs_T2[:, 1] > bound_T], dim=1)
+
+    def _sample_second(self, expert_T2: Tensor, probs_TE: Tensor, context: StepContext) -> Tensor:
+        """int64 [T, 2]: the first, and one drawn from the rest; the second best where the rest is all 0."""
+        rest_TE = probs_TE.scatter(1, expert_T2[:, :1], 0.0)
+        sum_TE = rest_TE.cumsum(dim=-1)
+        total_T = sum_TE[:, -1]
+        target_T = self._uniform_T(probs_TE, context) * total_T
+        drawn_T = torch.searchsorted(sum_TE, target_T[:, None], right=True)[:, 0]  # of positive p: u < 1
+        is_drawn_T = total_T > torch.finfo(total_T.dtype).tiny
+        return torch.stack([expert_T2[:, 0], torch.where(is_drawn_T, drawn_T, expert_T2[:, 1])], dim=1)
+
+    def _uniform_T(self, probs_TK: Tensor, context: StepContext) -> Tensor:
+        token_index_T = context.token_index(len(probs_TK), probs_TK.device)
+        return draws.uniform(context.draw_key(self.dims.layer, "second"), token_index_T, 1)[:, 0]
 
     def _weights(
         self, probs_TE: Tensor, scores_TE: Tensor, candidates_TE: Tensor | None, expert_TK: Tensor

@@ -1,0 +1,64 @@
+"""`entropy_aware`: few experts for a token whose gate is sure, more for one whose gate is not."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.choices import first_choices, num_candidates_T
+from megamoe.moe.selectors.refusals import refuse_more_than_experts
+from megamoe.registry import register
+
+
+@register("selector", "entropy_aware")
+class EntropyAware(Selector):
+    """A token's best m experts, m the perplexity of its gate: round(exp(H(p))) within [min_k, max_k].
+
+    H is the entropy in nats of p over the candidates, divided by their sum where they do not sum to 1
+    (sigmoid). exp(H) is the number of experts that the gate weighs up: 1 where p is all on one, n where it
+    is even over n. Weights: raw, p itself; renormalised, p over the sum of the m chosen, which is 1 and
+    gives the router no gradient for tokens of one expert.
+
+    Source: Dubois 2025, lecture slides on mixture of experts, "Entropy Aware Gating"; they give no formula,
+    and the perplexity, rounded to the nearest, is the reading chosen here. Capacity counts with k = 1.
+    """
+
+    @dataclass
+    class Config:
+        """min_k, max_k: bounds of the experts a token. weights: see the class."""
+
+        min_k: int = 1
+        max_k: int = 4
+        weights: Literal["raw", "renormalised"] = "raw"
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.min_k <= self.max_k:
+                raise ValueError("min_k must be at least 1 and at most max_k")
+            if self.max_k == 1 and self.weights == "renormalised":
+                raise ValueError(
+                    "with max_k: 1 the weights 'renormalised' are always 1 and the router would get no "
+                    "gradient; set weights: raw"
+                )
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """No more choices than experts."""
+        refuse_more_than_experts("max_k", options.max_k, moe)
+
+    def forward(self, scored: Scored, context: StepContext) -> Pairs:
+        """min_k to max_k pairs a token; fewer where it has fewer candidates."""
+        probs_TE = scored.probs_TE.detach()
+        tiny = torch.finfo(probs_TE.dtype).tiny
+        share_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp_min(tiny)
+        perplexity_T = torch.special.entr(share_TE).sum(dim=-1).exp()
+        wanted_T = perplexity_T.round().long().clamp(self.config.min_k, self.config.max_k)
+        count_T = wanted_T.minimum(num_candidates_T(scored.candidates_TE, probs_TE))
+        expert_TK = scored.ranking_TE.topk(self.config.max_k, dim=-1).indices
+        pairs = first_choices(expert_TK, count_T, scored.probs_TE)
+        if self.config.weights == "renormalised":
+            total_T = pairs.weight_N.new_zeros(scored.num_tokens).index_add(0, pairs.token_N, pairs.weight_N)
+            pairs.weight_N = pairs.weight_N / total_T.clamp_min(tiny).index_select(0, pairs.token_N)
+        return pairs

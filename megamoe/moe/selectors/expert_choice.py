@@ -1,0 +1,71 @@
+"""`expert_choice`: the experts choose their tokens."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.choices import probs_N
+from megamoe.moe.selectors.refusals import refuse_bias, refuse_capacity, refuse_more_than_experts
+from megamoe.registry import register
+
+
+@register("selector", "expert_choice")
+class ExpertChoice(Selector):
+    """Each expert takes its C = ceil(k * T / E) best tokens by p; the weight is p.
+
+    The load is even by construction, and a token has from none to E experts, k on average. Its first
+    choice is the one of them with the largest p. T is the micro batch of one data-parallel rank. An expert
+    with fewer than C candidates takes them all. Source: Zhou et al. 2022, Mixture-of-Experts with Expert
+    Choice Routing (their e, n, c and k are E, T, k and C; how C is rounded is not said).
+
+    Not causal: whether a token is taken depends on the tokens after it and on the other sequences, so that
+    a decoder sees the future in training and cannot generate token by token as it was trained.
+    """
+
+    @dataclass
+    class Config:
+        """k: experts a token on average, the paper's capacity factor c. allow_non_causal: take the risk."""
+
+        k: float = 2.0
+        allow_non_causal: bool = False
+
+        def __post_init__(self) -> None:
+            if not self.k > 0:
+                raise ValueError("k must be positive")
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Only where the user knows that it is not causal; no second balance."""
+        if not options.allow_non_causal:
+            raise ValueError(
+                "the models here are decoders, and expert choice lets a token's experts depend on later "
+                "tokens, so that evaluation is not that of a language model; set allow_non_causal: true "
+                "to take that, or choose top_k"
+            )
+        refuse_more_than_experts("k", options.k, moe)
+        refuse_capacity(moe, "each expert takes a fixed number of tokens")
+        refuse_bias(moe, "it would be the same for all tokens among which an expert chooses")
+
+    def places(self, num_tokens: int) -> int:
+        """C, the tokens of each expert."""
+        exact = Fraction(str(self.config.k)) * num_tokens / self.dims.num_experts
+        return min(math.ceil(exact), num_tokens)
+
+    def forward(self, scored: Scored, context: StepContext) -> Pairs:
+        """C * E pairs, fewer where restrictions leave an expert too few candidates."""
+        best_CE = scored.ranking_TE.topk(self.places(scored.num_tokens), dim=0).indices
+        taken_TE = torch.zeros_like(scored.ranking_TE, dtype=torch.bool).scatter_(0, best_CE, True)
+        if scored.candidates_TE is not None:
+            taken_TE &= scored.candidates_TE
+        token_N, expert_N = taken_TE.nonzero(as_tuple=True)  # in token order, which the sorts keep
+        by_p_N = scored.ranking_TE[token_N, expert_N].argsort(descending=True, stable=True)
+        expert_N = expert_N[by_p_N[token_N[by_p_N].argsort(stable=True)]]
+        count_T = taken_TE.sum(dim=-1)
+        first_N = (count_T.cumsum(0) - count_T)[token_N]
+        choice_N = torch.arange(len(token_N), device=token_N.device) - first_N
+        return Pairs(token_N, expert_N, probs_N(scored.probs_TE, token_N, expert_N), choice_N)

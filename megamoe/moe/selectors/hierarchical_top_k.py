@@ -1,0 +1,96 @@
+"""`hierarchical_top_k`: the best groups of experts, then the best experts of each.
+
+Beside the room's legend: G groups, A groups chosen, S experts of a group, C chosen of those, K = A * C.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.routing import Pairs, Scored
+from megamoe.registry import register
+
+
+@register("selector", "hierarchical_top_k")
+class HierarchicalTopK(Selector):
+    """The `groups` groups with the largest primary scores, and in each the k largest of its experts.
+
+    The weight is G_primary(x)_i G_i(x)_j, each a softmax over the kept scores of its level, so that a
+    token's weights sum to 1; the choices stand in the order of their weights. Source: Shazeer et al. 2017
+    (SGMoE), appendix B, eq. 12, with eq. 3 at each level; 2 and 2 are its appendix C.1.
+
+    A restriction takes experts out of their groups before the softmax, and a group without any candidate
+    is not chosen while another is left.
+    """
+
+    @dataclass
+    class Config:
+        """groups: chosen by a token. k: experts chosen in each of them."""
+
+        groups: int = 2
+        k: int = 2
+
+        def __post_init__(self) -> None:
+            for name, value in (("groups", self.groups), ("k", self.k)):
+                if value < 2:
+                    raise ValueError(
+                        f"{name} must be at least 2, found {value}: over one choice the softmax is always 1, "
+                        "and that level's gate would get no gradient; or set selector: top_k"
+                    )
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Two levels of scores, and enough groups and experts."""
+        scorer = moe.router.scorer
+        if scorer.name != "hierarchical":
+            raise ValueError(
+                f"the scorer is {scorer.name!r}, which knows no groups; set scorer: hierarchical"
+            )
+        num_groups = scorer.options.num_groups(moe.num_experts)
+        size = moe.num_experts // num_groups
+        if options.groups > num_groups or options.k > size:
+            raise ValueError(
+                f"groups is {options.groups} and k {options.k}, but the scorer makes {num_groups} groups of "
+                f"{size} experts; choose groups <= {num_groups} and k <= {size}, or other scorer.groups"
+            )
+        if getattr(moe.router.gate.options, "bias_update", 0) > 0:
+            raise ValueError(
+                "gate.bias_update moves no choice made by levels; leave it out, or set selector: top_k"
+            )
+
+    @property
+    def num_choices(self) -> int:
+        """The k that capacity counts with: of all groups together."""
+        return int(self.config.groups * self.config.k)
+
+    def forward(self, scored: Scored, context: StepContext) -> Pairs:
+        """T * groups * k pairs; fewer where a token has fewer candidates.
+
+        Adds the extra chosen_groups_TA, int64 [T, groups], for the losses.
+        """
+        group_TG = scored.extras["group_scores_TG"]
+        inner_TGS = scored.extras["inner_scores_TE"].unflatten(1, (group_TG.shape[1], -1))
+        if scored.candidates_TE is not None:
+            # Not -inf: a token may have no candidate, whose softmax would be NaN.
+            lowest = torch.finfo(torch.float32).min
+            candidates_TGS = scored.candidates_TE.unflatten(1, (group_TG.shape[1], -1))
+            inner_TGS = inner_TGS.masked_fill(~candidates_TGS, lowest)
+            group_TG = group_TG.masked_fill(~candidates_TGS.any(dim=2), lowest)
+        kept_TA, group_TA = group_TG.topk(self.config.groups, dim=1)
+        scored.extras["chosen_groups_TA"] = group_TA
+        expert_TK, weight_TK = self._choices(kept_TA, group_TA, inner_TGS)
+        valid_TK = None if scored.candidates_TE is None else scored.candidates_TE.gather(1, expert_TK)
+        return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
+
+    def _choices(self, kept_TA: Tensor, group_TA: Tensor, inner_TGS: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and weights [T, groups * k] in the order of choice."""
+        size = inner_TGS.shape[2]
+        inner_TAS = inner_TGS.gather(1, group_TA[:, :, None].expand(-1, -1, size))
+        kept_TAC, place_TAC = inner_TAS.topk(self.config.k, dim=2)
+        weight_TK = (kept_TA.softmax(dim=1)[:, :, None] * kept_TAC.softmax(dim=2)).flatten(1)
+        expert_TK = (group_TA[:, :, None] * size + place_TAC).flatten(1)
+        order_TK = weight_TK.detach().argsort(dim=1, descending=True, stable=True)
+        return expert_TK.gather(1, order_TK), weight_TK.gather(1, order_TK)

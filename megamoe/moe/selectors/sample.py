@@ -1,0 +1,82 @@
+"""`sample`: every token draws its experts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe import draws
+from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.routing import Pairs, Scored
+from megamoe.registry import register
+
+
+@register("selector", "sample")
+class Sample(Selector):
+    """In training k experts drawn without replacement, in proportion to p; in evaluation the k largest.
+
+    The k largest of log p + Gumbel noise are such a draw, in its order (Gumbel top-k: Kool et al. 2019),
+    that of a Plackett-Luce model. Where the scorer gives `sampling_scores_TE`, softmax of these takes p's
+    place in the draw (`policy`: pi_old). Weights: raw p, renormalised to sum 1 over the chosen, or one.
+    Source: the slides' policy o ~ pi_old; Shazeer et al. and GShard draw their second expert alike.
+    """
+
+    @dataclass
+    class Config:
+        """k: experts a token. weights: see the class."""
+
+        k: int = 1
+        weights: Literal["raw", "renormalised", "one"] = "raw"
+
+        def __post_init__(self) -> None:
+            if self.k < 1:
+                raise ValueError("k must be at least 1")
+            if self.k == 1 and self.weights == "renormalised":
+                raise ValueError(
+                    "with k: 1 the weights 'renormalised' are always 1 and the router would get no gradient; "
+                    "set weights: raw"
+                )
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """No more choices than experts."""
+        if options.k > moe.num_experts:
+            raise ValueError(
+                f"k is {options.k}, but there are only {moe.num_experts} experts (moe.num_experts); "
+                f"choose k <= {moe.num_experts}"
+            )
+
+    @property
+    def num_choices(self) -> int:
+        """The k that capacity counts with."""
+        return int(self.config.k)
+
+    def forward(self, scored: Scored, context: StepContext) -> Pairs:
+        """T*k pairs in the order drawn; fewer where a token has fewer candidates."""
+        keys_TE = self._drawn_TE(scored, context) if self.training else scored.ranking_TE
+        expert_TK = keys_TE.topk(self.config.k, dim=-1).indices
+        weight_TK = self._weights_TK(scored.probs_TE.gather(1, expert_TK))
+        valid_TK = None if scored.candidates_TE is None else scored.candidates_TE.gather(1, expert_TK)
+        return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
+
+    def _drawn_TE(self, scored: Scored, context: StepContext) -> Tensor:
+        """fp32 [T, E]: logarithms of what to draw from, plus the noise; -inf where no candidate."""
+        logs_TE = scored.extras.get("sampling_scores_TE")
+        if logs_TE is None:
+            probs_TE = scored.probs_TE.detach()
+            logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()
+        index_T = context.token_index(scored.num_tokens, logs_TE.device)
+        unit_TE = draws.uniform(context.draw_key(self.dims.layer, "sample"), index_T, scored.num_experts)
+        keys_TE = logs_TE - unit_TE.clamp_min(2.0**-25).log().neg().log()  # 0 is drawn once in 2^24
+        if scored.candidates_TE is not None:
+            keys_TE = keys_TE.masked_fill(~scored.candidates_TE, float("-inf"))
+        return keys_TE
+
+    def _weights_TK(self, prob_TK: Tensor) -> Tensor:
+        if self.config.weights == "one":
+            return torch.ones_like(prob_TK)
+        if self.config.weights == "raw":
+            return prob_TK
+        return prob_TK / prob_TK.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(prob_TK.dtype).tiny)

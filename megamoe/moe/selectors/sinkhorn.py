@@ -1,0 +1,77 @@
+"""`sinkhorn`: top-k of scores that a few Sinkhorn iterations have balanced."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.refusals import refuse_bias, refuse_more_than_experts
+from megamoe.registry import register
+
+
+@register("selector", "sinkhorn")
+class Sinkhorn(Selector):
+    """In training the k largest of a_t exp(s_te) b_e, a and b such that rows and columns sum alike.
+
+    Sinkhorn's iterations scale rows (to 1 / T) and columns (to 1 / E) in turn, over the micro batch of one
+    data-parallel rank; a row's factor does not change what its token chooses, so that b is what counts. The
+    weight is p of the unbalanced gate; evaluation is plain top-k of p. Source: Clark et al. 2022, Unified
+    Scaling Laws for Routed Language Models (S-BASE); Megatron-Core's `sinkhorn`.
+
+    Megatron iterates until b moves by less than 1e-4 in the mean, which a GPU would have to be asked after
+    each iteration; here their number is fixed. It takes sigmoid(s) as p at k = 1 and a softmax above: here
+    that is the gate's choice. Megatron refuses auxiliary losses beside it; here they may be added.
+    In training the choice looks at all tokens of the micro batch, later ones too.
+    """
+
+    @dataclass
+    class Config:
+        """k: experts a token. iterations: of rows and columns each."""
+
+        k: int = 1
+        iterations: int = 10
+
+        def __post_init__(self) -> None:
+            if self.k < 1:
+                raise ValueError("k must be at least 1")
+            if self.iterations < 1:
+                raise ValueError("iterations must be at least 1; for none choose top_k")
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """No more choices than experts, no second balance by selection."""
+        refuse_more_than_experts("k", options.k, moe)
+        refuse_bias(moe, "the iterations would undo what it does to the selection")
+
+    @property
+    def num_choices(self) -> int:
+        """The k that capacity counts with."""
+        return int(self.config.k)
+
+    def forward(self, scored: Scored, context: StepContext) -> Pairs:
+        """T*k pairs; fewer where a token has fewer candidates."""
+        ranking_TE, candidates_TE = scored.ranking_TE, scored.candidates_TE
+        if self.training:
+            scores_TE = scored.scores_TE.detach()
+            if candidates_TE is not None:
+                scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
+            ranking_TE = scores_TE + log_column_factors_E(scores_TE, self.config.iterations)
+        expert_TK = ranking_TE.topk(self.config.k, dim=-1).indices
+        valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)
+        return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK)
+
+
+def log_column_factors_E(scores_TE: Tensor, iterations: int) -> Tensor:
+    """log b, fp32 [E], after so many iterations on exp(scores_TE); -inf stands for no candidate."""
+    tiny = torch.finfo(scores_TE.dtype).tiny
+    num_tokens, num_experts = scores_TE.shape
+    top_T1 = scores_TE.amax(dim=-1, keepdim=True).nan_to_num(neginf=0.0)
+    cost_TE = (scores_TE - top_T1).exp()  # a takes up a row's factor, exp cannot overflow
+    factor_E = cost_TE.new_ones(num_experts)
+    for _ in range(iterations):
+        row_T = 1 / (num_tokens * (cost_TE @ factor_E).clamp_min(tiny))
+        factor_E = 1 / (num_experts * (row_T @ cost_TE).clamp_min(tiny))
+    return factor_E.log()

@@ -1,0 +1,79 @@
+"""balanced: the best even sharing in training, greedy in evaluation, whatever order the tokens are in."""
+
+import pytest
+import torch
+
+from megamoe.moe.check import check_parts
+from megamoe.moe.part import StepContext
+from megamoe.registry import get_part
+from tests.moe.build import make_part, make_scored, moe_config
+
+# All like expert 0 best; tokens 0 and 3 lose most by leaving it.
+SCORES = torch.tensor([[3.0, 0.0], [2.0, 1.5], [2.0, 1.9], [5.0, 1.0]])
+
+
+def test_by_hand() -> None:
+    selector = make_part("selector", "balanced", num_experts=2)
+    pairs = selector(make_scored(SCORES, SCORES.sigmoid()), StepContext())
+    assert pairs.token_N.tolist() == [0, 1, 2, 3]
+    assert pairs.expert_N.tolist() == [0, 1, 1, 0]
+    assert pairs.choice_N.tolist() == [0, 0, 0, 0]
+    expected_N = 1 / (1 + (-torch.tensor([3.0, 1.5, 1.9, 5.0])).exp())
+    torch.testing.assert_close(pairs.weight_N, expected_N)
+
+
+def test_evaluation_is_greedy() -> None:
+    selector = make_part("selector", "balanced", num_experts=2).eval()
+    pairs = selector(make_scored(SCORES, SCORES.sigmoid()), StepContext())
+    assert pairs.expert_N.tolist() == [0, 0, 0, 0]
+    torch.testing.assert_close(pairs.weight_N, SCORES[:, 0].sigmoid())
+
+
+def test_gradient_is_that_of_the_sigmoid_alone() -> None:
+    gradients = []
+    for plain in (False, True):
+        scores_TE = SCORES.double().requires_grad_()
+        if plain:
+            weight_N = 1 / (1 + (-scores_TE[torch.arange(4), torch.tensor([0, 1, 1, 0])]).exp())
+        else:
+            selector = make_part("selector", "balanced", num_experts=2)
+            weight_N = selector(make_scored(scores_TE, scores_TE.sigmoid()), StepContext()).weight_N
+        (weight_N * torch.tensor([1.0, -2.0, 3.0, 4.0])).sum().backward()
+        gradients.append(scores_TE.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_tokens_keep_their_experts_in_any_order_of_the_batch() -> None:
+    """Many are alike, so that ties decide: by the place in the data, not in the batch."""
+    scores_TE = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).repeat(8, 1)
+    selector = make_part("selector", "balanced")
+    straight = selector(make_scored(scores_TE), StepContext(token_index_T=torch.arange(24))).expert_N
+    order_T = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    shuffled = selector(make_scored(scores_TE[order_T]), StepContext(token_index_T=order_T)).expert_N
+    assert torch.equal(shuffled, straight[order_T])
+    assert torch.bincount(straight).tolist() == [6, 6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        ({"gate": "softmax"}, "found the gate 'softmax', expected sigmoid, .*set gate: sigmoid"),
+        ({"capacity": "per_expert"}, "found the capacity 'per_expert', expected none: .*set capacity: none"),
+        (
+            {"gate": {"name": "sigmoid", "bias_update": 0.001}},
+            "found a gate with bias_update 0.001, expected 0: .*remove bias_update",
+        ),
+        (
+            {"restrictions": [{"name": "gating_dropout"}]},
+            "found the restrictions gating_dropout, expected none: .*remove them",
+        ),
+    ],
+)
+def test_company_that_is_refused(router: dict[str, object], message: str) -> None:
+    config = moe_config(router={"selector": "balanced", "gate": "sigmoid", **router})
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        get_part("selector", "balanced").check(config.router.selector.options, config, 1)
+
+
+def test_the_papers_company_is_welcome() -> None:
+    check_parts(moe_config(router={"selector": "balanced", "gate": "sigmoid"}), 1)

@@ -1,0 +1,150 @@
+"""Drawing experts: frequencies, order, keys, weights, and none of it in evaluation."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.moe.check import check_parts
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Pairs
+from tests.moe.build import make_part, make_scored, moe_config
+
+PROBS = torch.tensor([0.5, 0.1, 0.3, 0.1])
+DRAWS = 20000
+
+
+def draw(k: int, probs_E: Tensor = PROBS, context: StepContext | None = None, **scored: Tensor) -> Tensor:
+    """int64 [T, K]: the experts of `DRAWS` tokens that are all alike."""
+    probs_TE = probs_E.expand(DRAWS, -1)
+    pairs = make_part("selector", "sample", k=k)(
+        make_scored(probs_TE.log(), probs_TE, **scored), context or StepContext(seed=1)
+    )
+    assert torch.equal(pairs.token_N, torch.arange(DRAWS).repeat_interleave(k))
+    assert torch.equal(pairs.choice_N, torch.arange(k).repeat(DRAWS))
+    return pairs.expert_N.reshape(DRAWS, k)
+
+
+def test_one_expert_is_drawn_in_proportion_to_p() -> None:
+    found_E = torch.bincount(draw(1)[:, 0], minlength=4) / DRAWS
+    torch.testing.assert_close(found_E, PROBS, atol=0.012, rtol=0)  # over 3 standard deviations
+
+
+def test_two_experts_are_drawn_without_replacement_in_order() -> None:
+    drawn_TK = draw(2)
+    found = (
+        torch.zeros(4, 4).index_put_(tuple(drawn_TK.unbind(1)), torch.tensor(1.0), accumulate=True) / DRAWS
+    )
+    expected = torch.zeros(4, 4)
+    for first, second in itertools.permutations(range(4), 2):
+        expected[first, second] = PROBS[first] * PROBS[second] / (1 - PROBS[first])
+    assert found.diagonal().sum() == 0
+    torch.testing.assert_close(found, expected, atol=0.012, rtol=0)
+
+
+def test_all_of_them_are_drawn_when_k_is_e() -> None:
+    assert torch.equal(draw(4).sort(1).values, torch.arange(4).expand(DRAWS, 4))
+
+
+def test_values_that_do_not_sum_to_1_are_drawn_in_proportion() -> None:
+    """A sigmoid's, say."""
+    found_E = torch.bincount(draw(1, PROBS * 1.8)[:, 0], minlength=4) / DRAWS
+    torch.testing.assert_close(found_E, PROBS, atol=0.012, rtol=0)
+
+
+def test_the_scorer_may_say_what_to_draw_from() -> None:
+    """Up to a constant a token, as scores are; the weights stay the gate's."""
+    other_E = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    drawn_TK = draw(1, sampling_scores_TE=other_E.log().expand(DRAWS, -1) + 3)
+    found_E = torch.bincount(drawn_TK[:, 0], minlength=4) / DRAWS
+    torch.testing.assert_close(found_E, other_E, atol=0.012, rtol=0)
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_only_candidates_are_drawn(sampling: bool) -> None:
+    candidates_TE = torch.tensor([False, True, True, True]).expand(DRAWS, 4)
+    extras = {"sampling_scores_TE": PROBS.log().expand(DRAWS, 4)} if sampling else {}
+    drawn_TK = draw(1, PROBS, candidates_TE=candidates_TE, **extras)
+    found_E = torch.bincount(drawn_TK[:, 0], minlength=4) / DRAWS
+    torch.testing.assert_close(found_E, torch.tensor([0, 0.2, 0.6, 0.2]), atol=0.012, rtol=0)
+
+
+def test_a_token_with_few_candidates_has_fewer_pairs() -> None:
+    candidates_TE = torch.tensor([[True] * 4, [False, True, False, False], [False] * 4])
+    probs_TE = PROBS * candidates_TE
+    pairs = make_part("selector", "sample", k=2)(
+        make_scored(PROBS.log().expand(3, 4), probs_TE, candidates_TE), StepContext()
+    )
+    assert pairs.token_N.tolist() == [0, 0, 1]
+    assert pairs.choice_N.tolist() == [0, 1, 0]
+    assert pairs.expert_N[2] == 1
+
+
+def test_candidates_whose_p_underflows_still_make_up_k() -> None:
+    probs_TE = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(50, 4)
+    pairs = make_part("selector", "sample", k=2)(make_scored(probs_TE, probs_TE), StepContext())
+    expert_TK = pairs.expert_N.reshape(50, 2)
+    assert (expert_TK[:, 0] == 0).all() and (expert_TK[:, 1] > 0).all()
+
+
+def test_draws_follow_the_token_and_change_with_seed_step_layer_and_token() -> None:
+    def drawn(context: StepContext, layer: int = 1) -> Tensor:
+        probs_TE = torch.full((64, 8), 0.125)
+        part = make_part("selector", "sample", num_experts=8, layer=layer, k=2)
+        pairs: Pairs = part(make_scored(probs_TE, probs_TE), context)
+        return pairs.expert_N.reshape(64, 2)
+
+    first = drawn(StepContext(1, 4))
+    assert torch.equal(drawn(StepContext(1, 4)), first)
+    order_T = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(drawn(StepContext(1, 4, token_index_T=order_T)), first[order_T])
+    rollout_T = torch.arange(64) + (1 << 48)
+    others = [StepContext(2, 4), StepContext(1, 5), StepContext(1, 4, token_index_T=rollout_T)]
+    for other in [*map(drawn, others), drawn(StepContext(1, 4), layer=2)]:
+        assert (other != first).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("weights", ["raw", "renormalised"])
+def test_weights_and_gradients_are_of_the_gates_values(weights: str) -> None:
+    """Of one token, down to its scores, whatever it was drawn from."""
+    scores_E, plain_E = (torch.tensor([0.3, -0.4, 1.0, 0.1]).double().requires_grad_() for _ in range(2))
+    scored = make_scored(scores_E[None], scores_E.softmax(0)[None], sampling_scores_TE=torch.zeros(1, 4))
+    pairs = make_part("selector", "sample", k=2, weights=weights)(scored, StepContext(seed=2))
+    first, second = pairs.expert_N.tolist()
+    whole = plain_E.exp().sum() if weights == "raw" else plain_E[first].exp() + plain_E[second].exp()
+    weight_N = torch.stack([plain_E[first].exp(), plain_E[second].exp()]) / whole
+    torch.testing.assert_close(pairs.weight_N, weight_N)
+    for found_N in (pairs.weight_N, weight_N):
+        (found_N * torch.tensor([1.0, -3.0])).sum().backward()
+    assert plain_E.grad is not None and plain_E.grad.abs().sum() > 0.1
+    torch.testing.assert_close(scores_E.grad, plain_E.grad)
+
+
+def test_the_weight_one_has_no_gradient() -> None:
+    scored = make_scored(PROBS.log()[None], PROBS[None].clone().requires_grad_())
+    pairs = make_part("selector", "sample", k=2, weights="one")(scored, StepContext())
+    assert pairs.weight_N.tolist() == [1, 1] and not pairs.weight_N.requires_grad
+
+
+def test_evaluation_takes_the_largest() -> None:
+    selector = make_part("selector", "sample", k=2).eval()
+    scored = make_scored(PROBS.log()[None], PROBS[None], sampling_scores_TE=torch.tensor([[0.0, 9, 0, 9]]))
+    assert selector(scored, StepContext()).expert_N.tolist() == [0, 2]
+    biased = make_scored(PROBS.log()[None], PROBS[None])
+    biased.ranking_TE = torch.tensor([[0.0, 2.0, 1.0, -torch.inf]])
+    assert selector(biased, StepContext()).expert_N.tolist() == [1, 2]
+
+
+def test_num_choices_is_k() -> None:
+    assert make_part("selector", "sample", k=3).num_choices == 3
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(UserError, match="k must be at least 1"):
+        moe_config(router={"selector": {"name": "sample", "k": 0}})
+    with pytest.raises(UserError, match="with k: 1 the weights 'renormalised' .* set weights: raw"):
+        moe_config(router={"selector": {"name": "sample", "weights": "renormalised"}})
+    with pytest.raises(UserError, match="sample: k is 5, .* only 4 experts .* k <= 4"):
+        check_parts(moe_config(num_experts=4, router={"selector": {"name": "sample", "k": 5}}), 1)

@@ -1,0 +1,51 @@
+"""table: the pairs are the scorer's table, each of weight 1."""
+
+import pytest
+import torch
+
+from megamoe.errors import UserError
+from megamoe.moe.check import check_parts
+from megamoe.moe.part import Dims, StepContext
+from megamoe.moe.router import Router
+from tests.moe.build import HIDDEN, make_hidden, make_part, make_scored, moe_config
+
+TABLE = torch.tensor([[2, 0], [1, 1], [3, 2]])
+
+
+def test_pairs_by_hand() -> None:
+    """The second token's tables agree: it has that expert twice."""
+    selector = make_part("selector", "table", k=2)
+    assert selector.num_choices == 2
+    pairs = selector(make_scored(torch.zeros(3, 4), table_TK=TABLE), StepContext())
+    assert pairs.token_N.tolist() == [0, 0, 1, 1, 2, 2]
+    assert pairs.expert_N.tolist() == [2, 0, 1, 1, 3, 2]
+    assert pairs.choice_N.tolist() == [0, 1, 0, 1, 0, 1]
+    assert pairs.weight_N.tolist() == [1.0] * 6 and pairs.weight_N.dtype == torch.float32
+
+
+def test_a_masked_expert_gives_no_pair() -> None:
+    candidates_TE = torch.tensor([[True] * 4, [True, False, True, True], [True, True, False, True]])
+    scored = make_scored(torch.zeros(3, 4), candidates_TE=candidates_TE, table_TK=TABLE)
+    pairs = make_part("selector", "table", k=2)(scored, StepContext())
+    assert pairs.token_N.tolist() == [0, 0, 2]
+    assert pairs.expert_N.tolist() == [2, 0, 3]
+    assert pairs.choice_N.tolist() == [0, 1, 0]
+
+
+def test_a_router_has_as_many_tables_as_choices() -> None:
+    config = moe_config(num_experts=5, router={"scorer": "hash", "selector": {"name": "table", "k": 3}})
+    router = Router(config.router, Dims(HIDDEN, 5, vocab_size=50))
+    assert router.scorer.table_KV.shape == (3, 50)
+    ids_T = torch.tensor([7, 49, 7])
+    pairs = router(make_hidden(3), StepContext(token_ids_T=ids_T)).pairs
+    assert pairs.expert_N.tolist() == router.scorer.table_KV[:, ids_T].T.flatten().tolist()
+
+
+def test_refusals() -> None:
+    with pytest.raises(UserError, match="k must be at least 1"):
+        moe_config(router={"selector": {"name": "table", "k": 0}})
+    with pytest.raises(UserError, match="^moe.router.selector: table: the scorer is 'linear'.*scorer: hash$"):
+        check_parts(moe_config(router={"selector": "table"}), 1)
+    biased = {"scorer": "hash", "selector": "table", "gate": {"name": "softmax", "bias_update": 0.1}}
+    with pytest.raises(UserError, match="^moe.router.selector: table: gate.bias_update"):
+        check_parts(moe_config(router=biased), 1)

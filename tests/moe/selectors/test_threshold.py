@@ -1,0 +1,114 @@
+"""threshold: as many experts as it takes, by hand and against the paper's loop; its two ends; evaluation."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Pairs, Scored
+from tests.moe.build import make_part, make_scored, moe_config
+
+PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.95, 0.01, 0.02, 0.02], [0.25, 0.45, 0.2, 0.1]])
+
+
+def route(scored: Scored, evaluate: bool = False, num_experts: int = 4, **options: float) -> Pairs:
+    selector = make_part("selector", "threshold", num_experts, **options)
+    pairs: Pairs = selector.train(not evaluate)(scored, StepContext())
+    return pairs
+
+
+def scored_by(probs_TE: Tensor) -> Scored:
+    return make_scored(probs_TE.log(), probs_TE)
+
+
+def algorithm_1(probs: list[float], threshold: float) -> list[int]:
+    """As appendix A.1 has it."""
+    ranked = sorted(range(len(probs)), key=lambda expert: -probs[expert])
+    chosen: list[int] = []
+    total = 0.0
+    for expert in ranked:
+        total += probs[expert]
+        chosen.append(expert)
+        if total >= threshold:
+            break
+    return chosen
+
+
+def test_by_hand() -> None:
+    pairs = route(scored_by(PROBS), threshold=0.65)
+    assert pairs.token_N.tolist() == [0, 0, 1, 2, 2]
+    assert pairs.expert_N.tolist() == [3, 2, 0, 1, 0]
+    assert pairs.choice_N.tolist() == [0, 1, 0, 0, 1]
+    torch.testing.assert_close(pairs.weight_N, torch.tensor([0.4, 0.3, 0.95, 0.45, 0.25]))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3, 0.6, 0.9, 0.99])
+def test_against_the_papers_loop(threshold: float) -> None:
+    probs_TE = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
+    pairs = route(scored_by(probs_TE), num_experts=16, threshold=threshold)
+    for token in range(50):
+        found = pairs.expert_N[pairs.token_N == token].tolist()
+        assert found == algorithm_1(probs_TE[token].tolist(), threshold)
+
+
+def test_the_two_ends() -> None:
+    """t = 1 sends to all, though two values reach 1 by themselves in fp32."""
+    probs_TE = torch.tensor([[1.0, 1e-12, 1e-13], [0.3, 0.3, 0.4]])
+    assert route(scored_by(probs_TE), num_experts=3, threshold=1.0).token_N.tolist() == [0, 0, 0, 1, 1, 1]
+    pairs = route(scored_by(probs_TE), num_experts=3, threshold=0.0)
+    assert pairs.expert_N.tolist() == [0, 2]
+    assert route(scored_by(probs_TE), num_experts=3, threshold=0.999).token_N.tolist() == [0, 1, 1, 1]
+
+
+def test_evaluation_may_have_its_own() -> None:
+    options = {"threshold": 0.65, "eval_threshold": 0.0}
+    assert len(route(scored_by(PROBS), **options).token_N) == 5
+    assert len(route(scored_by(PROBS), evaluate=True, **options).token_N) == 3
+    assert len(route(scored_by(PROBS), evaluate=True, threshold=0.65).token_N) == 5
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.9, 1.0])
+def test_masked_experts_never(threshold: float) -> None:
+    candidates_TE = torch.tensor([[True, False, True, False], [False] * 4, [False, False, True, False]])
+    probs_TE = torch.tensor([[0.4, 0.0, 0.6, 0.0], [0.0] * 4, [0.0, 0.0, 1.0, 0.0]])
+    pairs = route(make_scored(torch.zeros(3, 4), probs_TE, candidates_TE), threshold=threshold)
+    expected = [(0, 2), (0, 0), (2, 2)] if threshold > 0 else [(0, 2), (2, 2)]
+    assert list(zip(pairs.token_N.tolist(), pairs.expert_N.tolist(), strict=True)) == expected
+
+
+def test_values_that_do_not_sum_to_1_count_by_their_share() -> None:
+    probs_TE = torch.tensor([[0.9, 0.3, 0.6, 0.2]])  # 2 in all
+    assert route(scored_by(probs_TE), threshold=0.7).expert_N.tolist() == [0, 2]
+    assert route(scored_by(probs_TE), threshold=0.8).expert_N.tolist() == [0, 2, 1]
+    assert route(scored_by(probs_TE * 0), threshold=0.8).token_N.tolist() == [0]
+
+
+def test_a_bias_shifts_the_order_alone() -> None:
+    scored = scored_by(torch.tensor([[0.5, 0.3, 0.2, 0.0]]))
+    scored.ranking_TE = scored.ranking_TE + torch.tensor([0.0, 1.0, 0.0, 0.0])
+    pairs = route(scored, threshold=0.6)
+    assert pairs.expert_N.tolist() == [1, 0]
+    torch.testing.assert_close(pairs.weight_N, torch.tensor([0.3, 0.5]))
+
+
+def test_gradient_is_that_of_the_chosen_values() -> None:
+    factor_N = torch.tensor([1.0, -2.0, 3.0, 0.5, 4.0], dtype=torch.float64)
+    gradients = []
+    for plain in (False, True):
+        scores_TE = PROBS.double().log().requires_grad_()
+        probs_TE = scores_TE.exp() / scores_TE.exp().sum(1, keepdim=True)
+        if plain:
+            weight_N = torch.stack([probs_TE[t, e] for t, e in ((0, 3), (0, 2), (1, 0), (2, 1), (2, 0))])
+        else:
+            weight_N = route(make_scored(scores_TE, probs_TE), threshold=0.65).weight_N
+        (weight_N * factor_N).sum().backward()
+        gradients.append(scores_TE.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("option", ["threshold", "eval_threshold"])
+@pytest.mark.parametrize("value", [-0.1, 1.1])
+def test_a_share_is_between_0_and_1(option: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"{option} must be at least 0 and at most 1"):
+        moe_config(router={"selector": {"name": "threshold", option: value}})
