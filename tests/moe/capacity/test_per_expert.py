@@ -4,36 +4,144 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from tests.moe.build import make_pairs, make_part, moe_config
+from megamoe.moe.part import StepContext
+from tests.moe.build import make_pairs, make_part, make_scored, moe_config
 
 # Four tokens of two experts; expert 1 is wanted by all of them.
 WANTED = [[1, 0], [1, 2], [2, 1], [1, 3]]
-WEIGHTS = [[0.5, 0.4], [0.9, 0.1], [0.6, 0.7], [0.7, 0.2]]
+PROBS = torch.tensor(
+    [[0.4, 0.5, 0.1, 0.0], [0.0, 0.6, 0.2, 0.2], [0.0, 0.55, 0.45, 0.0], [0.1, 0.6, 0.0, 0.3]]
+)
+SCORED = make_scored(PROBS.log(), PROBS)
+TWO = {"num_choices": 2}
 
 
-def keep(priority: str, factor: float = 1.0, **options: object) -> list[int]:
-    part = make_part("capacity", "per_expert", factor=factor, min_capacity=0, priority=priority, **options)
-    keep_N = part(make_pairs(WANTED, WEIGHTS), 4, 2)
+def keep(priority: str, factor: float = 1.0, context: StepContext | None = None) -> list[int]:
+    """Of the pairs of expert 1, in token order: which keep a place. C = 2 factor."""
+    part = make_part("capacity", "per_expert", factor=factor, min_capacity=0, priority=priority, dims=TWO)
+    pairs = make_pairs(WANTED, [[1.0, 1.0]] * 4)  # weights are not what counts
+    keep_N = part(pairs, SCORED, context or StepContext())
     assert keep_N.dtype == torch.bool
-    return keep_N.int().tolist()
+    others = keep_N[pairs.expert_N != 1]
+    assert others.all() or factor < 1
+    return keep_N[pairs.expert_N == 1].int().tolist()
 
 
-def test_by_position_the_first_tokens_keep_their_places() -> None:
-    assert keep("position", 1.0) == [1, 1, 1, 1, 1, 0, 0, 1]  # C = 2: tokens 0 and 1 at expert 1
-    assert keep("position", 0.5) == [1, 1, 0, 1, 0, 0, 0, 1]  # C = 1: token 1 has expert 2 before token 2
+@pytest.mark.parametrize(
+    ("priority", "two_places", "one_place"),
+    [
+        ("position", [1, 1, 0, 0], [1, 0, 0, 0]),
+        # p = 0.5, 0.6, 0.55, 0.6; of the equal ones the earlier token's comes first.
+        ("probability", [0, 1, 0, 1], [0, 1, 0, 0]),
+        # Token 2 comes with its second choice: after all others.
+        ("choice_then_probability", [0, 1, 0, 1], [0, 1, 0, 0]),
+        ("batch_prioritised", [0, 1, 0, 1], [0, 1, 0, 0]),
+        ("choice_then_position", [1, 1, 0, 0], [1, 0, 0, 0]),
+    ],
+)
+def test_who_keeps_a_place(priority: str, two_places: list[int], one_place: list[int]) -> None:
+    assert keep(priority, 1.0) == two_places
+    assert keep(priority, 0.5) == one_place
 
 
-def test_by_probability_the_largest_weights_keep_theirs() -> None:
-    # Expert 1 is offered 0.5, 0.9, 0.7, 0.7; of the equal ones the earlier token's comes first.
-    assert keep("probability", 1.0) == [0, 1, 1, 1, 1, 1, 0, 1]
-    assert keep("probability", 0.5) == [0, 1, 1, 0, 1, 0, 0, 1]  # expert 2: 0.6 before 0.1
+def test_first_choices_come_before_second_ones_of_a_larger_p() -> None:
+    # Expert 0 is the second choice of tokens 0 and 1 (p 0.45, 0.3), the first of 2 and 3 (0.35, 0.4).
+    wanted = make_pairs([[1, 0], [2, 0], [0, 1], [0, 1]])
+    probs_TE = torch.tensor([[0.45, 0.5, 0.05], [0.3, 0.05, 0.65], [0.35, 0.33, 0.32], [0.4, 0.3, 0.3]])
+    scored = make_scored(probs_TE.log(), probs_TE)
+    kept = {}
+    for priority in (
+        "probability",
+        "position",
+        "choice_then_probability",
+        "choice_then_position",
+        "batch_prioritised",
+    ):
+        for places in (1, 3):
+            part = make_part(
+                "capacity",
+                "per_expert",
+                3,
+                factor=places * 3 / 8,
+                min_capacity=0,
+                priority=priority,
+                dims=TWO,
+            )
+            assert part.places(4) == places
+            keep_N = part(wanted, scored, StepContext())
+            kept[priority, places] = wanted.token_N[keep_N & (wanted.expert_N == 0)].tolist()
+    assert kept["position", 1] == [0] and kept["position", 3] == [0, 1, 2]
+    assert kept["probability", 1] == [0] and kept["probability", 3] == [0, 2, 3]
+    assert kept["choice_then_probability", 1] == [3] and kept["choice_then_probability", 3] == [0, 2, 3]
+    assert kept["choice_then_position", 1] == [2] and kept["choice_then_position", 3] == [0, 2, 3]
+    # By the token's largest p: 3 (0.4) before 2 (0.35); then token 1 (0.65) before token 0 (0.5).
+    assert kept["batch_prioritised", 1] == [3] and kept["batch_prioritised", 3] == [1, 2, 3]
 
 
-def test_probability_sends_no_gradient_and_needs_none() -> None:
-    pairs = make_pairs(WANTED, WEIGHTS)
-    pairs.weight_N.requires_grad_()
-    kept = make_part("capacity", "per_expert", factor=0.5, min_capacity=0, priority="probability")
-    assert not kept(pairs, 4, 2).requires_grad
+def test_priority_p_minus_i_does_not_round_p_away() -> None:
+    # At the 8th choice p - i steps by 2^-21 in fp32, which hides that token 1 has the larger p.
+    probs_TE = torch.tensor([[1e-7] * 8, [2e-7] * 8])
+    rows = [[1, 2, 3, 4, 5, 6, 7, 0]] * 2
+    part = make_part(
+        "capacity",
+        "per_expert",
+        8,
+        factor=0.5,
+        min_capacity=0,
+        priority="choice_then_probability",
+        dims={"num_choices": 8},
+    )
+    keep_N = part(make_pairs(rows), make_scored(probs_TE, probs_TE), StepContext())
+    assert keep_N.tolist() == [False] * 8 + [True] * 8
+
+
+def test_random_keeps_each_with_equal_chance_and_is_keyed_by_the_token() -> None:
+    tokens, experts = 64, 2
+    part = make_part("capacity", "per_expert", experts, factor=0.5, min_capacity=0, priority="random")
+    pairs, scored = make_pairs([[0]] * tokens), make_scored(torch.zeros(tokens, experts))
+    times_T = torch.zeros(tokens)
+    for step in range(400):
+        keep_N = part(pairs, scored, StepContext(seed=1, step=step))
+        assert keep_N.sum() == 16
+        times_T += keep_N
+    assert (times_T / 400 - 0.25).abs().max() < 5 * (0.25 * 0.75 / 400) ** 0.5
+    there, back = torch.arange(tokens), torch.arange(tokens).flip(0)
+    kept = part(pairs, scored, StepContext(step=1, token_index_T=there))
+    assert torch.equal(kept, part(pairs, scored, StepContext(step=1, token_index_T=back)).flip(0))
+    assert not torch.equal(kept, kept.flip(0))
+    other = make_part(
+        "capacity", "per_expert", experts, layer=2, factor=0.5, min_capacity=0, priority="random"
+    )
+    assert not torch.equal(kept, other(pairs, scored, StepContext(step=1, token_index_T=there)))
+
+
+def test_random_draws_for_every_choice_and_once_for_all_evaluations() -> None:
+    pairs = make_pairs([[0, 1]] * 64)
+    scored = make_scored(torch.zeros(64, 2))
+    part = make_part("capacity", "per_expert", 2, factor=0.5, min_capacity=0, priority="random", dims=TWO)
+    keep_T2 = part(pairs, scored, StepContext(step=1)).view(64, 2)
+    assert not torch.equal(keep_T2[:, 0], keep_T2[:, 1])
+    part.eval()
+    first, second = (part(pairs, scored, StepContext(step=step)) for step in (1, 2))
+    assert torch.equal(first, second)
+    assert first.view(64, 2)[32:].any(), "as a place of the first tokens it would be position"
+
+
+@pytest.mark.parametrize(
+    "priority", ["probability", "choice_then_probability", "batch_prioritised", "random"]
+)
+def test_priorities_send_no_gradient(priority: str) -> None:
+    scored = make_scored(PROBS.log(), PROBS.clone().requires_grad_())
+    kept = make_part("capacity", "per_expert", factor=0.5, min_capacity=0, priority=priority, dims=TWO)
+    assert not kept(make_pairs(WANTED), scored, StepContext()).requires_grad
+
+
+@pytest.mark.parametrize("priority", ["position", "choice_then_probability"])
+def test_with_factor_e_and_all_experts_chosen_nothing_is_dropped(priority: str) -> None:
+    # XMoE section 3.6: threshold 1, which counts as k = 1, and gamma = E.
+    part = make_part("capacity", "per_expert", factor=4.0, min_capacity=0, priority=priority)
+    rows = [[0, 1, 2, 3], [3, 1, 0, 2], [1, 0, 2, 3]]
+    assert part(make_pairs(rows), make_scored(torch.zeros(3, 4)), StepContext()).all()
 
 
 @pytest.mark.parametrize(
@@ -50,20 +158,27 @@ def test_probability_sends_no_gradient_and_needs_none() -> None:
 def test_the_places_are_the_ceiling_of_the_formula(
     factor: float, num_choices: int, num_tokens: int, num_experts: int, expected: int
 ) -> None:
-    part = make_part("capacity", "per_expert", num_experts=num_experts, factor=factor, min_capacity=0)
-    assert part.places(num_tokens, num_choices) == expected
+    part = make_part(
+        "capacity",
+        "per_expert",
+        num_experts=num_experts,
+        factor=factor,
+        min_capacity=0,
+        dims={"num_choices": num_choices},
+    )
+    assert part.places(num_tokens) == expected
 
 
 def test_min_capacity_is_a_floor_and_eval_factor_is_of_evaluation() -> None:
     part = make_part("capacity", "per_expert", factor=1.0, eval_factor=2.0)
-    assert part.places(12, 1) == 4  # 3, under the default floor of 4
-    assert part.places(40, 1) == 10
-    assert part.eval().places(40, 1) == 20
-    assert make_part("capacity", "per_expert", factor=1.0).eval().places(40, 1) == 10
+    assert part.places(12) == 4  # 3, under the default floor of 4
+    assert part.places(40) == 10
+    assert part.eval().places(40) == 20
+    assert make_part("capacity", "per_expert", factor=1.0).eval().places(40) == 10
 
 
 def test_none_keeps_every_pair() -> None:
-    assert make_part("capacity", "none")(make_pairs(WANTED), 4, 2) is None
+    assert make_part("capacity", "none")(make_pairs(WANTED), SCORED, StepContext()) is None
 
 
 @pytest.mark.parametrize("options", [{"factor": 0}, {"eval_factor": -1}, {"min_capacity": -1}])

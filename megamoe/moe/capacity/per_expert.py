@@ -1,0 +1,99 @@
+"""`per_expert`: every expert has C = ceil(factor * k * T / E) places.
+
+A pair that finds none is dropped: its token passes through the residual alone (Lepikhin et al. 2021;
+Fedus et al. 2021, eq. 3). T is the micro batch of one data-parallel rank, so that a drop never depends on
+how the experts are spread over ranks. k is the selector's; 1 where it varies by token, which gives XMoE's
+C = gamma * T / E (Yang et al. 2024, eq. 3). Megatron-Core and DeepSpeed count the same way; where a paper
+counts tokens for k = 2, its factor is twice ours (GShard: 2.0 there is 1.0 here).
+
+Experts of another size (XMoE eq. 6): the layer's cost is gamma * T * (an expert's), so that experts of 1/n
+of the size keep it with n times the `factor`, as the paper trains them. That is the configuration's to say.
+With factor = E and k = 1 nothing is dropped (its section 3.6 on dense models).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from megamoe.moe import draws
+from megamoe.moe.capacity.places import place_in_group, share_of_pairs, value_of_pairs
+from megamoe.moe.part import Part, StepContext
+from megamoe.moe.routing import Pairs, Scored
+from megamoe.registry import register
+
+BY_CHOICE = ("choice_then_probability", "batch_prioritised", "choice_then_position")
+
+
+@register("capacity", "per_expert")
+class PerExpertCapacity(Part):
+    """At most C pairs an expert, the first by priority; ties go to the earlier pair (token, then choice).
+
+    position: the first tokens of the micro batch (Switch).
+    probability: the largest p of the pair, the gate's value over the candidates. DeepSpeed's `probs`, and
+        Megatron-Core's where weights are raw: its own go by the weight after normalisation.
+    choice_then_probability: all first choices before all second ones, the larger p first. XMoE's p - i
+        (section 3.2, algorithm 1), as two keys: the sum would round p away.
+    batch_prioritised: first choices first, then the tokens whose largest p is the largest (Riquelme et
+        al. 2021, V-MoE, section 4.1).
+    choice_then_position: first choices first, then token order (Lepikhin et al. 2021, GShard, algorithm 1).
+    random: an order drawn by token and choice; anew at every step in training, always the same in
+        evaluation, which must repeat itself and should not favour early tokens either.
+
+    Only `position` is causal: in the other orders a later token can take an earlier one's place.
+    """
+
+    @dataclass
+    class Config:
+        """factor: gamma. eval_factor: in evaluation; default: the same. min_capacity: C's floor.
+
+        priority: who keeps a place, see the class.
+        """
+
+        factor: float = 1.25
+        eval_factor: float | None = None
+        min_capacity: int = 4
+        priority: Literal[
+            "position",
+            "probability",
+            "choice_then_probability",
+            "batch_prioritised",
+            "choice_then_position",
+            "random",
+        ] = "position"
+
+        def __post_init__(self) -> None:
+            if not self.factor > 0 or not (self.eval_factor is None or self.eval_factor > 0):
+                raise ValueError("factor and eval_factor must be positive; for no limit use capacity: none")
+            if self.min_capacity < 0:
+                raise ValueError("min_capacity must be at least 0")
+
+    def places(self, num_tokens: int) -> int:
+        """C, the places of each expert."""
+        factor = self.config.factor
+        if not self.training and self.config.eval_factor is not None:
+            factor = self.config.eval_factor
+        wanted = share_of_pairs(factor, self.dims.num_choices * num_tokens, self.dims.num_experts)
+        return max(wanted, self.config.min_capacity)
+
+    def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor:
+        """bool [N]: which pairs keep their place."""
+        rank_N = pairs.choice_N if self.config.priority in BY_CHOICE else None
+        value_N = self._values(pairs, scored, context)
+        place_N = place_in_group(pairs.expert_N, self.dims.num_experts, rank_N, value_N)
+        return place_N < self.places(scored.num_tokens)
+
+    def _values(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
+        """fp32 [N], the larger the better; None: the list's order decides."""
+        match self.config.priority:
+            case "probability" | "choice_then_probability":
+                return value_of_pairs(scored.probs_TE, pairs)
+            case "batch_prioritised":
+                return scored.probs_TE.detach().amax(dim=1)[pairs.token_N]
+            case "random":
+                step = context.step if self.training else 0
+                draw_key = draws.key(context.seed, step, self.dims.layer, "capacity")
+                index_T = context.token_index(scored.num_tokens, pairs.token_N.device)
+                index_N = index_T[pairs.token_N] * self.dims.num_experts + pairs.choice_N
+                return draws.uniform(draw_key, index_N, 1).squeeze(1)
+        return None

@@ -1,0 +1,54 @@
+"""Places under a limit, given out by priority."""
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from megamoe.moe.routing import Pairs, count
+
+# One integer key sorts several times as fast as fp32 values or two sorts in a row do, and never rounds.
+GROUP_SHIFT, RANK_SHIFT = 48, 32
+MAX_GROUPS = 1 << 15
+
+
+def place_in_group(
+    group_N: Tensor, num_groups: int, rank_N: Tensor | None = None, value_N: Tensor | None = None
+) -> Tensor:
+    """int64 [N]: how many pairs of the same group (an expert, a device) come before each.
+
+    A group's pairs stand by rank_N (int64, from 0 to 2^16 - 1, the lower first), then by value_N (fp32, the
+    larger first), then as they are listed. group_N: int64, from 0 to num_groups - 1.
+    """
+    assert num_groups <= MAX_GROUPS, f"{num_groups} groups, expected at most {MAX_GROUPS}"
+    key_N = group_N << GROUP_SHIFT
+    if rank_N is not None:
+        key_N = key_N + (rank_N << RANK_SHIFT)
+    if value_N is not None:
+        key_N = key_N + _descending(value_N)
+    sorted_key_N, order_N = torch.sort(key_N, stable=True)
+    counts_G = count(group_N, num_groups)
+    start_G = counts_G.cumsum(0) - counts_G
+    here_N = torch.arange(group_N.numel(), device=group_N.device)
+    return torch.empty_like(group_N).index_copy_(0, order_N, here_N - start_G[sorted_key_N >> GROUP_SHIFT])
+
+
+def share_of_pairs(factor: float, num_pairs: int, num_groups: int) -> int:
+    """ceil(factor * num_pairs / num_groups), the factor as written: in floats 1.1 * 100 / 10 exceeds 11."""
+    return math.ceil(Fraction(str(factor)) * num_pairs / num_groups)
+
+
+def value_of_pairs(values_TE: Tensor, pairs: Pairs) -> Tensor:
+    """fp32 [N] without gradient: each pair's entry of [T, E]."""
+    return values_TE.detach().reshape(-1)[pairs.token_N * values_TE.shape[1] + pairs.expert_N]
+
+
+def _descending(value_N: Tensor) -> Tensor:
+    """int64 from 0 to 2^32 - 1: the smaller, the larger the value; equal values have equal ones.
+
+    The bits of floats, read as integers, stand in their order, backwards below 0.
+    """
+    bits_N = (value_N.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    ascending_N = bits_N ^ ((bits_N >> 31) & 0x7FFFFFFF)
+    return 0x7FFFFFFF - ascending_N.long()
