@@ -1,38 +1,116 @@
-"""`switch_balance`: the load-balancing loss of the Switch Transformer."""
+"""`switch_balance`: the load-balancing loss of the Switch Transformer, over three scopes."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.moe.part import Part
-from megamoe.moe.routing import Routing
+from megamoe.moe.losses.loads import fractions, shares, wanted_counts
+from megamoe.moe.losses.sequences import mean_over_sequences
+from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.routing import Routing, count
 from megamoe.registry import register
 
 
 @register("loss", "switch_balance")
 class SwitchBalance(Part):
-    """E * sum_i f_i P_i over the micro batch; 1 at perfect balance.
+    """E * sum_i f_i P_i; 1 at perfect balance. f is a constant: the gradient flows through P.
 
-    f_i: the fraction of the wanted pairs that go to expert i, so that f sums to 1 for any number of
-    experts a token (a constant: no gradient); with `first_choice`, of first choices alone. P_i: the
-    mean of p_i. Source: Fedus et al. 2021 (Switch) eq. 4-6. Scope: micro batch; the run's loss is the
-    mean of its values on the micro batches.
+    f_i: the fraction of the pairs that go to expert i, so that f sums to 1 for any number of experts a
+    token (Megatron-Core, DeepSpeed, DeepSeek); with `first_choice`, of first choices alone (Switch eq. 5;
+    XMoE). In every scope the run's loss is the mean over micro batches and data-parallel ranks.
+
+    micro_batch: f of the wanted pairs, P_i the mean p_i, both over the micro batch. Source: Fedus et al.
+        2021 (Switch) eq. 4-6; Yang et al. 2024 (XMoE) A.2, whose text sums the p of first choices alone
+        (`probs: first_choice`), while the authors' code takes the mean of all.
+    sequence: the mean over the micro batch's B sequences of E * sum_i f_bi P_bi, each over its own tokens.
+        P_bi: the mean of s_i / sum_j s_j, with s the gate's values over all experts, unrestricted. f_bi: of
+        the k largest s, without bias and restrictions (the largest one with `first_choice`). Does not depend
+        on how a batch is cut into micro batches. Source: DeepSeek-V3 eq. 17-20. With
+        `restricted`, f_bi is of the wanted pairs, as DeepSeek-V2 counts within its device limit.
+    global_batch: f of the wanted pairs of all data-parallel ranks' micro batches together, P of this one:
+        the ranks' mean is E * sum_i f_i P_i of their whole (Qiu et al. 2025). With `running`, f of all pairs
+        of the step so far, the micro batches before this one too, as in Megatron-Core, where it is the mean
+        of their f: the same for equally many pairs. Depends on how a batch is cut. In evaluation f is of
+        this rank's micro batch: ranks need not evaluate in step with each other.
     """
 
     @dataclass
     class Config:
-        """weight: factor in the total loss. first_choice: count only each token's first choice."""
+        """weight: factor in the total loss. scope: see the class; DeepSeek-V3 has weight 1e-4 there.
+
+        first_choice: count only each token's first choice. running: let f of the global batch grow over the
+        micro batches of a step. restricted: in the scope `sequence`, count what was wanted. probs: whether P
+        takes every p_i, or p_i of the tokens whose first choice is i.
+        """
 
         weight: float = 0.01
+        scope: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
         first_choice: bool = False
+        running: bool = False
+        restricted: bool = False
+        probs: Literal["all", "first_choice"] = "all"
 
-    def forward(self, routing: Routing) -> Tensor:
+        def __post_init__(self) -> None:
+            if self.running and self.scope != "global_batch":
+                raise ValueError(f"running: true needs scope: global_batch, found {self.scope!r}")
+            if self.restricted and self.scope != "sequence":
+                raise ValueError(f"restricted: true needs scope: sequence, found {self.scope!r}")
+            if self.probs == "first_choice" and self.scope == "sequence":
+                raise ValueError("probs: first_choice is not defined for scope: sequence; set probs: all")
+
+    def __init__(self, config: Any, dims: Dims) -> None:
+        super().__init__(config, dims)
+        self._step: int | None = None
+        # Of the present step: micro batch -> the counts up to and with it. A micro batch that is computed
+        # again in backward finds its own.
+        self._so_far: dict[int, Tensor] = {}
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""
-        expert_N = routing.wanted.expert_N
-        if self.config.first_choice:
-            expert_N = expert_N[routing.wanted.choice_N == 0]
-        counts_E = torch.bincount(expert_N, minlength=routing.num_experts)
-        fraction_E = counts_E.to(torch.float32) / max(expert_N.numel(), 1)
-        mean_prob_E = routing.probs_TE.sum(dim=0) / max(routing.num_tokens, 1)
-        return routing.num_experts * (fraction_E * mean_prob_E).sum()
+        if self.config.scope == "sequence":
+            return self._over_sequences(routing, context)
+        counts_E = wanted_counts(routing, self.config.first_choice)
+        if self.config.scope == "global_batch" and self.training:
+            counts_E = self._global_counts(counts_E, context)
+        first = self.config.probs == "first_choice"
+        probs_E = self._first_choice_probs(routing) if first else routing.probs_TE.sum(dim=0)
+        return routing.num_experts * (fractions(counts_E) * probs_E).sum() / max(routing.num_tokens, 1)
+
+    def _first_choice_probs(self, routing: Routing) -> Tensor:
+        first = routing.wanted.choice_N == 0
+        token_N, expert_N = routing.wanted.token_N[first], routing.wanted.expert_N[first]
+        prob_N = routing.probs_TE[token_N, expert_N]
+        return prob_N.new_zeros(routing.num_experts).index_add(0, expert_N, prob_N)
+
+    def _over_sequences(self, routing: Routing, context: StepContext) -> Tensor:
+        affinities_TE = routing.affinities_TE
+        (num_tokens, num_experts), num_sequences = affinities_TE.shape, context.num_sequences
+        sequence_T = context.sequence(num_tokens, affinities_TE.device)
+        if self.config.restricted:
+            token_N, expert_N = routing.wanted.token_N, routing.wanted.expert_N
+            if self.config.first_choice:
+                first = routing.wanted.choice_N == 0
+                token_N, expert_N = token_N[first], expert_N[first]
+            cell_N = sequence_T[token_N] * num_experts + expert_N
+        else:
+            k = 1 if self.config.first_choice else self.dims.num_choices
+            expert_TK = affinities_TE.detach().topk(k, dim=-1).indices
+            cell_N = (sequence_T[:, None] * num_experts + expert_TK).reshape(-1)
+        counts_BE = count(cell_N, num_sequences * num_experts).view(num_sequences, num_experts)
+        mean_share_BE = mean_over_sequences(shares(affinities_TE), context)
+        return num_experts * (fractions(counts_BE) * mean_share_BE).sum() / num_sequences
+
+    def _global_counts(self, counts_E: Tensor, context: StepContext) -> Tensor:
+        if self._step != context.step:
+            self._step, self._so_far = context.step, {}
+        if self.config.running and context.micro_batch in self._so_far:
+            return self._so_far[context.micro_batch]
+        if context.data_group is not None:
+            dist.all_reduce(counts_E, group=context.data_group)
+        if self.config.running:
+            if self._so_far:
+                counts_E = counts_E + next(reversed(self._so_far.values()))
+            self._so_far[context.micro_batch] = counts_E
+        return counts_E

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.moe.part import Part
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
 
@@ -23,6 +23,6 @@ class ZLoss(Part):
 
         weight: float = 1e-3
 
-    def forward(self, routing: Routing) -> Tensor:
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""
         return routing.scores_TE.logsumexp(dim=-1).square().sum() / max(routing.num_tokens, 1)

@@ -1,11 +1,15 @@
-"""Auxiliary losses: hand-worked numbers, and gradients of an independent fp64 formula."""
+"""The balance loss in its three scopes: hand-worked numbers, and gradients of an independent fp64 formula."""
 
-import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.moe.build import make_part, make_routing
+from megamoe.errors import UserError
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Routing
+from tests.moe.build import make_part, make_routing, moe_config
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]])
 WANTED = [[0, 1], [0, 2]]  # f = 1/2, 1/4, 1/4; of first choices alone: 1, 0, 0
@@ -15,50 +19,210 @@ def test_switch_balance_is_1_at_perfect_balance() -> None:
     routing = make_routing([[0, 1], [2, 3], [1, 0], [3, 2]], torch.zeros(4, 4), torch.full((4, 4), 0.25))
     for first_choice in (False, True):
         loss = make_part("loss", "switch_balance", first_choice=first_choice)
-        assert loss(routing).item() == pytest.approx(1)
+        assert loss(routing, StepContext()).item() == pytest.approx(1)
 
 
 def test_switch_balance_is_the_number_of_experts_when_one_takes_all() -> None:
     probs_TE = torch.tensor([[1.0, 0, 0, 0]] * 3)
-    assert make_part("loss", "switch_balance")(make_routing([[0]] * 3, probs_TE, probs_TE)).item() == 4
+    assert (
+        make_part("loss", "switch_balance")(make_routing([[0]] * 3, probs_TE, probs_TE), StepContext()).item()
+        == 4
+    )
 
 
 @pytest.mark.parametrize(("first_choice", "expected"), [(False, 1.2), (True, 1.8)])
 def test_switch_balance_by_hand(first_choice: bool, expected: float) -> None:
     # P = 0.6, 0.15, 0.25: 3 (0.6/2 + 0.15/4 + 0.25/4) = 1.2 and 3 x 0.6 = 1.8
     loss = make_part("loss", "switch_balance", num_experts=3, first_choice=first_choice)
-    assert loss(make_routing(WANTED, PROBS.log(), PROBS)).item() == pytest.approx(expected)
+    assert loss(make_routing(WANTED, PROBS.log(), PROBS), StepContext()).item() == pytest.approx(expected)
 
 
 def test_switch_balance_counts_what_was_wanted_not_what_was_left() -> None:
     routing = make_routing(WANTED, PROBS.log(), PROBS)
     routing.pairs = routing.wanted.keep(torch.tensor([True, False, False, False]))
-    assert make_part("loss", "switch_balance", num_experts=3)(routing).item() == pytest.approx(1.2)
+    assert make_part("loss", "switch_balance", num_experts=3)(routing, StepContext()).item() == pytest.approx(
+        1.2
+    )
 
 
 def test_switch_balance_sends_its_gradient_through_the_values_alone() -> None:
     scores_TE = PROBS.log().double().requires_grad_()
     probs_TE = scores_TE.softmax(1)
-    make_part("loss", "switch_balance", num_experts=3)(make_routing(WANTED, scores_TE, probs_TE)).backward()
+    make_part("loss", "switch_balance", num_experts=3)(
+        make_routing(WANTED, scores_TE, probs_TE), StepContext()
+    ).backward()
     # d/ds of 3 sum_i f_i mean_t p_ti is 3/2 p (f - f.p) for each of the two tokens.
     f_E, p_TE = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64), PROBS.double()
     torch.testing.assert_close(scores_TE.grad, 1.5 * p_TE * (f_E - p_TE @ f_E[:, None]))
 
 
-def test_z_loss_by_hand() -> None:
-    scores_TE = torch.tensor([[math.log(1), math.log(3)], [math.log(0.5), math.log(0.5)]])
-    loss = make_part("loss", "z_loss", num_experts=2)(make_routing([[0], [1]], scores_TE, scores_TE))
-    assert loss.item() == pytest.approx(math.log(4) ** 2 / 2)  # log 4 and log 1
+# Two sequences of three tokens (position by position), E = 3, k = 2; sigmoid-like affinities that do not sum to 1.
+AFFINITIES = torch.tensor(
+    [[0.9, 0.5, 0.1], [0.2, 0.8, 0.4], [0.6, 0.7, 0.3], [0.1, 0.9, 0.5], [0.8, 0.1, 0.3], [0.3, 0.2, 0.9]]
+)
+SEQUENCES = StepContext(sample_index_B=torch.tensor([7, 3]))
 
 
-def test_gradient_of_z_loss() -> None:
-    scores_TE = torch.tensor([[0.3, -1.0, 2.0], [4.0, 0.1, -0.5]], dtype=torch.float64, requires_grad=True)
-    make_part("loss", "z_loss", num_experts=3)(make_routing(WANTED, scores_TE, scores_TE)).backward()
-    plain_TE = scores_TE.detach()
-    z_T1 = plain_TE.exp().sum(1, keepdim=True)
-    torch.testing.assert_close(scores_TE.grad, plain_TE.exp() / z_T1 * z_T1.log())  # 2/T = 1
+def plain_sequence_loss(affinities_TE: Tensor, k: int, num_sequences: int) -> Tensor:
+    """DeepSeek-V3 eq. 17-20, summed over experts and tokens one by one."""
+    num_tokens, num_experts = affinities_TE.shape
+    values = []
+    for sequence in range(num_sequences):
+        tokens = range(sequence, num_tokens, num_sequences)
+        for expert in range(num_experts):
+            chosen = [t for t in tokens if expert in affinities_TE[t].argsort(descending=True)[:k].tolist()]
+            f = num_experts / (k * len(tokens)) * len(chosen)
+            p = sum(affinities_TE[t, expert] / affinities_TE[t].sum() for t in tokens) / len(tokens)
+            values.append(f * p)
+    return torch.stack(values).sum() / num_sequences
 
 
-@pytest.mark.parametrize("name", ["switch_balance", "z_loss"])
-def test_without_tokens_a_loss_is_0(name: str) -> None:
-    assert make_part("loss", name)(make_routing([], torch.zeros(0, 4), torch.zeros(0, 4))).item() == 0
+def sequence_routing(affinities_TE: Tensor) -> Routing:
+    """What was chosen and p, under a bias and a restriction, are all expert 2: nothing that counts here."""
+    routing = make_routing([[2]] * 6, affinities_TE, torch.tensor([[0.0, 0.0, 1.0]] * 6))
+    routing.affinities_TE = affinities_TE
+    return routing
+
+
+@pytest.mark.parametrize("first_choice", [False, True])
+def test_sequence_scope_is_the_mean_of_the_sequences(first_choice: bool) -> None:
+    loss = make_part(
+        "loss", "switch_balance", 3, scope="sequence", first_choice=first_choice, dims={"num_choices": 2}
+    )
+    affinities_TE = AFFINITIES.double().requires_grad_()
+    plain_TE = AFFINITIES.double().requires_grad_()
+    value, expected = (
+        loss(sequence_routing(affinities_TE), SEQUENCES),
+        plain_sequence_loss(plain_TE, 1 if first_choice else 2, 2),
+    )
+    torch.testing.assert_close(value, expected)
+    value.backward()
+    expected.backward()
+    torch.testing.assert_close(affinities_TE.grad, plain_TE.grad)
+
+
+def test_sequence_scope_by_hand() -> None:
+    # One sequence of two tokens, k = 1: f = 1/2, 1/2; P = (3/4 + 1/5)/2, (1/4 + 4/5)/2.
+    routing = make_routing([[0], [1]], torch.zeros(2, 2), torch.zeros(2, 2))
+    routing.affinities_TE = torch.tensor([[0.6, 0.2], [0.2, 0.8]])
+    loss = make_part("loss", "switch_balance", 2, scope="sequence")
+    assert loss(routing, StepContext()).item() == pytest.approx(2 * (0.475 / 2 + 0.525 / 2))
+    routing.affinities_TE = torch.tensor([[0.6, 0.2], [0.8, 0.2]])  # f = 1, 0; P = (3/4 + 4/5)/2, ...
+    assert loss(routing, StepContext()).item() == pytest.approx(2 * 0.775)
+
+
+def test_sequence_scope_does_not_depend_on_how_the_batch_is_cut() -> None:
+    loss = make_part("loss", "switch_balance", 3, scope="sequence", dims={"num_choices": 2})
+    whole = loss(sequence_routing(AFFINITIES), SEQUENCES)
+    parts = []
+    for sequence in range(2):
+        routing = make_routing([[2]] * 3, AFFINITIES[sequence::2], torch.ones(3, 3))
+        routing.affinities_TE = AFFINITIES[sequence::2]
+        parts.append(loss(routing, StepContext(sample_index_B=torch.tensor([sequence]))))
+    torch.testing.assert_close(whole, torch.stack(parts).mean())
+    assert not torch.isclose(parts[0], parts[1])
+
+
+# Three micro batches of a step, k = 1, E = 2, and their p.
+MICRO_BATCHES = [[[0], [0]], [[1], [0]], [[1], [1]]]
+MICRO_PROBS = [
+    torch.tensor([[0.9, 0.1], [0.7, 0.3]]),
+    torch.tensor([[0.4, 0.6], [0.6, 0.4]]),
+    torch.tensor([[0.3, 0.7]] * 2),
+]
+
+
+def global_balance(**options: Any) -> Any:
+    return make_part("loss", "switch_balance", 2, scope="global_batch", **options)
+
+
+def value_of(loss: Any, place: int, step: int = 1) -> float:
+    routing = make_routing(MICRO_BATCHES[place], MICRO_PROBS[place].log(), MICRO_PROBS[place])
+    return float(loss(routing, StepContext(step=step, micro_batch=10 + place)))
+
+
+def test_alone_and_without_running_the_global_scope_is_the_micro_batch() -> None:
+    for place in range(3):
+        assert value_of(global_balance(), place) == value_of(make_part("loss", "switch_balance", 2), place)
+
+
+def test_running_f_grows_over_the_micro_batches_of_a_step() -> None:
+    loss = global_balance(running=True)
+    # f = 1, 0; then 3/4, 1/4; then 1/2, 1/2. P = 0.8, 0.2; 0.5, 0.5; 0.3, 0.7.
+    assert value_of(loss, 0) == pytest.approx(2 * 0.8)
+    assert value_of(loss, 1) == pytest.approx(2 * (0.75 * 0.5 + 0.25 * 0.5))
+    assert value_of(loss, 2) == pytest.approx(2 * (0.5 * 0.3 + 0.5 * 0.7))
+    # The next step begins anew: f = 0, 1.
+    assert value_of(loss, 2, step=2) == pytest.approx(2 * 0.7)
+
+
+def test_a_micro_batch_that_is_computed_again_counts_once() -> None:
+    loss, again = global_balance(running=True), global_balance(running=True)
+    once = [value_of(loss, place) for place in range(3)]
+    twice = [(value_of(again, place), value_of(again, place)) for place in range(3)]
+    assert [pair[0] for pair in twice] == once and [pair[1] for pair in twice] == once
+    # Later ones do not show when the first is computed again after them.
+    assert [value_of(again, place) for place in range(3)] == once
+
+
+def test_evaluation_leaves_no_trace_in_the_running_f() -> None:
+    loss = global_balance(running=True)
+    value_of(loss, 0)
+    assert value_of(loss.eval(), 2) == pytest.approx(2 * 0.7)  # f of its own micro batch
+    assert value_of(loss.train(), 1) == pytest.approx(2 * (0.75 * 0.5 + 0.25 * 0.5))
+    assert not loss.state_dict()
+
+
+def test_running_counts_first_choices_if_told() -> None:
+    loss = global_balance(running=True, first_choice=True)
+    probs_TE = torch.tensor([[0.8, 0.2]])
+    for number, expected in enumerate([2 * 0.8, 2 * 0.8]):
+        routing = make_routing([[0, 1]], probs_TE.log(), probs_TE)
+        assert loss(routing, StepContext(micro_batch=number)).item() == pytest.approx(expected)
+
+
+def test_running_without_the_global_scope_is_refused() -> None:
+    with pytest.raises(
+        UserError, match="^configuration: .*running: true needs scope: global_batch, found 'micro_batch'"
+    ):
+        moe_config(losses={"switch_balance": {"running": True}})
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
+def test_without_tokens_the_loss_is_0(scope: str) -> None:
+    loss = make_part("loss", "switch_balance", scope=scope)
+    context = StepContext(sample_index_B=torch.tensor([1, 2]))
+    assert loss(make_routing([], torch.zeros(0, 4), torch.zeros(0, 4)), context).item() == 0
+
+
+@pytest.mark.parametrize(("first_choice", "expected"), [(False, 0.9), (True, 1.8)])
+def test_the_first_choices_probabilities_alone(first_choice: bool, expected: float) -> None:
+    """XMoE's text: both tokens choose expert 0 first, P = (0.7 + 0.5)/2, 0, 0 and f = 1/2, 1/4, 1/4 or 1, 0, 0."""
+    loss = make_part("loss", "switch_balance", num_experts=3, probs="first_choice", first_choice=first_choice)
+    assert loss(make_routing(WANTED, PROBS.log(), PROBS), StepContext()).item() == pytest.approx(expected)
+
+
+def test_restricted_sequences_count_what_was_wanted() -> None:
+    """DeepSeek-V2: two sequences of one token each; unrestricted, both would have counted expert 0."""
+    context = StepContext(sample_index_B=torch.tensor([0, 1]))
+    routing = make_routing([[1], [2]], PROBS.log(), PROBS)
+    for restricted, expected in ((True, 3 * (0.2 + 0.4) / 2), (False, 3 * (0.7 + 0.5) / 2)):
+        loss = make_part("loss", "switch_balance", num_experts=3, scope="sequence", restricted=restricted)
+        assert loss(routing, context).item() == pytest.approx(expected)
+    loss = make_part(
+        "loss", "switch_balance", num_experts=3, scope="sequence", restricted=True, first_choice=True
+    )
+    twice = make_routing([[1, 0], [2, 0]], PROBS.log(), PROBS)
+    assert loss(twice, context).item() == pytest.approx(3 * (0.2 + 0.4) / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"restricted": True}, "restricted: true needs scope: sequence, found 'micro_batch'"),
+        ({"scope": "sequence", "probs": "first_choice"}, "probs: first_choice is not defined for scope: seq"),
+    ],
+)
+def test_options_of_other_scopes_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        moe_config(losses={"switch_balance": options})

@@ -1,0 +1,89 @@
+"""`clustering`: neighbouring experts come to share their tokens."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.part import Part, StepContext
+from megamoe.moe.restrictions.groups import by_group, check_clusters
+from megamoe.moe.routing import Routing
+from megamoe.registry import register
+
+
+@register("loss", "clustering")
+class Clustering(Part):
+    """E * C_intra * C_inter over clusters of L neighbouring experts, for each token; then the mean.
+
+    C_intra: the mean over the clusters of the variance (divided by the number) of p inside each. C_inter =
+    exp(-mu (max - max2) / max), of the two largest cluster means of p; 1 where mu = 0, the default.
+    `form: difference`: E * (C_intra - mu (max - max2) / max). Only candidates count: an expert that a
+    restriction took away enters neither variance nor mean, and a cluster without any is no cluster, with
+    mean 0.
+
+    Source: Xie et al. 2022 (MoEC), eq. 6; the difference: equation 6 of its Vietnamese rendering.
+
+    Scope: a mean over tokens, so it does not depend on how the global batch is cut into micro batches.
+
+    Caveats: the paper's beta is this loss's weight. With experts dropped E still counts them all. The paper
+    does not say outright whether its p is one token's or a mean over tokens; ours is one token's.
+    """
+
+    @dataclass
+    class Config:
+        """weight: factor in the total loss, beta. cluster_size: L. mu: strength of C_inter; above 0 helps
+        where few experts of a cluster are kept. form: see the class."""
+
+        weight: float = 0.01
+        cluster_size: int = 8
+        mu: float = 0.0
+        form: Literal["product", "difference"] = "product"
+
+        def __post_init__(self) -> None:
+            if self.cluster_size < 2:
+                raise ValueError("cluster_size must be at least 2: one expert has no variance")
+            if not self.mu >= 0:
+                raise ValueError("mu must be at least 0")
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Whole clusters, each on one rank; two of them for C_inter; the clusters of expert_dropout."""
+        check_clusters(options.cluster_size, moe, expert_parallel)
+        if options.mu > 0 and options.cluster_size == moe.num_experts:
+            raise ValueError(
+                f"mu is {options.mu}, but cluster_size {options.cluster_size} makes one cluster, without "
+                "a second to be told from; set mu: 0 or a smaller cluster_size"
+            )
+        for choice in moe.router.restrictions:
+            if choice.name == "expert_dropout" and choice.options.level == "cluster":
+                size = choice.options.cluster_size
+                if size != options.cluster_size:
+                    raise ValueError(
+                        f"cluster_size is {options.cluster_size}, but the restriction expert_dropout has "
+                        f"clusters of {size}; give both the same"
+                    )
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
+        """Scalar fp32; 0 without tokens."""
+        num_clusters = routing.num_experts // self.config.cluster_size
+        probs_TCL = by_group(routing.probs_TE, num_clusters)
+        kept_TCL = torch.ones_like(probs_TCL, dtype=torch.bool)
+        if routing.candidates_TE is not None:
+            kept_TCL = by_group(routing.candidates_TE, num_clusters)
+        kept_TC = kept_TCL.sum(dim=-1)
+        mean_TC = probs_TCL.sum(dim=-1) / kept_TC.clamp_min(1)  # p of an expert that is not kept is 0
+        square_TCL = (probs_TCL - mean_TC[..., None]).square().masked_fill(~kept_TCL, 0.0)
+        variance_TC = square_TCL.sum(dim=-1) / kept_TC.clamp_min(1)
+        loss_T = variance_TC.sum(dim=-1) / (kept_TC > 0).sum(dim=-1).clamp_min(1)
+        if self.config.mu > 0:
+            loss_T = self._with_inter(loss_T, mean_TC)
+        return routing.num_experts * loss_T.sum() / max(routing.num_tokens, 1)
+
+    def _with_inter(self, intra_T: Tensor, mean_TC: Tensor) -> Tensor:
+        first_T, second_T = mean_TC.topk(2, dim=-1).values.unbind(-1)
+        gap_T = (first_T - second_T) / first_T.clamp_min(torch.finfo(first_T.dtype).tiny)
+        if self.config.form == "difference":
+            return intra_T - self.config.mu * gap_T
+        return intra_T * torch.exp(-self.config.mu * gap_T)

@@ -1,0 +1,68 @@
+"""`communication_balance`: every device is sent the same number of tokens."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.losses.sequences import group_probs, mean_over_sequences
+from megamoe.moe.part import Part, StepContext
+from megamoe.moe.restrictions.groups import check_groups
+from megamoe.moe.routing import Routing
+from megamoe.registry import register
+
+
+@register("loss", "communication_balance")
+class CommunicationBalance(Part):
+    """sum_i f''_i P''_i over D groups of E/D neighbouring experts; 1 where all get M/D of the tokens.
+
+    f''_i = D / (M T) times the tokens sent to device i, each counted once however many of its experts it
+    wants (a constant: no gradient); M: the devices that a token may go to. P''_i: the sum over the group of
+    P_j, as in `device_balance`.
+
+    Source: DeepSeek-V2, section 2.2.3, communication balance loss.
+
+    Scope: sequence, as all of V2's balance losses: T counts a sequence's tokens, and the loss is the mean
+    over sequences, so it does not depend on how the global batch is cut into micro batches.
+    """
+
+    @dataclass
+    class Config:
+        """weight: factor in the total loss, alpha_3. num_groups: D, devices. keep: M, as `group_limit`'s."""
+
+        weight: float = 0.02
+        num_groups: int = 8
+        keep: int = 3
+
+        def __post_init__(self) -> None:
+            if self.num_groups < 2:
+                raise ValueError("num_groups must be at least 2: over one group the loss is constant")
+            if not 1 <= self.keep <= self.num_groups:
+                raise ValueError(
+                    f"keep must be at least 1 and at most num_groups {self.num_groups}, found {self.keep}"
+                )
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Groups of one size; the M of a limit over the same groups."""
+        check_groups(options.num_groups, moe)
+        for choice in moe.router.restrictions:
+            limit = choice.options
+            if (
+                choice.name == "group_limit"
+                and limit.num_groups == options.num_groups
+                and limit.keep != options.keep
+            ):
+                raise ValueError(
+                    f"keep is {options.keep}, but the restriction group_limit keeps {limit.keep} of the "
+                    f"{limit.num_groups} groups; give both the same"
+                )
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
+        """Scalar fp32; 0 without tokens."""
+        num_groups, wanted = self.config.num_groups, routing.wanted
+        sent_TD = routing.affinities_TE.new_zeros(routing.num_tokens, num_groups)
+        sent_TD[wanted.token_N, wanted.expert_N // (routing.num_experts // num_groups)] = 1.0
+        sent_BD = mean_over_sequences(sent_TD, context) * (num_groups / self.config.keep)
+        probs_BD = group_probs(routing, num_groups, context)
+        return (sent_BD * probs_BD).sum() / context.num_sequences

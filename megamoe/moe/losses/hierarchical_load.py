@@ -1,0 +1,95 @@
+"""`hierarchical_load`: a smooth count of each expert's tokens, over two levels of noisy gates, made equal.
+
+Beside the room's legend: G groups, A groups that a token chose, S experts of a group.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.losses.importance import squared_cv
+from megamoe.moe.losses.load import SMALLEST_STD
+from megamoe.moe.part import Part, StepContext
+from megamoe.moe.routing import Routing
+from megamoe.registry import register
+
+LEVEL = ("clean", "scores", "std")  # what the scorer hands on of each level
+
+
+@register("loss", "hierarchical_load")
+class HierarchicalLoad(Part):
+    """CV(Load_H)^2 over the E experts, with the population's variance.
+
+    Load_H,ij = Load_primary(X)_i Load_i(X^(i))_j / |X^(i)|, where X^(i) are the tokens that chose group i
+    and Load sums over tokens the probability Phi((clean_i - kth_excluding(H, k, i)) / std_i) that i would
+    be among the k chosen if its own noise were drawn anew. Where a level chooses everything, that is 1.
+    Source: Shazeer et al. 2017 (SGMoE), appendix B, eq. 14, with eq. 8-11. Scope: micro batch; the
+    run's loss is the mean of its values on the micro batches.
+
+    Caveats: a group that no token chose has load 0 (0/0 in the paper). In evaluation H has no noise.
+    Importance at both levels, eq. 13, is loss `importance`, since the pairs' weights are the products.
+    """
+
+    @dataclass
+    class Config:
+        """weight: factor in the total loss."""
+
+        weight: float = 0.1
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Two noisy levels, at least one of which leaves a choice."""
+        scorer, selector = moe.router.scorer, moe.router.selector
+        if scorer.name != "hierarchical" or not scorer.options.noisy:
+            raise ValueError(
+                f"the scorer is {scorer.name!r} without noise at two levels; "
+                "set scorer: {name: hierarchical, noisy: true}"
+            )
+        if selector.name != "hierarchical_top_k":
+            raise ValueError(
+                f"the selector is {selector.name!r}, not by groups; set selector: hierarchical_top_k"
+            )
+        if moe.router.restrictions:
+            raise ValueError(
+                f"the restriction {moe.router.restrictions[0].name!r} takes experts away, which the formula "
+                "does not know; leave out the one or the other"
+            )
+        if selector.options.groups * selector.options.k == moe.num_experts:
+            raise ValueError(
+                f"every token chooses all {moe.num_experts} experts, so that the load is constant; "
+                "choose fewer groups or a smaller k in the selector, or leave the loss out"
+            )
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
+        """Scalar fp32; 0 without tokens."""
+        extras, group_TA = routing.extras, routing.extras["chosen_groups_TA"]
+        num_groups, groups = extras["group_scores_TG"].shape[1], group_TA.shape[1]
+        primary_TG = chance_of_choice([extras[f"group_{name}_TG"] for name in LEVEL], groups)
+        inner_TGS = [extras[f"inner_{name}_TE"].unflatten(1, (num_groups, -1)) for name in LEVEL]
+        index_TAS = group_TA[:, :, None].expand(-1, -1, inner_TGS[0].shape[2])
+        chance_TAS = chance_of_choice(
+            [part_TGS.gather(1, index_TAS) for part_TGS in inner_TGS], self.dims.num_choices // groups
+        )
+        # Through [T, G, S]: sums straight into [G, S] would add up in another order each time on a GPU.
+        chance_TGS = torch.zeros_like(inner_TGS[0]).scatter(1, index_TAS, chance_TAS)
+        tokens_G = torch.zeros_like(primary_TG).scatter_(1, group_TA, 1.0).sum(dim=0)
+        inner_GS = chance_TGS.sum(dim=0) / tokens_G.clamp_min(1)[:, None]
+        load_GS = primary_TG.sum(dim=0)[:, None] * inner_GS
+        return squared_cv(load_GS)
+
+
+def chance_of_choice(level: list[Tensor], k: int) -> Tensor:
+    """Probability that each of the last dimension's n, its noise drawn anew, is among the k largest scores.
+
+    level: fp32 [..., n], the scores without noise, with it, and the noise's deviation; the scores of the
+    others stay as they are. k >= n: all 1.
+    """
+    clean, scores, std = level
+    if k >= scores.shape[-1]:
+        return torch.ones_like(scores)
+    largest = scores.topk(k + 1, dim=-1).values
+    last_in, first_out = largest[..., k - 1 : k], largest[..., k:]
+    threshold = torch.where(scores > first_out, first_out, last_in)  # the k-th largest of the others
+    return torch.special.ndtr((clean - threshold) / std.clamp_min(SMALLEST_STD))

@@ -1,0 +1,79 @@
+"""`load`: every expert shall get the same number of tokens, by a smooth estimate of that number."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, special
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.losses.importance import squared_cv
+from megamoe.moe.part import Part, StepContext
+from megamoe.moe.routing import Routing
+from megamoe.moe.scorers.noisy import NoisyScorer
+from megamoe.moe.selectors.top_k import TopK
+from megamoe.registry import get_part, register
+
+SMALLEST_STD = 1e-6  # a softplus may underflow to 0, and 0 / 0 is no probability
+
+
+@register("loss", "load")
+class Load(Part):
+    """CV(Load)^2, Load_i = sum over tokens of P_i(x); 0 at perfect balance.
+
+    P_i(x) = Phi((clean_i - kth_excluding(H(x), k, i)) / std_i): the probability that expert i is among the
+    k best when its own noise is drawn anew and that of the others stays. H: the noisy scores, through which
+    the gradient also runs; kth_excluding: the k-th largest of H without component i; std_i: the noise's
+    standard deviation with its floor, at least 1e-6. In evaluation H is the clean score, and P what noise
+    would make of it; public code counts the pairs there instead.
+    Under a restriction both k-th score and P are of the candidates: the others have P = 0, and all candidates
+    have P = 1 where there are no more than k. A gate's bias is not seen. Source: Shazeer et al. 2017 (SGMoE)
+    appendix A, eq. 8-11; variance of the population, see `importance`. Scope: micro batch; the run's loss is
+    the mean of its values on the micro batches.
+    """
+
+    @dataclass
+    class Config:
+        """weight: factor in the total loss."""
+
+        weight: float = 0.1
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Noisy scores, and a fixed number of choices that leaves somebody out."""
+        scorer, selector = moe.router.scorer, moe.router.selector
+        if not issubclass(get_part("scorer", scorer.name), NoisyScorer):
+            raise ValueError(
+                f"the scorer {scorer.name!r} has no noise, by which the load is estimated; set "
+                "moe.router.scorer: noisy, or take the loss switch_balance"
+            )
+        if not issubclass(get_part("selector", selector.name), TopK):
+            raise ValueError(
+                f"the load is estimated for the selector top_k, found {selector.name!r}; set "
+                "moe.router.selector: top_k, or take the loss importance"
+            )
+        if selector.options.k >= moe.num_experts:
+            raise ValueError(
+                f"with k: {selector.options.k} of {moe.num_experts} experts every load is the same; choose "
+                f"moe.router.selector.k < {moe.num_experts}, or leave this loss out"
+            )
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
+        """Scalar fp32; 0 without tokens."""
+        scores_TE, candidates_TE = routing.scores_TE, routing.candidates_TE
+        if candidates_TE is not None:
+            scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
+        threshold_TE = _kth_excluding(scores_TE, self.dims.num_choices)
+        # What is always chosen is settled after the division: infinities would make its gradient NaN.
+        always_TE = threshold_TE.isneginf()
+        margin_TE = routing.extras["clean_TE"] - threshold_TE.masked_fill(always_TE, 0.0)
+        chance_TE = special.ndtr(margin_TE / routing.extras["noise_std_TE"].clamp_min(SMALLEST_STD))
+        chance_TE = chance_TE.masked_fill(always_TE, 1.0)
+        if candidates_TE is not None:
+            chance_TE = chance_TE.masked_fill(~candidates_TE, 0.0)
+        return squared_cv(chance_TE.sum(dim=0))
+
+
+def _kth_excluding(scores_TE: Tensor, k: int) -> Tensor:
+    """[T, E]: for each expert the k-th largest score of the others."""
+    best_TK = scores_TE.topk(k + 1, dim=-1).values
+    kth_T1, next_T1 = best_TK[:, k - 1 : k], best_TK[:, k : k + 1]
+    return next_T1.where(scores_TE > next_T1, kth_T1)

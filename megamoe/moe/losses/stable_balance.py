@@ -1,0 +1,40 @@
+"""`stable_balance`: StableMoE's own balance loss, of phase 1."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megamoe.moe.part import Part, StepContext
+from megamoe.moe.routing import Routing
+from megamoe.registry import register
+
+
+@register("loss", "stable_balance")
+class StableBalance(Part):
+    """1/T sum_i (|A_i| - n) / n * sum_{t in A_i} p_ti; 0 at perfect balance, and below 0 at some others.
+
+    A_i: the tokens whose selector chose expert i (a constant: no gradient). n: their mean over experts,
+    T/E at k = 1. p: the gate's values, sigmoid(s) in the paper. So an expert above the mean lowers its
+    tokens' values, one below raises them. 0 in phase 2 of the scorer `stable`; with another scorer,
+    phase 1 never ends.
+
+    Source: Dai et al. 2022 (StableMoE), section 3.1, alpha 0.3. Caveat: the paper's loss is a sum over
+    tokens beside a task loss that is one too; ours are means, which leaves alpha's meaning as it is.
+    Scope: micro batch; the run's loss is the mean of its values on the micro batches.
+    """
+
+    @dataclass
+    class Config:
+        """weight: factor in the total loss, the paper's alpha."""
+
+        weight: float = 0.3
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
+        """Scalar fp32; 0 without tokens."""
+        wanted = routing.wanted
+        mean = max(wanted.expert_N.numel(), 1) / routing.num_experts
+        excess_E = routing.wanted_counts_E() / mean - 1
+        value_N = routing.probs_TE[wanted.token_N, wanted.expert_N]
+        loss = (excess_E[wanted.expert_N] * value_N).sum() / max(routing.num_tokens, 1)
+        phase_1 = routing.extras.get("phase_1")
+        return loss if phase_1 is None else loss * phase_1

@@ -1,0 +1,42 @@
+"""`stable_distillation`: teaches StableMoE's light router what the scorer chooses."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.part import Part, StepContext
+from megamoe.moe.routing import Routing
+from megamoe.registry import register
+
+
+@register("loss", "stable_distillation")
+class StableDistillation(Part):
+    """Mean over tokens of -log softmax(light_t)[a_t], a_t the expert that stood first in phase 1's choice.
+
+    a_t carries no gradient: only the light router of the scorer `stable` learns from this loss, which is
+    0 in phase 2. Source: Dai et al. 2022 (StableMoE), section 3.1. Caveats: the paper's loss is a sum over
+    tokens beside a task loss that is one too; ours are means. The paper adds it as it is, the public code
+    with a factor 0.3. Scope: a mean over tokens, so it does not depend on how the global batch is cut into
+    micro batches of equal size.
+    """
+
+    @dataclass
+    class Config:
+        """weight: factor in the total loss."""
+
+        weight: float = 1.0
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Only the scorer `stable` has a light router."""
+        scorer = moe.router.scorer.name
+        if scorer != "stable":
+            raise ValueError(f"the scorer is {scorer!r}, which has no light router; set scorer: stable")
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
+        """Scalar fp32; 0 without tokens."""
+        target_T = routing.ranking_TE.argmax(dim=-1)
+        total = functional.cross_entropy(routing.extras["light_TE"], target_T, reduction="sum")
+        return total / max(routing.num_tokens, 1) * routing.extras["phase_1"]

@@ -1,0 +1,117 @@
+"""The balance loss on cosines: hand-worked numbers, a plain fp64 formula, the constant temperature."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.moe.check import check_parts
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Routing
+from tests.moe.build import make_hidden, make_layer, make_pairs, make_part, make_scored, moe_config
+
+
+def value(
+    experts: list[list[int]],
+    cosine_TE: Tensor,
+    candidates_TE: Tensor | None = None,
+    gate: str = "softmax",
+    **options: float,
+) -> Tensor:
+    pairs = make_pairs(experts)
+    scored = make_scored(cosine_TE / 0.01, None, candidates_TE, cosine_TE=cosine_TE)  # another temperature
+    loss = make_part("loss", "cosine_balance", cosine_TE.shape[1], dims={"gate": gate}, **options)
+    found: Tensor = loss(Routing(**vars(scored), wanted=pairs, pairs=pairs), StepContext())
+    return found
+
+
+def test_cosine_balance_by_hand() -> None:
+    # tau_0 = 0.3 turns 0.3 ln 3 into odds of 3: P = 3/4, 1/4 and 1/2, 1/2.
+    cosine_TE = torch.tensor([[0.3 * math.log(3), 0.0], [0.2, 0.2]])
+    assert value([[0], [0]], cosine_TE).item() == pytest.approx(2 * 0.625)
+    assert value([[0], [1]], cosine_TE).item() == pytest.approx(2 * (0.625 + 0.375) / 2)
+    assert value([[1], [1]], cosine_TE).item() == pytest.approx(2 * 0.375)
+
+
+@pytest.mark.parametrize(
+    ("gate", "options", "tau"),
+    [("softmax", {}, 0.3), ("sigmoid", {}, 0.07), ("sigmoid", {"temperature": 0.5}, 0.5), ("other", {}, 0.3)],
+)
+def test_the_temperature_is_by_the_gate_or_the_users(
+    gate: str, options: dict[str, float], tau: float
+) -> None:
+    cosine_TE = torch.tensor([[0.1, 0.0]])
+    expected = 2 / (1 + math.exp(-0.1 / tau))
+    assert value([[0]], cosine_TE, gate=gate, **options).item() == pytest.approx(expected)
+
+
+def test_value_and_gradient_of_equation_9() -> None:
+    generator = torch.Generator().manual_seed(1)
+    cosine_TE = (2 * torch.rand(6, 4, generator=generator, dtype=torch.float64) - 1).requires_grad_()
+    experts = [[0], [0], [2], [0], [1], [2]]
+    loss = value(experts, cosine_TE)
+    loss.backward()
+
+    plain_TE = cosine_TE.detach().clone().requires_grad_()
+    t = [3 / 6, 1 / 6, 2 / 6, 0.0]
+    terms = []
+    for token in range(6):
+        odds = [(plain_TE[token, i] / 0.3).exp() for i in range(4)]
+        terms += [t[i] * odds[i] / sum(odds) for i in range(4)]
+    plain = 4 / 6 * sum(terms)
+    plain.backward()
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cosine_TE.grad, plain_TE.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_first_choices_alone_count_where_the_user_says_so() -> None:
+    cosine_TE = torch.tensor([[0.3 * math.log(3), 0.0, 0.0]])  # P = 3/5, 1/5, 1/5
+    assert value([[0, 1]], cosine_TE).item() == pytest.approx(3 * (0.6 + 0.2) / 2)
+    assert value([[0, 1]], cosine_TE, first_choice=True).item() == pytest.approx(3 * 0.6)
+
+
+def test_the_softmax_runs_over_the_candidates() -> None:
+    cosine_TE = torch.tensor([[0.3 * math.log(3), 0.0, 0.9], [0.0, 0.0, 0.0]], requires_grad=True)
+    candidates_TE = torch.tensor([[True, True, False], [False, False, False]])
+    loss = value([[0]], cosine_TE, candidates_TE)
+    loss.backward()
+    assert loss.item() == pytest.approx(3 * 0.75 / 2)
+    assert cosine_TE.grad.isfinite().all() and cosine_TE.grad[0, 0] > 0
+    assert cosine_TE.grad[0, 2] == 0 and not cosine_TE.grad[1].any()
+
+
+def test_the_learned_temperature_gets_no_gradient_from_it() -> None:
+    layer = make_layer(moe_config(num_experts=4, router={"scorer": "cosine"}, losses={"cosine_balance": 1.0}))
+    (layer(make_hidden(24)) * 0).sum().backward()
+    scorer = layer.router.scorer
+    assert not scorer.log_temperature.grad.any()
+    assert scorer.weight.grad.any() and scorer.embedding.grad.any()
+    with torch.no_grad():
+        before = layer.observation.losses["cosine_balance"]
+        scorer.log_temperature.add_(1.0)
+        layer(make_hidden(24))
+        assert torch.equal(layer.observation.losses["cosine_balance"], before)
+
+
+def test_a_layer_tells_it_the_gate() -> None:
+    for gate, tau in (("softmax", 0.3), ("sigmoid", 0.07)):
+        router = {"scorer": "cosine", "gate": gate}
+        layer = make_layer(moe_config(num_experts=4, router=router, losses={"cosine_balance": 1.0}))
+        assert layer.losses["cosine_balance"].temperature == tau
+
+
+def test_without_tokens_it_is_0() -> None:
+    assert value([], torch.zeros(0, 4)).item() == 0
+
+
+def test_its_weight_and_its_company() -> None:
+    config = moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": None})
+    assert config.losses["cosine_balance"].options.weight == 0.01
+    check_parts(config, 1)
+    message = "the scorer 'linear' gives no cosines; set moe.router.scorer: cosine"
+    with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
+        check_parts(moe_config(losses={"cosine_balance": 0.01}), 1)
+    with pytest.raises(UserError, match="temperature must be positive"):
+        moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": {"temperature": 0.0}})

@@ -1,0 +1,151 @@
+"""`device_balance` and `communication_balance`: by hand, and DeepSeek-V2's formulas sequence by sequence."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.moe.check import check_parts
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Routing
+from tests.moe.build import make_part, make_routing, moe_config
+
+NAMES = ["device_balance", "communication_balance"]
+SEQUENCES = torch.tensor([40, 41, 42])
+
+
+def make(name: str, num_experts: int = 4, **options: Any) -> Any:
+    if name == "communication_balance":
+        options.setdefault("keep", 1)
+    return make_part("loss", name, num_experts, **{"num_groups": 2, **options})
+
+
+def routing_of(experts: list[list[int]], affinities_TE: Tensor) -> Routing:
+    """With restricted probabilities that differ from the gate's values over all experts."""
+    routing = make_routing(experts, affinities_TE, affinities_TE * 0.3)
+    routing.affinities_TE = affinities_TE
+    return routing
+
+
+def test_device_balance_by_hand() -> None:
+    # Four pairs, three of them on the first device: f' = 2 (3/4, 1/4). P' = (0.8 + 0.6) / 2, (0.2 + 0.4) / 2.
+    probs_TE = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.3, 0.3, 0.2, 0.2]])
+    value = make("device_balance")(routing_of([[0, 1], [1, 2]], probs_TE), StepContext())
+    assert value.item() == pytest.approx(1.5 * 0.7 + 0.5 * 0.3)
+
+
+def test_communication_balance_by_hand() -> None:
+    # The first device gets both tokens, one of them for two experts; the second gets one: f'' = (2, 1) / M.
+    probs_TE = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.3, 0.3, 0.2, 0.2]])
+    routing = routing_of([[0, 1], [1, 2]], probs_TE)
+    for keep in (1, 2):
+        value = make("communication_balance", keep=keep)(routing, StepContext())
+        assert value.item() == pytest.approx((2 * 0.7 + 1 * 0.3) / keep)
+
+
+def plain(
+    name: str, experts: list[list[int]], affinities_TE: Tensor, sequences: int, groups: int, keep: int
+) -> Tensor:
+    """Section 2.2.3 as it stands, with K choices of every token; token s * B + b is of sequence b."""
+    num_experts, k = affinities_TE.shape[1], len(experts[0])
+    size = num_experts // groups
+    total: Any = 0
+    for b in range(sequences):
+        tokens = range(b, len(experts), sequences)
+        length = len(tokens)
+        f = [num_experts / (k * length) * sum(e in experts[t] for t in tokens) for e in range(num_experts)]
+        p = sum(affinities_TE[t] / affinities_TE[t].sum() for t in tokens) / length
+        for d in range(groups):
+            members = range(d * size, (d + 1) * size)
+            if name == "device_balance":
+                factor = sum(f[e] for e in members) / size
+            else:
+                sent = sum(any(e in members for e in experts[t]) for t in tokens)
+                factor = groups / (keep * length) * sent
+            total = total + factor * sum(p[e] for e in members)
+    return torch.as_tensor(total / sequences)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_value_and_gradient_of_the_paper(name: str, sequences: int, gate: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    scores_TE = torch.randn(12, 12, generator=generator, dtype=torch.float64) + torch.linspace(0, 2, 12)
+    context = StepContext(sample_index_B=SEQUENCES[:sequences])
+    options = {"keep": 2} if name == "communication_balance" else {}
+    found = []
+    for ours in (True, False):
+        leaf_TE = scores_TE.clone().requires_grad_()
+        affinities_TE = leaf_TE.softmax(1) if gate == "softmax" else leaf_TE.sigmoid()
+        experts = affinities_TE.topk(3).indices.tolist()
+        if ours:
+            value = make(name, 12, num_groups=4, **options)(routing_of(experts, affinities_TE), context)
+        else:
+            value = plain(name, experts, affinities_TE, sequences, 4, keep=2)
+        found.append((value.detach().double(), torch.autograd.grad(value, leaf_TE)[0]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-9)
+    assert found[0][1].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mean_over_sequences_does_not_depend_on_the_cut(name: str) -> None:
+    affinities_TE = torch.rand(12, 4, generator=torch.Generator().manual_seed(1)).softmax(1)
+    experts = affinities_TE.topk(2).indices
+    whole = make(name)(routing_of(experts.tolist(), affinities_TE), StepContext(sample_index_B=SEQUENCES))
+    parts = []
+    for b in range(3):
+        routing = routing_of(experts[b::3].tolist(), affinities_TE[b::3])
+        parts.append(make(name)(routing, StepContext(sample_index_B=SEQUENCES[b : b + 1])))
+    torch.testing.assert_close(torch.stack(parts).mean(), whole)
+    together = make(name)(routing_of(experts.tolist(), affinities_TE), StepContext())
+    assert abs(together - whole) > 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_balance_it_is_1_for_any_number_of_experts_a_token(name: str) -> None:
+    experts = [[0, 1], [2], [3, 2], [1]]
+    value = make(name)(routing_of(experts, torch.full((4, 4), 0.25)), StepContext())
+    assert value.item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_counts_what_was_wanted_not_what_was_left(name: str) -> None:
+    routing = routing_of([[0, 1], [1, 2]], torch.rand(2, 4, generator=torch.Generator().manual_seed(1)))
+    expected = make(name)(routing, StepContext())
+    routing.pairs = routing.wanted.keep(torch.tensor([False, True, False, False]))
+    assert make(name)(routing, StepContext()) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("samples", [None, SEQUENCES])
+def test_without_tokens_or_pairs_it_is_0(name: str, samples: Tensor | None) -> None:
+    context = StepContext(sample_index_B=samples)
+    assert make(name)(routing_of([], torch.zeros(0, 4)), context).item() == 0
+    assert make(name)(routing_of([[]] * 3, torch.zeros(3, 4)), context).item() == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_refused_groups(name: str) -> None:
+    with pytest.raises(UserError, match="num_groups must be at least 2"):
+        moe_config(losses={name: {"num_groups": 1}})
+    with pytest.raises(UserError, match=f"moe.losses.{name}: num_groups is 8, which does not divide"):
+        check_parts(moe_config(num_experts=12, losses={name: {"num_groups": 8}}), 1)
+
+
+@pytest.mark.parametrize("keep", [0, 9])
+def test_refused_keep(keep: int) -> None:
+    with pytest.raises(UserError, match=f"keep must be at least 1 and at most num_groups 8, found {keep}"):
+        moe_config(losses={"communication_balance": {"keep": keep}})
+
+
+def test_the_limit_must_keep_as_many() -> None:
+    router = {"restrictions": [{"name": "group_limit", "num_groups": 8, "keep": 2}]}
+    config = moe_config(num_experts=16, router=router, losses={"communication_balance": 1.0})
+    with pytest.raises(UserError, match="keep is 3, but the restriction group_limit keeps 2 of the 8 groups"):
+        check_parts(config, 1)
+    check_parts(moe_config(num_experts=16, router=router, losses={"communication_balance": {"keep": 2}}), 1)
+    other = {"restrictions": [{"name": "group_limit", "num_groups": 4, "keep": 2}]}  # nodes, say
+    check_parts(moe_config(num_experts=16, router=other, losses={"communication_balance": 1.0}), 1)

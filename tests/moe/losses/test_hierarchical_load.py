@@ -1,0 +1,198 @@
+"""hierarchical_load: SGMoE's smooth load at two levels, by hand and against a plain formula."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.moe.check import check_parts
+from megamoe.moe.losses.hierarchical_load import chance_of_choice
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Routing
+from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+
+LEVELS = ("group", "inner")
+Pieces = dict[str, Tensor]
+
+
+def pieces(num_tokens: int, num_groups: int, num_experts: int, dtype: torch.dtype = torch.float64) -> Pieces:
+    """Clean scores and noise deviations of both levels, with one draw of the noise as scores."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    found = {}
+    for level, columns in (("group", f"TG{num_groups}"), ("inner", f"TE{num_experts}")):
+        suffix, count = columns[:2], int(columns[2:])
+        clean, noise = torch.randn(2, num_tokens, count, generator=generator, dtype=dtype)
+        found[f"{level}_clean_{suffix}"] = clean
+        found[f"{level}_std_{suffix}"] = torch.rand(num_tokens, count, generator=generator, dtype=dtype) + 0.2
+        found[f"{level}_scores_{suffix}"] = clean + noise
+    return found
+
+
+def routing_of(extras: Pieces, groups: int, k: int) -> Routing:
+    inner_TE = extras["inner_scores_TE"]
+    scored = make_scored(inner_TE, **extras)
+    selector = make_part("selector", "hierarchical_top_k", inner_TE.shape[1], groups=groups, k=k)
+    pairs = selector(scored, StepContext())
+    return Routing(**vars(scored), wanted=pairs, pairs=pairs)
+
+
+def loss_of(extras: Pieces, groups: int, k: int) -> Tensor:
+    dims = {"num_choices": groups * k}
+    loss = make_part("loss", "hierarchical_load", extras["inner_scores_TE"].shape[1], dims=dims)
+    value: Tensor = loss(routing_of(extras, groups, k), StepContext())
+    return value
+
+
+def phi(z: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(z / math.sqrt(2)))
+
+
+def plain_chance(clean: Tensor, scores: Tensor, std: Tensor, i: int, k: int) -> Tensor:
+    """P(x, i) of one token, eq. 9: kth_excluding by leaving i out and sorting."""
+    others = torch.cat([scores[:i], scores[i + 1 :]])
+    if k > len(others):
+        return torch.ones((), dtype=clean.dtype)
+    return phi((clean[i] - others.sort(descending=True).values[k - 1]) / std[i])
+
+
+def plain_loss(extras: Pieces, groups: int, k: int) -> Tensor:
+    group = [extras[f"group_{name}_TG"] for name in ("clean", "scores", "std")]
+    inner = [extras[f"inner_{name}_TE"] for name in ("clean", "scores", "std")]
+    num_tokens, num_groups = group[0].shape
+    size = inner[0].shape[1] // num_groups
+    loads = []
+    for i in range(num_groups):
+        primary = sum(plain_chance(*(part[t] for part in group), i, groups) for t in range(num_tokens))
+        mine = [t for t in range(num_tokens) if i in group[1][t].topk(groups).indices.tolist()]
+        for j in range(size):
+            rows = [[part[t, i * size : (i + 1) * size] for part in inner] for t in mine]
+            load = sum((plain_chance(*row, j, k) for row in rows), torch.zeros((), dtype=torch.float64))
+            loads.append(primary * load / max(len(mine), 1))
+    load_E = torch.stack(loads)
+    return ((load_E - load_E.mean()) ** 2).mean() / load_E.mean() ** 2
+
+
+def test_chances_by_hand() -> None:
+    """Of 4, 3, 1 without noise's draw and k = 2: the first two must beat 1, the last one 3."""
+    clean, std = torch.tensor([2.0, 2.0, 2.0]), torch.tensor([1.0, 0.5, 0.5])
+    chance = chance_of_choice([clean, torch.tensor([4.0, 3.0, 1.0]), std], 2)
+    torch.testing.assert_close(chance, torch.tensor([0.8413447, 0.9772499, 0.0227501]))
+
+
+@pytest.mark.parametrize(("groups", "k"), [(2, 2), (3, 2), (4, 3), (2, 4)])
+def test_value_and_gradients_against_the_formula(groups: int, k: int) -> None:
+    """Of 4 groups of 4; (4, 3) and (2, 4) choose everything at one level."""
+    results = []
+    for formula in (loss_of, plain_loss):
+        extras = {name: part.requires_grad_() for name, part in pieces(7, 4, 16).items()}
+        value = formula(extras, groups, k)
+        value.backward()
+        results.append([value, *(part.grad for part in extras.values())])
+    assert results[1][0] > 0.01
+    for mine, right in zip(results[0], results[1], strict=True):
+        if right is None:  # a level that chooses everything
+            assert mine is None or not mine.any()
+        else:
+            torch.testing.assert_close(mine, right)
+
+
+def test_only_the_tokens_of_a_group_count_for_its_experts() -> None:
+    """What another group's expert scores for a token that did not choose it changes nothing."""
+    extras = pieces(5, 3, 9)
+    left_out_T = extras["group_scores_TG"].argmin(1)
+    before = loss_of(extras, 2, 2)
+    for token, group in enumerate(left_out_T.tolist()):
+        extras["inner_clean_TE"][token, 3 * group] += 9
+    torch.testing.assert_close(loss_of(extras, 2, 2), before)
+    extras["inner_clean_TE"][0, 3 * ((int(left_out_T[0]) + 1) % 3)] += 9
+    assert (loss_of(extras, 2, 2) - before).abs() > 1e-3
+
+
+def test_equal_loads_have_loss_zero_and_a_lone_group_the_worst() -> None:
+    """One token a pair of groups and of experts; then all tokens with the same sure choice: 4 of 9 loaded."""
+    extras = pieces(9, 3, 9)
+    for name, part in extras.items():
+        part.fill_(1e-3 if "std" in name else 0.0)
+    for token in range(9):
+        for name in ("clean", "scores"):
+            extras[f"group_{name}_TG"][token, token % 3] = -1.0
+            extras[f"inner_{name}_TE"][token].view(3, 3)[:, token // 3] = -1.0
+    # Each token leaves out one group, and one expert of every group.
+    assert loss_of(extras, 2, 2).abs() < 1e-6
+    for part in extras.values():
+        part.copy_(part[:1].clone().expand_as(part))
+    assert loss_of(extras, 2, 2).item() == pytest.approx(9 / 4 - 1, abs=1e-5)
+
+
+def test_underflowing_noise_stays_finite() -> None:
+    extras = {name: part.float() for name, part in pieces(6, 3, 9).items()}
+    for name, part in extras.items():
+        if "std" in name:
+            part.zero_()
+        part.requires_grad_()
+    value = loss_of(extras, 2, 2)
+    value.backward()
+    assert value.isfinite()
+    assert all(part.grad is not None and part.grad.isfinite().all() for part in extras.values())
+
+
+def test_no_tokens_is_zero() -> None:
+    extras = {name: part[:0] for name, part in pieces(6, 3, 9).items()}
+    assert loss_of(extras, 2, 2) == 0
+
+
+def system(**router: Any) -> dict[str, Any]:
+    scorer = {"name": "hierarchical", "noisy": True}
+    parts: dict[str, Any] = {"scorer": scorer, "selector": "hierarchical_top_k"}
+    return {"num_experts": 9, "router": {**parts, **router}, "losses": {"hierarchical_load": {}}}
+
+
+def test_in_a_layer_it_reaches_every_weight_of_the_scorer_in_training() -> None:
+    config = moe_config(**system())
+    assert config.losses["hierarchical_load"].options.weight == 0.1
+    layer = make_layer(config, StepContext(seed=3))
+    layer.router.scorer.group_weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    (layer(make_hidden(24)) * 0).sum().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in layer.router.scorer.parameters())
+    assert layer.observation is not None and layer.observation.losses["hierarchical_load"] > 0.01
+    layer.eval()(make_hidden(24))
+    assert layer.observation.losses["hierarchical_load"].isfinite()
+
+
+def test_importance_of_the_weights_is_importance_of_both_levels() -> None:
+    """SGMoE eq. 13 summed by hand: the plain `importance` is all that is needed."""
+    extras = pieces(6, 3, 9)
+    routing = routing_of(extras, 2, 2)
+    importance_E = torch.zeros(9, dtype=torch.float64)
+    for token in range(6):
+        primary_G = kept(extras["group_scores_TG"][token])
+        for group in range(3):
+            mine = slice(3 * group, 3 * group + 3)
+            importance_E[mine] += primary_G[group] * kept(extras["inner_scores_TE"][token, mine])
+    expected = importance_E.var(correction=0) / importance_E.mean() ** 2
+    torch.testing.assert_close(make_part("loss", "importance", 9)(routing, StepContext()), expected)
+
+
+def kept(scores: Tensor) -> Tensor:
+    """Softmax(KeepTop2)."""
+    return scores.masked_fill(scores < scores.sort(descending=True).values[1], -math.inf).softmax(0)
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        ({"scorer": "hierarchical"}, "the scorer is 'hierarchical' without noise.*noisy: true"),
+        ({"scorer": "noisy", "selector": "top_k"}, "the scorer is 'noisy' without noise at two levels"),
+        ({"selector": "top_k"}, "the selector is 'top_k', .*set selector: hierarchical_top_k"),
+        ({"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 3}}, "chooses all 9 experts"),
+        ({"restrictions": [{"name": "expert_dropout", "level": "global"}]}, "'expert_dropout' takes"),
+    ],
+)
+def test_refusals(router: dict[str, Any], message: str) -> None:
+    check_parts(moe_config(**system()), 1)
+    options = moe_config(**system(**router))
+    loss = make_part("loss", "hierarchical_load", 9)
+    with pytest.raises(ValueError, match=message):
+        loss.check(options.losses["hierarchical_load"].options, options, 1)

@@ -1,0 +1,184 @@
+"""Load: hand-worked numbers, an independent fp64 formula with its gradient, the noise's own statistics."""
+
+import math
+from statistics import NormalDist
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.moe.check import check_parts
+from megamoe.moe.losses.load import Load
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Routing
+from tests.moe.build import make_hidden, make_layer, make_pairs, make_part, make_scored, moe_config
+
+PHI = NormalDist().cdf
+
+
+def value(
+    clean_TE: Tensor, std_TE: Tensor, noisy_TE: Tensor, k: int, candidates_TE: Tensor | None = None
+) -> Tensor:
+    scored = make_scored(noisy_TE, None, candidates_TE, clean_TE=clean_TE, noise_std_TE=std_TE)
+    routing = Routing(**vars(scored), wanted=make_pairs([]), pairs=make_pairs([]))
+    loss: Load = make_part("loss", "load", noisy_TE.shape[1], dims={"num_choices": k})
+    found: Tensor = loss(routing, StepContext())
+    return found
+
+
+def squared_cv(loads: list[float]) -> float:
+    mean = sum(loads) / len(loads)
+    return sum((load - mean) ** 2 for load in loads) / len(loads) / mean**2
+
+
+def test_load_by_hand() -> None:
+    clean_TE, std_TE = torch.tensor([[1.0, 0.5, 0.0]]), torch.tensor([[1.0, 0.5, 2.0]])
+    noisy_TE = torch.tensor([[0.4, 1.5, 0.9]])
+    # k = 1: the largest of the others is 1.5, 0.9, 1.5. k = 2: the second of the others is 0.9, 0.4, 0.4.
+    first = [PHI(1 - 1.5), PHI((0.5 - 0.9) / 0.5), PHI((0 - 1.5) / 2)]
+    second = [PHI(1 - 0.9), PHI((0.5 - 0.4) / 0.5), PHI((0 - 0.4) / 2)]
+    assert value(clean_TE, std_TE, noisy_TE, 1).item() == pytest.approx(squared_cv(first), rel=1e-5)
+    assert value(clean_TE, std_TE, noisy_TE, 2).item() == pytest.approx(squared_cv(second), rel=1e-5)
+
+
+def drawn(seed: int = 0, num_tokens: int = 6, num_experts: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    clean_TE, raw_TE, eps_TE = torch.randn(
+        3, num_tokens, num_experts, generator=generator, dtype=torch.float64
+    )
+    return clean_TE, raw_TE, eps_TE
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_value_and_gradient_of_the_plain_formula(k: int) -> None:
+    clean, raw, eps_TE = drawn()
+    leaves = [tensor.clone().requires_grad_() for tensor in (clean, raw, clean, raw)]
+
+    std_TE = torch.nn.functional.softplus(leaves[1])
+    loss = value(leaves[0], std_TE, leaves[0] + eps_TE * std_TE, k)
+    loss.backward()
+
+    std_TE = torch.log1p(leaves[3].exp())
+    noisy_TE = leaves[2] + eps_TE * std_TE
+    loads = []
+    for i in range(5):
+        others = [j for j in range(5) if j != i]
+        kth_T = noisy_TE[:, others].sort(dim=1, descending=True).values[:, k - 1]
+        loads.append((0.5 * torch.erfc((kth_T - leaves[2][:, i]) / std_TE[:, i] / math.sqrt(2))).sum())
+    load_E = torch.stack(loads)
+    plain = (load_E**2).mean() / load_E.mean() ** 2 - 1
+    plain.backward()
+
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(leaves[0].grad, leaves[2].grad)
+    torch.testing.assert_close(leaves[1].grad, leaves[3].grad)
+
+
+def test_the_load_is_the_expected_number_of_tokens() -> None:
+    # With the others' noise held, redrawing one expert's own noise puts it among the best k in a share P.
+    clean_TE, raw_TE, eps_TE = drawn(num_tokens=1)
+    noisy_TE, std_TE = clean_TE + eps_TE * raw_TE.exp(), raw_TE.exp()
+    redrawn_NE = clean_TE + std_TE * torch.randn(20_000, 5, generator=torch.Generator().manual_seed(3))
+    shares = []
+    for i in range(5):
+        trial_NE = noisy_TE.repeat(20_000, 1)
+        trial_NE[:, i] = redrawn_NE[:, i]
+        shares.append((trial_NE.topk(2, dim=1).indices == i).any(dim=1).double().mean().item())
+    assert value(clean_TE, std_TE, noisy_TE, 2).item() == pytest.approx(squared_cv(shares), rel=0.03)
+
+
+def test_equal_scores_are_in_balance() -> None:
+    zeros_TE, ones_TE = torch.zeros(3, 4), torch.ones(3, 4)
+    assert value(zeros_TE, ones_TE, zeros_TE, 2).item() == 0
+
+
+def test_experts_that_are_no_candidates_have_no_load() -> None:
+    clean_TE = torch.tensor([[1.0, 0.5, 0.0, 3.0]] * 2)
+    std_TE = torch.ones(2, 4, requires_grad=True)
+    candidates_TE = torch.tensor([[True, True, True, False], [False, False, True, False]])
+    # Second token: no more candidates than choices, so that its only one is certain.
+    loads = [PHI(1.0 - 0.5), PHI(0.5 - 1.0), PHI(0.0 - 1.0) + 1, 0.0]
+    clean_TE.requires_grad_()
+    loss = value(clean_TE, std_TE, clean_TE, 1, candidates_TE)
+    loss.backward()
+    assert loss.item() == pytest.approx(squared_cv(loads), rel=1e-5)
+    assert clean_TE.grad.isfinite().all() and clean_TE.grad[0, :3].all()
+    assert not clean_TE.grad[1].any() and clean_TE.grad[0, 3] == 0
+    assert std_TE.grad.isfinite().all() and not std_TE.grad[1].any()
+
+
+def test_noise_that_underflows_leaves_all_finite() -> None:
+    raw_TE = torch.tensor([[-200.0, -200.0, -200.0], [-200.0, 0.0, 1.0]], requires_grad=True)
+    clean_TE = torch.tensor([[1.0, 1.0, 0.0], [2.0, 0.0, 1.0]], requires_grad=True)
+    std_TE = torch.nn.functional.softplus(raw_TE)
+    assert (std_TE == 0).any()
+    loss = value(clean_TE, std_TE, clean_TE, 1)
+    loss.backward()
+    assert loss.isfinite() and raw_TE.grad.isfinite().all() and clean_TE.grad.isfinite().all()
+    assert loss.item() == pytest.approx(
+        squared_cv([0.5 + 1, 0.5 + PHI(-2 / math.log(2)), PHI(-1 / 1.313262)]), rel=1e-4
+    )
+
+
+def sgmoe(losses: dict[str, float], **router: object) -> dict[str, object]:
+    selector = {"k": 2, "weights": "kept_softmax"}
+    return {"num_experts": 4, "router": {"scorer": "noisy", "selector": selector, **router}, "losses": losses}
+
+
+def test_a_layer_has_it_from_its_router_in_training_and_evaluation() -> None:
+    layer = make_layer(moe_config(**sgmoe({"load": 0.1}, scorer={"name": "noisy", "start": "normal"})))
+    hidden_TH = make_hidden(24)
+    for mode in (True, False):
+        routing = layer.train(mode).router(hidden_TH, layer.context)
+        assert torch.equal(routing.scores_TE, routing.extras["clean_TE"]) != mode
+        layer(hidden_TH)
+        expected = value(routing.extras["clean_TE"], routing.extras["noise_std_TE"], routing.scores_TE, 2)
+        assert torch.equal(layer.observation.losses["load"], expected.detach())
+    assert expected > 0
+
+
+def test_it_teaches_the_clean_score_and_the_noise() -> None:
+    layer = make_layer(moe_config(**sgmoe({"load": 1.0}, scorer={"name": "noisy", "start": "normal"})))
+    optimizer = torch.optim.SGD(layer.router.parameters(), lr=0.1)
+    values = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        (layer(make_hidden(64, skewed=True)) * 0).sum().backward()
+        assert layer.router.scorer.noise_weight.grad.any()
+        optimizer.step()
+        values.append(layer.observation.losses["load"].item())
+    assert values[-1] < 0.3 * values[0]
+
+
+def test_without_tokens_it_is_0() -> None:
+    empty_TE = torch.zeros(0, 4)
+    assert value(empty_TE, empty_TE, empty_TE, 2).item() == 0
+
+
+def test_its_weight_and_its_company() -> None:
+    config = moe_config(**sgmoe({"importance": 0.1, "load": None}))
+    assert config.losses["load"].options.weight == 0.1
+    check_parts(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        ({"scorer": "linear"}, "the scorer 'linear' has no noise.*set moe.router.scorer: noisy"),
+        (
+            {"selector": {"k": 4}},
+            "with k: 4 of 4 experts every load is the same; choose moe.router.selector.k < 4",
+        ),
+    ],
+)
+def test_company_that_makes_no_sense_is_refused(router: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=f"^moe.losses.load: .*{message}"):
+        check_parts(moe_config(**sgmoe({"load": 0.1}, **router)), 1)
+
+
+def test_a_selector_other_than_top_k_is_refused() -> None:
+    config = moe_config(**sgmoe({"load": 0.1}))
+    object.__setattr__(config.router.selector, "name", "sample")
+    with pytest.raises(ValueError, match="estimated for the selector top_k, found 'sample'"):
+        Load.check(Load.Config(), config, 1)

@@ -1,0 +1,75 @@
+"""StableMoE's balance loss: hand-worked numbers, and the gradient of a plain fp64 formula."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Routing
+from tests.moe.build import make_part, make_routing
+
+SCORES = torch.tensor(
+    [[1.0, 0.0, -1.0], [2.0, 1.0, 0.0], [0.5, -2.0, 0.0], [0.0, 0.0, 1.5]], dtype=torch.float64
+)
+WANTED = [[0], [0], [0], [2]]  # n = 4/3; (|A| - n) / n = 5/4, -1, -1/4
+
+
+def routing_of(scores_TE: Tensor, wanted: list[list[int]], phase_1: float | None = None) -> Routing:
+    routing = make_routing(wanted, scores_TE, scores_TE.sigmoid())
+    if phase_1 is not None:
+        routing.extras["phase_1"] = torch.tensor(phase_1)
+    return routing
+
+
+def test_balance_by_hand() -> None:
+    values = [1 / (1 + math.exp(-s)) for s in (1.0, 2.0, 0.5, 1.5)]
+    expected = (1.25 * sum(values[:3]) - 0.25 * values[3]) / 4
+    loss = make_part("loss", "stable_balance", num_experts=3)
+    for phase_1, factor in ((None, 1), (1.0, 1), (0.0, 0)):
+        found = loss(routing_of(SCORES, WANTED, phase_1), StepContext())
+        assert found.item() == pytest.approx(factor * expected, rel=1e-6)
+
+
+def test_balance_is_0_where_there_is_balance() -> None:
+    loss = make_part("loss", "stable_balance", num_experts=2)
+    assert loss(routing_of(SCORES[:, :2], [[0], [1], [1], [0]]), StepContext()).item() == 0
+
+
+@pytest.mark.parametrize("wanted", [WANTED, [[0, 1], [0, 2], [0, 1], [2]]], ids=["k1", "k2"])
+def test_gradient_of_balance(wanted: list[list[int]]) -> None:
+    scores_TE = SCORES.clone().requires_grad_()
+    make_part("loss", "stable_balance", num_experts=3)(
+        routing_of(scores_TE, wanted), StepContext()
+    ).backward()
+    plain_TE = SCORES.clone().requires_grad_()
+    mean = sum(map(len, wanted)) / 3
+    total = torch.zeros((), dtype=torch.float64)
+    for expert in range(3):
+        assigned = [token for token, chosen in enumerate(wanted) if expert in chosen]
+        share = (len(assigned) - mean) / mean
+        total = total + share * sum(1 / (1 + (-plain_TE[token, expert]).exp()) for token in assigned)
+    (total / 4).backward()
+    assert plain_TE.grad is not None and plain_TE.grad.abs().sum() > 0.05
+    torch.testing.assert_close(scores_TE.grad, plain_TE.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_following_the_balance_loss_balances() -> None:
+    scores_TE = torch.nn.Parameter(
+        torch.rand(40, 4, generator=torch.Generator().manual_seed(0)) + torch.eye(4)[0]
+    )
+    optimizer = torch.optim.SGD([scores_TE], lr=4.0)
+    counts = []
+    for _ in range(60):
+        chosen_T = scores_TE.argmax(1)
+        counts.append(torch.bincount(chosen_T, minlength=4))
+        routing = routing_of(scores_TE, chosen_T[:, None].tolist())
+        optimizer.zero_grad()
+        make_part("loss", "stable_balance")(routing, StepContext()).backward()
+        optimizer.step()
+    assert counts[0].max() > 25 and counts[-1].max() <= 16
+
+
+def test_without_tokens_it_is_0() -> None:
+    assert make_part("loss", "stable_balance")(routing_of(torch.zeros(0, 4), []), StepContext()).item() == 0
