@@ -1,10 +1,12 @@
-"""The MoE layer in the place of a Megatron-Core block's MLP."""
+"""The MoE layer in a Megatron-Core block: in the place of its MLP, or after it."""
 
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from megamoe.model.recompute import recomputed
 from megamoe.moe.layer import MoELayer
 
 
@@ -12,13 +14,65 @@ class MoEBlock(nn.Module):
     """Megatron-Core's MLP interface over our layer: [s, b, h] -> ([s, b, h], no bias).
 
     Megatron-Core's versions pass different keywords (pg_collection, name, ...); the layer needs none.
+    build_norm: a norm before the layer. recompute: the layer is computed again in backward.
     """
 
-    def __init__(self, config: Any, build: Callable[[], MoELayer], **unused: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        build: Callable[[], MoELayer],
+        build_norm: Callable[[], nn.Module] | None = None,
+        recompute: bool = False,
+        **unused: Any,
+    ) -> None:
         super().__init__()
+        self.norm = None if build_norm is None else build_norm()
         self.layer = build()
+        self.recompute = recompute
 
     def forward(self, hidden_SBH: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, None]:
         """The tokens of the micro batch are taken position by position: token s * B + b."""
-        hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
-        return self.layer(hidden_TH).view_as(hidden_SBH), None
+        if self.recompute:
+            return recomputed(self._compute, [self.layer], hidden_SBH), None
+        return self._compute(hidden_SBH), None
+
+    def _compute(self, hidden_SBH: Tensor) -> Tensor:
+        normed_SBH = hidden_SBH if self.norm is None else self.norm(hidden_SBH)
+        output_TH: Tensor = self.layer(normed_SBH.reshape(-1, hidden_SBH.shape[-1]))
+        return output_TH.view_as(hidden_SBH)
+
+
+class Block(TransformerLayer):
+    """Megatron-Core's transformer block, and after it, where asked for, an MoE layer on the residual stream.
+
+    build_inserted: builds that layer: h := h + layer(h) (Lewis et al. 2021, BASE; Chi et al. 2022, X-MoE).
+    Its regularisation is the experts' own: model.hidden_dropout does not apply to it. recompute: the whole,
+    block and inserted layer, is computed again in backward.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        build_inserted: Callable[[], MoEBlock] | None = None,
+        recompute: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.inserted = None if build_inserted is None else build_inserted()
+        self.computed_again = recompute
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron-Core's: (hidden states [s, b, h], context)."""
+        if self.computed_again:
+            return recomputed(self._compute, self.moe_layers(), *args, **kwargs)
+        return self._compute(*args, **kwargs)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        hidden_SBH, context = super().forward(*args, **kwargs)
+        if self.inserted is not None:
+            hidden_SBH = hidden_SBH + self.inserted(hidden_SBH)[0]
+        return hidden_SBH, context
+
+    def moe_layers(self) -> list[MoELayer]:
+        """The layer in the MLP's place and the inserted one, as far as they are there."""
+        return [module.layer for module in (self.mlp, self.inserted) if isinstance(module, MoEBlock)]

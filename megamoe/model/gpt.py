@@ -1,5 +1,7 @@
 """Configuration -> Megatron-Core's GPTModel with our MoE layers, and the loss of each token."""
 
+import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -18,9 +20,16 @@ from torch.nn import functional
 
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import SDPAttention
-from megamoe.model.block import MoEBlock
+from megamoe.model.block import Block, MoEBlock
 from megamoe.model.cpu import stand_in_for_cuda
-from megamoe.model.size import expert_ffn_size, ffn_size, moe_layer_numbers, padded_vocab_size
+from megamoe.model.size import (
+    expert_ffn_size,
+    ffn_size,
+    inserted_has_norm,
+    moe_block_numbers,
+    padded_vocab_size,
+)
+from megamoe.moe import draws
 from megamoe.moe.layer import LayerShape, MoELayer
 
 MoEFactory = Callable[[LayerShape], MoELayer]
@@ -61,10 +70,10 @@ class GPT(nn.Module):
         return output
 
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
-        """(block number from 1, layer) of every MoE block."""
+        """(number, layer) of every MoE layer, by the block that it is in or stands after, from 1."""
         for block in self.model.decoder.layers:
-            if isinstance(block.mlp, MoEBlock):
-                yield block.layer_number, block.mlp.layer
+            for layer in block.moe_layers():
+                yield block.layer_number, layer
 
 
 def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) -> GPT:
@@ -78,11 +87,12 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
     torch.manual_seed(config.seed)
     model = config.model
     transformer = _transformer_config(model, config.seed)
+    padded = padded_vocab_size(vocab_size, model.vocab_multiple)
     return GPT(
         GPTModel(
             transformer,
-            _block_specs(config, transformer, make_moe_layer),
-            vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
+            _block_specs(config, transformer, padded, make_moe_layer),
+            vocab_size=padded,
             max_sequence_length=config.data.sequence_length,
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
@@ -107,6 +117,7 @@ def _transformer_config(model: ModelConfig, seed: int) -> TransformerConfig:
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
+        **_init_methods(model, seed),
         # On the CPU every layout draws the same weights; the engine moves them to the device.
         use_cpu_initialization=True,
         # Fusions of Megatron-Core's own CUDA kernels.
@@ -118,30 +129,53 @@ def _transformer_config(model: ModelConfig, seed: int) -> TransformerConfig:
     )
 
 
+def _init_methods(model: ModelConfig, seed: int) -> dict[str, Callable[[Tensor], None]]:
+    """How all of Megatron-Core's weights start under model.init_scale, each by a key of its own."""
+    if model.init_scale is None:
+        return {}
+    weights = itertools.count(1)
+
+    def start(weight: Tensor) -> None:
+        key = draws.key(seed, 0, 0, f"weight {next(weights)} of the model")
+        draws.start_weight(weight, key, model.init_std, model.init_scale)
+
+    return dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), start)
+
+
 def _block_specs(
-    config: RunConfig, transformer: TransformerConfig, make_moe_layer: MoEFactory
+    config: RunConfig, transformer: TransformerConfig, vocab_size: int, make_moe_layer: MoEFactory
 ) -> TransformerBlockSubmodules:
-    moe_blocks = set(moe_layer_numbers(config.moe, config.model.num_layers))
+    moe_blocks = set(moe_block_numbers(config.moe, config.model.num_layers))
+    recompute = config.model.recompute
     specs = []
     for number in range(1, config.model.num_layers + 1):
+        build = _builder(make_moe_layer, _layer_shape(config, number, vocab_size))
+        moe: dict[str, Any] = {"build": build, "recompute": recompute == "selective"}
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
+        spec.module, spec.params = Block, {"recompute": recompute == "full"}
         spec.submodules.input_layernorm = WrappedTorchNorm
         spec.submodules.pre_mlp_layernorm = WrappedTorchNorm
         spec.submodules.self_attention.submodules.core_attention = SDPAttention
         if number in moe_blocks:
-            shape = _layer_shape(config, number)
-            spec.submodules.mlp = ModuleSpec(
-                module=MoEBlock, params={"build": _builder(make_moe_layer, shape)}
-            )
+            spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
+        if number in config.moe.layers.insert_after:
+            norm = functools.partial(_norm, transformer) if inserted_has_norm(config.moe) else None
+            spec.params["build_inserted"] = functools.partial(MoEBlock, transformer, build_norm=norm, **moe)
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def _norm(transformer: TransformerConfig) -> nn.Module:
+    size, eps = transformer.hidden_size, transformer.layernorm_epsilon
+    norm: nn.Module = WrappedTorchNorm(config=transformer, hidden_size=size, eps=eps)
+    return norm
 
 
 def _builder(make_moe_layer: MoEFactory, shape: LayerShape) -> Callable[[], Any]:
     return lambda: make_moe_layer(shape)
 
 
-def _layer_shape(config: RunConfig, number: int) -> LayerShape:
+def _layer_shape(config: RunConfig, number: int, vocab_size: int) -> LayerShape:
     model = config.model
     return LayerShape(
         hidden_size=model.hidden_size,
@@ -151,4 +185,8 @@ def _layer_shape(config: RunConfig, number: int) -> LayerShape:
         init_std=model.init_std,
         output_std=model.init_std / math.sqrt(2 * model.num_layers),
         seed=config.seed,
+        init_scale=model.init_scale,
+        vocab_size=vocab_size,
+        norm=model.norm,
+        norm_eps=model.norm_eps,
     )

@@ -24,7 +24,9 @@ def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
         try:
             part.check(choice.options, moe, expert_parallel)
         except ValueError as error:
-            raise UserError(f"{key}: {choice.name}: {error}") from None
+            raise UserError(
+                f"{key}: {error}" if choice.kind == "loss" else f"{key}: {choice.name}: {error}"
+            ) from None
 
 
 def chosen_parts(moe: MoEConfig) -> Iterator[tuple[str, PartChoice]]:

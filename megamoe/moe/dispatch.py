@@ -3,7 +3,8 @@
 `LocalDispatch` serves a rank that holds every expert: one stable sort of the pairs by expert.
 `AllToAllDispatch` adds the exchange over an expert-parallel group, in which rank r holds the experts
 r*E/R .. (r+1)*E/R - 1: sizes first, rows after, and the same way back. A rank or an expert with no
-rows is an ordinary case of both. Rows travel in the model's dtype; the weighted sum is fp32.
+rows is an ordinary case of both. A routing that stays home exchanges nothing, sizes neither. Rows travel
+in the model's dtype; the weighted sum is fp32.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from megamoe.moe.routing import Routing
 class Plan:
     """How the rows of one micro batch were moved, to bring them back.
 
-    token_N, weight_N: of the pairs, sorted by expert. The rest is the exchange's, None where local:
+    token_N, weight_N: of the pairs, sorted by expert. The rest is the exchange's, None where there is none:
     rows sent to and received from each rank, and the order that groups the received rows by expert.
     """
 
@@ -40,6 +41,10 @@ class LocalDispatch:
         plan = _sort_by_expert(routing)
         return hidden_TH.index_select(0, plan.token_N), routing.counts_E(), plan
 
+    def send_along(self, values_N: Tensor, plan: Plan) -> Tensor:
+        """Values of the pairs, in the plan's order -> of the rows that `dispatch` gave, in theirs."""
+        return values_N
+
     def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor:
         """Each token's weighted sum of its experts' outputs, [T, H]; zero where it has none."""
         return _weighted_sum(rows_NH, plan)
@@ -51,11 +56,22 @@ class AllToAllDispatch:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.num_ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
 
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
-        """-> rows_MH of all ranks for this rank's experts, grouped by expert, their counts, the plan."""
+        """-> rows_MH of all ranks for this rank's experts, grouped by expert, their counts, the plan.
+
+        Raises:
+            RuntimeError: if the routing stays home, but a pair's expert is on another rank; on a GPU it is
+                raised there, where nobody waits for it.
+        """
         plan = _sort_by_expert(routing)
         sent_counts_E = routing.counts_E()
+        if routing.stays_home:
+            home_L = sent_counts_E.view(self.num_ranks, -1)[self.rank]
+            all_here = home_L.sum() == plan.token_N.numel()
+            torch._assert_async(all_here, "stays_home, but a pair's expert is on another rank")
+            return hidden_TH.index_select(0, plan.token_N), home_L, plan
         received_counts_E = torch.empty_like(sent_counts_E)
         dist.all_to_all_single(received_counts_E, sent_counts_E, group=self.group)
         received_RL = received_counts_E.view(self.num_ranks, -1)  # L: experts of this rank
@@ -68,9 +84,20 @@ class AllToAllDispatch:
         plan.by_expert_M = torch.argsort(expert_M, stable=True)
         return rows_MH.index_select(0, plan.by_expert_M), received_RL.sum(0), plan
 
+    def send_along(self, values_N: Tensor, plan: Plan) -> Tensor:
+        """Values of the pairs, in the plan's order -> of the rows that `dispatch` gave, in theirs: [M].
+
+        Without gradient; an exchange more.
+        """
+        if plan.sent_R is None or plan.received_R is None or plan.by_expert_M is None:
+            return values_N
+        values_M1 = _exchange(values_N[:, None], plan.sent_R, plan.received_R, self.group)
+        return values_M1[:, 0].index_select(0, plan.by_expert_M)
+
     def combine(self, rows_MH: Tensor, plan: Plan) -> Tensor:
         """The rows go home, then as in `LocalDispatch`: [T, H]."""
-        assert plan.by_expert_M is not None
+        if plan.by_expert_M is None:
+            return _weighted_sum(rows_MH, plan)
         home_M = torch.empty_like(plan.by_expert_M)
         home_M[plan.by_expert_M] = torch.arange(home_M.numel(), device=home_M.device)
         rows_NH = _Exchange.apply(rows_MH.index_select(0, home_M), plan.received_R, plan.sent_R, self.group)

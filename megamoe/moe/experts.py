@@ -1,4 +1,4 @@
-"""Experts: many FFNs of one shape over rows grouped by expert, and the shared ones that every token visits.
+"""Experts: many FFNs of one shape over rows grouped by expert.
 
 Weights are stacked, [experts, out, in] as in nn.Linear, and the product is PyTorch's grouped GEMM.
 `loop_experts` computes the same by a plain loop; the tests hold the two against each other.
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.moe import draws
+from megamoe.moe.dropout import ExpertDropout
 
 Activation = Literal["swiglu", "gelu"]
 # oneDNN prepares its bf16 kernel anew for every row count, and the counts change at every step: groups
@@ -34,8 +35,9 @@ def up_width(ffn_size: int, activation: Activation) -> int:
 class GroupedExperts(nn.Module):
     """E_local experts of hidden size H and FFN size F, without biases.
 
-    An expert's start depends on (seed, layer, its global number) alone, so that every expert-parallel
-    layout starts from the same model. std: of the first weight; output_std: of the second.
+    An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
+    expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
+    init_scale: see `draws.start_weight`. sublayer: which FFN of its expert this is, from 1.
     """
 
     def __init__(
@@ -49,29 +51,39 @@ class GroupedExperts(nn.Module):
         output_std: float,
         seed: int,
         layer: int,
+        init_scale: float | None = None,
+        sublayer: int = 1,
     ) -> None:
         super().__init__()
         self.activation = activation
+        self.sublayer = sublayer
         shape_up = (len(expert_ids), up_width(ffn_size, activation), hidden_size)
         self.up = nn.Parameter(torch.empty(shape_up))
         self.down = nn.Parameter(torch.empty(len(expert_ids), hidden_size, ffn_size))
         for local, expert in enumerate(expert_ids):
-            generator = torch.Generator().manual_seed(draws.key(seed, 0, layer, f"expert {expert}"))
-            nn.init.normal_(self.up.data[local], std=std, generator=generator)
-            nn.init.normal_(self.down.data[local], std=output_std, generator=generator)
+            whose = f"expert {expert}" if sublayer == 1 else f"expert {expert}, sub-layer {sublayer}"
+            for weight, weight_std, purpose in (
+                (self.up[local], std, whose),
+                (self.down[local], output_std, f"{whose}, down"),
+            ):
+                draws.start_weight(weight, draws.key(seed, 0, layer, purpose), weight_std, init_scale)
 
-    def forward(self, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
+    def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
         """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
         if rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16:
             place_N, padded_E = padded_places(counts_E, PADDED_ROWS)
-            padded = rows_NH.new_zeros(int(padded_E.sum()), rows_NH.shape[1])
-            return self._products(padded.index_copy(0, place_N, rows_NH), padded_E).index_select(0, place_N)
-        return self._products(rows_NH, counts_E)
+            num_rows = int(padded_E.sum())
+            padded = rows_NH.new_zeros(num_rows, rows_NH.shape[1]).index_copy(0, place_N, rows_NH)
+            spread = None if dropout is None else dropout.spread(place_N, num_rows)
+            return self._products(padded, padded_E, spread).index_select(0, place_N)
+        return self._products(rows_NH, counts_E, dropout)
 
-    def _products(self, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
+    def _products(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
         ends_E = counts_E.cumsum(0).to(torch.int32)
         rows_NF = functional.grouped_mm(rows_NH, self.up.transpose(1, 2), offs=ends_E)
         rows_NF = activate(rows_NF, self.activation)
+        if dropout is not None:
+            rows_NF = dropout.on_activation(rows_NF, self.sublayer)
         return functional.grouped_mm(rows_NF, self.down.transpose(1, 2), offs=ends_E)
 
 
@@ -92,41 +104,3 @@ def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> 
     for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
         outputs.append(activate(rows @ up.T, experts.activation) @ down.T)
     return torch.cat(outputs)
-
-
-class SharedExperts(nn.Module):
-    """Experts that every token visits, as one FFN of their joint size (Dai et al. 2024, DeepSeekMoE).
-
-    With `gate`, the output is multiplied by sigmoid(w . x), as in Qwen's models. std, output_std: of the
-    first and the second weight at the start, which depends on (seed, layer) alone.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_size: int,
-        *,
-        activation: Activation,
-        gate: bool,
-        std: float,
-        output_std: float,
-        seed: int,
-        layer: int,
-    ) -> None:
-        super().__init__()
-        self.activation = activation
-        self.up = nn.Parameter(torch.empty(up_width(ffn_size, activation), hidden_size))
-        self.down = nn.Parameter(torch.empty(hidden_size, ffn_size))
-        self.gate = nn.Parameter(torch.zeros(hidden_size)) if gate else None
-        generator = torch.Generator().manual_seed(draws.key(seed, 0, layer, "shared experts"))
-        nn.init.normal_(self.up.data, std=std, generator=generator)
-        nn.init.normal_(self.down.data, std=output_std, generator=generator)
-
-    def forward(self, hidden_TH: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
-        inner_TF = activate(functional.linear(hidden_TH, self.up), self.activation)
-        output_TH = functional.linear(inner_TF, self.down)
-        if self.gate is None:
-            return output_TH
-        weight_T = torch.mv(hidden_TH.float(), self.gate.float()).sigmoid()
-        return output_TH * weight_T[:, None].to(output_TH.dtype)

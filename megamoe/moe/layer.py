@@ -1,5 +1,6 @@
 """The MoE layer. Its forward reads like the paper."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,16 +10,21 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
-from megamoe.moe.experts import Activation, GroupedExperts, SharedExperts
-from megamoe.moe.part import Dims, StepContext
+from megamoe.moe.dropout import ExpertDropout
+from megamoe.moe.expert_stack import ExpertStack, NormKind
+from megamoe.moe.experts import Activation, GroupedExperts
+from megamoe.moe.part import Constraint, Dims, Objective, Part, StepContext
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Routing
+from megamoe.moe.shared_experts import SharedExperts
 
 
 class Dispatch(Protocol):
     """Moves rows to their experts and back."""
 
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]: ...
+
+    def send_along(self, values_N: Tensor, plan: Plan) -> Tensor: ...
 
     def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor: ...
 
@@ -28,6 +34,8 @@ class LayerShape:
     """The sizes of one MoE layer and how its weights start.
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
+    init_scale: see `draws.start_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
+    experts that have norms of their own.
     """
 
     hidden_size: int
@@ -37,6 +45,10 @@ class LayerShape:
     init_std: float
     output_std: float
     seed: int
+    init_scale: float | None = None
+    vocab_size: int | None = None
+    norm: NormKind = "rmsnorm"
+    norm_eps: float = 1e-5
 
 
 @dataclass
@@ -51,8 +63,9 @@ class Observation:
 class MoELayer(nn.Module):
     """Router, experts, shared experts and auxiliary losses of one block.
 
-    Each forward replaces `observation` (never adds to it): a block that is computed twice, under
-    activation recomputation, is still counted once.
+    Each forward replaces `observation` (never adds to it). While `recomputing` is set, it and `routing` stay
+    as they are: a block that is computed twice, under activation recomputation, is counted once, and an
+    objective's value is not lost.
     """
 
     def __init__(
@@ -65,47 +78,93 @@ class MoELayer(nn.Module):
         nn.Module.__init__(self)  # by name: a subclass may have a second base with other arguments
         self.context = context
         self.num_experts = config.num_experts
-        dims = Dims(shape.hidden_size, config.num_experts, shape.layer, shape.init_std, shape.seed)
-        self.router = Router(config.router, dims)
+        self.router = Router(config.router, _dims(config, shape, group))
         self.losses = nn.ModuleDict(
-            {name: build_part(choice, dims) for name, choice in config.losses.items()}
+            {name: build_part(choice, self.router.dims) for name, choice in config.losses.items()}
         )
         self.loss_weights = {name: float(choice.options.weight) for name, choice in config.losses.items()}
         self.dispatcher, expert_ids = _place_experts(config.num_experts, group)
-        self.experts = GroupedExperts(
-            shape.hidden_size,
-            shape.ffn_size,
-            expert_ids,
-            activation=shape.activation,
-            std=shape.init_std,
-            output_std=shape.output_std,
-            seed=shape.seed,
-            layer=shape.layer,
-        )
+        self.experts = _routed_experts(config, shape, expert_ids)
+        self.dropout = config.expert_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
         self.observation: Observation | None = None
+        self.routing: Routing | None = None  # kept where an objective waits for the token losses
+        self.recomputing = False
+        self.frozen = config.frozen
+        for room in self.frozen:
+            getattr(self, room).requires_grad_(False)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H], what the block adds to its residual; carries the auxiliary gradient."""
         routing = self.router(hidden_TH, self.context)
         rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, routing)
-        rows_NH = self.experts(rows_NH, counts_E)
+        dropout = self._expert_dropout(routing, plan)
+        rows_NH = self.experts(rows_NH, counts_E, dropout)
+        if dropout is not None:
+            rows_NH = dropout.on_output(rows_NH)
         output_TH = self.dispatcher.combine(rows_NH, plan)
         if self.shared is not None:
-            output_TH = output_TH + self.shared(hidden_TH)
+            output_TH = self.shared(hidden_TH, output_TH)
         return self._with_losses(output_TH, routing)
 
+    def _expert_dropout(self, routing: Routing, plan: Plan) -> ExpertDropout | None:
+        """In training, where a rate asks for it; the rows' numbers travel to the experts' ranks then."""
+        output, activation = self.dropout
+        if not self.training or output == activation == 0:
+            return None
+        index_T = self.context.token_index(routing.num_tokens, plan.token_N.device)
+        experts_E = torch.arange(self.num_experts, device=plan.token_N.device)
+        expert_N = torch.repeat_interleave(experts_E, routing.counts_E(), output_size=len(plan.token_N))
+        row_N = index_T[plan.token_N] * self.num_experts + expert_N
+        draw_key = functools.partial(self.context.draw_key, self.router.dims.layer)
+        return ExpertDropout(output, activation, self.dispatcher.send_along(row_N, plan), draw_key)
+
     def _with_losses(self, output_TH: Tensor, routing: Routing) -> Tensor:
-        values = {name: loss(routing) for name, loss in self.losses.items()}
-        self.observation = Observation(
-            routing.counts_E(),
-            routing.wanted_counts_E(),
-            {name: value.detach() for name, value in values.items()},
-        )
+        values = {
+            name: loss(routing, self.context)
+            for name, loss in self.losses.items()
+            if not isinstance(loss, Objective)
+        }
+        if not self.recomputing:
+            losses = {name: value.detach() for name, value in values.items()}
+            self.observation = Observation(routing.counts_E(), routing.wanted_counts_E(), losses)
+            self.routing = routing if self.objectives else None
         if not values or not self.training:
             return output_TH
-        total = torch.stack([value * self.loss_weights[name] for name, value in values.items()]).sum()
-        return attach_loss(output_TH, total, self.context)
+        return attach_loss(output_TH, self._weighted_sum(values), self.context)
+
+    @property
+    def objectives(self) -> dict[str, Objective]:
+        """The losses that wait for the model's token losses."""
+        return {name: loss for name, loss in self.losses.items() if isinstance(loss, Objective)}
+
+    def objective(self, token_losses_T: Tensor) -> Tensor:
+        """Weighted sum of the objectives of the last forward pass, scalar; token_losses_T: fp32."""
+        assert self.routing is not None and self.observation is not None
+        values = {
+            name: part(self.routing, self.context, token_losses_T.detach())
+            for name, part in self.objectives.items()
+        }
+        self.observation.losses |= {name: value.detach() for name, value in values.items()}
+        self.routing = None
+        return self._weighted_sum(values)
+
+    def after_step(self, load_E: Tensor) -> None:
+        """Let the parts learn what they learn outside the gradient; load_E: see `Part.after_step`."""
+        with torch.no_grad():
+            for part in self._learning_parts():
+                part.after_step(load_E, self.context)
+
+    def constraints(self) -> list[Constraint]:
+        """The projections of all parts, see `Part.constraints`."""
+        return [constraint for part in self._learning_parts() for constraint in part.constraints()]
+
+    def _learning_parts(self) -> list[Part]:
+        frozen = set(self.router.modules()) if "router" in self.frozen else set()
+        return [part for part in self.modules() if isinstance(part, Part) and part not in frozen]
+
+    def _weighted_sum(self, values: dict[str, Tensor]) -> Tensor:
+        return torch.stack([value * self.loss_weights[name] for name, value in values.items()]).sum()
 
 
 def attach_loss(output: Tensor, loss: Tensor, context: StepContext) -> Tensor:
@@ -130,6 +189,19 @@ class _AttachLoss(torch.autograd.Function):
         return gradients[0], scale, None
 
 
+def _dims(config: MoEConfig, shape: LayerShape, group: dist.ProcessGroup | None) -> Dims:
+    return Dims(
+        shape.hidden_size,
+        config.num_experts,
+        shape.layer,
+        shape.init_std,
+        shape.init_scale,
+        shape.seed,
+        shape.vocab_size,
+        expert_parallel=1 if group is None else dist.get_world_size(group),
+    )
+
+
 def _place_experts(num_experts: int, group: dist.ProcessGroup | None) -> tuple[Dispatch, range]:
     """The dispatch, and the global numbers of the experts that this rank holds."""
     if group is None or dist.get_world_size(group) == 1:
@@ -142,16 +214,29 @@ def _place_experts(num_experts: int, group: dist.ProcessGroup | None) -> tuple[D
     return AllToAllDispatch(group), range(first, first + size)
 
 
+def _routed_experts(config: MoEConfig, shape: LayerShape, expert_ids: range) -> GroupedExperts | ExpertStack:
+    sizes = shape.hidden_size, shape.ffn_size, expert_ids
+    if config.expert_sublayers == 1:
+        return GroupedExperts(*sizes, **_expert_options(shape))
+    return ExpertStack(
+        config.expert_sublayers, *sizes, norm=shape.norm, norm_eps=shape.norm_eps, **_expert_options(shape)
+    )
+
+
 def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | None:
     if config.num_shared_experts == 0:
         return None
-    return SharedExperts(
-        shape.hidden_size,
-        config.num_shared_experts * shape.ffn_size,
-        activation=shape.activation,
-        gate=config.shared_expert_gate,
-        std=shape.init_std,
-        output_std=shape.output_std,
-        seed=shape.seed,
-        layer=shape.layer,
-    )
+    size = config.num_shared_experts * shape.ffn_size
+    return SharedExperts(shape.hidden_size, size, mode=config.shared_expert_mode, **_expert_options(shape))
+
+
+def _expert_options(shape: LayerShape) -> dict[str, Any]:
+    """What routed and shared experts have in common: the activation, and how weights start."""
+    return {
+        "activation": shape.activation,
+        "std": shape.init_std,
+        "output_std": shape.output_std,
+        "init_scale": shape.init_scale,
+        "seed": shape.seed,
+        "layer": shape.layer,
+    }

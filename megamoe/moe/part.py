@@ -101,6 +101,9 @@ class Part(nn.Module):
         selector     (Scored, context) -> Pairs
         capacity     (Pairs, Scored, context) -> keep_N bool, or None: all survive
         loss         (Routing, context) -> scalar fp32, not multiplied by its weight
+
+    Of a scorer's extras the router reads one: ranking_TE, fp32 without gradient, takes the place of p in
+    what choices are made by (`Scored.ranking_TE`); the weights stay the gate's.
     """
 
     @dataclass

@@ -1,21 +1,21 @@
 """The router: the stages between the hidden states and the Routing, in their order."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
-from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.part import Dims, Gate, Part, Selector, StepContext
 from megamoe.moe.routing import Routing, Scored
 from megamoe.registry import get_part
 
 
-def build_part(choice: PartChoice, dims: Dims) -> Part:
-    """The module of a part that the configuration chose."""
-    part: Part = get_part(choice.kind, choice.name)(choice.options, dims)
-    return part
+def build_part(choice: PartChoice, dims: Dims) -> Any:
+    """The module of a part that the configuration chose, of its kind's base class."""
+    return get_part(choice.kind, choice.name)(choice.options, dims)
 
 
 class Router(nn.Module):
@@ -24,12 +24,12 @@ class Router(nn.Module):
     def __init__(self, config: RouterConfig, dims: Dims) -> None:
         super().__init__()
         dims = replace(dims, gate=config.gate.name)
-        self.selector = build_part(config.selector, dims)
+        self.selector: Selector = build_part(config.selector, dims)
         self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
-        self.scorer = build_part(config.scorer, self.dims)
+        self.scorer: Part = build_part(config.scorer, self.dims)
         self.restrictions = nn.ModuleList([build_part(choice, self.dims) for choice in config.restrictions])
-        self.gate = build_part(config.gate, self.dims)
-        self.capacity = build_part(config.capacity, self.dims)
+        self.gate: Gate = build_part(config.gate, self.dims)
+        self.capacity: Part = build_part(config.capacity, self.dims)
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Routing:
         """[T, H] in any float dtype -> Routing."""
@@ -40,14 +40,14 @@ class Router(nn.Module):
             keep_N = self.capacity(wanted, scored, context)
             if keep_N is not None:
                 pairs = self.selector.after_drops(wanted.keep(keep_N))
-        stays_home = any(restriction.keeps_home(context) for restriction in self.restrictions)
+        stays_home = any(r.keeps_home(context) for r in self.restrictions)  # type: ignore[operator]
         return Routing(**vars(scored), wanted=wanted, pairs=pairs, stays_home=stays_home)
 
     def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
         found = self.scorer(hidden_TH, context)
         scores_TE, extras = found if isinstance(found, tuple) else (found, {})
         affinities_TE = self.gate(scores_TE, None)
-        ranking_TE = self._ranking_TE(affinities_TE, None)
+        ranking_TE = self._ranking_TE(extras.get("ranking_TE", affinities_TE), None)
         return Scored(scores_TE, affinities_TE, affinities_TE, ranking_TE, None, extras)
 
     def _restrict(self, scored: Scored, context: StepContext) -> None:
@@ -58,10 +58,11 @@ class Router(nn.Module):
             scored.ranking_TE = scored.ranking_TE.masked_fill(~scored.candidates_TE, float("-inf"))
         if scored.candidates_TE is not None:
             scored.probs_TE = self.gate(scored.scores_TE, scored.candidates_TE)
-            scored.ranking_TE = self._ranking_TE(scored.probs_TE, scored.candidates_TE)
+            base_TE = scored.extras.get("ranking_TE", scored.probs_TE)
+            scored.ranking_TE = self._ranking_TE(base_TE, scored.candidates_TE)
 
-    def _ranking_TE(self, probs_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
-        ranking_TE = probs_TE.detach()
+    def _ranking_TE(self, base_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
+        ranking_TE = base_TE.detach()
         if self.gate.bias_E is not None:
             ranking_TE = ranking_TE + self.gate.bias_E
         if candidates_TE is not None:

@@ -60,9 +60,10 @@ class Scored:
 
     scores_TE: fp32, the scorer's. affinities_TE: fp32, the gate's values over all experts. probs_TE: fp32,
     the gate's values over the candidates (the others have exactly 0); until the restrictions are done,
-    the affinities. ranking_TE: fp32 without gradient, what choices are made by: probs_TE plus the gate's
-    bias, -inf where an expert is no candidate. candidates_TE: bool, the experts that the restrictions so
-    far left, None for all. extras: what a scorer hands on, by name.
+    the affinities. ranking_TE: fp32 without gradient, what choices are made by: probs_TE, or the scorer's
+    extras["ranking_TE"] where it gives one, plus the gate's bias, -inf where an expert is no candidate.
+    candidates_TE: bool, the experts that the restrictions so far left, None for all. extras: what a scorer
+    hands on, by name.
     """
 
     scores_TE: Tensor

@@ -161,7 +161,7 @@ register_system(
             "capacity": {"name": "device", "devices": 8, "factor": 1.0, "spare": 0.1},
         },
         "losses": {
-            "switch_balance": {"weight": 0.003, "scope": "sequence"},
+            "switch_balance": {"weight": 0.003, "scope": "sequence", "restricted": True},
             "device_balance": {"weight": 0.05, "num_groups": 8},
             "communication_balance": {"weight": 0.02, "num_groups": 8, "keep": 3},
         },

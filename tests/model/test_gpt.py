@@ -1,13 +1,16 @@
 """The model: its size, its loss, who sees whom, how it starts."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megamoe import registry
 from megamoe.data.mock import document_masks
-from megamoe.model.size import model_size, moe_layer_numbers, padded_vocab_size
+from megamoe.model.size import model_size, moe_layer_numbers, num_choices, padded_vocab_size
+from megamoe.moe.part import Dims, Part
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 S = 8
@@ -35,7 +38,20 @@ SIZES: dict[str, list[str]] = {
     "untied": ["model.tie_embeddings=false"],
     "default FFN sizes": ["model.ffn_hidden_size=null", "moe.expert_ffn_hidden_size=null"],
     "shared experts": ["moe.num_shared_experts=2"],
-    "shared experts with a gate": ["moe.num_shared_experts=2", "moe.shared_expert_gate=true"],
+    "shared experts with a gate": ["moe.num_shared_experts=2", "moe.shared_expert_mode=gated"],
+    "residual shared experts": ["moe.num_shared_experts=1", "moe.shared_expert_mode=residual"],
+    "sub-layers": ["moe.expert_sublayers=2"],
+    "sub-layers with layernorm": ["moe.expert_sublayers=3", "model.norm=layernorm"],
+    "inserted": ["moe.layers={insert_after: [2]}"],
+    "inserted, layernorm and biases": [
+        "moe.layers={insert_after: [1, 2]}",
+        "model.norm=layernorm",
+        "model.bias=true",
+    ],
+    "inserted and in place": ["model.num_layers=3", "moe.layers={at: [3], insert_after: [1]}"],
+    "inserted sub-layers": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=3"],
+    "another scorer": ["moe.router.scorer=cosine"],
+    "a scorer that reads words": ["moe.router.scorer=stable", "model.vocab_multiple=64"],
     "padding": ["model.vocab_multiple=64"],
 }
 
@@ -64,6 +80,30 @@ def test_size_by_hand() -> None:
     assert (size.total, size.active, size.expert) == (always + 4 * expert, always + 3 * expert, 4 * expert)
 
 
+def test_active_experts_are_those_that_the_selector_counts_with() -> None:
+    config = tiny("moe.router={scorer: hierarchical, selector: hierarchical_top_k}", "moe.num_experts=16")
+    size = model_size(config, VOCABULARY)
+    assert num_choices(config) == 4  # 2 experts in each of 2 groups
+    assert size.total - size.active == 2 * (16 - 4) * 3 * 16 * 12  # blocks, experts not met, each one's size
+
+
+def test_a_losss_parameters_are_counted(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+    class Learned(Part):
+        @dataclass
+        class Config:
+            weight: float = 0.1
+
+        def __init__(self, config: Config, dims: Dims) -> None:
+            super().__init__(config, dims)
+            self.vector = nn.Parameter(torch.zeros(dims.num_experts))
+
+    before = model_size(tiny(), VOCABULARY).total
+    monkeypatch.setitem(registry._parts["loss"], "learned", Learned)
+    config = tiny("moe.losses.learned=0.1")
+    assert model_size(config, VOCABULARY).total == before + 2 * 4
+    assert before + 2 * 4 == sum(parameter.numel() for parameter in tiny_gpt(config).parameters())
+
+
 def test_vocabulary_is_padded_to_the_next_multiple() -> None:
     assert [padded_vocab_size(size, 64) for size in (1, 63, 64, 65, 257)] == [64, 64, 64, 128, 320]
 
@@ -76,6 +116,8 @@ def test_vocabulary_is_padded_to_the_next_multiple() -> None:
         ("every: 3", [3]),
         ("at: [4, 1]", [1, 4]),
         ("every: 2, at: [1]", [1, 2, 4]),
+        ("insert_after: [3, 1]", [1, 3]),
+        ("every: 2, insert_after: [3]", [2, 3, 4]),
         ("", []),
     ],
 )
@@ -170,6 +212,31 @@ def test_spread_of_the_weights_at_the_start(one_rank: None) -> None:
         assert float(parameter.detach().std()) == pytest.approx(expected, rel=0.1), name
         seen |= {writer for writer in writers if name.endswith(writer)}
     assert seen == set(writers)
+
+
+def test_all_weights_start_small_where_asked(one_rank: None) -> None:
+    """init_scale s: truncated normal of std sqrt(s / fan_in), cut at two of them (which leaves 0.88)."""
+    config = tiny(
+        "model.hidden_size=64",
+        "model.ffn_hidden_size=128",
+        "model.init_scale=0.1",
+        "model.position=learned",
+        "model.tie_embeddings=false",
+        "moe.layers={at: [2]}",
+        "moe.expert_ffn_hidden_size=96",
+        "moe.num_shared_experts=1",
+    )
+    drawn: dict[str, Tensor] = {}
+    for name, parameter in tiny_gpt(config).named_parameters():
+        if parameter.dim() > 1:
+            std = math.sqrt(0.1 / parameter.shape[-1])
+            assert float(parameter.detach().std()) == pytest.approx(0.88 * std, rel=0.1), name
+            assert parameter.abs().max() <= 2 * std, name
+            drawn[name] = parameter.detach()
+    # Embeddings 2, attention 2 x 2, dense FFN 2, router 1, experts and shared experts 2 x 2, output 1.
+    assert len(drawn) == 14
+    start = [weight.flatten()[:3].div(math.sqrt(1 / weight.shape[-1])) for weight in drawn.values()]
+    assert len({tuple(values.tolist()) for values in start}) == 14
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -16,6 +16,7 @@ from megamoe.registry import get_part
 
 HIDDEN = 16
 FFN = 24
+VOCAB = 32
 
 
 def moe_config(**tree: Any) -> MoEConfig:
@@ -28,16 +29,22 @@ def make_layer(
 ) -> MoELayer:
     """Weights large enough that experts and router differ clearly from token to token."""
     torch.manual_seed(seed)
-    shape = LayerShape(HIDDEN, FFN, 1, activation, init_std=0.4, output_std=0.4, seed=seed)
+    shape = LayerShape(HIDDEN, FFN, 1, activation, init_std=0.4, output_std=0.4, seed=seed, vocab_size=VOCAB)
     return MoELayer(config, shape, context or StepContext())
 
 
 def make_part(
-    kind: str, name: str, num_experts: int = 4, layer: int = 1, dims: dict[str, Any] | None = None, **options: Any
+    kind: str,
+    name: str,
+    num_experts: int = 4,
+    layer: int = 1,
+    dims: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """A part with its options unchecked, on its own; `dims`: more fields of Dims."""
     part: Part = build_part(
-        PartChoice(kind, name, get_part(kind, name).Config(**options)), Dims(HIDDEN, num_experts, layer, **dims or {})
+        PartChoice(kind, name, get_part(kind, name).Config(**options)),
+        Dims(HIDDEN, num_experts, layer, **dims or {}),
     )
     return part
 

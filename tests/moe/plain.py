@@ -45,9 +45,10 @@ def plain_layer(
             if load[expert] < places:
                 load[expert] += 1
                 weight = _weight(chosen.weights, scores_TE[token], probs_TE[token], ranked, expert)
-                up, down = weights["experts.up"][expert], weights["experts.down"][expert]
-                row = row + chosen.scale * weight * _ffn(hidden_TH[token], up, down, activation)
-        rows.append(row + _shared(weights, hidden_TH[token], activation))
+                row = row + chosen.scale * weight * plain_expert(
+                    weights, expert, hidden_TH[token], activation
+                )
+        rows.append(_with_shared(row, weights, hidden_TH[token], activation))
     losses = {
         "switch_balance": num_experts
         * sum(wanted[e] / sum(wanted) * probs_TE[:, e].mean() for e in range(num_experts)),
@@ -66,6 +67,27 @@ def _weight(kind: str, scores_E: Tensor, probs_E: Tensor, ranked: list[int], exp
     return torch.ones_like(probs_E[expert])
 
 
+def plain_expert(weights: dict[str, Tensor], expert: int, token_H: Tensor, activation: Activation) -> Tensor:
+    """An FFN, or S(x) - x of a stack of sub-layers, each x + FFN(norm(x))."""
+    if "experts.up" in weights:
+        return _ffn(token_H, weights["experts.up"][expert], weights["experts.down"][expert], activation)
+    x_H, place = token_H, 0
+    while f"experts.sublayers.{place}.up" in weights:
+        mine = {
+            name.removeprefix("experts."): weight[expert]
+            for name, weight in weights.items()
+            if name.startswith(("experts.norms", "experts.sublayers"))
+        }
+        weight_H, bias_H = mine[f"norms.{place}.weight"], mine.get(f"norms.{place}.bias")
+        centred_H = x_H if bias_H is None else x_H - x_H.mean()
+        normed_H = weight_H * centred_H / (centred_H.square().mean() + 1e-5).sqrt()
+        normed_H = normed_H if bias_H is None else normed_H + bias_H
+        up, down = mine[f"sublayers.{place}.up"], mine[f"sublayers.{place}.down"]
+        x_H = x_H + _ffn(normed_H, up, down, activation)
+        place += 1
+    return x_H - token_H
+
+
 def _ffn(token_H: Tensor, up: Tensor, down: Tensor, activation: Activation) -> Tensor:
     inner = up @ token_H
     if activation == "gelu":
@@ -75,10 +97,15 @@ def _ffn(token_H: Tensor, up: Tensor, down: Tensor, activation: Activation) -> T
     return down @ (gate / (1 + (-gate).exp()) * value)
 
 
-def _shared(weights: dict[str, Tensor], token_H: Tensor, activation: Activation) -> Tensor:
+def _with_shared(
+    routed_H: Tensor, weights: dict[str, Tensor], token_H: Tensor, activation: Activation
+) -> Tensor:
     if "shared.up" not in weights:
-        return torch.zeros_like(token_H)
-    output = _ffn(token_H, weights["shared.up"], weights["shared.down"], activation)
+        return routed_H
+    shared_H = _ffn(token_H, weights["shared.up"], weights["shared.down"], activation)
     if "shared.gate" in weights:
-        output = output / (1 + (-(weights["shared.gate"] @ token_H)).exp())
-    return output
+        return routed_H + shared_H / (1 + (-(weights["shared.gate"] @ token_H)).exp())
+    if "shared.mix" in weights:
+        first, second = (weights["shared.mix"] @ token_H + weights["shared.mix_bias"]).exp()
+        return (first * routed_H + second * shared_H) / (first + second)
+    return routed_H + shared_H

@@ -1,6 +1,7 @@
 """Dispatch: the rows by hand, and the exchange in a world of one rank against the local path."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_hidden, make_pairs
+from tests.moe.build import make_hidden, make_pairs, make_scored
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def make_routing(experts: list[list[int]], weights: list[list[float]]) -> Routin
     pairs = make_pairs(experts, weights)
     pairs.weight_N.requires_grad_()
     scores_TE = torch.zeros(len(experts), 4)
-    return Routing(pairs, pairs, scores_TE, scores_TE)
+    return Routing(**vars(make_scored(scores_TE)), wanted=pairs, pairs=pairs)
 
 
 CASES = {
@@ -69,3 +70,35 @@ def test_the_exchange_of_one_rank_equals_the_local_path(
         results.append([rows_NH, counts_E, output_TH, *gradients])
     for local, exchanged in zip(*results, strict=True):
         assert torch.equal(local, exchanged)
+
+
+def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the exchanges as they are made."""
+    calls: list[str] = []
+    real = dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append("all_to_all_single")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    return calls
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_routing_that_stays_home_exchanges_nothing(
+    alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, case: tuple[list[list[int]], list[list[float]]]
+) -> None:
+    calls = count_collectives(monkeypatch)
+    results: list[list[Tensor]] = []
+    for stays_home in (True, False):
+        routing, hidden_TH = make_routing(*case), make_hidden(len(case[0])).requires_grad_()
+        routing.stays_home = stays_home
+        dispatcher = AllToAllDispatch(alone)
+        rows_NH, counts_E, plan = dispatcher.dispatch(hidden_TH, routing)
+        output_TH = dispatcher.combine(rows_NH.square(), plan)
+        gradients = torch.autograd.grad((output_TH**2).sum(), [hidden_TH, routing.pairs.weight_N])
+        results.append([rows_NH, counts_E, output_TH, *gradients])
+        assert bool(calls) != stays_home
+    for home, exchanged in zip(*results, strict=True):
+        assert torch.equal(home, exchanged)

@@ -9,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.experts import Activation
-from megamoe.moe.layer import MoELayer
-from megamoe.moe.part import StepContext
-from tests.moe.build import make_hidden, make_layer, moe_config
+from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.part import Objective, StepContext
+from megamoe.moe.routing import Routing
+from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
 from tests.moe.plain import PlainResult, plain_layer
 
 LOSSES = {"switch_balance": 0.3, "z_loss": 0.05}
@@ -30,20 +31,28 @@ CASES: dict[str, dict[str, Any]] = {
     "drops": {"num_experts": 8, "router": {"capacity": DROPPING}},
     "uneven drops": {"num_experts": 8, "router": {"capacity": DROPPING, "selector": TOP_1}, "skewed": True},
     "shared": {"num_experts": 4, "num_shared_experts": 2},
-    "gated shared": {"num_experts": 4, "num_shared_experts": 1, "shared_expert_gate": True},
+    "gated shared": {"num_experts": 4, "num_shared_experts": 1, "shared_expert_mode": "gated"},
+    "residual": {"num_experts": 4, "num_shared_experts": 1, "shared_expert_mode": "residual"},
+    "sub-layers": {"num_experts": 4, "expert_sublayers": 2},
+    "sub-layers with layernorm": {"num_experts": 4, "expert_sublayers": 3, "norm": "layernorm"},
+    "sub-layers, drops": {"num_experts": 4, "expert_sublayers": 2, "router": {"capacity": DROPPING}},
 }
 
 
 def build(case: dict[str, Any], context: StepContext) -> tuple[MoELayer, MoEConfig, Tensor, Activation]:
     tree = dict(case)
     skewed, activation = tree.pop("skewed", False), tree.pop("activation", "swiglu")
+    norm = tree.pop("norm", "rmsnorm")
     config = moe_config(**tree, losses=LOSSES)
-    layer = make_layer(config, context, activation)
+    shape = LayerShape(HIDDEN, FFN, 1, activation, init_std=0.4, output_std=0.4, seed=1, norm=norm)
+    layer = MoELayer(config, shape, context)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         if skewed:
             layer.router.scorer.weight[3, 0] = 2.0
-        if layer.shared is not None and layer.shared.gate is not None:
-            layer.shared.gate.normal_()
+        for name, parameter in layer.named_parameters():  # what starts at 0 or 1
+            if name.startswith(("shared.gate", "shared.mix_bias", "experts.norms")):
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.5)
     return layer, config, make_hidden(24, skewed=skewed), activation
 
 
@@ -113,14 +122,26 @@ def test_a_token_without_a_place_gets_only_the_shared_experts(num_shared: int) -
     layer = make_layer(config)
     hidden_TH = make_hidden(1).expand(5, -1)
     output_TH = layer(hidden_TH)
-    expected_TH = torch.zeros_like(output_TH) if layer.shared is None else layer.shared(hidden_TH)
+    expected_TH = torch.zeros_like(output_TH)
+    if layer.shared is not None:
+        expected_TH = layer.shared(hidden_TH, expected_TH)
     assert not torch.equal(output_TH[0], expected_TH[0])
     assert torch.equal(output_TH[1:], expected_TH[1:])
 
 
-@pytest.mark.parametrize("num_shared", [0, 1])
-def test_no_tokens_at_all(num_shared: int) -> None:
-    layer = make_layer(moe_config(num_experts=4, num_shared_experts=num_shared, losses=LOSSES))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_shared_experts": 1},
+        {"num_shared_experts": 1, "shared_expert_mode": "residual"},
+        {"expert_sublayers": 2},
+        {"expert_dropout": 0.5, "expert_activation_dropout": 0.5},
+    ],
+    ids=str,
+)
+def test_no_tokens_at_all(options: dict[str, Any]) -> None:
+    layer = make_layer(moe_config(num_experts=4, losses=LOSSES, **options))
     output_TH, gradients = gradients_of_layer(layer, make_hidden(0))
     assert output_TH.shape == (0, 16)
     assert all(gradient is None or not gradient.any() for gradient in gradients.values())
@@ -131,8 +152,18 @@ def test_no_tokens_at_all(num_shared: int) -> None:
     )
 
 
-def test_bf16_is_close_to_fp32_and_routes_alike() -> None:
-    config = moe_config(num_experts=8, num_shared_experts=1, losses=LOSSES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_shared_experts": 1},
+        {"num_shared_experts": 1, "shared_expert_mode": "residual"},
+        {"expert_sublayers": 2},
+        {"expert_dropout": 0.25, "expert_activation_dropout": 0.25},
+    ],
+    ids=str,
+)
+def test_bf16_is_close_to_fp32_and_routes_alike(options: dict[str, Any]) -> None:
+    config = moe_config(num_experts=8, losses=LOSSES, **options)
     layer = make_layer(config).bfloat16()
     hidden_TH = make_hidden(64).bfloat16()
     reference = make_layer(config)
@@ -183,7 +214,8 @@ def test_a_second_forward_replaces_the_observation() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_changes_nothing(reentrant: bool) -> None:
     router = {"scorer": {"jitter": 0.3}, "capacity": DROPPING}
-    config = moe_config(num_experts=4, num_shared_experts=1, router=router, losses=LOSSES)
+    dropout = {"expert_dropout": 0.3, "expert_activation_dropout": 0.3}
+    config = moe_config(num_experts=4, num_shared_experts=1, router=router, losses=LOSSES, **dropout)
     layer = make_layer(config, StepContext(seed=3, step=7, aux_scale=0.5))
     expected_TH, expected = gradients_of_layer(layer, make_hidden(16))
     seen = layer.observation
@@ -194,3 +226,29 @@ def test_recomputation_changes_nothing(reentrant: bool) -> None:
     assert torch.equal(seen.load_E, layer.observation.load_E)
     assert torch.equal(seen.wanted_E, layer.observation.wanted_E)
     assert seen.losses == layer.observation.losses
+
+
+class Total(Objective):
+    """A toy: the sum of the token losses, times the mean score."""
+
+    def forward(self, routing: Routing, context: StepContext, token_losses_T: Tensor) -> Tensor:
+        return token_losses_T.sum() * routing.scores_TE.mean()
+
+
+def test_while_recomputing_what_was_seen_stays() -> None:
+    layer = make_layer(moe_config(num_experts=4, losses=LOSSES))
+    layer.losses["total"] = Total(Objective.Config(), layer.router.dims)
+    layer.loss_weights["total"] = 1.0
+    layer(make_hidden(8))
+    routing, seen = layer.routing, layer.observation
+    layer.recomputing = True
+    layer(make_hidden(8))
+    assert layer.routing is routing and routing is not None
+    layer.objective(torch.ones(8))
+    layer(make_hidden(8))
+    assert layer.routing is None
+    assert layer.observation is seen and seen is not None
+    assert seen.losses.keys() == {*LOSSES, "total"}
+    layer.recomputing = False
+    layer(make_hidden(8))
+    assert layer.observation is not seen

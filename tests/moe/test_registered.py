@@ -14,24 +14,53 @@ from tests.moe.build import make_hidden, make_layer, moe_config
 PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
 every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" for k, n in PARTS])
 
+# The section `moe` around a part that does not stand among defaults.
+LEVELS = {"scorer": {"name": "hierarchical", "noisy": True}, "selector": "hierarchical_top_k"}
+POLICY = {"scorer": "policy", "selector": "sample"}
+COMPANY: dict[tuple[str, str], dict[str, Any]] = {
+    ("restriction", "expert_dropout"): {"num_experts": 16},
+    ("restriction", "group_limit"): {"num_experts": 16},
+    ("loss", "clustering"): {"num_experts": 16},
+    ("loss", "device_balance"): {"num_experts": 16},
+    ("loss", "communication_balance"): {"num_experts": 16},
+    ("loss", "load"): {"router": {"scorer": "noisy"}},
+    ("loss", "cosine_balance"): {"router": {"scorer": "cosine"}},
+    ("scorer", "hash"): {"router": {"selector": "table"}},
+    ("selector", "table"): {"router": {"scorer": "hash"}},
+    ("selector", "hierarchical_top_k"): {"router": LEVELS},
+    ("loss", "hierarchical_load"): {"num_experts": 9, "router": LEVELS},
+    ("scorer", "stable"): {"losses": {"stable_distillation": 0.1}},
+    ("loss", "stable_distillation"): {"router": {"scorer": "stable"}},
+    ("scorer", "policy"): {"router": POLICY},
+    ("loss", "grpo"): {"router": POLICY},
+}
+
 
 def layer_with(kind: str, name: str, seed: int = 1) -> MoELayer:
-    """A layer with this part, otherwise of defaults."""
-    tree: dict[str, Any] = {"num_experts": 4}
+    """A layer with this part, otherwise of defaults or of its company."""
+    tree: dict[str, Any] = {"num_experts": 4, **COMPANY.get((kind, name), {})}
     if kind == "loss":
         tree["losses"] = {name: 0.1}
     else:
-        tree["router"] = {"restrictions": [name]} if kind == "restriction" else {kind: name}
-    return make_layer(moe_config(**tree), StepContext(seed=3, step=2), seed=seed)
+        part = {"restrictions": [name]} if kind == "restriction" else {kind: name}
+        tree["router"] = {**tree.get("router", {}), **part}
+    context = StepContext(seed=3, step=2, token_ids_T=torch.arange(24), sample_index_B=torch.arange(4))
+    context.num_rollouts = 4
+    return make_layer(moe_config(**tree), context, seed=seed)
 
 
 def step(layer: MoELayer) -> list[Tensor]:
     """Output, losses and gradients of one forward and backward."""
     output_TH = layer(make_hidden(24))
-    output_TH.square().sum().backward()
+    (output_TH.square().sum() + objective(layer)).backward()
     assert layer.observation is not None
     gradients = [p.grad for p in layer.parameters() if p.grad is not None]
     return [output_TH.detach(), *layer.observation.losses.values(), *gradients]
+
+
+def objective(layer: MoELayer) -> Tensor | float:
+    """What waits for the token losses, which differ from token to token."""
+    return layer.objective(torch.linspace(1, 3, 24).cos()) if layer.objectives else 0.0
 
 
 @every_part
@@ -53,8 +82,9 @@ def test_gradient_reaches_the_scorer(kind: str, name: str) -> None:
 @pytest.mark.parametrize("name", registry.list_parts("loss"))
 def test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name: str) -> None:
     layer = layer_with("loss", name)
-    (layer(make_hidden(24)) * 0).sum().backward()
-    assert layer.router.scorer.weight.grad.any()
+    nothing = (layer(make_hidden(24)) * 0).sum()
+    (nothing + objective(layer)).backward()
+    assert any(p.grad is not None and p.grad.any() for p in layer.router.scorer.parameters())
 
 
 @every_part

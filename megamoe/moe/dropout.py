@@ -1,0 +1,46 @@
+"""Dropout inside the routed experts, drawn for each (token, expert) pair and never for a rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megamoe.moe import draws
+
+
+@dataclass(frozen=True)
+class ExpertDropout:
+    """The dropout of one micro batch's rows at their experts, in training; inverted scaling.
+
+    Two rates: `output` on what an expert gives back (Fedus et al. 2021, Switch, section 2.4; Xie et al. 2022,
+    MoEC, table 7: "MoE dropout"), `activation` after each activation inside it (MoEC: "MoE activation
+    dropout"). Shared experts have none of it.
+
+    row_N: int64, each row's number, which follows from its token and expert alone, so that the masks are the
+    same whichever rank holds the expert, and when a block is recomputed. draw_key: from a purpose to the key
+    of this step's draws in this layer.
+    """
+
+    output: float
+    activation: float
+    row_N: Tensor
+    draw_key: Callable[[str], int]
+
+    def on_output(self, rows_NH: Tensor) -> Tensor:
+        """[N, H] of experts' outputs -> the same, dropped out."""
+        return self._drop(rows_NH, self.output, "expert output dropout")
+
+    def on_activation(self, rows_NF: Tensor, sublayer: int) -> Tensor:
+        """[N, F] after the activation of an expert's sub-layer, counted from 1 -> the same, dropped out."""
+        return self._drop(rows_NF, self.activation, f"expert activation dropout {sublayer}")
+
+    def spread(self, place_N: Tensor, num_rows: int) -> "ExpertDropout":
+        """The same for rows that stand at place_N among num_rows; what the others draw does not matter."""
+        row_M = self.row_N.new_zeros(num_rows).index_copy(0, place_N, self.row_N)
+        return ExpertDropout(self.output, self.activation, row_M, self.draw_key)
+
+    def _drop(self, rows_NF: Tensor, rate: float, purpose: str) -> Tensor:
+        if rate == 0:
+            return rows_NF
+        dropped_NF = draws.uniform(self.draw_key(purpose), self.row_N, rows_NF.shape[1]) < rate
+        return rows_NF.masked_fill(dropped_NF, 0) / (1 - rate)

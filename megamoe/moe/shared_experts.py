@@ -1,0 +1,66 @@
+"""The shared experts, which every token visits, and how their output joins the routed ones'."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.moe import draws
+from megamoe.moe.experts import Activation, activate, up_width
+
+SharedMode = Literal["sum", "gated", "residual"]
+
+
+class SharedExperts(nn.Module):
+    """Experts that every token visits, as one FFN of their joint size, in one of three modes.
+
+    sum       routed + shared (Dai et al. 2024, DeepSeekMoE, eq. 9)
+    gated     routed + sigmoid(w . x) shared, as in Qwen's models; w starts at 0
+    residual  c_0 routed + c_1 shared, c = softmax(W x + b) (Rajbhandari et al. 2022, DeepSpeed-MoE,
+              Residual-MoE). The paper adds the two; the coefficients are those of its authors' code.
+
+    Gates are worked out in fp32. std, output_std: of the first and the second weight at the start;
+    init_scale: see `draws.start_weight`; the start depends on (seed, layer) alone.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: Activation,
+        mode: SharedMode,
+        std: float,
+        output_std: float,
+        seed: int,
+        layer: int,
+        init_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.mode = mode
+        self.up = nn.Parameter(torch.empty(up_width(ffn_size, activation), hidden_size))
+        self.down = nn.Parameter(torch.empty(hidden_size, ffn_size))
+        starts = [(self.up, std, "shared experts"), (self.down, output_std, "shared experts, down")]
+        if mode == "gated":
+            self.gate = nn.Parameter(torch.zeros(hidden_size))
+        elif mode == "residual":
+            self.mix = nn.Parameter(torch.empty(2, hidden_size))
+            self.mix_bias = nn.Parameter(torch.zeros(2))
+            starts.append((self.mix, std, "shared experts, mix"))
+        for weight, weight_std, purpose in starts:
+            draws.start_weight(weight, draws.key(seed, 0, layer, purpose), weight_std, init_scale)
+
+    def forward(self, hidden_TH: Tensor, routed_TH: Tensor) -> Tensor:
+        """hidden_TH, and what the routed experts made of it -> both kinds of experts together, [T, H]."""
+        inner_TF = activate(functional.linear(hidden_TH, self.up), self.activation)
+        shared_TH = functional.linear(inner_TF, self.down)
+        if self.mode == "sum":
+            return routed_TH + shared_TH
+        if self.mode == "gated":
+            weight_T = torch.mv(hidden_TH.float(), self.gate.float()).sigmoid()
+            return routed_TH + shared_TH * weight_T[:, None].to(shared_TH.dtype)
+        mix_T2 = functional.linear(hidden_TH.float(), self.mix.float(), self.mix_bias.float()).softmax(dim=-1)
+        routed_T1, shared_T1 = mix_T2.to(shared_TH.dtype).split(1, dim=1)
+        return routed_T1 * routed_TH + shared_T1 * shared_TH

@@ -1,0 +1,150 @@
+"""Recomputation: the same gradients, every layer counted once, and just what was asked for computed again."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe import registry
+from megamoe.model.gpt import GPT
+from megamoe.moe.part import Objective, StepContext
+from megamoe.moe.routing import Routing
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+S = 8
+TOKENS = torch.arange(2 * S).view(2, S) * 5 % VOCABULARY
+POSITIONS = torch.arange(S).expand(2, S)
+# Every kind of random draw, every place of a layer, and a dense block.
+RUN = [
+    "model.num_layers=4",
+    "model.init_std=0.3",
+    "model.hidden_dropout=0.2",
+    "model.attention_dropout=0.2",
+    "moe.layers={at: [1, 4], insert_after: [2]}",
+    "moe.num_shared_experts=1",
+    "moe.expert_dropout=0.2",
+    "moe.expert_activation_dropout=0.2",
+    "moe.router.scorer.jitter=0.1",
+    "moe.router.capacity={name: per_expert, factor: 1.0}",
+    "moe.losses={switch_balance: 0.1, z_loss: 0.1}",
+]
+
+
+class Total(Objective):
+    """A toy: the mean over tokens of the token's loss times its first choice's score."""
+
+    @dataclass
+    class Config:
+        weight: float = 0.5
+
+    def forward(self, routing: Routing, context: StepContext, token_losses_T: Tensor) -> Tensor:
+        return (routing.scores_TE.max(1).values * token_losses_T).mean()
+
+
+@pytest.fixture
+def with_objective(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setitem(registry._parts["loss"], "total", Total)
+    return ["moe.losses={switch_balance: 0.1, total: 0.5}"]
+
+
+def step(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of one forward and backward pass as the training step has them."""
+    torch.manual_seed(3)
+    losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1))
+    loss = losses_BS.sum()
+    for _, layer in model.moe_layers():
+        if layer.objectives:
+            loss = loss + layer.objective(losses_BS.transpose(0, 1).reshape(-1))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def made(recompute: str, *overrides: str) -> GPT:
+    context = StepContext(seed=3, step=7, aux_scale=0.5)
+    return tiny_gpt(tiny(*RUN, *overrides, f"model.recompute={recompute}"), context)
+
+
+def assert_same(model: GPT, expected: GPT) -> None:
+    right_loss, right = step(expected)
+    loss, gradients = step(model)
+    assert torch.equal(loss, right_loss)
+    assert gradients.keys() == right.keys() and len(gradients) > 30
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, right[name], rtol=1e-5, atol=1e-6, msg=name)
+    for (_, layer), (_, other) in zip(model.moe_layers(), expected.moe_layers(), strict=True):
+        seen, other_seen = layer.observation, other.observation
+        assert seen is not None and other_seen is not None
+        assert torch.equal(seen.load_E, other_seen.load_E)
+        assert seen.losses == other_seen.losses
+        assert layer.routing is None and not layer.recomputing
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("sublayers", [1, 2])
+def test_gradients_are_the_same(one_rank: None, recompute: str, sublayers: int) -> None:
+    overrides = [f"moe.expert_sublayers={sublayers}"]
+    assert_same(made(recompute, *overrides), made("none", *overrides))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_an_objectives_gradient_and_value_are_the_same(
+    one_rank: None, recompute: str, with_objective: list[str]
+) -> None:
+    model = made(recompute, *with_objective)
+    assert_same(model, made("none", *with_objective))
+    for _, layer in model.moe_layers():
+        assert layer.observation is not None and layer.observation.losses["total"].abs() > 0
+
+
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [
+        ("none", {"attention": 4, "experts": 3, "dense": 2}),
+        ("selective", {"attention": 4, "experts": 6, "dense": 2}),
+        ("full", {"attention": 8, "experts": 6, "dense": 4}),
+    ],
+)
+def test_what_is_computed_again(one_rank: None, recompute: str, expected: dict[str, int]) -> None:
+    model, calls = made(recompute), Counter[str]()
+
+    def count(kind: str) -> Any:
+        return lambda *_: calls.update([kind])
+
+    for name, module in model.named_modules():
+        kinds = {"self_attention": "attention", "experts": "experts", "linear_fc1": "dense"}
+        kind = kinds.get(name.rsplit(".", 1)[-1])
+        if kind is not None:
+            module.register_forward_pre_hook(count(kind))
+    step(model)
+    assert dict(calls) == expected
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_less_is_kept(one_rank: None, recompute: str) -> None:
+    def kept(model: GPT) -> int:
+        total = 0
+
+        def note(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(TOKENS, POSITIONS, TOKENS)
+        return total
+
+    assert kept(made(recompute)) < 0.8 * kept(made("none"))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_evaluation_and_a_second_backward_pass(one_rank: None, recompute: str) -> None:
+    model, plain = made(recompute).eval(), made("none").eval()
+    with torch.no_grad():
+        assert torch.equal(model.logits(TOKENS, POSITIONS), plain.logits(TOKENS, POSITIONS))
+    loss = model.logits(TOKENS, POSITIONS).square().sum()
+    weight = model.model.embedding.word_embeddings.weight
+    first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)

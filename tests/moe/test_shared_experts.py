@@ -1,0 +1,87 @@
+"""Shared experts: each mode against its formula, with every gradient, and how they start."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megamoe.moe.experts import Activation
+from megamoe.moe.shared_experts import SharedExperts, SharedMode
+from tests.moe.build import FFN, HIDDEN, make_hidden
+
+
+def make_shared(
+    mode: SharedMode, activation: Activation = "swiglu", init_scale: float | None = None, ffn: int = FFN
+) -> SharedExperts:
+    return SharedExperts(
+        HIDDEN,
+        ffn,
+        activation=activation,
+        mode=mode,
+        std=0.4,
+        output_std=0.2,
+        seed=1,
+        layer=1,
+        init_scale=init_scale,
+    )
+
+
+def formula(
+    weights: dict[str, Tensor], hidden_TH: Tensor, routed_TH: Tensor, activation: Activation
+) -> Tensor:
+    inner_TF = hidden_TH @ weights["up"].T
+    if activation == "swiglu":
+        inner_TF = functional.silu(inner_TF[:, :FFN]) * inner_TF[:, FFN:]
+    else:
+        inner_TF = functional.gelu(inner_TF)
+    shared_TH = inner_TF @ weights["down"].T
+    if "gate" in weights:
+        shared_TH = shared_TH / (1 + (-hidden_TH @ weights["gate"][:, None]).exp())
+    if "mix" in weights:
+        odds_T2 = (hidden_TH @ weights["mix"].T + weights["mix_bias"]).exp()
+        share_T1 = odds_T2[:, 1:] / odds_T2.sum(1, keepdim=True)
+        return (1 - share_T1) * routed_TH + share_T1 * shared_TH
+    return routed_TH + shared_TH
+
+
+@pytest.mark.parametrize("mode", ["sum", "gated", "residual"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_each_mode_is_its_formula_with_every_gradient(activation: Activation, mode: SharedMode) -> None:
+    shared = make_shared(mode, activation)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in shared.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    inputs = [make_hidden(5), make_hidden(5, seed=9), *shared.parameters()]
+    hidden_TH, routed_TH = (tensor.requires_grad_() for tensor in inputs[:2])
+    output_TH = shared(hidden_TH, routed_TH)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    weights = dict(zip(dict(shared.named_parameters()), exact[2:], strict=True))
+    expected_TH = formula(weights, exact[0], exact[1], activation)
+    torch.testing.assert_close(output_TH.double(), expected_TH, rtol=1e-4, atol=1e-5)
+    direction_TH = make_hidden(5, seed=4)
+    found = torch.autograd.grad((output_TH * direction_TH).sum(), inputs)
+    right = torch.autograd.grad((expected_TH * direction_TH).sum(), exact)
+    for gradient, expected in zip(found, right, strict=True):
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gates_start_even() -> None:
+    """sigmoid(0) for the gate; the bias of the mix is 0, so that only W speaks, which is drawn."""
+    hidden_TH, routed_TH = make_hidden(5), make_hidden(5, seed=9)
+    alone_TH = make_shared("sum")(hidden_TH, torch.zeros(5, HIDDEN))
+    torch.testing.assert_close(make_shared("gated")(hidden_TH, routed_TH), routed_TH + alone_TH / 2)
+    residual = make_shared("residual")
+    assert not residual.mix_bias.any() and residual.mix.std() > 0.2
+    residual.mix.data.zero_()
+    torch.testing.assert_close(residual(hidden_TH, routed_TH), (routed_TH + alone_TH) / 2)
+
+
+def test_all_weights_start_small_where_asked() -> None:
+    shared = make_shared("residual", init_scale=0.1, ffn=400)
+    for weight, fan_in in ((shared.up, HIDDEN), (shared.down, 400), (shared.mix, HIDDEN)):
+        std = math.sqrt(0.1 / fan_in)
+        assert weight.abs().max() <= 2 * std
+        if weight.numel() > 1000:
+            assert weight.std().item() == pytest.approx(0.88 * std, rel=0.05)
