@@ -22,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamoe.errors import UserError
 from megamoe.parallel import random_state
@@ -33,6 +33,7 @@ from megamoe.parallel.engine import Engine
 META = "checkpoint.json"
 LATEST = "latest"
 FORMAT = 1
+DENSE = "dense.safetensors"
 ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -86,13 +87,13 @@ class Checkpoints:
 
     def _write(self, engine: Engine, folder: Path, step: int, state: dict[str, Any]) -> None:
         rank, expert_rank = engine.world.rank, engine.world.rank % self.expert_parallel
-        dense, experts = _model_tensors(engine)
+        dense, experts = model_tensors(engine.model)
         if rank == 0:
-            _save(dense, folder / "dense.safetensors")
+            _save(dense, folder / DENSE)
             meta = {"format": FORMAT, "step": step, "layout": self._layout(engine), **state}
             _write_text(folder / META, json.dumps(meta, indent=1))
         if rank < self.expert_parallel and experts:
-            _save(experts, folder / f"experts_{expert_rank:05d}.safetensors")
+            _save(experts, folder / experts_file(expert_rank))
         mine = {**self._optimizer_tensors(engine), **random_state.capture(engine.world.device)}
         _save(mine, folder / f"rank_{rank:05d}.safetensors")
 
@@ -135,11 +136,11 @@ class Checkpoints:
         return meta
 
     def _restore(self, path: Path, engine: Engine, began: bool) -> None:
-        dense, experts = _model_tensors(engine)
-        _copy_tensors(dense, _load(path / "dense.safetensors"), path)
+        dense, experts = model_tensors(engine.model)
+        _copy_tensors(dense, _load(path / DENSE), path)
         if experts:
             expert_rank = engine.world.rank % self.expert_parallel
-            _copy_tensors(experts, _load(path / f"experts_{expert_rank:05d}.safetensors"), path)
+            _copy_tensors(experts, _load(path / experts_file(expert_rank)), path)
         mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
         self._restore_optimizer(engine, path, mine, began)
         random_state.restore(mine, engine.world.device)
@@ -193,6 +194,11 @@ class Checkpoints:
                 }
 
 
+def experts_file(expert_rank: int) -> str:
+    """Name of the file with the routed experts of that place in the expert-parallel group."""
+    return f"experts_{expert_rank:05d}.safetensors"
+
+
 def layout(ranks: int, expert_parallel: int, stage: int, precision: Precision) -> dict[str, Any]:
     """What must be the same where a checkpoint is loaded."""
     return {
@@ -214,8 +220,8 @@ def check_layout(path: Path, meta: dict[str, Any], now: dict[str, Any]) -> None:
             )
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The checkpoint's JSON.
+def read_meta(path: Path, key: str = "checkpoint.resume") -> dict[str, Any]:
+    """The checkpoint's JSON; `key` of the configuration named it.
 
     Raises:
         UserError: if `path` is no complete checkpoint, or one of another format.
@@ -224,20 +230,18 @@ def read_meta(path: Path) -> dict[str, Any]:
         meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(
-            f"checkpoint.resume: {path} is not a complete checkpoint (no readable {META}); "
-            "name a step_* folder, or auto"
+            f"{key}: {path} is not a complete checkpoint (no readable {META}); name a step_* folder"
+            + (", or auto" if key == "checkpoint.resume" else "")
         ) from None
     if meta.get("format") != FORMAT:
         raise UserError(f"{path}: checkpoint format {meta.get('format')}, this version reads {FORMAT}")
     return meta
 
 
-def _model_tensors(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters and persistent buffers by name: the dense ones, and this rank's routed experts."""
-    experts = {name: p.data for name, p in engine.model.named_parameters() if is_moe_param(p)}
-    everything = {
-        n: t.detach() for n, t in engine.model.state_dict(keep_vars=True).items() if torch.is_tensor(t)
-    }
+    experts = {name: p.data for name, p in model.named_parameters() if is_moe_param(p)}
+    everything = {n: t.detach() for n, t in model.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
     return {name: tensor for name, tensor in everything.items() if name not in experts}, experts
 
 

@@ -28,10 +28,11 @@ def create_groups(expert_parallel: int) -> dist.ProcessGroup:
     return group
 
 
-class HostedMoELayer(MoELayer, DeepSpeedMoE):
-    """Our layer under DeepSpeed's type, whose instances and marked parameters the engine looks for.
+class MarkedMoELayer(MoELayer):
+    """Our layer with its experts marked as DeepSpeed marks them: a rank's own, shared with a group.
 
-    DeepSpeed's constructor is bypassed: it would build experts and a gate of its own.
+    It serves where the experts are frozen: the engine demands of every host of experts that it knows a
+    group of theirs in the optimiser.
     """
 
     def __init__(
@@ -40,10 +41,22 @@ class HostedMoELayer(MoELayer, DeepSpeedMoE):
         MoELayer.__init__(self, config, shape, context, group)
         self.ep_size = dist.get_world_size(group)
         self.expert_group_name = group_name(self.ep_size)
-        self.num_local_experts = self.num_experts // self.ep_size
         for parameter in self.experts.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
+
+
+class HostedMoELayer(MarkedMoELayer, DeepSpeedMoE):
+    """The same under DeepSpeed's type, whose instances the engine looks for.
+
+    DeepSpeed's constructor is bypassed: it would build experts and a gate of its own.
+    """
+
+    def __init__(
+        self, config: MoEConfig, shape: LayerShape, context: StepContext, group: dist.ProcessGroup
+    ) -> None:
+        MarkedMoELayer.__init__(self, config, shape, context, group)
+        self.num_local_experts = self.num_experts // self.ep_size
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """The groups exist already; DeepSpeed calls this to have them made."""
@@ -54,4 +67,5 @@ def hosted_layer_factory(
 ) -> Callable[[LayerShape], MoELayer]:
     """What `model` calls for each MoE block."""
     group = create_groups(expert_parallel)
-    return lambda shape: HostedMoELayer(config, shape, context, group)
+    host = MarkedMoELayer if "experts" in config.frozen else HostedMoELayer
+    return lambda shape: host(config, shape, context, group)

@@ -2,7 +2,8 @@
 
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
-from megamoe.model.size import expert_ffn_size, moe_layer_numbers
+from megamoe.model.size import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
+from megamoe.moe.check import check_parts
 from megamoe.parallel.deepspeed_config import read_deepspeed_config, resolve_precision
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM wants rows of a multiple of it
@@ -16,6 +17,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     """
     _check_model(config)
     _check_experts(config, world_size)
+    _check_start(config)
     _check_batches(config, world_size)
     _check_schedule(config)
 
@@ -35,11 +37,11 @@ def _check_model(config: RunConfig) -> None:
 
 def _check_experts(config: RunConfig, world_size: int) -> None:
     moe, expert_parallel = config.moe, config.parallel.expert
-    for block in moe.layers.at:
-        if block > config.model.num_layers:
+    for key, blocks in (("at", moe.layers.at), ("insert_after", moe.layers.insert_after)):
+        if any(block > config.model.num_layers for block in blocks):
             raise UserError(
-                f"moe.layers.at: block {block} does not exist, the model has {config.model.num_layers} "
-                "(model.num_layers; blocks are counted from 1)"
+                f"moe.layers.{key}: block {max(blocks)} does not exist, the model has "
+                f"{config.model.num_layers} (model.num_layers; blocks are counted from 1)"
             )
     if moe.layers.every and moe.layers.every > config.model.num_layers:
         raise UserError(
@@ -61,13 +63,31 @@ def _check_experts(config: RunConfig, world_size: int) -> None:
             f"moe.num_experts: {moe.num_experts} experts do not divide over parallel.expert "
             f"{expert_parallel} ranks; choose a multiple of {expert_parallel}"
         )
-    chosen = getattr(moe.router.selector.options, "k", 1)
-    if chosen > moe.num_experts:
-        raise UserError(
-            f"moe.router.selector.k: found {chosen}, but there are only {moe.num_experts} experts "
-            f"(moe.num_experts); choose k <= {moe.num_experts}"
-        )
+    check_parts(moe, expert_parallel)
+    _check_inserted(config)
     _check_rows(config)
+
+
+def _check_inserted(config: RunConfig) -> None:
+    """Where MoE layers stand against what they are made of."""
+    moe = config.moe
+    twice = set(moe.layers.insert_after) & set(moe_block_numbers(moe, config.model.num_layers))
+    if twice:
+        raise UserError(
+            f"moe.layers.insert_after: block {min(twice)} is MoE itself (moe.layers.at or every); insert "
+            "after another block, or take this one out of those"
+        )
+    if moe.shared_expert_mode != "sum" and moe.num_shared_experts == 0:
+        raise UserError(
+            f"moe.shared_expert_mode: found {moe.shared_expert_mode}, but moe.num_shared_experts is 0; "
+            "set it to 1, or the mode to sum"
+        )
+    if moe.layers.insert_after and moe.num_shared_experts and not inserted_has_norm(moe):
+        raise UserError(
+            f"moe.num_shared_experts: found {moe.num_shared_experts}, but an inserted layer (moe.layers."
+            f"insert_after) of {moe.expert_sublayers} sub-layers has norms inside its routed experts alone; "
+            "set it to 0, or moe.expert_sublayers to 1"
+        )
 
 
 def _check_rows(config: RunConfig) -> None:
@@ -83,6 +103,34 @@ def _check_rows(config: RunConfig) -> None:
             raise UserError(
                 f"{key}: {size} is not a multiple of {unit}, which grouped experts need in {precision}"
             )
+
+
+def _check_start(config: RunConfig) -> None:
+    """What is frozen, and what a dense checkpoint's FFN becomes, must be there."""
+    moe, experts = config.moe, config.checkpoint.init.experts
+    dense = not moe_layer_numbers(moe, config.model.num_layers)
+    if moe.frozen and dense:
+        raise UserError(f"moe.frozen: found {', '.join(moe.frozen)}, but no block is MoE (moe.layers)")
+    if experts == "same":
+        return
+    if config.checkpoint.init.path is None:
+        raise UserError(
+            f"checkpoint.init.experts: found {experts}, but checkpoint.init.path names no dense checkpoint"
+        )
+    if dense:
+        raise UserError(
+            f"checkpoint.init.experts: found {experts}, but no block is MoE (moe.layers); say same"
+        )
+    if moe.layers.insert_after:
+        raise UserError(
+            f"checkpoint.init.experts: found {experts}, but moe.layers.insert_after puts MoE layers where a "
+            "dense model has no FFN; use moe.layers.at or every"
+        )
+    if moe.expert_sublayers > 1:
+        raise UserError(
+            f"checkpoint.init.experts: found {experts}, but experts of {moe.expert_sublayers} sub-layers are "
+            "no FFN; set moe.expert_sublayers=1"
+        )
 
 
 def _check_batches(config: RunConfig, world_size: int) -> None:

@@ -96,6 +96,7 @@ def _rank_rows(
         engine.precision,
         engine.data_parallel,
         config.parallel.expert,
+        frozen_experts="experts" in config.moe.frozen,
     )
     parts = (
         ("weights", states.weights),

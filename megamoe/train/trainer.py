@@ -7,20 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import BatchStream
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
-from megamoe.model.gpt import build_gpt
+from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
+from megamoe.parallel.agreement import agree, attempt
 from megamoe.parallel.checkpoint import Checkpoints
 from megamoe.parallel.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.experts import hosted_layer_factory
+from megamoe.parallel.initial_weights import load_initial_weights
 from megamoe.train.check import check_run
-from megamoe.train.resume import check_resume
+from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import BatchSchedule, learning_rate
 from megamoe.train.step import StepRecord, evaluate, train_step
@@ -53,11 +57,16 @@ class Trainer:
         fill_in(config, content, self.world.size, self.schedule.accumulation_at(0))
         if self.folder.resume_from is not None:
             check_resume(config, self.vocabulary.size, self.world.size, content, self.folder.resume_from)
+        elif config.checkpoint.init.path is not None:
+            check_init(config, self.vocabulary.size, self.folder.path)
         launch.start(self.world, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
-        self.context = StepContext(seed=config.seed)
+        together = dist.group.WORLD if self.world.size > 1 else None
+        self.context = StepContext(seed=config.seed, data_group=together)
         make_moe_layer = hosted_layer_factory(config.moe, self.context, config.parallel.expert)
         model = build_gpt(config, self.vocabulary.size, make_moe_layer)
+        if self.folder.resume_from is None:
+            self._begin_from(model)
         self.engine = Engine(config, model, self.world, self.schedule.accumulation_at(0))
         # After the build, which every rank draws alike; dropout differs from rank to rank.
         random_state.seed(config.seed + 1 + self.world.rank)
@@ -79,6 +88,7 @@ class Trainer:
         lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
         record = train_step(self.engine, self.context, batches, lr, self.config.train.label_smoothing)
         self._check_finite(record)
+        self._after_step(record)
         self.progress.step += 1
         self.progress.samples += size
         seconds = time.perf_counter() - started
@@ -124,6 +134,16 @@ class Trainer:
         self._stream.close()
         launch.stop()
 
+    def _after_step(self, record: StepRecord) -> None:
+        """What the layers learn outside the gradient."""
+        constraints = []
+        model = self.engine.model
+        assert isinstance(model, GPT)
+        for number, layer in model.moe_layers():
+            layer.after_step(record.layers[number].wanted_E.to(self.world.device))
+            constraints += layer.constraints()
+        self.engine.project(constraints)
+
     def _check_finite(self, record: StepRecord) -> None:
         """A broken step ends the run on every rank, before anything of it is saved."""
         if math.isfinite(record.lm_loss) and math.isfinite(record.grad_norm):
@@ -145,6 +165,23 @@ class Trainer:
             train_samples=self.schedule.total_samples(config.train.steps),
             validation_samples=config.evaluation.batches * self.schedule.final,
         )
+
+    def _begin_from(self, model: GPT) -> None:
+        """Take the weights that a new run starts from; say what did not come from there."""
+        init, frozen = self.config.checkpoint.init, self.config.moe.frozen
+        if init.path is None:
+            if frozen:
+                self._say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")
+            return
+        path, expert_rank = Path(init.path), self.world.rank % self.config.parallel.expert
+        kept: list[str] = []
+        agree(attempt(lambda: kept.extend(load_initial_weights(model, path, init.experts, expert_rank))))
+        rest = f"; of the MoE layers as drawn: {', '.join(kept)}" if kept else ""
+        self._say(f"weights from {path}, experts: {init.experts}{rest}")
+
+    def _say(self, line: str) -> None:
+        if self.world.is_first:
+            print(line)
 
     def _resume(self, path: Path) -> None:
         meta = self.checkpoints.load(path, self.engine)

@@ -33,5 +33,10 @@ def test_state_bytes(
     assert found.total == sum(expected)
 
 
+def test_frozen_experts_are_weights_alone() -> None:
+    found = state_bytes(1000, 800, 1, "bf16", 4, 2, frozen_experts=True)
+    assert found == StateBytes(2000 + 800, 4000, 3000)
+
+
 def test_a_dense_model() -> None:
     assert state_bytes(1000, 0, 0, "fp32", 2, 1) == StateBytes(4000, 4000, 8000)

@@ -36,6 +36,26 @@ REFUSALS = {
         1,
         r"moe.layers.at: block 3 does not exist, the model has 2 ",
     ),
+    "a layer after a block beyond the model": (
+        ["moe.layers={insert_after: [5]}"],
+        1,
+        r"moe.layers.insert_after: block 5 does not exist, the model has 2 ",
+    ),
+    "two layers of one number": (
+        ["moe.layers={every: 2, insert_after: [1, 2]}"],
+        1,
+        r"moe.layers.insert_after: block 2 is MoE itself \(moe.layers.at or every\); insert after another",
+    ),
+    "residual of nothing": (
+        ["moe.shared_expert_mode=residual"],
+        1,
+        "moe.shared_expert_mode: found residual, but moe.num_shared_experts is 0; set it to 1",
+    ),
+    "shared experts without a norm": (
+        ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2", "moe.num_shared_experts=1"],
+        1,
+        "moe.num_shared_experts: found 1, but an inserted layer .* of 2 sub-layers .*; set it to 0",
+    ),
     "no block": (["moe.layers.every=3"], 1, r"moe.layers.every: 3 is more than model.num_layers 2"),
     "experts": (
         ["moe.num_experts=6", "parallel.expert=4"],
@@ -57,6 +77,31 @@ REFUSALS = {
         ["moe.layers=none", "parallel.expert=2"],
         2,
         r"parallel.expert: found 2, but no block is MoE \(moe.layers\)",
+    ),
+    "frozen": (
+        ["moe.layers=none", "moe.frozen=[router, experts]"],
+        1,
+        "moe.frozen: found router, experts, but",
+    ),
+    "cut from nowhere": (
+        ["checkpoint.init.experts=cut"],
+        1,
+        "checkpoint.init.experts: found cut, but checkpoint.init.path names no dense checkpoint",
+    ),
+    "copy into a dense model": (
+        ["checkpoint.init={path: a, experts: copy}", "moe.layers=none"],
+        1,
+        "checkpoint.init.experts: found copy, but no block is MoE",
+    ),
+    "cut where no FFN was": (
+        ["checkpoint.init={path: a, experts: cut}", "moe.layers={insert_after: [1], at: [2]}"],
+        1,
+        "found cut, but moe.layers.insert_after puts MoE layers where a dense model has no FFN",
+    ),
+    "cut into stacks": (
+        ["checkpoint.init={path: a, experts: cut}", "moe.expert_sublayers=3"],
+        1,
+        "found cut, but experts of 3 sub-layers are no FFN; set moe.expert_sublayers=1",
     ),
     "batch, nearer below": (
         ["train.global_batch_size=17"],
@@ -111,6 +156,8 @@ def test_refused_in_one_line(case: str) -> None:
         (["moe.layers=none", "moe.router.selector.k=5"], 3),  # no router, so its k does not matter
         (["train.global_batch_size=16", RAMP], 2),
         (["optimizer.warmup_steps=4"], 1),
+        (["moe.layers={at: [2], insert_after: [1]}", "moe.num_shared_experts=1"], 1),
+        (["moe.layers={every: 1}", "moe.expert_sublayers=2", "moe.num_shared_experts=1"], 1),
         (["optimizer.warmup_steps=9", "optimizer.schedule=constant"], 1),
         (["model.hidden_size=18", "model.position=learned", "moe.layers=none"], 1),
     ],
