@@ -21,7 +21,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
     parser.add_argument(
-        "--output", required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx, PREFIX.card.json"
+        "--output",
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX.bin, PREFIX.idx, PREFIX.counts.npy (of each token), PREFIX.card.json",
     )
     parser.add_argument(
         "--tokenizer",

@@ -47,8 +47,11 @@ class Batch:
         """Every sequence `times` times over: the whole micro batch, then again."""
         if times == 1:
             return self
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{n: None if t is None else t.repeat(times, *[1] * (t.dim() - 1)) for n, t in tensors.items()})
+        repeated: dict[str, Any] = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            repeated[field.name] = None if tensor is None else torch.cat([tensor] * times)
+        return Batch(**repeated)
 
 
 class BatchStream:

@@ -40,6 +40,11 @@ class DataFiles:
         return self._with(".idx")
 
     @property
+    def counts(self) -> Path:
+        """How often each token id occurs: int64 [vocabulary]."""
+        return self._with(".counts.npy")
+
+    @property
     def tokenizer(self) -> Path:
         return self._with(".tokenizer.json")
 

@@ -1,4 +1,5 @@
-"""Text to PREFIX.bin, PREFIX.idx, PREFIX.card.json and, if one is trained, PREFIX.tokenizer.json.
+"""Text to PREFIX.bin, PREFIX.idx, PREFIX.counts.npy, PREFIX.card.json and, if one is trained,
+PREFIX.tokenizer.json.
 
 Design choices:
 - everything is written in a hidden folder beside the destination and renamed at the end, the card last:
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from megamoe import __version__
@@ -65,7 +67,8 @@ def prepare(preparation: Preparation) -> DataCard:
         with _partial_folder(files) as partial:
             tokenizer = _tokenizer(preparation, sources, partial)
             corpus = _Corpus(sources, preparation, "tokenize")
-            _write_indexed(corpus, tokenizer, partial, preparation.workers)
+            counts_V = _write_indexed(corpus, tokenizer, partial, preparation.workers)
+            np.save(partial.counts, counts_V, allow_pickle=False)
             card = _card(corpus, tokenizer, files, partial)
             card.save(partial.card)
             _publish(partial, files)
@@ -86,7 +89,7 @@ def _check(preparation: Preparation, files: DataFiles) -> None:
         raise UserError(f"output {preparation.output!r} is a folder; expected a prefix such as data/corpus")
     if preparation.overwrite:
         return
-    for path in (files.card, files.bin, files.idx, files.tokenizer):
+    for path in (files.card, files.bin, files.idx, files.counts, files.tokenizer):
         if path.exists():
             raise UserError(f"output {str(path)!r} exists; choose another --output or add --overwrite")
 
@@ -160,19 +163,23 @@ def _tokenizer(preparation: Preparation, sources: list[Source], partial: DataFil
     return load_tokenizer(str(partial.tokenizer))
 
 
-def _write_indexed(corpus: _Corpus, tokenizer: Tokenizer, partial: DataFiles, workers: int) -> None:
+def _write_indexed(corpus: _Corpus, tokenizer: Tokenizer, partial: DataFiles, workers: int) -> np.ndarray:
+    """int64 [vocabulary]: how often each token was written, end-of-document tokens included."""
     # Megatron-Core takes seconds to import, and the workers import this file.
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(str(partial.bin), dtype=dtype)
+    counts_V = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with contextlib.closing(builder.data_file):
         for tokens, lengths in encode_batches(corpus.batches(), tokenizer, dtype, workers):
+            counts_V += np.bincount(tokens, minlength=tokenizer.vocab_size)
             start = 0
             for length in lengths.tolist():
                 builder.add_document(tokens[start : start + length], [length])
                 start += length
         builder.finalize(str(partial.idx))
+    return counts_V
 
 
 def _card(corpus: _Corpus, tokenizer: Tokenizer, files: DataFiles, partial: DataFiles) -> DataCard:
@@ -227,7 +234,7 @@ def _partial_folder(files: DataFiles) -> Iterator[DataFiles]:
             raise UserError(f"output {str(files.prefix)!r} is being written by another run") from error
         partial = DataFiles(files.partial / files.prefix.name)
         try:
-            for path in (partial.bin, partial.idx, partial.tokenizer, partial.card):
+            for path in (partial.bin, partial.idx, partial.counts, partial.tokenizer, partial.card):
                 path.unlink(missing_ok=True)
             yield partial
         finally:
@@ -242,6 +249,7 @@ def _publish(partial: DataFiles, files: DataFiles) -> None:
         (partial.tokenizer, files.tokenizer),
         (partial.bin, files.bin),
         (partial.idx, files.idx),
+        (partial.counts, files.counts),
         (partial.card, files.card),
     ):
         if source.exists():

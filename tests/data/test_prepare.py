@@ -124,6 +124,17 @@ def test_card(tmp_path: Path) -> None:
         assert (found.size, found.sha256) == (len(content), hashlib.sha256(content).hexdigest())
 
 
+def test_counts_of_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 1)  # the batches' counts add up
+    (tmp_path / "in.jsonl").write_bytes(json_lines("abca", "cab", "z"))
+    card = run(tmp_path / "out", tmp_path / "in.jsonl")
+    counts_V = np.load(tmp_path / "out.counts.npy", allow_pickle=False)
+    assert (counts_V.dtype, counts_V.shape) == (np.int64, (card.tokenizer.vocab_size,))
+    found = {token: count for token, count in enumerate(counts_V.tolist()) if count}
+    assert found == {ord("a"): 3, ord("b"): 2, ord("c"): 2, ord("z"): 1, EOD: 3}
+    assert counts_V.sum() == card.tokens
+
+
 def test_trained_tokenizer_lies_beside_the_data_and_moves_with_it(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text(TEXT)
     (tmp_path / "data").mkdir()
@@ -142,7 +153,7 @@ def test_output_does_not_depend_on_workers(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "in.jsonl").write_bytes(json_lines(*(f"document {number} " * number for number in range(40))))
     for workers in (1, 2):
         run(tmp_path / f"w{workers}", tmp_path / "in.jsonl", workers=workers)
-    for ending in (".bin", ".idx", ".card.json"):
+    for ending in (".bin", ".idx", ".counts.npy", ".card.json"):
         assert (tmp_path / f"w1{ending}").read_bytes() == (tmp_path / f"w2{ending}").read_bytes()
     assert len(documents_of(tmp_path / "w2")) == 39
 
@@ -208,7 +219,7 @@ def test_existing_output_is_refused_unless_overwritten(tmp_path: Path) -> None:
     run(tmp_path / "out", tmp_path / "a.txt", overwrite=True)
     assert documents_of(tmp_path / "out") == ["new"]
     # The tokenizer that was trained for the old data would contradict the new.
-    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out.bin", "out.card.json", "out.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out.bin", "out.card.json", "out.counts.npy", "out.idx"]
 
 
 def test_failure_while_overwriting_keeps_the_old(tmp_path: Path) -> None:
@@ -266,18 +277,20 @@ def in_a_process(target: Callable[..., Any], *arguments: object) -> int | None:
     return process.exitcode
 
 
-@pytest.mark.parametrize("point", ["tokens", "0", "2"])
+@pytest.mark.parametrize("point", ["tokens", "0", "2", "3"])
 def test_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path, point: str) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(json_lines("a", "b", "c", "d"))
     assert in_a_process(die_at, point, tmp_path / "out", source) == -signal.SIGKILL
     assert not (tmp_path / "out.card.json").exists()
-    if point != "2":
+    assert (tmp_path / "out.counts.npy").exists() == (point == "3")  # all but the card is in place
+    if point in ("tokens", "0"):
         assert not list(tmp_path.glob("out*"))
     with pytest.raises(UserError, match="unfinished"):
         load_card(str(tmp_path / "out"))
     run(tmp_path / "out", source, overwrite=True)
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.bin", "out.card.json", "out.idx"]
+    finished = ["out.bin", "out.card.json", "out.counts.npy", "out.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", *finished]
     check_files(str(tmp_path / "out"), load_card(str(tmp_path / "out")))
 
 
