@@ -18,7 +18,7 @@ settle_vendors()
 
 from megamoe.config import RunConfig, load_config  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
-from megamoe.model.size import expert_ffn_size  # noqa: E402
+from megamoe.model.size import expert_ffn_size, num_choices  # noqa: E402
 from megamoe.train.trainer import Trainer  # noqa: E402
 
 WARM_UP_ROUNDS = 2
@@ -51,8 +51,8 @@ def main() -> int:
 
 def active_ffn_size(config: RunConfig) -> int:
     """FFN size of the dense model: the chosen and the shared experts' together."""
-    chosen = int(getattr(config.moe.router.selector.options, "k", 1))
-    return (chosen + config.moe.num_shared_experts) * expert_ffn_size(config)
+    routed = num_choices(config) * config.moe.expert_sublayers
+    return (routed + config.moe.num_shared_experts) * expert_ffn_size(config)
 
 
 def report(moe: RunConfig, dense: RunConfig, rounds: int) -> None:

@@ -80,8 +80,8 @@ def test_the_examples_of_parts_are_plugins_that_learn(block: str, tmp_path: Path
 
 @pytest.mark.parametrize("block", blocks_of("docs/parts.md", "yaml"))
 def test_the_yaml_of_parts_is_valid(block: str, tmp_path: Path) -> None:
-    (tmp_path / "own_router.py").write_text((ROOT / "examples/own_router.py").read_text())
-    (tmp_path / "run.yaml").write_text(block)
+    plugin = str(ROOT / "examples/own_router.py")
+    (tmp_path / "run.yaml").write_text(block.replace("[own_router.py]", f"[{plugin}]"))
     check_parts(load_config(tmp_path / "run.yaml").moe, expert_parallel=1)
 
 

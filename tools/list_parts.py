@@ -78,7 +78,12 @@ def as_markdown(kind: str) -> str:
     rows = [f"## {kind.capitalize()}", "", "| name | what it does | options | source |", "|---|---|---|---|"]
     for name, part in registry.list_parts(kind).items():
         options = "<br>".join(f"`{option}: {default}` ({kind})" for option, kind, default in options_of(part))
-        cells = [f"`{name}`", summary(part), options + f"<br>{meaning(part)}" if options else "-", source(part)]
+        cells = [
+            f"`{name}`",
+            summary(part),
+            options + f"<br>{meaning(part)}" if options else "-",
+            source(part),
+        ]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

@@ -56,7 +56,10 @@ def test_another_part_takes_the_place() -> None:
 def test_losses_stand_beside_the_systems_own() -> None:
     found = moe(router="own", losses={"z_loss": 1, "switch_balance": {"weight": 0.1}}).losses
     assert found["z_loss"].options.weight == 1
-    assert (found["switch_balance"].options.weight, found["switch_balance"].options.first_choice) == (0.1, True)
+    assert (found["switch_balance"].options.weight, found["switch_balance"].options.first_choice) == (
+        0.1,
+        True,
+    )
     assert set(moe(router="own", losses={"z_loss": "none"}).losses) == {"switch_balance"}
     assert moe(router="own", losses="none").losses == {}
 
@@ -67,7 +70,9 @@ def test_other_keys_of_the_section_are_the_users_first() -> None:
 
 
 def test_on_the_command_line() -> None:
-    config = load_config(None, ["moe.router=own", "moe.router.selector.k=1", "moe.router.selector.weights=raw"])
+    config = load_config(
+        None, ["moe.router=own", "moe.router.selector.k=1", "moe.router.selector.weights=raw"]
+    )
     assert config.moe.router.selector.options.k == 1
     assert config.moe.router.scorer.options.jitter == 0.25
 

@@ -1,4 +1,4 @@
-"""Jobs that find every parameter's gradient: the engine's, and that of the training loss written down plainly.
+"""Jobs that find every parameter's gradient: the engine's, and that of the plain training loss.
 
     loss = sum of masked token losses / number of unmasked tokens, both over the whole batch
          + mean over micro batches of the sum over layers and losses of weight * loss
@@ -161,5 +161,3 @@ def assert_same(found: list[Found], expected: Found, expert_parallel: int, toler
             assert error < tolerance, f"{name} of ranks from {first}: off by {error:.1e}"
     for rank in found:
         assert abs(rank["norm"] / expected["norm"] - 1) < tolerance
-
-

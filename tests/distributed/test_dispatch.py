@@ -94,6 +94,45 @@ def exchange(case: Case) -> dict[str, Tensor]:
     return through(AllToAllDispatch(group), experts, problem)
 
 
+def stay_home(case: Case, tell: bool) -> dict[str, Tensor]:
+    """Job: every token chooses among its own rank's experts; `tell`: the dispatch is told so."""
+    world = launch.find_world()
+    launch.start(world, timeout_minutes=1)
+    size = EXPERTS // world.size
+    problem = make_problem(case, world.rank)
+    experts = make_experts(range(world.rank * size, (world.rank + 1) * size), case.dtype)
+    routing = home_routing(problem, world.rank, size)
+    routing.stays_home = tell
+    calls, real = [], dist.all_to_all_single
+    dist.all_to_all_single = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+    dispatcher = AllToAllDispatch(dist.new_group(range(world.size)))
+    rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, routing)
+    output_TH = dispatcher.combine(experts(rows, counts_E), plan)
+    output_TH.backward(problem.upstream_TH)
+    return {"output": output_TH.detach(), "calls": torch.tensor(len(calls)), **gradients(experts, problem)}
+
+
+def home_routing(problem: Problem, rank: int, size: int) -> Routing:
+    """The problem's routing with each pair's expert replaced by one of `rank`."""
+    routing = problem.routing()
+    routing.pairs.expert_N = rank * size + routing.pairs.expert_N % size
+    return routing
+
+
+def stray(case: Case) -> str:
+    """Job: a pair strays although the routing says that it stays home; the message of what happens."""
+    world = launch.find_world()
+    launch.start(world, timeout_minutes=1)
+    problem = make_problem(case, world.rank)
+    routing = problem.routing()
+    routing.stays_home = True
+    try:
+        AllToAllDispatch(dist.new_group(range(world.size))).dispatch(problem.hidden_TH, routing)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def through(dispatcher: AllToAllDispatch | LocalDispatch, experts: GroupedExperts, problem: Problem) -> dict:
     """Dispatch, experts, combine, and back."""
     rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, problem.routing())
@@ -168,3 +207,19 @@ def test_the_local_one_equals_the_loop(case: Case) -> None:
         assert_close(found[name], expected[name][0], case)
     for name in ("up", "down"):
         assert_close(found[name], expected[name], case)
+
+
+@pytest.mark.parametrize("case", ["top-2", "a rank without tokens", "dropped pairs"])
+def test_staying_home_equals_the_exchange_without_any(pool: Pool, case: str) -> None:
+    told = pool.run(stay_home, CASES[case], True, ranks=2)
+    exchanged = pool.run(stay_home, CASES[case], False, ranks=2)
+    for home, away in zip(told, exchanged, strict=True):
+        assert home.pop("calls") == 0
+        assert away.pop("calls") == 5  # sizes, and the rows there and back, forwards and backwards
+        for name, value in home.items():
+            assert torch.equal(value, away[name]), name
+
+
+def test_a_pair_that_strays_is_an_error(pool: Pool) -> None:
+    for message in pool.run(stray, CASES["top-2"], ranks=2):
+        assert "stays_home, but a pair's expert is on another rank" in message
