@@ -101,7 +101,7 @@ register_system(
             "scorer": "linear",
             "gate": "softmax",
             "selector": {"name": "threshold", "threshold": 0.9},
-            # gamma is 1 for experts of the dense FFN's size; n times as much for experts of a 1/n of it (eq. 6).
+            # gamma is 1 for experts of the dense FFN's size, and n for experts of a 1/n of it (eq. 6).
             "capacity": {"name": "per_expert", "factor": 2.0, "priority": "choice_then_probability"},
         },
         "losses": {"switch_balance": {"weight": 0.01, "first_choice": True}},

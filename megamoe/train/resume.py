@@ -24,7 +24,7 @@ SAME = {
     ),
     "data": ("sources", "split", "mock", "sequence_length", "document_aware"),
 }
-FREE = ("hidden_dropout", "attention_dropout", "vocab_size")  # the vocabulary itself is compared
+FREE = ("hidden_dropout", "attention_dropout", "recompute", "vocab_size")  # the vocabulary is compared
 RESUME_WAY_OUT = "resume with the configuration that saved it"
 INIT_WAY_OUT = "start with the model's configuration that saved it"
 

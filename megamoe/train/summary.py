@@ -5,7 +5,15 @@ from typing import Any
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import find_backends
-from megamoe.model.size import ModelSize, expert_ffn_size, ffn_size, model_size, moe_layer_numbers
+from megamoe.model.size import (
+    ModelSize,
+    expert_ffn_size,
+    ffn_size,
+    model_size,
+    moe_block_numbers,
+    moe_layer_numbers,
+    num_choices,
+)
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.memory import state_bytes
 from megamoe.train.schedule import BatchSchedule
@@ -69,17 +77,20 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
         ),
         ("vocabulary", f"{vocabulary.size:,}"),
     ]
-    blocks = moe_layer_numbers(moe, model.num_layers)
-    if not blocks:
+    if not moe_layer_numbers(moe, model.num_layers):
         return [*rows, ("FFN", f"dense, size {ffn_size(model)}")]
+    places = [str(number) for number in moe_block_numbers(moe, model.num_layers)]
+    places += [f"after {number}" for number in sorted(set(moe.layers.insert_after))]
     router = moe.router
     experts = f"{moe.num_experts} of FFN size {expert_ffn_size(config)}"
+    if moe.expert_sublayers > 1:
+        experts += f", each a stack of {moe.expert_sublayers}"
     if moe.num_shared_experts:
         experts += f", {moe.num_shared_experts} shared"
     stages = [router.scorer, *router.restrictions, router.gate, router.selector, router.capacity]
     return [
         *rows,
-        ("MoE blocks", ", ".join(map(str, blocks))),
+        ("MoE blocks", ", ".join(places)),
         ("experts", experts),
         ("router", " -> ".join(stage.name for stage in stages if stage.name != "none")),
         ("auxiliary losses", ", ".join(f"{n} {c.options.weight:g}" for n, c in moe.losses.items()) or "none"),
@@ -123,13 +134,23 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine)
     model = config.model
     tokens = config.train.micro_batch_size * config.data.sequence_length
     width = 2 if engine.precision == "bf16" else 4
-    moe_blocks = len(moe_layer_numbers(config.moe, model.num_layers))
-    chosen = int(getattr(config.moe.router.selector.options, "k", 1)) + config.moe.num_shared_experts
-    inner = 4 * (model.num_layers - moe_blocks) * ffn_size(model)
-    inner += moe_blocks * chosen * (4 * expert_ffn_size(config) + 3 * model.hidden_size)
-    return float(
-        tokens * (width * (14 * model.num_layers * model.hidden_size + inner) + 12 * vocabulary.size)
-    )
+    if model.recompute == "full":  # the blocks' inputs, and what one of them needs while it is computed again
+        kept = model.num_layers * model.hidden_size + _block_width(config) // model.num_layers
+    else:
+        kept = _block_width(config)
+    return float(tokens * (width * kept + 12 * vocabulary.size))
+
+
+def _block_width(config: RunConfig) -> int:
+    """Numbers a token that all blocks keep together."""
+    model, moe = config.model, config.moe
+    layers = len(moe_layer_numbers(moe, model.num_layers))
+    dense = model.num_layers - len(moe_block_numbers(moe, model.num_layers))
+    inner = 4 * dense * ffn_size(model)
+    if layers and model.recompute != "selective":
+        chosen = num_choices(config) * moe.expert_sublayers + moe.num_shared_experts
+        inner += layers * chosen * (4 * expert_ffn_size(config) + 3 * model.hidden_size)
+    return 14 * model.num_layers * model.hidden_size + inner
 
 
 def _mib(size: float) -> str:

@@ -84,7 +84,7 @@ moe: {losses: {zloss: 1}}
 moe: {router: {restrictions: [x]}}
     moe.router.restrictions.0: unknown restriction 'x' (
 moe: {router: {selector: {name: top_k, kk: 2}}}
-    moe.router.selector: the selector 'top_k' has no option 'kk'; did you mean 'k'? (known: k, scale, weights)
+    moe.router.selector: the selector 'top_k' has no option 'kk'; did you mean 'k'? (known: k, renorm
 moe: {router: {capacity: {factor: 1}}}
     moe.router.capacity: the capacity 'none' has no option 'factor' (there are none)
 moe: {losses: {z_loss: {wieght: 1}}}

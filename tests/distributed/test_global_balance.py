@@ -1,4 +1,4 @@
-"""`switch_balance` of scope global_batch over real ranks: their mean is the loss of the whole, gradients too."""
+"""`switch_balance` of scope global_batch on real ranks: their mean is the loss of the whole."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ WORDS = ("lm_loss", "loss", "grad_norm")
 
 
 def on_one_rank(kind: str, name: str) -> dict[str, Any]:
-    """What assigns the tokens of all ranks at once sees the same where one rank has them in one micro batch."""
+    """What assigns all ranks' tokens at once sees the same where one rank has them in one batch."""
     run = run_of(kind, name)
     together = run["moe__router"].get("selector", {}).get("name") == "balanced"
     return {**run, "train__micro_batch_size": RANKS if together else 1}

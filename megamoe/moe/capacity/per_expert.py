@@ -41,6 +41,9 @@ class PerExpertCapacity(Part):
         evaluation, which must repeat itself and should not favour early tokens either.
 
     Only `position` is causal: in the other orders a later token can take an earlier one's place.
+
+    Source: Lepikhin et al. 2021 (GShard), algorithm 1; Fedus et al. 2021 (Switch), eq. 3; Yang et al. 2024
+    (XMoE), eq. 3 and algorithm 1; Riquelme et al. 2021 (V-MoE), section 4.1.
     """
 
     @dataclass

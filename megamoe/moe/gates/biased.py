@@ -13,23 +13,30 @@ class BiasedGate(Gate):
 
     After each training step b_i falls by `bias_update` where expert i was wanted more often than the mean
     over the step's whole batch, rises by it where less often, and stays at the mean. It is a buffer: saved in
-    checkpoints, out of reach of gradient and weight decay.
+    checkpoints, out of reach of gradient and weight decay. After step `bias_until` it stays as it is.
 
-    Source: DeepSeek-V3, section 2.1.2, auxiliary-loss-free load balancing, eq. 16 (u = 0.001 there).
+    Source: DeepSeek-V3, section 2.1.2, auxiliary-loss-free load balancing, eq. 16 (u = 0.001,
+    and 0 for the last 500 of 14,800 billion tokens).
     """
 
     @dataclass
     class Config:
-        """temperature: divides the scores. bias_update: u, the bias's change a step; 0: no bias."""
+        """temperature: divides the scores. bias_update: u, the bias's change a step; 0: no bias.
+
+        bias_until: the last step at which the bias moves; null: to the end.
+        """
 
         temperature: float = 1.0
         bias_update: float = 0.0
+        bias_until: int | None = None
 
         def __post_init__(self) -> None:
             if not self.temperature > 0:
                 raise ValueError("temperature must be positive")
             if not self.bias_update >= 0:
                 raise ValueError("bias_update must be at least 0")
+            if self.bias_until is not None and not self.bias_update > 0:
+                raise ValueError("bias_until needs a bias: set bias_update above 0")
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
@@ -43,6 +50,7 @@ class BiasedGate(Gate):
 
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
         """Move the bias against the load, int64 [E]."""
-        if self.bias_E is not None:
+        last = self.config.bias_until
+        if self.bias_E is not None and (last is None or context.step <= last):
             above_E = load_E * load_E.numel() - load_E.sum()  # in integers: at the mean is at the mean
             self.bias_E.sub_(above_E.sign(), alpha=self.config.bias_update)

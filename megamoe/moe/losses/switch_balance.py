@@ -21,19 +21,21 @@ class SwitchBalance(Part):
     token (Megatron-Core, DeepSpeed, DeepSeek); with `first_choice`, of first choices alone (Switch eq. 5;
     XMoE). In every scope the run's loss is the mean over micro batches and data-parallel ranks.
 
-    micro_batch: f of the wanted pairs, P_i the mean p_i, both over the micro batch. Source: Fedus et al.
-        2021 (Switch) eq. 4-6; Yang et al. 2024 (XMoE) A.2, whose text sums the p of first choices alone
-        (`probs: first_choice`), while the authors' code takes the mean of all.
+    micro_batch: f of the wanted pairs, P_i the mean p_i, both over the micro batch. XMoE's text
+        sums the p of first choices alone (`probs: first_choice`), its authors' code takes the mean of all.
     sequence: the mean over the micro batch's B sequences of E * sum_i f_bi P_bi, each over its own tokens.
         P_bi: the mean of s_i / sum_j s_j, with s the gate's values over all experts, unrestricted. f_bi: of
         the k largest s, without bias and restrictions (the largest one with `first_choice`). Does not depend
-        on how a batch is cut into micro batches. Source: DeepSeek-V3 eq. 17-20. With
-        `restricted`, f_bi is of the wanted pairs, as DeepSeek-V2 counts within its device limit.
+        on how a batch is cut into micro batches. With `restricted`, f_bi is of the
+        wanted pairs, as DeepSeek-V2 counts within its device limit.
     global_batch: f of the wanted pairs of all data-parallel ranks' micro batches together, P of this one:
-        the ranks' mean is E * sum_i f_i P_i of their whole (Qiu et al. 2025). With `running`, f of all pairs
-        of the step so far, the micro batches before this one too, as in Megatron-Core, where it is the mean
-        of their f: the same for equally many pairs. Depends on how a batch is cut. In evaluation f is of
+        the ranks' mean is E * sum_i f_i P_i of their whole. With `running`, f of all pairs of the
+        step so far, the micro batches before this one too, as in Megatron-Core, where it is the mean of their
+        f: the same for equally many pairs. Depends on how a batch is cut. In evaluation f is of
         this rank's micro batch: ranks need not evaluate in step with each other.
+
+    Source: Fedus et al. 2021 (Switch) eq. 4-6; Yang et al. 2024 (XMoE) A.2; DeepSeek-V3 eq. 17-20 (sequence);
+    Qiu et al. 2025 (global batch).
     """
 
     @dataclass

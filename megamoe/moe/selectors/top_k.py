@@ -27,6 +27,8 @@ class TopK(Selector):
     2 g_2 > u, g_2 = p_2 / (p_1 + p_2), u from U(0, 1); the first keeps its weight (GShard: Lepikhin et al.
     2021, algorithm 1). sampled: the second is drawn from the rest in proportion to p, as GShard's
     alternative. Evaluation sends the best two.
+
+    Source: Shazeer et al. 2017 eq. 3-5; Lepikhin et al. 2021 (GShard), algorithm 1; Fedus et al. 2021.
     """
 
     @dataclass

@@ -76,7 +76,7 @@ def random_problem(sequences: int, length: int) -> tuple[Pairs, Scored, StepCont
 def plain_keep(
     pairs: Pairs, probs_TE: Tensor, spared: set[int], num_sequences: int, budget: int
 ) -> list[bool]:
-    """Each device takes the spared sequences' pairs, then the others' from the largest p while there is room."""
+    """Each device takes the spared sequences' pairs, then the others' by p while there is room."""
     kept = [False] * len(pairs.token_N)
     for device in range(4):
         mine = [n for n in range(len(kept)) if int(pairs.expert_N[n]) // 2 == device]

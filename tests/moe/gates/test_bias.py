@@ -27,6 +27,15 @@ def test_the_bias_moves_against_the_load(gate: str) -> None:
     assert part.bias_E.tolist() == [-0.5, 0, 0.25, 0.5]
 
 
+def test_it_stays_after_its_last_step() -> None:
+    part = make_part("gate", "sigmoid", bias_update=0.25, bias_until=7)
+    for step in (7, 8, 9):
+        part.after_step(torch.tensor([4, 1, 2, 1]), StepContext(step=step))
+    assert part.bias_E.tolist() == [-0.25, 0.25, 0, 0.25]
+    with pytest.raises(UserError, match="bias_until needs a bias: set bias_update above 0"):
+        moe_config(router={"gate": {"name": "sigmoid", "bias_until": 7}})
+
+
 def test_the_mean_is_exact() -> None:
     part = make_part("gate", "sigmoid", bias_update=1.0)
     huge = 2**40  # fp32 would not tell these apart

@@ -56,7 +56,7 @@ def test_switch_balance_sends_its_gradient_through_the_values_alone() -> None:
     torch.testing.assert_close(scores_TE.grad, 1.5 * p_TE * (f_E - p_TE @ f_E[:, None]))
 
 
-# Two sequences of three tokens (position by position), E = 3, k = 2; sigmoid-like affinities that do not sum to 1.
+# Two sequences of three tokens (position by position), E = 3, k = 2; affinities do not sum to 1.
 AFFINITIES = torch.tensor(
     [[0.9, 0.5, 0.1], [0.2, 0.8, 0.4], [0.6, 0.7, 0.3], [0.1, 0.9, 0.5], [0.8, 0.1, 0.3], [0.3, 0.2, 0.9]]
 )
@@ -197,7 +197,7 @@ def test_without_tokens_the_loss_is_0(scope: str) -> None:
 
 @pytest.mark.parametrize(("first_choice", "expected"), [(False, 0.9), (True, 1.8)])
 def test_the_first_choices_probabilities_alone(first_choice: bool, expected: float) -> None:
-    """XMoE's text: both tokens choose expert 0 first, P = (0.7 + 0.5)/2, 0, 0 and f = 1/2, 1/4, 1/4 or 1, 0, 0."""
+    """XMoE's text: expert 0 is first twice, P = (0.7 + 0.5)/2, 0, 0; f = 1/2, 1/4, 1/4 or 1, 0, 0."""
     loss = make_part("loss", "switch_balance", num_experts=3, probs="first_choice", first_choice=first_choice)
     assert loss(make_routing(WANTED, PROBS.log(), PROBS), StepContext()).item() == pytest.approx(expected)
 

@@ -1,0 +1,76 @@
+"""tools/list_parts.py tells every part and system, straight from the code."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megamoe import registry
+from tests.moe.company import PART_IDS, PARTS
+
+ROOT = Path(__file__).parents[1]
+# A part that no paper needs: it does nothing.
+WITHOUT_SOURCE = {("capacity", "none")}
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec: Any = importlib.util.spec_from_file_location("list_parts", ROOT / "tools/list_parts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(tool: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert tool.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "name"), PARTS, ids=PART_IDS)
+def test_a_part_with_its_options_defaults_and_source(
+    tool: Any, capsys: pytest.CaptureFixture[str], kind: str, name: str
+) -> None:
+    part: Any = registry.list_parts(kind)[name]
+    block = told(tool, capsys, "--kind", kind).split(f"\n  {name}\n")[1].split("\n\n")[0]
+    lines = block.splitlines()
+    for field in dataclasses.fields(part.Config):
+        default = json.dumps(field.default).strip('"')
+        line = next(line for line in lines if line.startswith(f"      {field.name}: "))
+        assert line.endswith(f" = {default}")
+        assert f"{field.name}" in (part.Config.__doc__ or ""), "its docstring says what it means"
+    known = (kind, name) in WITHOUT_SOURCE or "source: -" not in block
+    assert known, "its docstring needs a line `Source: ...`"
+
+
+@pytest.mark.parametrize("name", registry.list_systems())
+def test_a_system_with_its_source(tool: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    system = registry.get_system(name)
+    block = told(tool, capsys, "--kind", "system").split(f"\n  {name}  (")[1].split("\n\n")[0]
+    assert system.source in block
+    assert yaml.safe_load(block.split("\n", 1)[1]) == system.tree
+
+
+def test_a_plugin_is_told_too(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(tool, capsys, "--plugin", str(ROOT / "examples/own_router.py"), "--kind", "scorer")
+    assert "\n  distance\n" in text
+    assert "temperature: float = 1.0" in text
+
+
+def test_a_plugin_that_is_not_there_is_one_line(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--plugin", "no_such.py"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: plugins: no file 'no_such.py'")
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_tables(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(tool, capsys, "--markdown")
+    for _, name in PARTS:
+        assert f"\n| `{name}` | " in text
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(len(registry.list_parts(kind)) for kind in registry.KINDS)
+    assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
