@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from megamoe import registry
 from megamoe.config import RunConfig, load_config, parse_config
 from megamoe.config.parts import PartChoice
 from megamoe.moe.check import check_parts
@@ -98,11 +99,17 @@ def test_the_page_of_all_parts_is_what_the_tool_says() -> None:
 
 
 def test_the_readmes_yaml_is_a_run() -> None:
-    block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert block is not None
-    config = parse_config(yaml.safe_load(block[1]))
-    assert config.moe.num_experts == 8
-    assert config.moe.router.selector.options.k == 2
+    run, mixture = (parse_config(yaml.safe_load(block)).moe for block in blocks_of("README.md", "yaml"))
+    assert (run.num_experts, run.router.selector.options.k) == (8, 2)
+    check_parts(mixture, expert_parallel=1)
+    path = ROOT / "examples/systems/threshold_on_hypersphere_in_clusters.yaml"
+    assert mixture.router == load_config(path).moe.router
+
+
+def test_the_readme_names_every_system() -> None:
+    table = (ROOT / "README.md").read_text().split("| `router:` |")[1].split("\n\n")[0]
+    names = re.findall(r"`(\w+)`", table.replace("`_v2`, `_v3`", "`deepseek_v2`, `deepseek_v3`"))
+    assert sorted(names) == sorted(registry.list_systems())
 
 
 def test_the_readmes_router_is_a_plugin(tmp_path: Path) -> None:
