@@ -51,12 +51,18 @@ def one_part(kind: str, default: str | None = None) -> PlainValidator:
 
 
 def names_inside(losses: Any) -> Any:
-    """`{z_loss: 0.1}` and `{z_loss: {weight: 0.1}}` -> `{z_loss: {name: z_loss, weight: 0.1}}`."""
+    """`{z_loss: 0.1}` and `{z_loss: {weight: 0.1}}` -> `{z_loss: {name: z_loss, weight: 0.1}}`.
+
+    A loss that says its name may stand under another, under which it is logged: one part may stand twice.
+    """
     if losses in (None, "none"):
         return {}
     if not isinstance(losses, dict):
         return losses
-    return {name: {**_loss_options(value), "name": name} for name, value in losses.items()}
+    for key in losses:
+        if not str(key).isidentifier() or key in registry.RESERVED_LOSS_NAMES:
+            raise _problem(f"a loss is logged as train/<its key>: {shown(key)} is no name for one")
+    return {name: {"name": name, **_loss_options(value)} for name, value in losses.items()}
 
 
 def _loss_options(value: Any) -> dict[str, Any]:

@@ -22,6 +22,8 @@ def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
         if not issubclass(part, base):
             raise UserError(f"{key}: {choice.name}: expected a subclass of megamoe.moe.part.{base.__name__}")
         try:
+            if choice.kind == "loss" and not choice.options.weight >= 0:
+                raise ValueError(f"weight is {choice.options.weight}, expected at least 0")
             part.check(choice.options, moe, expert_parallel)
         except ValueError as error:
             raise UserError(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import draws
-from megamoe.moe.capacity.places import place_in_group, share_of_pairs, value_of_pairs
+from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.registry import register
@@ -52,8 +52,10 @@ class DeviceCapacity(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Whole experts on each device."""
+        """Several devices, of whole experts."""
         devices = options.devices or expert_parallel
+        if devices == 1:
+            raise ValueError("one device computes every pair, and nothing would be dropped; set devices")
         if moe.num_experts % devices:
             raise ValueError(
                 f"{moe.num_experts} experts (moe.num_experts) do not divide over {devices} devices; "
@@ -65,16 +67,18 @@ class DeviceCapacity(Part):
         """D."""
         return int(self.config.devices or self.dims.expert_parallel)
 
-    def budget(self, num_tokens: int) -> int | None:
-        """B, the pairs of each device; None: no limit."""
+    def budget(self, num_tokens: int, candidates_TE: Tensor | None = None) -> int | Tensor | None:
+        """B, the pairs of each device; None: no limit. D counts those with experts that may be chosen."""
         factor = self.config.factor if self.training else self.config.eval_factor
         if factor is None:
             return None
-        return share_of_pairs(factor, self.dims.num_choices * num_tokens, self.num_devices)
+        return share_of_pairs(
+            factor, self.dims.num_choices * num_tokens, num_open(candidates_TE, self.num_devices)
+        )
 
     def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
         """bool [N]: which pairs are computed; None where there is no limit."""
-        budget = self.budget(scored.num_tokens)
+        budget = self.budget(scored.num_tokens, scored.candidates_TE)
         if budget is None:
             return None
         device_N = pairs.expert_N // (self.dims.num_experts // self.num_devices)

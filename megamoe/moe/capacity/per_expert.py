@@ -9,6 +9,10 @@ counts tokens for k = 2, its factor is twice ours (GShard: 2.0 there is 1.0 here
 Experts of another size (XMoE eq. 6): the layer's cost is gamma * T * (an expert's), so that experts of 1/n
 of the size keep it with n times the `factor`, as the paper trains them. That is the configuration's to say.
 With factor = E and k = 1 nothing is dropped (its section 3.6 on dense models).
+
+E counts the experts that any token of the micro batch may choose: where a step's mask closes half of them
+(expert dropout), or all but a rank's own (gating dropout), the others' places grow, and `factor` stays the
+slack that it is without. The papers do not say.
 """
 
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from megamoe.moe import draws
-from megamoe.moe.capacity.places import place_in_group, share_of_pairs, value_of_pairs
+from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.registry import register
@@ -71,20 +75,22 @@ class PerExpertCapacity(Part):
             if self.min_capacity < 0:
                 raise ValueError("min_capacity must be at least 0")
 
-    def places(self, num_tokens: int) -> int:
+    def places(self, num_tokens: int, candidates_TE: Tensor | None = None) -> int | Tensor:
         """C, the places of each expert."""
         factor = self.config.factor
         if not self.training and self.config.eval_factor is not None:
             factor = self.config.eval_factor
-        wanted = share_of_pairs(factor, self.dims.num_choices * num_tokens, self.dims.num_experts)
-        return max(wanted, self.config.min_capacity)
+        num_experts = num_open(candidates_TE, self.dims.num_experts)
+        wanted = share_of_pairs(factor, self.dims.num_choices * num_tokens, num_experts)
+        floor = self.config.min_capacity
+        return wanted.clamp_min(floor) if isinstance(wanted, Tensor) else max(wanted, floor)
 
     def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor:
         """bool [N]: which pairs keep their place."""
         rank_N = pairs.choice_N if self.config.priority in BY_CHOICE else None
         value_N = self._values(pairs, scored, context)
         place_N = place_in_group(pairs.expert_N, self.dims.num_experts, rank_N, value_N)
-        return place_N < self.places(scored.num_tokens)
+        return place_N < self.places(scored.num_tokens, scored.candidates_TE)
 
     def _values(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
         """fp32 [N], the larger the better; None: the list's order decides."""

@@ -1,6 +1,5 @@
 """Places under a limit, given out by priority."""
 
-import math
 from fractions import Fraction
 
 import torch
@@ -34,9 +33,22 @@ def place_in_group(
     return torch.empty_like(group_N).index_copy_(0, order_N, here_N - start_G[sorted_key_N >> GROUP_SHIFT])
 
 
-def share_of_pairs(factor: float, num_pairs: int, num_groups: int) -> int:
-    """ceil(factor * num_pairs / num_groups), the factor as written: in floats 1.1 * 100 / 10 exceeds 11."""
-    return math.ceil(Fraction(str(factor)) * num_pairs / num_groups)
+def share_of_pairs(factor: float, num_pairs: int, num_groups: int | Tensor) -> int | Tensor:
+    """ceil(factor * num_pairs / num_groups), the factor as written: in floats 1.1 * 100 / 10 exceeds 11.
+
+    num_groups: a number, or int64 scalar where it is counted on the device.
+    """
+    exact = Fraction(str(factor))
+    divisor = exact.denominator * num_groups
+    return (exact.numerator * num_pairs + divisor - 1) // divisor
+
+
+def num_open(candidates_TE: Tensor | None, num_groups: int) -> int | Tensor:
+    """How many groups of neighbouring experts any token may choose from, at least 1; int64 scalar, or all."""
+    if candidates_TE is None:
+        return num_groups
+    open_GS = candidates_TE.any(dim=0).view(num_groups, -1)
+    return open_GS.any(dim=1).sum().clamp_min(1)
 
 
 def value_of_pairs(values_TE: Tensor, pairs: Pairs) -> Tensor:

@@ -5,14 +5,19 @@ from torch import Tensor
 
 from megamoe.moe.routing import Pairs
 
+# Of the chosen values, under which their weights fade to 0: fp32's own smallest would overflow in backward.
+SMALLEST_TOTAL = 1e-20
+
 
 def first_choices(expert_TK: Tensor, count_T: Tensor, probs_TE: Tensor) -> Pairs:
     """Each token's first `count_T` (int64, at most K) of `expert_TK`, weighted with p.
 
-    The pairs are picked by a mask, so that nothing but it is as large as [T, K] where K is E.
+    What stands behind a token's count is not looked at.
     """
-    rank_K = torch.arange(expert_TK.shape[1], device=expert_TK.device)
-    token_N, choice_N = (rank_K < count_T[:, None]).nonzero(as_tuple=True)
+    token_T = torch.arange(len(count_T), device=count_T.device)
+    token_N = torch.repeat_interleave(token_T, count_T)
+    first_T = count_T.cumsum(0) - count_T
+    choice_N = torch.arange(len(token_N), device=token_N.device) - first_T[token_N]
     expert_N = expert_TK[token_N, choice_N]
     return Pairs(token_N, expert_N, probs_N(probs_TE, token_N, expert_N), choice_N)
 

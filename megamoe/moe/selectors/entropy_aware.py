@@ -8,7 +8,7 @@ import torch
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import first_choices, num_candidates_T
+from megamoe.moe.selectors.choices import SMALLEST_TOTAL, first_choices, num_candidates_T
 from megamoe.moe.selectors.refusals import refuse_more_than_experts
 from megamoe.registry import register
 
@@ -51,8 +51,7 @@ class EntropyAware(Selector):
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """min_k to max_k pairs a token; fewer where it has fewer candidates."""
         probs_TE = scored.probs_TE.detach()
-        tiny = torch.finfo(probs_TE.dtype).tiny
-        share_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp_min(tiny)
+        share_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
         perplexity_T = torch.special.entr(share_TE).sum(dim=-1).exp()
         wanted_T = perplexity_T.round().long().clamp(self.config.min_k, self.config.max_k)
         count_T = wanted_T.minimum(num_candidates_T(scored.candidates_TE, probs_TE))
@@ -60,5 +59,5 @@ class EntropyAware(Selector):
         pairs = first_choices(expert_TK, count_T, scored.probs_TE)
         if self.config.weights == "renormalised":
             total_T = pairs.weight_N.new_zeros(scored.num_tokens).index_add(0, pairs.token_N, pairs.weight_N)
-            pairs.weight_N = pairs.weight_N / total_T.clamp_min(tiny).index_select(0, pairs.token_N)
+            pairs.weight_N = pairs.weight_N / total_T.clamp_min(SMALLEST_TOTAL).index_select(0, pairs.token_N)
         return pairs

@@ -8,7 +8,7 @@ import torch
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Selector, StepContext
-from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import probs_N
 from megamoe.moe.selectors.refusals import refuse_bias, refuse_capacity, refuse_more_than_experts
 from megamoe.registry import register
@@ -58,14 +58,17 @@ class ExpertChoice(Selector):
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """C * E pairs, fewer where restrictions leave an expert too few candidates."""
-        best_CE = scored.ranking_TE.topk(self.places(scored.num_tokens), dim=0).indices
-        taken_TE = torch.zeros_like(scored.ranking_TE, dtype=torch.bool).scatter_(0, best_CE, True)
+        best_EC = scored.ranking_TE.T.topk(self.places(scored.num_tokens), dim=1).indices
+        expert_E1 = torch.arange(len(best_EC), device=best_EC.device)[:, None]
+        token_N, expert_N = best_EC.reshape(-1), expert_E1.expand_as(best_EC).reshape(-1)
         if scored.candidates_TE is not None:
-            taken_TE &= scored.candidates_TE
-        token_N, expert_N = taken_TE.nonzero(as_tuple=True)  # in token order, which the sorts keep
+            kept_N = scored.candidates_TE[token_N, expert_N].nonzero().squeeze(1)
+            token_N, expert_N = token_N[kept_N], expert_N[kept_N]
+        # By token, then p, then expert: each sort keeps the order of the one before.
         by_p_N = scored.ranking_TE[token_N, expert_N].argsort(descending=True, stable=True)
-        expert_N = expert_N[by_p_N[token_N[by_p_N].argsort(stable=True)]]
-        count_T = taken_TE.sum(dim=-1)
-        first_N = (count_T.cumsum(0) - count_T)[token_N]
-        choice_N = torch.arange(len(token_N), device=token_N.device) - first_N
+        order_N = by_p_N[token_N[by_p_N].argsort(stable=True)]
+        token_N, expert_N = token_N[order_N], expert_N[order_N]
+        count_T = count(token_N, scored.num_tokens)
+        first_T = count_T.cumsum(0) - count_T
+        choice_N = torch.arange(len(token_N), device=token_N.device) - first_T[token_N]
         return Pairs(token_N, expert_N, probs_N(scored.probs_TE, token_N, expert_N), choice_N)

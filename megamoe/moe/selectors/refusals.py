@@ -27,6 +27,15 @@ def refuse_bias(moe: MoEConfig, reason: str) -> None:
         )
 
 
+def refuse_other_gates(moe: MoEConfig, reason: str) -> None:
+    """ValueError where the gate is not the plain softmax."""
+    gate = moe.router.gate
+    temperature = getattr(gate.options, "temperature", 1.0)
+    if gate.name != "softmax" or temperature != 1:
+        found = gate.name if temperature == 1 else f"{gate.name} of temperature {temperature:g}"
+        raise ValueError(f"found the gate {found}, expected a plain softmax: {reason}; set gate: softmax")
+
+
 def refuse_more_than_experts(option: str, wanted: float, moe: MoEConfig) -> None:
     """ValueError where a token would want more experts than there are."""
     if wanted > moe.num_experts:

@@ -10,6 +10,8 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe import draws
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.choices import SMALLEST_TOTAL
+from megamoe.moe.selectors.refusals import refuse_bias, refuse_more_than_experts
 from megamoe.registry import register
 
 
@@ -41,12 +43,9 @@ class Sample(Selector):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts."""
-        if options.k > moe.num_experts:
-            raise ValueError(
-                f"k is {options.k}, but there are only {moe.num_experts} experts (moe.num_experts); "
-                f"choose k <= {moe.num_experts}"
-            )
+        """No more choices than experts; a bias would never reach the draw."""
+        refuse_more_than_experts("k", options.k, moe)
+        refuse_bias(moe, "experts are drawn from p, which the bias does not reach")
 
     @property
     def num_choices(self) -> int:
@@ -79,4 +78,4 @@ class Sample(Selector):
             return torch.ones_like(prob_TK)
         if self.config.weights == "raw":
             return prob_TK
-        return prob_TK / prob_TK.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(prob_TK.dtype).tiny)
+        return prob_TK / prob_TK.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)

@@ -2,10 +2,15 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import first_choices, num_candidates_T
 from megamoe.registry import register
+
+HEAD = 8  # an eighth of the experts is enough for most tokens: only the others' are all sorted
 
 
 @register("selector", "threshold")
@@ -39,10 +44,25 @@ class Threshold(Selector):
         threshold = self.config.threshold
         if not self.training and self.config.eval_threshold is not None:
             threshold = self.config.eval_threshold
-        expert_TE = scored.ranking_TE.argsort(dim=-1, descending=True, stable=True)
-        count_T = num_candidates_T(scored.candidates_TE, scored.probs_TE)
-        if threshold < 1:
-            sum_TE = scored.probs_TE.detach().gather(1, expert_TE).cumsum(dim=-1)
-            too_few_T = (sum_TE < threshold * sum_TE[:, -1:]).sum(dim=-1)
-            count_T = count_T.minimum(too_few_T + 1)
+        probs_TE, num_experts = scored.probs_TE.detach(), scored.num_experts
+        most_T, total_T = num_candidates_T(scored.candidates_TE, probs_TE), probs_TE.sum(dim=-1)
+
+        def count(expert_SK: Tensor, token_S: Tensor | slice) -> Tensor:
+            """int64 [S]: m of these tokens, whose first K experts are given; above K where those do not do."""
+            if threshold == 1:
+                return most_T[token_S]
+            sum_SK = probs_TE[token_S].gather(1, expert_SK).cumsum(dim=-1)
+            too_few_S = (sum_SK < threshold * total_T[token_S][:, None]).sum(dim=-1)
+            return most_T[token_S].minimum(too_few_S + 1)
+
+        head = -(-num_experts // HEAD)
+        head_TK = scored.ranking_TE.topk(head, dim=-1).indices
+        count_T = count(head_TK, slice(None))
+        token_S = (count_T > head).nonzero().squeeze(1)
+        if len(token_S) == 0:
+            return first_choices(head_TK, count_T, scored.probs_TE)
+        expert_SE = scored.ranking_TE[token_S].argsort(dim=-1, descending=True, stable=True)
+        expert_TE = head_TK.new_empty(scored.num_tokens, num_experts)
+        expert_TE[:, :head] = head_TK
+        expert_TE[token_S], count_T[token_S] = expert_SE, count(expert_SE, token_S)
         return first_choices(expert_TE, count_T, scored.probs_TE)

@@ -10,7 +10,8 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe import draws
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.refusals import refuse_more_than_experts
+from megamoe.moe.selectors.choices import SMALLEST_TOTAL
+from megamoe.moe.selectors.refusals import refuse_bias, refuse_more_than_experts, refuse_other_gates
 from megamoe.registry import register
 
 
@@ -53,6 +54,8 @@ class TopK(Selector):
                     f"with k: 1 the weights {self.weights!r} are always 1 and the router would get no "
                     "gradient; set weights: raw"
                 )
+            if not self.scale > 0:
+                raise ValueError("scale must be positive")
             if self.second != "best" and self.k != 2:
                 raise ValueError(
                     f"second: {self.second} is a rule for k: 2, found k: {self.k}; set second: best"
@@ -64,8 +67,12 @@ class TopK(Selector):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts; nothing is renormalised after drops where none are."""
+        """No more choices than experts; no option that would do nothing."""
         refuse_more_than_experts("k", options.k, moe)
+        if options.weights == "kept_softmax":
+            refuse_other_gates(moe, "weights: kept_softmax is taken from the scores themselves")
+        if options.second == "sampled":
+            refuse_bias(moe, "the second expert is drawn from p, which the bias does not reach")
         if options.renormalise == "after_drops" and moe.router.capacity.name == "none":
             raise ValueError(
                 "found renormalise: after_drops with capacity: none, which drops nothing; set a capacity, "
@@ -98,7 +105,7 @@ class TopK(Selector):
         # A token's pairs are neighbours: runs are counted, for the number of tokens is not known here.
         run_N = (pairs.token_N.diff(prepend=pairs.token_N[:1]) != 0).cumsum(0)
         total_N = torch.zeros_like(pairs.weight_N).index_add(0, run_N, pairs.weight_N)
-        total_N = total_N.index_select(0, run_N).clamp_min(torch.finfo(total_N.dtype).tiny)
+        total_N = total_N.index_select(0, run_N).clamp_min(SMALLEST_TOTAL)
         return replace(pairs, weight_N=self.config.scale * pairs.weight_N / total_N)
 
     def _send_second(self, probs_T2: Tensor, context: StepContext) -> Tensor:
@@ -134,5 +141,5 @@ class TopK(Selector):
             weight_TK = probs_TE.gather(1, expert_TK)
             if kind == "renormalised":
                 total_T1 = weight_TK.sum(dim=-1, keepdim=True)
-                weight_TK = weight_TK / total_T1.clamp_min(torch.finfo(total_T1.dtype).tiny)
+                weight_TK = weight_TK / total_T1.clamp_min(SMALLEST_TOTAL)
         return weight_TK * self.config.scale
