@@ -21,8 +21,9 @@ class SwitchBalance(Part):
     token (Megatron-Core, DeepSpeed, DeepSeek); with `first_choice`, of first choices alone (Switch eq. 5;
     XMoE). In every scope the run's loss is the mean over micro batches and data-parallel ranks.
 
-    micro_batch: f of the wanted pairs, P_i the mean p_i, both over the micro batch. XMoE's text
-        sums the p of first choices alone (`probs: first_choice`), its authors' code takes the mean of all.
+    micro_batch: f of the wanted pairs, P_i the mean p_i, both over the micro batch; p_i over the token's sum
+        where the gate is no softmax. XMoE's text sums the p of first choices alone (`probs: first_choice`),
+        its authors' code takes the mean of all.
     sequence: the mean over the micro batch's B sequences of E * sum_i f_bi P_bi, each over its own tokens.
         P_bi: the mean of s_i / sum_j s_j, with s the gate's values over all experts, unrestricted. f_bi: of
         the k largest s, without bias and restrictions (the largest one with `first_choice`). Does not depend
@@ -76,15 +77,11 @@ class SwitchBalance(Part):
         counts_E = wanted_counts(routing, self.config.first_choice)
         if self.config.scope == "global_batch" and self.training:
             counts_E = self._global_counts(counts_E, context)
+        # Values that do not sum to 1, a sigmoid's, would make the loss fall by shrinking all of them.
+        probs_TE = routing.probs_TE if self.dims.gate == "softmax" else shares(routing.probs_TE)
         first = self.config.probs == "first_choice"
-        probs_E = self._first_choice_probs(routing) if first else routing.probs_TE.sum(dim=0)
+        probs_E = _first_choice_probs(routing, probs_TE) if first else probs_TE.sum(dim=0)
         return routing.num_experts * (fractions(counts_E) * probs_E).sum() / max(routing.num_tokens, 1)
-
-    def _first_choice_probs(self, routing: Routing) -> Tensor:
-        first = routing.wanted.choice_N == 0
-        token_N, expert_N = routing.wanted.token_N[first], routing.wanted.expert_N[first]
-        prob_N = routing.probs_TE[token_N, expert_N]
-        return prob_N.new_zeros(routing.num_experts).index_add(0, expert_N, prob_N)
 
     def _over_sequences(self, routing: Routing, context: StepContext) -> Tensor:
         affinities_TE = routing.affinities_TE
@@ -116,3 +113,11 @@ class SwitchBalance(Part):
                 counts_E = counts_E + next(reversed(self._so_far.values()))
             self._so_far[context.micro_batch] = counts_E
         return counts_E
+
+
+def _first_choice_probs(routing: Routing, probs_TE: Tensor) -> Tensor:
+    """[E]: the sum of p_i over the tokens whose first choice is expert i."""
+    first_N = routing.wanted.choice_N == 0
+    token_N, expert_N = routing.wanted.token_N[first_N], routing.wanted.expert_N[first_N]
+    prob_N = probs_TE[token_N, expert_N]
+    return prob_N.new_zeros(routing.num_experts).index_add(0, expert_N, prob_N)

@@ -226,3 +226,13 @@ def test_restricted_sequences_count_what_was_wanted() -> None:
 def test_options_of_other_scopes_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         moe_config(losses={"switch_balance": options})
+
+
+def test_values_of_a_sigmoid_are_taken_over_their_sum() -> None:
+    """Twice the values are the same shares: the loss cannot fall by shrinking them."""
+    for scale in (1.0, 0.5):
+        loss = make_part("loss", "switch_balance", num_experts=3, dims={"gate": "sigmoid"})
+        routing = make_routing(WANTED, PROBS.log(), scale * PROBS)
+        assert loss(routing, StepContext()).item() == pytest.approx(1.2)
+    softmax = make_part("loss", "switch_balance", num_experts=3)
+    assert softmax(make_routing(WANTED, PROBS.log(), 0.5 * PROBS), StepContext()).item() == pytest.approx(0.6)
