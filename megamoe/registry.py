@@ -13,7 +13,9 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -35,6 +37,7 @@ BUILTIN_PACKAGES = (
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
 KINDS = ("scorer", "restriction", "gate", "selector", "capacity", "loss")
+STAGES = ("scorer", "gate", "selector", "capacity")  # of a router, one part each
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
 _systems: dict[str, "System"] = {}
@@ -47,11 +50,12 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
     """Class decorator: make a part known as `name` among the parts of `kind`.
 
     Raises:
-        ValueError: if the kind does not exist, the name is taken by another class, or the class
-            has no `Config` dataclass, or is a loss whose `Config` has no `weight`.
+        ValueError: if the kind does not exist, the name is no small word or is taken by another class, or
+            the class has no `Config` dataclass, or is a loss whose `Config` has no `weight`.
     """
     if kind not in _parts:
         raise ValueError(f"register: unknown kind {kind!r}, expected one of {', '.join(KINDS)}")
+    _check_name(kind, name)
 
     def decorate(part: PartClass) -> PartClass:
         known = _parts[kind].get(name)
@@ -75,6 +79,16 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
     return decorate
 
 
+def is_name(name: object) -> bool:
+    """Whether it can name a part, a system or a loss: small letters, digits and _, a letter first."""
+    return isinstance(name, str) and re.fullmatch("[a-z][a-z0-9_]*", name) is not None
+
+
+def _check_name(what: str, name: object) -> None:
+    if not is_name(name):
+        raise ValueError(f"{what} {name!r}: expected a name of small letters, digits and _, a letter first")
+
+
 @dataclass(frozen=True)
 class System:
     """A composition by name: what `router: <name>` stands for.
@@ -90,12 +104,47 @@ class System:
 def register_system(name: str, tree: dict[str, Any], source: str) -> None:
     """Make a composition of parts known as `router: <name>`.
 
+    Its router may build on a system that is registered already: `{"router": "switch", ...}`.
+
     Raises:
-        ValueError: if the name is taken by another composition.
+        ValueError: if the name is no small word or taken by another composition, or the tree is none that
+            the YAML could say.
     """
+    _check_name("system", name)
+    try:
+        _check_tree(tree)
+    except ValueError as error:
+        raise ValueError(f"system {name!r}: {error}") from None
     system = System(name, tree, source)
     if _systems.setdefault(name, system) != system:
         raise ValueError(f"system {name!r} is registered twice; give one of them another name")
+
+
+def _check_tree(tree: Any) -> None:
+    """What must hold for a run to be laid over it; the schema checks the rest where the system is used."""
+    try:
+        json.dumps(tree)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected plain data, as the YAML has it: {error}") from None
+    _expect(tree, "the tree", dict)
+    router = tree.get("router", {})
+    _expect(router, "router", dict, str)
+    router = {"system": router} if isinstance(router, str) else router
+    if "system" in router:
+        _expect(router["system"], "router.system", str)
+        get_system(router["system"])
+    for stage in STAGES:
+        part = router.get(stage, {})
+        _expect(part, f"router.{stage}", dict, str)
+        _expect(part.get("name", "") if isinstance(part, dict) else part, f"router.{stage}.name", str)
+    if tree.get("losses", {}) != "none":
+        _expect(tree.get("losses", {}), "losses", dict)
+
+
+def _expect(value: Any, key: str, *types: type) -> None:
+    if not isinstance(value, types):
+        wanted = " or ".join("text" if kind is str else "a mapping" for kind in types)
+        raise ValueError(f"{key}: expected {wanted}, found {value!r}")
 
 
 def get_system(name: str) -> System:
@@ -185,15 +234,26 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
                 f"plugins: no module {reference!r}; expected a .py file, an installed module or an entry "
                 f"point of {ENTRY_POINT_GROUP}{nearest_and_all(reference, list(entry_points))}"
             ) from None
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"plugins: {reference!r} failed{_place(error, path)}: {problem}") from error
+        raise UserError(f"plugins: {reference!r} failed{_failure(error, str(path))}") from error
 
 
-def _place(error: Exception, path: Path | None) -> str:
-    """Where the user's file was when it raised."""
+def is_ours(part: type) -> bool:
+    """Whether a part is built in; what goes wrong inside such a one is a defect and keeps its traceback."""
+    return part.__module__.startswith("megamoe.")
+
+
+def failure_of(part: type, error: Exception) -> str:
+    """` at line 7 of mine.py: TypeError: ...`: what a plugin's part raised, and where its file was then."""
+    file = getattr(sys.modules.get(part.__module__), "__file__", None)
+    return _failure(error, file, f" of {Path(file).name}" if file else "")
+
+
+def _failure(error: Exception, file: str | None, named: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f" at line {lines[-1]}" if lines else ""
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    place = f" at line {lines[-1]}{named}" if lines else ""
+    text = re.sub("For further information visit .*", "", str(error))  # pydantic's
+    return f"{place}: {' '.join(f'{type(error).__name__}: {text}'.split())}"
 
 
 def _find_file(reference: str, base: Path | None) -> Path:

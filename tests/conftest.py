@@ -1,4 +1,4 @@
-"""What the tests of several rooms share: quiet vendors, a world of one rank."""
+"""What the tests of several rooms share: quiet vendors, a registry that forgets, a world of one rank."""
 
 from collections.abc import Iterator
 
@@ -15,6 +15,17 @@ def _restored_process() -> Iterator[None]:
 
     with restored_process():
         yield
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts and systems that the test registers are gone after it."""
+    from megamoe import registry
+
+    registry.discover()
+    copy = {kind: dict(parts) for kind, parts in registry._parts.items()}
+    monkeypatch.setattr(registry, "_parts", copy)
+    monkeypatch.setattr(registry, "_systems", dict(registry._systems))
 
 
 @pytest.fixture(scope="module")

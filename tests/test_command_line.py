@@ -84,6 +84,23 @@ BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
         "model.hidden_size: 16 does not divide by model.num_attention_heads 3",
     ),
     "k": (["moe.router.selector.k=5"], "moe.router.selector: top_k: k is 5, but there are only 4 experts"),
+    "loss with a weight below 0": (
+        ["moe.losses.z_loss=-1"],
+        "moe.losses.z_loss: weight is -1.0, expected at least 0",
+    ),
+    "loss under a key of its own": (
+        ["moe.losses.far={name: z_loss, weight: -1}"],
+        "moe.losses.far: z_loss: weight is -1.0, expected at least 0",
+    ),
+    "loss under a name of PyTorch's": (
+        ["moe.losses.keys={name: z_loss}"],
+        "moe.losses.keys: z_loss: modules of PyTorch use this name; choose another",
+    ),
+    "misspelt loss taken away": (["moe.losses.laod=none"], "unknown loss 'laod'; did you mean 'load'?"),
+    "option of a system": (
+        ["moe.router=switch", "moe.router.system.selector.k=2"],
+        "options of its parts stand beside it: moe.router.selector.k=2",
+    ),
     "no data": (["data.mock=false"], "data.sources is empty; expected at least one prepared dataset"),
     "missing data": (["data.mock=false", "data.sources=[no/corpus]"], "no file 'no/corpus.bin'"),
     "missing checkpoint": (["checkpoint.resume=no/step_1"], "checkpoint.resume: no/step_1 is not a complete"),
@@ -212,6 +229,78 @@ def test_plugin_that_fails_to_import(
     line = told(capsys)
     assert "plugins: 'my_router.py' failed" in line and "RuntimeError: first line second line" in line
     assert not (tmp_path / "runs").exists()
+
+
+PART = """
+from dataclasses import dataclass
+import torch
+from megamoe.moe.part import Part
+from megamoe.registry import register
+
+
+@register("scorer", "{name}")
+class Scorer(Part):
+    @dataclass
+    class Config:
+        width: int = 1
+
+    @classmethod
+    def check(cls, options, moe, expert_parallel):
+        {check}
+
+    def __init__(self, config, dims):
+        super().__init__(config, dims)
+        self.weight_EH = torch.nn.Parameter(torch.zeros(dims.num_experts, dims.hidden_size))
+        {init}
+
+    def forward(self, hidden_TH, context):
+        return hidden_TH @ self.weight_EH.T
+"""
+BAD_PARTS = {
+    "scalar": (
+        "pass",
+        "self.heat = torch.nn.Parameter(torch.tensor(1.0))",
+        "the scorer 'bad_scalar': heat is a parameter of shape []; a scalar needs shape [1]",
+    ),
+    "numbers": (
+        "pass",
+        "self.largest = float(self.weight_EH.max())",
+        "the __init__ of the scorer 'bad_numbers' failed at line 21 of numbers.py: RuntimeError: ",
+    ),
+    "broken": (
+        "pass",
+        "self.weight_EH = config.no_such",
+        "the __init__ of the scorer 'bad_broken' failed at line 21 of broken.py: AttributeError: ",
+    ),
+    "check": (
+        "options.width + 'a'",
+        "pass",
+        "moe.router.scorer: bad_check: its check failed at line 16 of check.py: TypeError: unsupported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PARTS)
+def test_plugin_whose_part_cannot_be_built(
+    pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], own_registry: None, case: str
+) -> None:
+    check, init, message = BAD_PARTS[case]
+    (tmp_path / f"{case}.py").write_text(PART.format(name=f"bad_{case}", check=check, init=init))
+    assert pretrain(f"plugins=[{case}.py]", f"moe.router.scorer=bad_{case}") == 2
+    line = told(capsys)
+    assert message in line
+    assert ("; parts are also built on torch's meta device" in line) is (case == "numbers")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_stands_twice_is_logged_under_each_key(pretrain: Command, tmp_path: Path) -> None:
+    losses = "{near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 0.5}}"
+    assert pretrain("train.steps=1", f"moe.losses={losses}") == 0
+    (row,) = map(json.loads, (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines())
+    assert row["train/near"] != row["train/far"]
+    auxiliary = 0.01 * row["train/near"] + 0.5 * row["train/far"]
+    expected = row["train/lm_loss"] + 2 * auxiliary  # of the mean over the two layers
+    assert row["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

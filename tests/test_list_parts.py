@@ -60,6 +60,30 @@ def test_a_plugin_is_told_too(tool: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert "temperature: float = 1.0" in text
 
 
+WITHOUT_DOCSTRING = """
+from dataclasses import dataclass
+from megamoe.moe.gates.sigmoid import SigmoidGate
+from megamoe.registry import register
+
+
+@register("gate", "untold")
+class Untold(SigmoidGate):
+    @dataclass
+    class Config:
+        untold_x: int = 5
+"""
+
+
+def test_a_plugin_without_docstrings_borrows_none(
+    tool: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, own_registry: None
+) -> None:
+    (tmp_path / "untold.py").write_text(WITHOUT_DOCSTRING)
+    arguments = ("--kind", "gate", "--plugin", str(tmp_path / "untold.py"))
+    block = told(tool, capsys, *arguments).split("\n  untold\n")[1].split("\n\n")[0]
+    assert block.splitlines() == ["      untold_x: int = 5", "      source: -"]
+    assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in told(tool, capsys, *arguments, "--markdown")
+
+
 def test_a_plugin_that_is_not_there_is_one_line(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--plugin", "no_such.py"]) == 2
     captured = capsys.readouterr()

@@ -56,7 +56,7 @@ def as_text(kind: str) -> str:
 
 def text_of(name: str, part: type) -> str:
     """One part: its first sentence, its options, its source."""
-    lines = [f"  {name}", wrapped(summary(part))]
+    lines = [f"  {name}"] + ([wrapped(summary(part))] if summary(part) else [])
     lines += [f"      {option}: {kind} = {default}" for option, kind, default in options_of(part)]
     lines += [wrapped(meaning(part))] if meaning(part) else []
     return "\n".join([*lines, wrapped(f"source: {source(part)}")])
@@ -80,8 +80,8 @@ def as_markdown(kind: str) -> str:
         options = "<br>".join(f"`{option}: {default}` ({kind})" for option, kind, default in options_of(part))
         cells = [
             f"`{name}`",
-            summary(part),
-            options + f"<br>{meaning(part)}" if options else "-",
+            summary(part) or "-",
+            options + f"<br>{meaning(part)}".removesuffix("<br>") if options else "-",
             source(part),
         ]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -104,7 +104,9 @@ def options_of(part: Any) -> Iterator[tuple[str, str, str]]:
 
 def meaning(part: Any) -> str:
     """What the docstring of the part's Config says of its options, in one line."""
-    return " ".join((inspect.getdoc(part.Config) or "").split()) if dataclasses.fields(part.Config) else ""
+    text = doc_of(part.Config)
+    made_by_dataclass = text.startswith(f"{part.Config.__name__}(")
+    return "" if made_by_dataclass or not dataclasses.fields(part.Config) else " ".join(text.split())
 
 
 def yaml_value(value: Any) -> str:
@@ -116,13 +118,18 @@ def yaml_value(value: Any) -> str:
 
 def summary(part: type) -> str:
     """The first paragraph of the part's docstring, without its source."""
-    first = (inspect.getdoc(part) or "").split("\n\n")[0]
+    first = doc_of(part).split("\n\n")[0]
     return " ".join(re.sub(r"Source:.*", "", first, flags=re.DOTALL).split())
+
+
+def doc_of(part: type) -> str:
+    """The class's own docstring: `inspect.getdoc` would give its base's where it has none."""
+    return inspect.cleandoc(part.__doc__ or "")
 
 
 def source(part: type) -> str:
     """What stands after `Source:` in the part's docstring, to the end of its paragraph or the next label."""
-    found = re.search(r"Source:(.*?)(?=\n\n|\bScope:|$)", inspect.getdoc(part) or "", flags=re.DOTALL)
+    found = re.search(r"Source:(.*?)(?=\n\n|\bScope:|$)", doc_of(part), flags=re.DOTALL)
     return " ".join(found[1].split()) if found else "-"
 
 

@@ -14,7 +14,7 @@ from megamoe import registry
 from megamoe.config.parts import PartChoice
 from megamoe.config.problems import first_problem, shown
 from megamoe.config.schema import RunConfig
-from megamoe.config.systems import expand_system
+from megamoe.config.systems import Dropped, expand_system
 from megamoe.errors import UserError
 
 
@@ -73,7 +73,7 @@ def parse_config(tree: dict[str, Any], source: str = "configuration") -> RunConf
     try:
         written_out = _without_shorthands(tree)
     except UserError as error:
-        raise UserError(f"{source}: moe.router: {error}") from None
+        raise UserError(f"{source}: {error}") from None
     try:
         # As JSON, because only there may a mapping become a dataclass while numbers stay strict.
         return TypeAdapter(RunConfig).validate_json(json.dumps(written_out, default=str))
@@ -154,6 +154,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         child = node.get(key)
         if isinstance(child, str) and keys[: depth + 1] == ["moe", "router"]:
             child = {"system": child}
+        elif isinstance(child, str) and keys[: depth + 1] == ["moe", "router", "system"]:
+            raise UserError(
+                f"override {override!r}: moe.router.system is {shown(child)}, which has no keys; options of "
+                f"its parts stand beside it: moe.router.{dotted.split('.', 3)[3]}={text}"
+            )
         elif isinstance(child, str) and _is_part_key(keys[: depth + 1]):
             child = {"name": child}
         elif isinstance(child, int | float) and keys[:depth] == ["moe", "losses"]:
@@ -167,7 +172,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             )
         node[key] = child
         node = child
-    node[keys[-1]] = value
+    known_loss = keys[:-1] == ["moe", "losses"] and keys[-1] in node
+    node[keys[-1]] = Dropped("none") if known_loss and value == "none" else value
 
 
 def _is_part_key(keys: list[str]) -> bool:

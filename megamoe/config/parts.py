@@ -4,13 +4,14 @@ import dataclasses
 import json
 from typing import Any
 
-from pydantic import ConfigDict, PlainValidator, TypeAdapter
+from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from megamoe import registry
 from megamoe.config.problems import shown
 from megamoe.errors import UserError
 
+DEFAULTS = {"scorer": "linear", "gate": "softmax", "selector": "top_k", "capacity": "none"}
 STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
@@ -26,8 +27,9 @@ class PartChoice:
     options: Any
 
     @classmethod
-    def default(cls, kind: str, name: str) -> "PartChoice":
-        """The part with the defaults of its Config."""
+    def default(cls, kind: str, name: str | None = None) -> "PartChoice":
+        """The part, or the kind's default, with the defaults of its Config."""
+        name = name or DEFAULTS[kind]
         return cls(kind, name, registry.get_part(kind, name).Config())
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,19 +37,24 @@ class PartChoice:
         return {"name": self.name, **dataclasses.asdict(self.options)}
 
 
-def one_part(kind: str, default: str | None = None) -> PlainValidator:
-    """Validator of a key that holds one part; options without a name belong to the default part."""
+def one_part(kind: str) -> PlainValidator:
+    """Validator of a key that holds one part; options without a name belong to the kind's default."""
 
     def validate(value: Any) -> PartChoice:
         if value is None:  # YAML spells `none` the part and null alike
             value = "none"
         options = dict(value) if isinstance(value, dict) else {"name": value}
-        name = options.pop("name", default)
+        name = options.pop("name", DEFAULTS.get(kind))
         if not isinstance(name, str):
             raise _problem(f"expected the name of a {kind}, or a mapping with `name`, found {shown(value)}")
         return PartChoice(kind, name, _build_options(kind, name, options))
 
     return PlainValidator(validate)
+
+
+def none_at_all(parts: Any) -> Any:
+    """`none` where a list of parts may stand -> []."""
+    return [] if parts == "none" else parts
 
 
 def names_inside(losses: Any) -> Any:
@@ -59,9 +66,12 @@ def names_inside(losses: Any) -> Any:
         return {}
     if not isinstance(losses, dict):
         return losses
-    for key in losses:
-        if not str(key).isidentifier() or key in registry.RESERVED_LOSS_NAMES:
+    for key, value in losses.items():
+        if not registry.is_name(key) or key in registry.RESERVED_LOSS_NAMES:
             raise _problem(f"a loss is logged as train/<its key>: {shown(key)} is no name for one")
+        name = value.get("name", key) if isinstance(value, dict) else key
+        if name != key and key in registry.list_parts("loss"):
+            raise _problem(f"{key!r} is itself a loss, but its name says {shown(name)}; choose another key")
     return {name: {"name": name, **_loss_options(value)} for name, value in losses.items()}
 
 
@@ -82,8 +92,19 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
             raise _problem(f"the {kind} {name!r} has no option {key!r}{registry.nearest_and_all(key, known)}")
     if "__pydantic_config__" not in vars(config_class):
         config_class.__pydantic_config__ = STRICT  # a plugin's plain dataclass, made as strict as ours
-    adapter: TypeAdapter[Any] = TypeAdapter(config_class)
-    return adapter.validate_json(json.dumps(options))
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(config_class)
+        adapter.rebuild()  # names the type that it does not find, where validation would not
+        return adapter.validate_json(json.dumps(options))
+    except ValidationError:
+        raise
+    except Exception as error:  # a type that cannot be checked, or whatever its __post_init__ raised
+        part = registry.get_part(kind, name)
+        if registry.is_ours(part):
+            raise
+        raise _problem(
+            f"the Config of the {kind} {name!r} failed{registry.failure_of(part, error)}"
+        ) from error
 
 
 def _problem(message: str) -> PydanticCustomError:

@@ -23,6 +23,7 @@ _EXPECTED = {
     "greater_than_equal": "a number of at least {ge}",
     "less_than": "a number below {lt}",
     "less_than_equal": "a number of at most {le}",
+    "needs_python_object": "nothing: this type has no form in YAML",
     "literal_error": "{expected}",
 }
 _LONGEST = 80

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megamoe.config.parts import STRICT, PartChoice, names_inside, one_part
+from megamoe.config.parts import STRICT, PartChoice, names_inside, none_at_all, one_part
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -78,17 +78,18 @@ class LayersConfig:
     listed; or as a layer of its own after a block. None of them (`none`): a dense model."""
 
     __pydantic_config__ = STRICT
-    every: PositiveInt | None = None
-    at: list[PositiveInt] = field(default_factory=list)
-    insert_after: list[PositiveInt] = field(default_factory=list)  # as in BASE
+    every: PositiveInt | None = None  # n: in the blocks n, 2n, 3n, ...
+    at: list[PositiveInt] = field(default_factory=list)  # in these blocks too
+    insert_after: list[PositiveInt] = field(default_factory=list)  # a layer of its own there, as in BASE
 
 
-Scorer = Annotated[PartChoice, one_part("scorer", "linear")]
+Scorer = Annotated[PartChoice, one_part("scorer")]
 Restriction = Annotated[PartChoice, one_part("restriction")]
-Gate = Annotated[PartChoice, one_part("gate", "softmax")]
-Selector = Annotated[PartChoice, one_part("selector", "top_k")]
-Capacity = Annotated[PartChoice, one_part("capacity", "none")]
+Gate = Annotated[PartChoice, one_part("gate")]
+Selector = Annotated[PartChoice, one_part("selector")]
+Capacity = Annotated[PartChoice, one_part("capacity")]
 Loss = Annotated[PartChoice, one_part("loss")]
+Restrictions = Annotated[list[Restriction], BeforeValidator(none_at_all)]
 Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
 
 
@@ -97,11 +98,11 @@ class RouterConfig:
     """The stages between the hidden states and the Routing, in their order."""
 
     __pydantic_config__ = STRICT
-    scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer", "linear"))
-    restrictions: list[Restriction] = field(default_factory=list)
-    gate: Gate = field(default_factory=lambda: PartChoice.default("gate", "softmax"))
-    selector: Selector = field(default_factory=lambda: PartChoice.default("selector", "top_k"))
-    capacity: Capacity = field(default_factory=lambda: PartChoice.default("capacity", "none"))
+    scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer"))
+    restrictions: Restrictions = field(default_factory=list)  # masks before the gate, in order; or `none`
+    gate: Gate = field(default_factory=lambda: PartChoice.default("gate"))
+    selector: Selector = field(default_factory=lambda: PartChoice.default("selector"))
+    capacity: Capacity = field(default_factory=lambda: PartChoice.default("capacity"))
 
 
 @dataclass
@@ -119,7 +120,7 @@ class MoEConfig:
     shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"  # gated: sigmoid(w.x); residual: softmax
     frozen: list[Literal["router", "experts"]] = field(default_factory=list)  # kept as they are
     router: RouterConfig = field(default_factory=RouterConfig)
-    losses: Losses = field(default_factory=dict)
+    losses: Losses = field(default_factory=dict)  # name: weight, name: options, or name: `none`; or `none`
 
 
 @dataclass

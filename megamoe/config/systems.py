@@ -5,48 +5,71 @@
       losses: {clustering: none}
 
 A system may set any key of the section `moe`; the user's own stands above it. An option goes into the
-system's part of that stage, another part's name replaces it, and a loss that is `none` is left out.
+system's part of that stage, another part's name replaces it, and a loss that is `none` is left out. An empty
+key of the losses says nothing: the system's stand.
 """
 
 import copy
 from typing import Any
 
 from megamoe import registry
+from megamoe.config.parts import DEFAULTS
+from megamoe.config.problems import shown
+from megamoe.errors import UserError
 
-ROUTER_PARTS = ("scorer", "gate", "selector", "capacity")
+
+class Dropped(str):
+    """The `none` of a loss that stood there, under whatever name."""
 
 
 def expand_system(moe: dict[str, Any]) -> dict[str, Any]:
     """The section `moe` with its system, if it names one, written out.
 
     Raises:
-        UserError: for an unknown system; the nearest known one is named.
+        UserError: for an unknown system, or a loss that is `none` and unknown; the nearest one is named.
     """
+    return _without_dropped_losses(_over_system(moe))
+
+
+def _over_system(moe: dict[str, Any]) -> dict[str, Any]:
     moe = dict(moe)
     router = moe.get("router")
     if isinstance(router, str):
         router = {"system": router}
     if not isinstance(router, dict) or "system" not in router:
-        return _without_dropped_losses(moe)
+        return moe
     router = dict(router)
-    base = copy.deepcopy(registry.get_system(router.pop("system")).tree)
+    base = _over_system(copy.deepcopy(_tree_of(router.pop("system"))))
     moe["router"] = _merge_router(base.get("router", {}), router)
-    losses = moe.get("losses", {})
+    losses = {} if moe.get("losses") is None else moe["losses"]
     if isinstance(losses, dict):
-        moe["losses"] = _merge_losses(base.get("losses", {}), losses)
-    return _without_dropped_losses({**base, **moe})
+        base_losses = base.get("losses", {})
+        moe["losses"] = _merge_losses({} if base_losses == "none" else base_losses, losses)
+    return {**base, **moe}
+
+
+def _tree_of(system: Any) -> dict[str, Any]:
+    if not isinstance(system, str):
+        raise UserError(
+            f"moe.router.system: expected the name of a system, found {shown(system)}; options of its parts "
+            "stand beside it, as in moe.router.selector.k=2"
+        )
+    try:
+        return registry.get_system(system).tree
+    except UserError as error:
+        raise UserError(f"moe.router: {error}") from None
 
 
 def _merge_router(base: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     merged = {**base, **mine}
-    for stage in ROUTER_PARTS:
+    for stage in registry.STAGES:
         if stage in base and stage in mine:
-            merged[stage] = _merge_part(base[stage], mine[stage])
+            merged[stage] = _merge_part(base[stage], mine[stage], DEFAULTS[stage])
     return merged
 
 
-def _merge_part(base: Any, mine: Any) -> Any:
-    base = base if isinstance(base, dict) else {"name": base}
+def _merge_part(base: Any, mine: Any, default: str) -> Any:
+    base = {"name": default, **base} if isinstance(base, dict) else {"name": base}
     if isinstance(mine, dict) and mine.get("name", base["name"]) == base["name"]:
         return {**base, **mine}
     return base if mine == base["name"] else mine
@@ -55,9 +78,14 @@ def _merge_part(base: Any, mine: Any) -> Any:
 def _merge_losses(base: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {**base, **mine}
     for name in base.keys() & mine.keys():
-        options = _loss_options(mine[name])
-        if isinstance(options, dict):
-            merged[name] = {**_loss_options(base[name]), **options}
+        before, options = _loss_options(base[name]), _loss_options(mine[name])
+        if mine[name] is None:
+            merged[name] = base[name]
+        elif mine[name] == "none":
+            merged[name] = Dropped("none")
+        elif isinstance(before, dict) and isinstance(options, dict):
+            known = before.get("name", name)
+            merged[name] = {**before, **options} if options.get("name", known) == known else options
     return merged
 
 
@@ -68,6 +96,11 @@ def _loss_options(value: Any) -> Any:
 
 
 def _without_dropped_losses(moe: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(moe.get("losses"), dict):
-        moe["losses"] = {name: value for name, value in moe["losses"].items() if value != "none"}
-    return moe
+    losses = moe.get("losses")
+    if not isinstance(losses, dict):
+        return moe
+    known = [*registry.list_parts("loss"), *(name for name, value in losses.items() if value != "none")]
+    for name, value in losses.items():
+        if value == "none" and name not in known and not isinstance(value, Dropped):
+            raise UserError(f"moe.losses: {registry.unknown_name_message('loss', name, known)}")
+    return {**moe, "losses": {name: value for name, value in losses.items() if value != "none"}}

@@ -1,20 +1,11 @@
-"""A registry that forgets what a test registered, and a run's YAML."""
+"""A run's YAML."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megamoe import registry
 from megamoe.config import RunConfig, load_config
-
-
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that the test registers are gone after it."""
-    registry.discover()
-    copy = {kind: dict(parts) for kind, parts in registry._parts.items()}
-    monkeypatch.setattr(registry, "_parts", copy)
 
 
 @pytest.fixture

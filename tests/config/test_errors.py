@@ -113,6 +113,26 @@ moe: {losses: {z_loss: true}}
     moe.losses.z_loss.weight: expected a number, found true
 moe: {losses: {z_loss: [1]}}
     moe.losses.z_loss.weight: expected a number, found [1]
+moe: {router: {restrictions: }}
+    moe.router.restrictions: expected a list, found null
+moe: {router: moec, losses: {clusterng: none}}
+    moe.losses: unknown loss 'clusterng'; did you mean 'clustering'?
+moe: {losses: {laod: none}}
+    moe.losses: unknown loss 'laod'; did you mean 'load'?
+moe: {router: {system: [moec]}}
+    moe.router.system: expected the name of a system, found ["moec"]; options of its parts stand beside it,
+moe: {router: {system: {name: moec}}}
+    moe.router.system: expected the name of a system, found {"name": "moec"}; options of its parts stand
+moe: {router: {system: }}
+    moe.router.system: expected the name of a system, found null; options
+moe: {losses: {switch_balance: {name: z_loss}}}
+    moe.losses: 'switch_balance' is itself a loss, but its name says 'z_loss'; choose another key
+moe: {losses: {Far: {name: z_loss}}}
+    moe.losses: a loss is logged as train/<its key>: 'Far' is no name for one
+moe: {losses: {lr: {name: z_loss}}}
+    moe.losses: a loss is logged as train/<its key>: 'lr' is no name for one
+moe: {losses: {far: {name: zloss}}}
+    moe.losses.far: unknown loss 'zloss'; did you mean 'z_loss'?
 moe: {router: {selector: {k: 1}}}
     moe.router.selector: with k: 1 the weights 'renormalised' are always 1 and the router would get no
 """
@@ -137,16 +157,29 @@ def test_wrong_values_and_keys(load: Load, tmp_path: Path, text: str, expected: 
         ("moe..x=1", "override 'moe..x=1': expected section.key=value"),
         ("seed=[", "override 'seed=[': '[' is not a YAML value"),
         ("name.x=1", "override 'name.x=1': name is 'n', which has no keys"),
+        (
+            "moe.router.system.selector.k=2",
+            "override 'moe.router.system.selector.k=2': moe.router.system is 'switch', which has no keys; "
+            "options of its parts stand beside it: moe.router.selector.k=2",
+        ),
         ("data.sources.0.weight=2", "override 'data.sources.0.weight=2': data.sources is [\"a\"], which has"),
     ],
 )
 def test_overrides_that_cannot_be_applied(load: Load, override: str, expected: str) -> None:
-    assert message_of(load, "name: n\ndata: {sources: [a]}", override).startswith(expected)
+    assert message_of(load, "name: n\ndata: {sources: [a]}\nmoe: {router: switch}", override).startswith(
+        expected
+    )
 
 
 def test_an_override_is_checked_as_the_file_is(load: Load) -> None:
     assert ": optimizer.lr: expected a number, found 'fast'" in message_of(load, "", "optimizer.lr=fast")
     assert "unknown key 'optimizr'; did you mean 'optimizer'?" in message_of(load, "", "optimizr.lr=1")
+    assert ": moe.losses: unknown loss 'laod'; did you mean 'load'?" in message_of(
+        load, "", "moe.losses.laod=none"
+    )
+    assert ": moe.router.system: expected the name of a system, found " in message_of(
+        load, "", "moe.router.system.selector.k=2"
+    )
     with pytest.raises(UserError, match="^configuration: seed: expected a whole number, found 'x'$"):
         load_config(None, ["seed=x"])
 

@@ -113,6 +113,38 @@ def test_null_is_the_part_none(load: Load) -> None:
     )
 
 
+def test_restrictions_may_be_none(load: Load) -> None:
+    assert load("moe: {router: {system: moec}}").moe.router.restrictions
+    assert load("moe: {router: {system: moec, restrictions: none}}").moe.router.restrictions == []
+    assert load("moe: {router: moec}", "moe.router.restrictions=none").moe.router.restrictions == []
+
+
+TWO = "moe: {losses: {near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 1}}}"
+
+
+def test_a_loss_stands_twice_under_keys_of_its_own(load: Load) -> None:
+    config = load(TWO, "moe.losses.far.weight=0.5")
+    losses = config.moe.losses
+    assert [choice.name for choice in losses.values()] == ["switch_balance"] * 2
+    assert (losses["near"].options.scope, losses["far"].options.scope) == ("sequence", "micro_batch")
+    assert losses["far"].options.weight == 0.5
+    assert load(dump_yaml(config)) == config
+
+
+def test_a_loss_under_a_key_of_its_own_can_be_dropped_and_put_back(load: Load) -> None:
+    assert set(load(TWO, "moe.losses.far=none").moe.losses) == {"near"}
+    assert set(load("moe: {losses: {z_loss: 0.1}}", "moe.losses.z_loss=none").moe.losses) == set()
+    put_back = load("", "moe.losses.z_loss=none", "moe.losses.z_loss.weight=2").moe.losses
+    assert put_back["z_loss"].options == ZLoss.Config(weight=2.0)
+
+
+def test_an_empty_section_of_losses_says_nothing(load: Load) -> None:
+    assert load("moe: {losses: }").moe.losses == {}
+    for losses in ("losses: ", "losses: {clustering: , switch_balance: }"):
+        assert load(f"moe: {{router: moec, {losses}}}").moe == load("moe: {router: moec}").moe
+    assert load("moe: {router: moec, losses: none}").moe.losses == {}
+
+
 def test_anchors_and_merges_work(load: Load) -> None:
     config = load("data: {validation: {a: [&web {path: w, weight: 2}], b: [{<<: *web, path: v}]}}")
     (source,) = config.data.validation["b"]

@@ -181,6 +181,70 @@ def test_a_plugin_that_raises(load: Load, tmp_path: Path, text: str, expected: s
         assert str(caught.value).startswith(expected)
 
 
+CONFIG = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Callable
+from megamoe.moe.gates.softmax import SoftmaxGate
+from megamoe.registry import register
+
+if TYPE_CHECKING:
+    from somewhere import Thing
+
+
+@register("gate", "bad_{name}")
+class Gate(SoftmaxGate):
+    @dataclass
+    class Config:
+        option: {option} = 1
+
+        def __post_init__(self):
+            {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "body", "expected"),
+    [
+        ("hint", "Thing", "pass", ": PydanticUndefinedAnnotation: name 'Thing' is not defined"),
+        ("nested", "list[Thing]", "pass", ": PydanticUndefinedAnnotation: name 'Thing' is not defined"),
+        ("literal", "int[str]", "pass", ": TypeError: type 'int' is not subscriptable"),
+        ("post", "int", "self.option + 'a'", " at line 19 of post.py: TypeError: unsupported operand type"),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_one_line(
+    load: Load, tmp_path: Path, name: str, option: str, body: str, expected: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(CONFIG.format(name=name, option=option, body=body))
+    with pytest.raises(UserError) as caught:
+        load(f"plugins: [{name}.py]\nmoe: {{router: {{gate: bad_{name}}}}}")
+    message = str(caught.value)
+    assert "\n" not in message and "http" not in message
+    assert f": moe.router.gate: the Config of the gate 'bad_{name}' failed{expected}" in message
+
+
+def test_an_option_that_no_yaml_can_say(load: Load, tmp_path: Path) -> None:
+    text = CONFIG.format(name="object", option="Callable | None", body="pass")
+    (tmp_path / "object.py").write_text(text.replace("= 1", "= None"))
+    load("plugins: [object.py]\nmoe: {router: {gate: bad_object}}")
+    with pytest.raises(UserError, match="moe.router.gate.option.*: expected .*, found 3$"):
+        load("plugins: [object.py]\nmoe: {router: {gate: {name: bad_object, option: 3}}}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('register("gate", "lab.margin")', "gate 'lab.margin': expected a name of small letters, digits"),
+        ('register_system("mine", None, "me")', "system 'mine': the tree: expected a mapping, found None"),
+    ],
+)
+def test_a_plugin_that_registers_nonsense(load: Load, tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "bad.py").write_text(f"from megamoe.registry import register, register_system\n{text}")
+    with pytest.raises(UserError) as caught:
+        load("plugins: [bad.py]")
+    assert str(caught.value).startswith(f"plugins: 'bad.py' failed at line 2: ValueError: {expected}")
+
+
 def test_a_plugin_that_does_not_exist(load: Load, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^plugins: no file 'no.py' \(looked in ., {tmp_path}\); expected"):
         load("plugins: [no.py]")

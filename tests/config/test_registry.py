@@ -1,6 +1,7 @@
 """The registry: what it refuses, and what it finds by itself."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,39 @@ def test_a_loss_needs_a_weight() -> None:
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown kind 'gates', expected one of scorer, restriction, gate, "):
         registry.register("gates", "x")
+
+
+@pytest.mark.parametrize("name", ["lab.margin", "Margin", "2nd", "a b", "", "größe", "a\n", None])
+def test_a_name_is_a_small_word(name: str) -> None:
+    with pytest.raises(
+        ValueError, match="^loss .*: expected a name of small letters, digits and _, a letter"
+    ):
+        registry.register("loss", name)(Part)
+    with pytest.raises(ValueError, match="^system .*: expected a name of small letters"):
+        registry.register_system(name, {}, "here")
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (None, "the tree: expected a mapping, found None"),
+        ([], "the tree: expected a mapping, found []"),
+        ({"router": None}, "router: expected a mapping or text, found None"),
+        ({"router": "swich"}, "unknown system 'swich'; did you mean 'switch'?"),
+        ({"router": "mine"}, "unknown system 'mine' ("),
+        ({"router": {"system": ["switch"]}}, "router.system: expected text, found"),
+        ({"router": {"scorer": 3}}, "router.scorer: expected a mapping or text, found 3"),
+        ({"router": {"selector": {"name": None}}}, "router.selector.name: expected text, found None"),
+        ({"losses": ["z_loss"]}, "losses: expected a mapping, found"),
+        ({"losses": None}, "losses: expected a mapping, found None"),
+        ({"router": {"gate": {"x": object}}}, "expected plain data, as the YAML has it: Object of type"),
+    ],
+)
+def test_a_systems_tree_is_one_that_the_yaml_could_say(tree: Any, expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        registry.register_system("mine", tree, "here")
+    assert str(caught.value).startswith(f"system 'mine': {expected}")
+    assert "mine" not in registry.list_systems()
 
 
 def test_an_unknown_name_shows_the_nearest_and_all() -> None:

@@ -64,6 +64,48 @@ def test_losses_stand_beside_the_systems_own() -> None:
     assert moe(router="own", losses="none").losses == {}
 
 
+def test_a_loss_that_is_none_must_be_one() -> None:
+    assert moe(router="own", losses={"load": "none"}) == moe(router="own")
+    with pytest.raises(UserError, match="moe.losses: unknown loss 'zlos'; did you mean 'z_loss'?"):
+        moe(router="own", losses={"zlos": "none"})
+
+
+def test_a_system_may_have_losses_under_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"losses": {"far": {"name": "switch_balance", "first_choice": True}}}
+    monkeypatch.setitem(registry._systems, "far", registry.System("far", tree, "these tests"))
+    options = moe(router="far", losses={"far": 0.5}).losses["far"].options
+    assert (options.weight, options.first_choice) == (0.5, True)
+    assert moe(router="far", losses={"far": "none"}).losses == {}
+    replaced = moe(router="far", losses={"far": {"name": "z_loss"}}).losses["far"]
+    assert (replaced.name, replaced.options.weight) == ("z_loss", 0.001)
+
+
+def test_an_option_without_a_name_belongs_to_the_stages_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"router": {"selector": {"k": 3}}, "losses": "none"}
+    monkeypatch.setitem(registry._systems, "bare", registry.System("bare", tree, "these tests"))
+    assert moe(router="bare").router.selector.options.k == 3
+    for mine in ({"scale": 2.0}, {"name": "top_k", "scale": 2.0}):
+        selector = moe(router={"system": "bare", "selector": mine}).router.selector
+        assert (selector.name, selector.options.k, selector.options.scale) == ("top_k", 3, 2.0)
+    assert set(moe(router="bare", losses={"z_loss": 0.1}).losses) == {"z_loss"}
+
+
+def test_a_system_may_build_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {
+        "router": {"system": "own", "selector": {"k": 2}},
+        "losses": {"z_loss": "none", "entropy_x": {"name": "switch_balance"}},
+    }
+    monkeypatch.setitem(registry._systems, "upper", registry.System("upper", tree, "these tests"))
+    monkeypatch.setitem(registry._systems, "alias", registry.System("alias", {"router": "upper"}, "tests"))
+    for name in ("upper", "alias"):
+        found = moe(router={"system": name, "scorer": {"jitter": 0.5}})
+        assert (found.router.selector.options.k, found.router.selector.options.scale) == (2, 2.0)
+        assert (found.router.scorer.options.jitter, found.num_shared_experts) == (0.5, 2)
+        assert set(found.losses) == {"switch_balance", "entropy_x"}
+    assert set(moe(router="upper", losses={"z_loss": None}).losses) == {"switch_balance", "entropy_x"}
+    assert moe(router="upper", losses={"z_loss": 1}).losses["z_loss"].options.weight == 1
+
+
 def test_other_keys_of_the_section_are_the_users_first() -> None:
     assert moe(router="own").num_shared_experts == 2
     assert moe(router="own", num_shared_experts=1).num_shared_experts == 1
