@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
 from megamoe.moe.experts import up_width
@@ -13,7 +14,8 @@ from megamoe.moe.router import Router, build_part
 @dataclass(frozen=True)
 class ModelSize:
     """Numbers of parameters. total: of the whole model; active: those that one token meets with as many
-    experts as its selector counts with (one, where it varies by token); expert: of all routed experts."""
+    experts as its selector gives it on average (one, where that is not known); expert: of all routed
+    experts."""
 
     total: int
     active: int
@@ -41,11 +43,21 @@ def inserted_has_norm(moe: MoEConfig) -> bool:
     return moe.expert_sublayers == 1
 
 
-def num_choices(config: RunConfig) -> int:
-    """Experts of a token, as its selector counts them: 1 where that varies."""
+def mean_choices(config: RunConfig) -> float:
+    """Experts of a token, on average: 1 where its selector does not know."""
     with torch.device("meta"):
         selector = build_part(config.moe.router.selector, _dims(config, config.model.vocab_size))
-    return int(selector.num_choices)
+    return float(selector.mean_choices)
+
+
+def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
+    """Every tensor that the router's parts and the losses of one MoE layer keep, by its name in the layer.
+
+    Names are of the form router.<stage>.<tensor> and losses.<name>.<tensor>; `vocab_size` before padding.
+    """
+    padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
+    tensors = nn.ModuleDict(_parts(config, padded)).state_dict()
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
@@ -72,12 +84,14 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     layers = moe_blocks + len(set(moe.layers.insert_after))
     if layers == 0:
         return ModelSize(dense, dense, 0)
-    parts, chosen = _parts(config, padded_vocab_size(vocab_size, model.vocab_multiple))
-    dense += layers * (parts + _shared(config))
+    parts = _parts(config, padded_vocab_size(vocab_size, model.vocab_multiple))
+    counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
+    dense += layers * (sum(counts) + _shared(config))
     if inserted_has_norm(moe):
         dense += (layers - moe_blocks) * _norm(model)
     expert = layers * _expert(config)
-    return ModelSize(dense + moe.num_experts * expert, dense + chosen * expert, moe.num_experts * expert)
+    active = dense + round(mean_choices(config) * expert)
+    return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert)
 
 
 def _embedding(config: RunConfig, vocab_size: int) -> int:
@@ -120,13 +134,12 @@ def _shared(config: RunConfig) -> int:
     return _ffn(config, moe.num_shared_experts * expert_ffn_size(config), bias=False) + mode
 
 
-def _parts(config: RunConfig, vocab_size: int) -> tuple[int, int]:
-    """(parameters of a layer's router and losses, its selector's k), asked of parts that allocate nothing."""
+def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:
+    """A layer's router and losses, which allocate nothing."""
     with torch.device("meta"):
         router = Router(config.moe.router, _dims(config, vocab_size))
-        losses = [build_part(choice, router.dims) for choice in config.moe.losses.values()]
-    count = sum(parameter.numel() for part in (router, *losses) for parameter in part.parameters())
-    return count, router.dims.num_choices
+        losses = {name: build_part(choice, router.dims) for name, choice in config.moe.losses.items()}
+    return {"router": router, "losses": nn.ModuleDict(losses)}
 
 
 def _dims(config: RunConfig, vocab_size: int | None) -> Dims:

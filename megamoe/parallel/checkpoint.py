@@ -14,13 +14,15 @@ that. Nothing is pickled. A checkpoint is loaded at the layout that saved it.
 import json
 import os
 import shutil
+from collections.abc import Set
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -90,7 +92,13 @@ class Checkpoints:
         dense, experts = model_tensors(engine.model)
         if rank == 0:
             _save(dense, folder / DENSE)
-            meta = {"format": FORMAT, "step": step, "layout": self._layout(engine), **state}
+            meta = {
+                "format": FORMAT,
+                "step": step,
+                "layout": self._layout(engine),
+                "trained": _trained_names(engine.model),
+                **state,
+            }
             _write_text(folder / META, json.dumps(meta, indent=1))
         if rank < self.expert_parallel and experts:
             _save(experts, folder / experts_file(expert_rank))
@@ -127,22 +135,24 @@ class Checkpoints:
         """Restore weights, optimiser and random states; returns the `state` that was saved.
 
         Raises:
-            UserError: on every rank, if the layout differs, or a file of any rank is missing, damaged or of
-                another shape.
+            UserError: on every rank, if the layout differs, a file of any rank is missing or damaged, or a
+                tensor is missing, of another shape, or one that this model has no place for.
         """
         meta = read_meta(path)
         check_layout(path, meta, self._layout(engine))
-        agree(attempt(lambda: self._restore(path, engine, began=meta["step"] > 0)))
+        agree(attempt(lambda: self._restore(path, engine, meta)))
         return meta
 
-    def _restore(self, path: Path, engine: Engine, began: bool) -> None:
+    def _restore(self, path: Path, engine: Engine, meta: dict[str, Any]) -> None:
+        # Moments are told apart by their places alone, which follow from the order of the parameters.
+        _check_order(path, meta.get("trained"), _trained_names(engine.model))
         dense, experts = model_tensors(engine.model)
-        _copy_tensors(dense, _load(path / DENSE), path)
+        _copy_all(dense, _load(path / DENSE), path)
         if experts:
             expert_rank = engine.world.rank % self.expert_parallel
-            _copy_tensors(experts, _load(path / experts_file(expert_rank)), path)
+            _copy_all(experts, _load(path / experts_file(expert_rank)), path)
         mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
-        self._restore_optimizer(engine, path, mine, began)
+        self._restore_optimizer(engine, path, mine, began=meta["step"] > 0)
         random_state.restore(mine, engine.world.device)
 
     def _layout(self, engine: Engine) -> dict[str, Any]:
@@ -174,6 +184,7 @@ class Checkpoints:
         expected = ADAM_STATE if began else set()
         own = {id(parameter) for parameter in engine.model.parameters()}
         files = {engine.world.rank: mine}
+        left = {key for key in mine if key.startswith("optimizer/")}  # each rank takes all that it wrote
         for number, group in enumerate(optimizer.param_groups):
             writer = self._writer_of_group(engine, group)
             if writer not in files:
@@ -181,6 +192,7 @@ class Checkpoints:
             for place, parameter in enumerate(group["params"]):
                 prefix = f"optimizer/{number}/{place}/"
                 found = {key[len(prefix) :]: t for key, t in files[writer].items() if key.startswith(prefix)}
+                left -= {f"{prefix}{name}" for name in found}
                 weight = found.pop("weight", None)
                 if id(parameter) not in own:
                     _copy_tensors({"weight": parameter.data}, {"weight": weight}, path, prefix)
@@ -189,9 +201,12 @@ class Checkpoints:
                         f"{path}: {prefix} holds {sorted(found)}, expected {sorted(expected)}; "
                         "resume from another checkpoint"
                     )
+                for name in found.keys() - {"step"}:
+                    _check_shape(path, prefix + name, found[name], parameter)
                 optimizer.state[parameter] = {
                     name: value.to(parameter.device) for name, value in found.items()
                 }
+        _check_nothing_left(path, left)
 
 
 def experts_file(expert_rank: int) -> str:
@@ -238,6 +253,20 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> dict[str, Any]:
     return meta
 
 
+def dense_shapes(path: Path) -> dict[str, list[int]]:
+    """Of the tensors that all ranks hold alike, by name; none of them is read.
+
+    Raises:
+        UserError: if the file is missing or damaged.
+    """
+    try:
+        with safe_open(str(path / DENSE), framework="pt") as file:
+            names = list(file.keys())
+            return {name: list(file.get_slice(name).get_shape()) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path / DENSE, error) from None
+
+
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters and persistent buffers by name: the dense ones, and this rank's routed experts."""
     experts = {name: p.data for name, p in model.named_parameters() if is_moe_param(p)}
@@ -255,13 +284,43 @@ def _copy_tensors(
         source = found.get(name)
         if source is None:
             raise UserError(f"{path}: {prefix}{name} is missing; the checkpoint is of another model")
-        if source.shape != target.shape:
-            raise UserError(
-                f"{path}: {prefix}{name} has shape {list(source.shape)}, this model needs "
-                f"{list(target.shape)}; resume with the configuration that saved it"
-            )
+        _check_shape(path, prefix + name, source, target)
         with torch.no_grad():
             target.copy_(source)
+
+
+def _copy_all(targets: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:
+    _copy_tensors(targets, found, path)
+    _check_nothing_left(path, found.keys() - targets.keys())
+
+
+def _check_shape(path: Path, name: str, source: Tensor, target: Tensor) -> None:
+    if source.shape != target.shape:
+        raise UserError(
+            f"{path}: {name} has shape {list(source.shape)}, this model needs {list(target.shape)}; "
+            "resume with the configuration that saved it"
+        )
+
+
+def _check_nothing_left(path: Path, names: Set[str]) -> None:
+    if names:
+        raise UserError(
+            f"{path}: this model has no place for {min(names)}; resume with the configuration that saved it"
+        )
+
+
+def _trained_names(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _check_order(path: Path, saved: list[str] | None, now: list[str]) -> None:
+    """saved: None in earlier checkpoints, which do not have it."""
+    for before, after in zip_longest(now if saved is None else saved, now):
+        if before != after:
+            raise UserError(
+                f"{path}: the optimiser was saved with {before} where this run has {after}; resume with the "
+                "configuration that saved it, in its order"
+            )
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -275,8 +334,12 @@ def _load(path: Path) -> dict[str, Tensor]:
     try:
         loaded: dict[str, Tensor] = load_file(str(path))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: missing or damaged ({error}); resume from another checkpoint") from None
+        raise _damaged(path, error) from None
     return loaded
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: missing or damaged ({error}); resume from another checkpoint")
 
 
 def _sync(path: Path) -> None:

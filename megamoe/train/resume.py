@@ -1,15 +1,18 @@
 """Whether a checkpoint is one that this run can go on from (same layout, same model, same data), or one
 whose weights it can start from."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoint import check_layout, layout, read_meta
+from megamoe.model.size import moe_layer_numbers, part_shapes
+from megamoe.parallel.checkpoint import check_layout, dense_shapes, layout, read_meta
 from megamoe.parallel.deepspeed_config import resolve_precision, zero_stage
 
-# Keys that decide the tensors' shapes, or which sample comes next. The rest may change.
+# Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps
+# state is compared by itself. The rest may change.
 SAME = {
     "": ("seed",),
     "model": ("*",),
@@ -25,8 +28,12 @@ SAME = {
     "data": ("sources", "split", "mock", "sequence_length", "document_aware"),
 }
 FREE = ("hidden_dropout", "attention_dropout", "recompute", "vocab_size")  # the vocabulary is compared
+# What decides a model's function and shows in no tensor.
+SAME_FUNCTION = ("num_attention_heads", "position", "rope_base", "norm", "norm_eps", "activation")
+PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # of a tensor's name: from its part on
 RESUME_WAY_OUT = "resume with the configuration that saved it"
 INIT_WAY_OUT = "start with the model's configuration that saved it"
+Tree = dict[str, Any]
 
 
 def check_resume(
@@ -47,6 +54,35 @@ def check_resume(
         for key in after if keys == ("*",) else keys:
             if key not in FREE:
                 _same(path, f"{section}.{key}".lstrip("."), before.get(key), after[key])
+    if moe_layer_numbers(config.moe, config.model.num_layers):
+        _same_state(path, saved["moe"], current["moe"], part_shapes(config, vocabulary))
+
+
+def _same_state(path: Path, saved: Tree, current: Tree, shapes: dict[str, list[int]]) -> None:
+    """What the router and the losses have learned must have its place, with its meaning.
+
+    shapes: of the present parts' tensors, by name.
+    """
+    scorers = [moe["router"]["scorer"]["name"] for moe in (saved, current)]
+    _same(path, "moe.router.scorer", *scorers)
+    found = [(PART_TENSOR.search(name), shape) for name, shape in dense_shapes(path).items()]
+    known = {match[1]: shape for match, shape in found if match}
+    for name in sorted(known.keys() | shapes.keys()):
+        if known.get(name) != shapes.get(name):
+            room, part, _ = name.split(".", maxsplit=2)
+            before, after = _differing(saved[room].get(part), current[room].get(part))
+            _same(path, f"moe.{room}.{part}", before, after)
+            _same(path, f"moe.{name}", known.get(name), shapes.get(name))  # another part's option decides it
+
+
+def _differing(before: Any, after: Any) -> tuple[Any, Any]:
+    """Two parts' trees; of the same part, only the options that differ."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return before, after
+    if before["name"] != after["name"]:
+        return before["name"], after["name"]
+    keys = [key for key in after if before.get(key) != after[key]]
+    return {key: before.get(key) for key in keys}, {key: after[key] for key in keys}
 
 
 def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
@@ -64,9 +100,10 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
             "set name=... to another one, or go on with --resume"
         )
     _same(path, "vocabulary", meta["vocabulary"], vocabulary, INIT_WAY_OUT)
-    # The tensors' names and shapes tell everything else that decides what the weights mean.
-    heads = meta["config"]["model"]["num_attention_heads"]
-    _same(path, "model.num_attention_heads", heads, config.model.num_attention_heads, INIT_WAY_OUT)
+    # The tensors' names and shapes tell the sizes, when they are read.
+    saved, current = meta["config"]["model"], to_dict(config)["model"]
+    for key in SAME_FUNCTION:
+        _same(path, f"model.{key}", saved.get(key), current[key], INIT_WAY_OUT)
 
 
 def _same(path: Path, key: str, before: Any, after: Any, way_out: str = RESUME_WAY_OUT) -> None:

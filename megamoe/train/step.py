@@ -110,9 +110,17 @@ class StepRecord:
 
 
 def train_step(
-    engine: Engine, context: StepContext, batches: list[Batch], lr: float, label_smoothing: float
+    engine: Engine,
+    context: StepContext,
+    batches: list[Batch],
+    lr: float,
+    label_smoothing: float,
+    micro_batches_before: int = 0,
 ) -> StepRecord:
-    """Forward and backward over this rank's micro batches, then one update of the weights."""
+    """Forward and backward over this rank's micro batches, then one update of the weights.
+
+    micro_batches_before: those of all ranks in the steps before this one.
+    """
     device = engine.world.device
     model = engine.model
     assert isinstance(model, GPT)
@@ -125,7 +133,7 @@ def train_step(
     record = StepRecord()
     for place, batch in enumerate(batches):
         batch = batch.to(device).repeat(rollouts)
-        tell(context, batch, rollouts)
+        tell(context, batch, micro_batches_before + _number(engine, place), rollouts)
         losses_BS = engine.forward(
             last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
         )
@@ -149,9 +157,9 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
     assert isinstance(model, GPT)
     sums = torch.zeros(2, dtype=torch.float64)
     engine.train(False)
-    for batch in batches:
+    for place, batch in enumerate(batches):
         batch = batch.to(engine.world.device)
-        tell(context, batch)
+        tell(context, batch, _number(engine, place))
         losses_BS = model(**model_inputs(batch))
         sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
     engine.train(True)
@@ -161,10 +169,16 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
     return float(total / max(tokens, 1.0))
 
 
-def tell(context: StepContext, batch: Batch, rollouts: int = 1) -> None:
+def _number(engine: Engine, place: int) -> int:
+    """Of this rank's micro batch `place` among those of all ranks, to which they are dealt in turn."""
+    return place * engine.data_parallel + engine.world.rank
+
+
+def tell(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> None:
     """Write into the context what the layers must know of the micro batch, in a block's order (s * B + b).
 
-    `batch` holds every sequence `rollouts` times, whose tokens draw for themselves.
+    number: of the micro batch, in the run and over all ranks. `batch` holds every sequence `rollouts` times,
+    whose tokens draw for themselves.
     """
     num_sequences, length = batch.tokens_BS.shape
     device = batch.tokens_BS.device
@@ -176,7 +190,7 @@ def tell(context: StepContext, batch: Batch, rollouts: int = 1) -> None:
     context.token_index_T = index_SB.reshape(-1)
     context.token_ids_T = batch.tokens_BS.transpose(0, 1).reshape(-1)
     context.sample_index_B = sample_B
-    context.micro_batch = int(batch.sample_index_B[0]) // distinct
+    context.micro_batch = number
     context.num_rollouts = rollouts
 
 

@@ -5,18 +5,20 @@ from typing import Any
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import find_backends
+from megamoe.model.gpt import GPT
 from megamoe.model.size import (
     ModelSize,
     expert_ffn_size,
     ffn_size,
+    mean_choices,
     model_size,
     moe_block_numbers,
     moe_layer_numbers,
-    num_choices,
 )
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.memory import state_bytes
 from megamoe.train.schedule import BatchSchedule
+from megamoe.train.step import num_rollouts
 
 Rows = dict[str, list[tuple[str, object]]]
 
@@ -132,7 +134,8 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine)
     """A rough count of what the backward pass keeps: about 14 hidden vectors a block besides the FFN's inner
     ones, and the logits three times in fp32."""
     model = config.model
-    tokens = config.train.micro_batch_size * config.data.sequence_length
+    assert isinstance(engine.model, GPT)
+    tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
     width = 2 if engine.precision == "bf16" else 4
     if model.recompute == "full":  # the blocks' inputs, and what one of them needs while it is computed again
         kept = model.num_layers * model.hidden_size + _block_width(config) // model.num_layers
@@ -141,14 +144,14 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine)
     return float(tokens * (width * kept + 12 * vocabulary.size))
 
 
-def _block_width(config: RunConfig) -> int:
+def _block_width(config: RunConfig) -> float:
     """Numbers a token that all blocks keep together."""
     model, moe = config.model, config.moe
     layers = len(moe_layer_numbers(moe, model.num_layers))
     dense = model.num_layers - len(moe_block_numbers(moe, model.num_layers))
-    inner = 4 * dense * ffn_size(model)
+    inner: float = 4 * dense * ffn_size(model)
     if layers and model.recompute != "selective":
-        chosen = num_choices(config) * moe.expert_sublayers + moe.num_shared_experts
+        chosen = mean_choices(config) * moe.expert_sublayers + moe.num_shared_experts
         inner += layers * chosen * (4 * expert_ffn_size(config) + 3 * model.hidden_size)
     return 14 * model.num_layers * model.hidden_size + inner
 

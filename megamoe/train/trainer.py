@@ -32,10 +32,15 @@ from megamoe.train.step import StepRecord, evaluate, train_step
 
 @dataclass
 class Progress:
-    """Where the run stands: what a checkpoint must bring back besides tensors."""
+    """Where the run stands: what a checkpoint must bring back besides tensors.
+
+    samples, micro_batches: taken so far, over all ranks. A resumed run may cut its batches otherwise, so the
+    one does not follow from the other.
+    """
 
     step: int = 0
     samples: int = 0
+    micro_batches: int = 0
 
 
 class Trainer:
@@ -86,11 +91,13 @@ class Trainer:
         batches = [next(self._stream) for _ in range(size // self.schedule.unit)]
         self.context.step = self.progress.step + 1
         lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
-        record = train_step(self.engine, self.context, batches, lr, self.config.train.label_smoothing)
+        smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
+        record = train_step(self.engine, self.context, batches, lr, smoothing, before)
         self._check_finite(record)
         self._after_step(record)
         self.progress.step += 1
         self.progress.samples += size
+        self.progress.micro_batches += record.micro_batches
         seconds = time.perf_counter() - started
         length = self.config.data.sequence_length
         metrics = {
@@ -123,6 +130,7 @@ class Trainer:
         """Write a checkpoint of the present step."""
         state = {
             "samples": self.progress.samples,
+            "micro_batches": self.progress.micro_batches,
             "tokens": self.progress.samples * self.config.data.sequence_length,
             "vocabulary": self.vocabulary.size,
             "config": to_dict(self.config),
@@ -185,7 +193,9 @@ class Trainer:
 
     def _resume(self, path: Path) -> None:
         meta = self.checkpoints.load(path, self.engine)
-        self.progress = Progress(meta["step"], meta["samples"])
+        # Earlier checkpoints do not have this count.
+        estimate = meta["samples"] // self.schedule.unit * self.world.size
+        self.progress = Progress(meta["step"], meta["samples"], meta.get("micro_batches", estimate))
 
     def _open_stream(self) -> BatchStream:
         return self._stream_of(self.datasets.train, self.progress.samples, self.config.data.workers)

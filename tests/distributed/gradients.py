@@ -87,9 +87,9 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
     _collect(model, weighted, routings)
     lm_sum, tokens = torch.zeros(()), 0.0
     with _micro_batches(config, batch_size) as stream:
-        for _ in range(batch_size):
+        for number in range(batch_size):
             batch = next(stream).repeat(rollouts)
-            tell(context, batch, rollouts)
+            tell(context, batch, number, rollouts)
             masked_BS = model(**model_inputs(batch)) * batch.loss_mask_BS
             lm_sum = lm_sum + masked_BS.sum() / rollouts
             tokens += float(batch.loss_mask_BS.sum()) / rollouts

@@ -1,5 +1,7 @@
 """Every registered part trains alike on 1 rank and on 4 of EP 4, and its state survives a checkpoint."""
 
+import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,17 @@ def run_of(kind: str, name: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+def _by_run() -> dict[str, list[tuple[str, str]]]:
+    """The parts that stand among the same company: one run shows all of them."""
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for part in PARTS:
+        found[json.dumps(run_of(*part), sort_keys=True)].append(part)
+    return found
+
+
+DISTINCT = _by_run()
+
+
 def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, list[Any]]]:
     """Job: what each step of each run showed on this rank."""
     try:
@@ -46,12 +59,18 @@ def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, li
 @pytest.fixture(scope="module")
 def found(pool: Pool) -> dict[str, tuple[Any, Any]]:
     """By part: (what the one rank showed, what each of the four did)."""
-    one = [on_one_rank(*part) for part in PARTS]
+    one = [on_one_rank(*parts[0]) for parts in DISTINCT.values()]
     stage = ds_config("zero1_fp32")
-    many = [run_of(*part, parallel__expert=RANKS, parallel__deepspeed=stage) for part in PARTS]
+    many = [
+        run_of(*parts[0], parallel__expert=RANKS, parallel__deepspeed=stage) for parts in DISTINCT.values()
+    ]
     (alone,) = pool.run(several_runs, one, STEPS, ranks=1, timeout_s=300)
     ranks = pool.run(several_runs, many, STEPS, ranks=RANKS, timeout_s=300)
-    return {name: (alone[place], [rank[place] for rank in ranks]) for place, name in enumerate(PART_IDS)}
+    return {
+        f"{kind}-{name}": (alone[place], [rank[place] for rank in ranks])
+        for place, parts in enumerate(DISTINCT.values())
+        for kind, name in parts
+    }
 
 
 @pytest.mark.parametrize("part", PART_IDS)
@@ -65,25 +84,35 @@ def test_a_part_trains_alike_on_one_rank_and_on_four(found: dict[str, Any], part
             assert rank[word] == pytest.approx(alone[word], rel=TOLERANCE), word
 
 
-def save_and_go_on(several: list[dict[str, Any]], folder: Path) -> list[tuple[list[Any], list[Any]]]:
-    """Job: the steps after a checkpoint, of the run that went on and of the one resumed from it."""
+def save_and_go_on(
+    several: list[dict[str, Any]], folder: Path, steps: int
+) -> list[tuple[list[Any], list[Any]]]:
+    """Job: two steps after a checkpoint at `steps`, of the run that went on and of the resumed one."""
     shown = []
     try:
         for place, changes in enumerate(several):
             output = str(folder / str(place))
             trainer = Trainer(small_run(output, **changes))
-            for _ in range(STEPS):
+            for _ in range(steps):
                 trainer.step()
             trainer.save()
             went_on = watched_steps(trainer, 2)
             resumed = watched_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
-            shown.append((went_on["loss"], resumed["loss"]))
+            shown.append(
+                ([*went_on["loss"], *went_on["grad_norm"]], [*resumed["loss"], *resumed["grad_norm"]])
+            )
     finally:
         launch.stop()
     return shown
 
 
-def test_the_state_of_every_part_survives_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    (shown,) = pool.run(save_and_go_on, [run_of(*part) for part in PARTS], tmp_path, ranks=1, timeout_s=300)
-    for name, (went_on, resumed) in zip(PART_IDS, shown, strict=True):
-        assert went_on == resumed, name
+@pytest.mark.parametrize(("ranks", "file", "steps"), [(1, "zero0_fp32", STEPS), (2, "zero2_bf16", 2)])
+def test_the_state_of_every_part_survives_a_checkpoint(
+    pool: Pool, tmp_path: Path, ranks: int, file: str, steps: int
+) -> None:
+    """The scorer `stable` is saved in its second phase, frozen since step 2."""
+    layout = {"parallel__expert": ranks, "parallel__deepspeed": ds_config(file)}
+    runs = [run_of(*parts[0], **layout) for parts in DISTINCT.values()]
+    for shown in pool.run(save_and_go_on, runs, tmp_path, steps, ranks=ranks, timeout_s=300):
+        for parts, (went_on, resumed) in zip(DISTINCT.values(), shown, strict=True):
+            assert went_on == resumed, parts

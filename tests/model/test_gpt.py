@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megamoe import registry
 from megamoe.data.mock import document_masks
-from megamoe.model.size import model_size, moe_layer_numbers, num_choices, padded_vocab_size
+from megamoe.model.size import mean_choices, model_size, moe_layer_numbers, padded_vocab_size
 from megamoe.moe.part import Dims, Part
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
@@ -83,7 +83,7 @@ def test_size_by_hand() -> None:
 def test_active_experts_are_those_that_the_selector_counts_with() -> None:
     config = tiny("moe.router={scorer: hierarchical, selector: hierarchical_top_k}", "moe.num_experts=16")
     size = model_size(config, VOCABULARY)
-    assert num_choices(config) == 4  # 2 experts in each of 2 groups
+    assert mean_choices(config) == 4  # 2 experts in each of 2 groups
     assert size.total - size.active == 2 * (16 - 4) * 3 * 16 * 12  # blocks, experts not met, each one's size
 
 

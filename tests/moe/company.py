@@ -6,6 +6,7 @@ from typing import Any
 from megamoe import registry
 
 NUM_EXPERTS = 16
+BIAS_UPDATE = 0.01  # of a gate among its own company
 PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
 PART_IDS = [f"{kind}-{name}" for kind, name in PARTS]
 # Small sizes, and choices that do not depend on how many ranks share the experts.
@@ -29,6 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def moe_tree(kind: str, name: str, num_experts: int = NUM_EXPERTS) -> dict[str, Any]:
     """The section `moe` of a layer with this part."""
     trees = [system.tree for system in registry.list_systems().values() if _has(system.tree, kind, name)]
+    if kind == "gate":  # with a bias, which not every selector follows
+        trees = [tree for tree in trees if _has(tree, "selector", "top_k")]
     tree = copy.deepcopy(trees[0]) if trees else {"router": {}, "losses": {}}
     if not trees:
         _put(tree, kind, name)
@@ -36,6 +39,8 @@ def moe_tree(kind: str, name: str, num_experts: int = NUM_EXPERTS) -> dict[str, 
     for stage in ("scorer", "gate", "selector", "capacity"):
         if stage in router:
             router[stage] = _sized(router[stage])
+    if kind == "gate":
+        router["gate"]["bias_update"] = BIAS_UPDATE
     router["restrictions"] = [_sized(choice) for choice in router.get("restrictions", [])]
     tree["losses"] = {
         loss: {**(options if isinstance(options, dict) else {"weight": options}), **OPTIONS.get(loss, {})}

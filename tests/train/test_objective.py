@@ -67,10 +67,10 @@ def reference_gradients(config: RunConfig) -> tuple[GPT, float]:
         layer.router.register_forward_hook(lambda *call: routings.append(call[-1]))
     tokens = sum(float(batch.loss_mask_BS.sum()) for batch in BATCHES)
     lm_loss = 0.0
-    for batch in BATCHES:
+    for number, batch in enumerate(BATCHES):
         routings.clear()
         repeated = batch.repeat(ROLLOUTS)
-        tell(context, repeated, ROLLOUTS)
+        tell(context, repeated, number, ROLLOUTS)
         masked_BS = model(**model_inputs(repeated)) * repeated.loss_mask_BS
         loss = masked_BS.sum() / ROLLOUTS / tokens
         lm_loss += float(loss.detach())

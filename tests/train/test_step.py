@@ -114,23 +114,23 @@ def test_token_index_follows_the_order_of_a_block() -> None:
     tokens_BS = torch.tensor([[1, 2, 3], [4, 5, 6]])
     batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7]))
     context = StepContext()
-    tell(context, batch)
+    tell(context, batch, number=5)
     assert context.token_index(6, torch.device("cpu")).tolist() == [18, 21, 19, 22, 20, 23]
     assert context.token_ids_T is not None and context.token_ids_T.tolist() == [1, 4, 2, 5, 3, 6]
     assert context.sequence(6, torch.device("cpu")).tolist() == [0, 1, 0, 1, 0, 1]
-    assert context.micro_batch == 3
+    assert context.micro_batch == 5
 
 
 def test_every_rollout_of_a_sequence_draws_for_itself() -> None:
     tokens_BS = torch.tensor([[1, 2], [4, 5]])
     batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7])).repeat(2)
     context = StepContext()
-    tell(context, batch, rollouts=2)
+    tell(context, batch, number=5, rollouts=2)
     assert batch.tokens_BS.tolist() == [[1, 2], [4, 5], [1, 2], [4, 5]]
     second = 1 << 48
     expected = [12, 14, second + 12, second + 14, 13, 15, second + 13, second + 15]
     assert context.token_index(8, torch.device("cpu")).tolist() == expected
-    assert (context.micro_batch, context.num_rollouts, context.num_sequences) == (3, 2, 4)
+    assert (context.micro_batch, context.num_rollouts, context.num_sequences) == (5, 2, 4)
 
 
 def reference_step(config: RunConfig, batches: list[Batch], lr: float) -> tuple[GPT, float, float]:

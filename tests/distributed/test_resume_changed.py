@@ -1,0 +1,295 @@
+"""Resuming with something changed: what would lose or mistake state is refused, the rest trains on."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from megamoe import registry
+from megamoe.errors import UserError
+from megamoe.moe.part import Dims, Part
+from megamoe.moe.scorers.linear import LinearScorer
+from megamoe.parallel import launch
+from megamoe.train import trainer as trainer_module
+from megamoe.train.trainer import Trainer
+from tests.distributed.pool import Pool
+from tests.distributed.runs import ds_config, in_order, run_steps, small_run
+
+Changes = dict[str, Any]
+
+
+class Learned(Part):
+    """A loss with a parameter."""
+
+    @dataclass
+    class Config:
+        weight: float = 0.1
+
+    def __init__(self, config: Config, dims: Dims) -> None:
+        super().__init__(config, dims)
+        self.vector = nn.Parameter(torch.ones(dims.num_experts))
+
+    def forward(self, routing: Any, context: Any) -> Tensor:
+        return (self.vector * routing.probs_TE.mean(0)).sum()
+
+
+class Negated(LinearScorer):
+    """A scorer whose tensors are those of another, with another meaning."""
+
+    def forward(self, hidden_TH: Tensor, context: Any) -> Tensor:
+        return -super().forward(hidden_TH, context)
+
+
+def router(**stages: Any) -> Changes:
+    return {"moe__router": stages, "moe__losses": {}}
+
+
+def two_losses(*names: str) -> Changes:
+    return {**router(), "moe__losses": {name: {"name": "learned"} for name in names}}
+
+
+NOISY = router(scorer={"name": "noisy", "start": "normal"})
+SIGMOID = router(gate="sigmoid")
+BIASED = router(gate={"name": "sigmoid", "bias_update": 0.01})
+TABLE = router(scorer="hash", selector="table")
+# (saved with, resumed with, what the user is told of it; None: it trains on)
+CASES: dict[str, tuple[Changes, Changes, str | None]] = {
+    "fewer parameters": (NOISY, router(), "moe.router.scorer noisy, this run has linear"),
+    "more parameters": (router(), NOISY, "moe.router.scorer linear, this run has noisy"),
+    "tensors of the same names": (
+        router(),
+        router(scorer="negated"),
+        "moe.router.scorer linear, this run has negated",
+    ),
+    "another size": (
+        router(scorer={"name": "cosine", "routing_dim": 4}),
+        router(scorer={"name": "cosine", "routing_dim": 6}),
+        "moe.router.scorer {'routing_dim': 4}, this run has {'routing_dim': 6}",
+    ),
+    "a bias that vanishes": (
+        BIASED,
+        SIGMOID,
+        "moe.router.gate {'bias_update': 0.01}, this run has {'bias_update': 0.0}",
+    ),
+    "a bias that begins": (
+        SIGMOID,
+        BIASED,
+        "moe.router.gate {'bias_update': 0.0}, this run has {'bias_update': 0.01}",
+    ),
+    "a gate without the bias": (BIASED, router(), "moe.router.gate sigmoid, this run has softmax"),
+    "another table": (
+        TABLE,
+        router(scorer="hash", selector={"name": "table", "k": 2}),
+        "moe.router.scorer.table_KV [1, 64], this run has [2, 64]",
+    ),
+    "a loss that has learned": (two_losses("a"), two_losses(), "moe.losses.a {"),
+    "a loss that would have to": (two_losses(), two_losses("a"), "moe.losses.a None, this run has {"),
+    "another order": (
+        two_losses("a", "b"),
+        two_losses("b", "a"),
+        "model.decoder.layers.1.mlp.layer.losses.a.vector where this run has model.decoder.layers.1.mlp",
+    ),
+    "what keeps no state": (
+        {**router(scorer={"name": "linear", "jitter": 0.1}), "moe__losses": {"switch_balance": 0.1}},
+        {
+            **router(
+                gate={"name": "softmax", "temperature": 2.0},
+                selector={"name": "top_k", "k": 3},
+                capacity={"name": "per_expert", "factor": 1.5},
+            ),
+            "moe__losses": {"z_loss": 0.2},
+            "optimizer__lr": 1e-2,
+        },
+        None,
+    ),
+    "a bias of another speed": (
+        BIASED,
+        router(gate={"name": "sigmoid", "bias_update": 0.5, "bias_until": 9, "temperature": 2.0}),
+        None,
+    ),
+}
+
+
+def save_all(folder: Path) -> None:
+    """Job: a checkpoint of each case after a step."""
+    try:
+        for place, (before, _, _) in enumerate(_cases()):
+            _save(folder / str(place), before)
+    finally:
+        launch.stop()
+
+
+def resume_all(folder: Path, unchecked: bool) -> list[str]:
+    """Job: what is told of each resume; `unchecked`: by what loads the tensors alone."""
+    check = mock.patch.object(trainer_module, "check_resume") if unchecked else nullcontext()
+    try:
+        with check:
+            return [
+                _resume(folder / str(place), after, str(place))
+                for place, (_, after, _) in enumerate(_cases())
+            ]
+    finally:
+        launch.stop()
+
+
+def _cases() -> list[tuple[Changes, Changes, str | None]]:
+    registry._parts["loss"]["learned"] = Learned
+    registry._parts["scorer"]["negated"] = Negated
+    return list(CASES.values())
+
+
+def _save(output: Path, changes: Changes) -> None:
+    trainer = Trainer(small_run(output, **changes))
+    trainer.step()
+    trainer.save()
+    trainer._stream.close()
+
+
+def _resume(output: Path, changes: Changes, place: str) -> str:
+    path = output / "small" / "checkpoints" / "step_00000001"
+    try:
+        trainer = Trainer(small_run(output / "again", checkpoint__resume=str(path), **changes))
+    except UserError as error:
+        return str(error)
+    _, metrics = trainer.step()
+    trainer._stream.close()
+    assert math.isfinite(metrics["train/loss"])
+    return "trains"
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("changed")
+    pool.run(save_all, folder, ranks=1)
+    return folder
+
+
+def test_a_part_whose_state_would_be_lost_is_named(pool: Pool, saved: Path) -> None:
+    (found,) = pool.run(resume_all, saved, False, ranks=1)
+    for (name, (_, _, told)), message in zip(CASES.items(), found, strict=True):
+        assert told is not None or message == "trains", f"{name}: {message}"
+        assert told is None or ("saved with " in message and told in message), f"{name}: {message}"
+        assert "\n" not in message
+
+
+def test_what_is_loaded_is_refused_by_itself(pool: Pool, saved: Path) -> None:
+    """Whatever the comparison before may overlook; but not what has the same names and shapes."""
+    (found,) = pool.run(resume_all, saved, True, ranks=1)
+    told = dict(zip(CASES, found, strict=True))
+    assert "where this run has" in told["fewer parameters"]
+    assert (
+        "this model has no place for model.decoder.layers.1.mlp.layer.router.gate.bias"
+        in (told["a bias that vanishes"])
+    )
+    assert "layer.router.gate.bias is missing" in told["a bias that begins"]
+    assert "scorer.weight has shape [4, 32], this model needs [6, 32]" in told["another size"]
+    for name, (_, _, wanted) in CASES.items():
+        overlooked = name == "tensors of the same names"
+        assert (told[name] == "trains") == (wanted is None or overlooked), f"{name}: {told[name]}"
+
+
+def damage_and_resume(folder: Path, file: str, **changes: Any) -> list[str]:
+    """Job: what is told of a checkpoint of which one tensor is spoilt, of each way to."""
+    path = folder / "small" / "checkpoints" / "step_00000001"
+    try:
+        _save(folder, changes)
+        whole = load_file(path / file)
+        told = []
+        for spoil in (_add, _cut, _change):
+            tensors = dict(whole)
+            spoil(tensors)
+            save_file(tensors, path / file)
+            told.append(_resume(folder, changes, "again"))
+        return told
+    finally:
+        launch.stop()
+
+
+def _first(tensors: dict[str, Tensor]) -> str:
+    names = ("exp_avg", ".experts.", "embedding")
+    return min(name for name in tensors if any(part in name for part in names))
+
+
+def _add(tensors: dict[str, Tensor]) -> None:
+    tensors["optimizer/0/999/exp_avg"] = torch.zeros(1)
+
+
+def _cut(tensors: dict[str, Tensor]) -> None:
+    del tensors[_first(tensors)]
+
+
+def _change(tensors: dict[str, Tensor]) -> None:
+    name = _first(tensors)
+    tensors[name] = torch.cat([tensors[name], tensors[name]])
+
+
+@pytest.mark.parametrize(
+    ("file", "config"),
+    [
+        ("dense.safetensors", "zero0_fp32"),
+        ("experts_00000.safetensors", "zero0_fp32"),
+        ("rank_00000.safetensors", "zero0_fp32"),
+        ("rank_00000.safetensors", "zero2_bf16"),
+    ],
+)
+def test_no_tensor_too_many_too_few_or_of_another_shape(
+    pool: Pool, tmp_path: Path, file: str, config: str
+) -> None:
+    run = {"parallel__deepspeed": ds_config(config)}
+    ((added, cut, changed),) = pool.run(damage_and_resume, tmp_path, file, **run, ranks=1)
+    assert "this model has no place for optimizer/0/999/exp_avg; resume with" in added
+    assert "is missing" in cut or "holds ['exp_avg_sq', 'step'], expected" in cut
+    assert "has shape" in changed
+
+
+HOME: Changes = {
+    "moe__router": {"restrictions": [{"name": "gating_dropout", "rate": 1.0, "ranks": 2}]},
+    "moe__losses": {},
+    "checkpoint__resume": "auto",
+}
+RECUT: Changes = {"train__micro_batch_size": 2, "train__global_batch_size": 8}
+
+
+def test_a_tokens_home_is_its_rank_after_the_batches_were_cut_otherwise(pool: Pool, tmp_path: Path) -> None:
+    """And on one rank it is the same one. 6 samples are no multiple of the 4 of two micro batches."""
+    two = {**HOME, "output": tmp_path / "two", "parallel__expert": 2}
+    one = {**HOME, "output": tmp_path / "one"}
+    pool.run(run_steps, 1, True, **two, train__global_batch_size=6, ranks=2)
+    pool.run(run_steps, 1, True, **one, train__global_batch_size=6, ranks=1)
+    ranks = pool.run(run_steps, 2, True, **two, **RECUT, ranks=2)
+    (alone,) = pool.run(run_steps, 2, **one, **RECUT, ranks=1)
+    for rank, found in enumerate(ranks):
+        assert found["samples"][0] == [[6 + 2 * rank, 7 + 2 * rank], [10 + 2 * rank, 11 + 2 * rank]]
+        for chosen in found["chosen"]:
+            assert set((chosen[:, 3] // 4).tolist()) == {rank}
+        assert found["lm_loss"] == pytest.approx(alone["lm_loss"], rel=1e-5)
+    for step in range(2):
+        assert torch.equal(
+            in_order([rank["chosen"][step] for rank in ranks]), in_order([alone["chosen"][step]])
+        )
+    # Resumed once more as it was, it goes on as it would have.
+    path = tmp_path / "two" / "small" / "checkpoints" / "step_00000001"
+    whole = pool.run(run_steps, 3, **{**two, **RECUT, "checkpoint__resume": str(path)}, ranks=2)
+    again = pool.run(run_steps, 1, **two, **RECUT, ranks=2)
+    assert again[0]["loss"] == whole[0]["loss"][2:]
+
+
+def test_the_count_of_micro_batches_is_that_of_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Three steps of one rank with a home among four: a resume goes on with the fourth micro batch."""
+    four = {"moe__router": {"restrictions": [{"name": "gating_dropout", "rate": 1.0, "ranks": 4}]}}
+    run = {**HOME, **four, "train__global_batch_size": 3, "output": tmp_path}
+    homes = []
+    for _ in range(2):
+        (found,) = pool.run(run_steps, 1, True, **run, ranks=1)
+        index_N, expert_N = found["chosen"][0][:, 1], found["chosen"][0][:, 3]
+        homes += [
+            set((expert_N[index_N // 32 == n] // 2).tolist()) for n in sorted(set((index_N // 32).tolist()))
+        ]
+    assert homes == [{0}, {1}, {2}, {3}, {0}, {1}]

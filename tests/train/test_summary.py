@@ -1,0 +1,105 @@
+"""What is said before a run begins: its MoE layers, and the memory of a micro batch's activations."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from megamoe.config import RunConfig
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.parallel.engine import Engine
+from megamoe.train.schedule import BatchSchedule
+from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
+
+
+def engine_of(config: RunConfig, precision: str = "fp32") -> Engine:
+    """What the summary asks of one."""
+    world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
+    parts = {"model": tiny_gpt(config), "precision": precision, "stage": 0, "data_parallel": 1}
+    return cast(Engine, SimpleNamespace(world=world, offloads=False, **parts))
+
+
+def rows_of(*overrides: str) -> dict[str, Any]:
+    config = tiny(*overrides)
+    schedule = BatchSchedule.from_config(config.train, 1)
+    rows = summary_rows(config, WORDS, engine_of(config), schedule, first_step=0)
+    return dict(rows["model"])
+
+
+def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
+    found = rows_of(
+        "moe.layers={at: [2], insert_after: [1]}",
+        "moe.num_experts=6",
+        "moe.expert_sublayers=3",
+        "moe.router.gate=sigmoid",
+        "moe.losses.z_loss=0.5",
+    )
+    assert found["MoE blocks"] == "2, after 1"
+    assert found["experts"] == "6 of FFN size 12, each a stack of 3"
+    assert found["router"] == "linear -> sigmoid -> top_k"
+    assert found["auxiliary losses"] == "z_loss 0.5"
+    found = rows_of("moe.num_shared_experts=2")
+    assert (found["MoE blocks"], found["experts"]) == ("1, 2", "4 of FFN size 12, 2 shared")
+    assert found["auxiliary losses"] == "none"
+
+
+def test_a_dense_model_has_no_rows_of_experts(one_rank: None) -> None:
+    found = rows_of("moe.layers=none")
+    assert found["FFN"] == "dense, size 24"
+    assert "experts" not in found
+
+
+# Of a token, in numbers: hidden 16, two blocks of attention, dense FFN 24, experts 12, vocabulary 48.
+ATTENTION = 2 * 14 * 16
+DENSE = 4 * 24
+EXPERT = 4 * 12 + 3 * 16
+LOGITS = 12 * 48  # bytes
+TOKENS = 2 * 8  # micro batch x sequence
+POLICY = "moe.router={scorer: policy, selector: {name: sample, k: 2}}"
+EXPERT_CHOICE = "moe.router.selector={name: expert_choice, k: 3, allow_non_causal: true}"
+ACTIVATIONS: dict[str, tuple[tuple[str, ...], float]] = {
+    "dense": (("moe.layers=none",), TOKENS * (4 * (ATTENTION + 2 * DENSE) + LOGITS)),
+    "two choices": ((), TOKENS * (4 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS)),
+    "an inserted layer": (
+        ("moe.layers={insert_after: [1]}", "moe.num_shared_experts=1"),
+        TOKENS * (4 * (ATTENTION + 2 * DENSE + 3 * EXPERT) + LOGITS),
+    ),
+    "sub-layers": (
+        ("moe.layers={at: [2]}", "moe.expert_sublayers=3"),
+        TOKENS * (4 * (ATTENTION + DENSE + 2 * 3 * EXPERT) + LOGITS),
+    ),
+    "experts that choose": ((EXPERT_CHOICE,), TOKENS * (4 * (ATTENTION + 2 * 3 * EXPERT) + LOGITS)),
+    "rollouts": (
+        (POLICY, "moe.losses={grpo: {rollouts: 5}}"),
+        5 * TOKENS * (4 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS),
+    ),
+    "recomputed MoE layers": (("model.recompute=selective",), TOKENS * (4 * ATTENTION + LOGITS)),
+    "recomputed blocks": (
+        ("model.recompute=full",),
+        TOKENS * (4 * (2 * 16 + (ATTENTION + 2 * 2 * EXPERT) / 2) + LOGITS),
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
+def test_activation_bytes_by_hand(one_rank: None, overrides: tuple[str, ...], expected: float) -> None:
+    config = tiny(*overrides)
+    assert _activation_bytes(config, WORDS, engine_of(config)) == expected
+
+
+def test_activations_of_a_bf16_model_take_half_but_its_logits_do_not(one_rank: None) -> None:
+    config = tiny()
+    expected = TOKENS * (2 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS)
+    assert _activation_bytes(config, WORDS, engine_of(config, "bf16")) == expected
+
+
+def test_active_parameters_are_those_of_a_tokens_mean_choices(one_rank: None) -> None:
+    """A k that is no whole number, too."""
+    config = tiny(EXPERT_CHOICE.replace("k: 3", "k: 1.5"))
+    record = summary_record(config, WORDS, engine_of(config))
+    expert = 3 * 16 * 12
+    assert record["parameters_routed_experts"] == 2 * 4 * expert
+    assert record["parameters_total"] - record["parameters_active"] == round(2 * (4 - 1.5) * expert)
