@@ -150,7 +150,11 @@ class MoELayer(nn.Module):
         return self._weighted_sum(values)
 
     def after_step(self, load_E: Tensor) -> None:
-        """Let the parts learn what they learn outside the gradient; load_E: see `Part.after_step`."""
+        """Let the parts learn outside the gradient; load_E: int64, the pairs that the whole batch wanted."""
+        for restriction in self.router.restrictions:
+            closed_E = restriction.closed_E(self.context)  # type: ignore[operator]
+            if closed_E is not None:
+                load_E = load_E.masked_fill(closed_E.to(load_E.device), -1)
         with torch.no_grad():
             for part in self._learning_parts():
                 part.after_step(load_E, self.context)

@@ -50,7 +50,7 @@ class StepContext:
     see `layer.attach_loss`). token_index_T: int64, each token's place in the whole run's data, which keys
     every random draw; None: the tokens are numbered from 0. token_ids_T: int64, the vocabulary's.
     sample_index_B: int64, the number in the run's data of each sequence; None: one sequence.
-    micro_batch: its number in the run's data; micro batches are dealt to the data-parallel ranks in turn.
+    micro_batch: its number in the run; micro batches are dealt to the data-parallel ranks in turn.
     num_rollouts: G, where an objective has every sequence routed several times: sequence g * B / G + b
     is then routing g of sequence b. data_group: the ranks whose micro batches together are the batch;
     None: this one alone.
@@ -96,7 +96,7 @@ class Part(nn.Module):
     known. The signatures of `forward`, by kind (`Scored`, `Pairs` and `Routing` are in `routing`):
 
         scorer       (hidden_TH fp32, context) -> scores_TE fp32, or (scores_TE, extras by name)
-        restriction  (Scored, context) -> candidates_TE bool
+        restriction  (Scored, context) -> candidates_TE bool, or None: this step all are
         gate         (scores_TE, candidates_TE | None) -> probs_TE
         selector     (Scored, context) -> Pairs
         capacity     (Pairs, Scored, context) -> keep_N bool, or None: all survive
@@ -128,8 +128,9 @@ class Part(nn.Module):
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
         """Learn outside the gradient: called after each optimiser step, in training, without gradient.
 
-        load_E: int64, the pairs that the selectors of all ranks wanted in the step's whole batch. What is
-        learned lives in registered buffers, which checkpoints save.
+        load_E: int64, the pairs that the selectors of all ranks wanted in the step's whole batch; -1 for an
+        expert that the step's restrictions closed to every token. What is learned lives in registered
+        buffers, which checkpoints save.
         """
 
     def constraints(self) -> list[Constraint]:
@@ -147,10 +148,26 @@ class Gate(Part):
 
 
 class Restriction(Part):
-    """A restriction; one that keeps all tokens on their own rank says so, and nothing is sent."""
+    """A restriction; one that keeps all tokens on their own rank says so, and nothing is sent.
+
+    One that takes nothing away in a step returns None, so that the gate is not computed twice.
+
+    step_wide: its mask is one for all tokens of a micro batch, whatever their scores. Such a mask must stand
+    before the others (`check.check_parts`), which then choose among what it leaves; after them it could take
+    away all that they left to a token.
+    """
+
+    step_wide: bool = False
+
+    def closed_E(self, context: StepContext) -> Tensor | None:
+        """bool [E], on the CPU: experts that no token of any rank can choose in this training step.
+
+        None: none is closed.
+        """
+        return None
 
     def keeps_home(self, context: StepContext) -> bool:
-        """Whether in this step every token's candidates are the experts of its own rank, on all ranks alike."""
+        """Whether, on all ranks alike, this step's candidates are the experts of each token's own rank."""
         return False
 
 
@@ -161,6 +178,11 @@ class Selector(Part):
     def num_choices(self) -> int:
         """k; 1 where it varies by token."""
         return 1
+
+    @property
+    def mean_choices(self) -> float:
+        """Experts of a token on average, where that is known beforehand; k, where it is not."""
+        return self.num_choices
 
     def after_drops(self, pairs: Any) -> Any:
         """The Pairs that the capacity left, with their final weights."""

@@ -8,14 +8,33 @@ from torch import Tensor, nn
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
+from megamoe.errors import UserError
 from megamoe.moe.part import Dims, Gate, Part, Selector, StepContext
 from megamoe.moe.routing import Routing, Scored
-from megamoe.registry import get_part
+from megamoe.registry import failure_of, get_part, is_ours
 
 
 def build_part(choice: PartChoice, dims: Dims) -> Any:
-    """The module of a part that the configuration chose, of its kind's base class."""
-    return get_part(choice.kind, choice.name)(choice.options, dims)
+    """The module of a part that the configuration chose, of its kind's base class.
+
+    Raises:
+        UserError: naming the part, if it is a plugin's and its __init__ fails, or if it has a parameter
+            without dimensions, which the optimiser's partitions cannot hold.
+    """
+    part_class, named = get_part(choice.kind, choice.name), f"{choice.kind} {choice.name!r}"
+    try:
+        part: nn.Module = part_class(choice.options, dims)
+    except Exception as error:
+        if is_ours(part_class) or isinstance(error, UserError):
+            raise
+        counted = torch.get_default_device().type == "meta"
+        way_out = "; parts are also built on torch's meta device, which holds no numbers, to be counted"
+        problem = failure_of(part_class, error) + (way_out if counted else "")
+        raise UserError(f"the __init__ of the {named} failed{problem}") from error
+    for parameter, weight in part.named_parameters():
+        if weight.dim() == 0:
+            raise UserError(f"the {named}: {parameter} is a parameter of shape []; a scalar needs shape [1]")
+    return part
 
 
 class Router(nn.Module):
@@ -53,6 +72,8 @@ class Router(nn.Module):
     def _restrict(self, scored: Scored, context: StepContext) -> None:
         for restriction in self.restrictions:
             allowed_TE = restriction(scored, context)
+            if allowed_TE is None:
+                continue
             known_TE = scored.candidates_TE
             scored.candidates_TE = allowed_TE if known_TE is None else known_TE & allowed_TE
             scored.ranking_TE = scored.ranking_TE.masked_fill(~scored.candidates_TE, float("-inf"))

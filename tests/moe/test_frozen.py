@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.part import Constraint, Part, StepContext
+from megamoe.moe.part import Constraint, Restriction, StepContext
 from tests.moe.build import make_hidden, make_layer, moe_config
 
 ROOMS = ["router", "experts"]
@@ -40,7 +40,7 @@ def test_the_gradient_of_the_tokens_is_that_of_a_layer_that_learns(scale: float)
     assert torch.equal(gradient_of_hidden(layer(ROOMS), scale), expected_TH)
 
 
-class Counting(Part):
+class Counting(Restriction):
     """Counts how often it learns; its constraint doubles its weight."""
 
     def __init__(self) -> None:

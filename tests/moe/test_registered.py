@@ -36,9 +36,21 @@ COMPANY: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-def layer_with(kind: str, name: str, seed: int = 1) -> MoELayer:
-    """A layer with this part, otherwise of defaults or of its company."""
-    tree: dict[str, Any] = {"num_experts": 4, **COMPANY.get((kind, name), {})}
+# What of the scorer gets no gradient. From the task: a router beside it that only a loss teaches.
+NOT_BY_THE_TASK = {
+    ("scorer", "stable"): {"light_embedding", "light_centroids"},
+    ("loss", "stable_distillation"): {"light_embedding", "light_centroids"},
+}
+# From a loss alone: the light router's loss teaches it and nothing else; tau_0 is no learned temperature.
+NOT_BY_THE_LOSS = {
+    "stable_distillation": {"centroids"},
+    "cosine_balance": {"log_temperature"},
+}
+
+
+def layer_with(kind: str, name: str, seed: int = 1, **more: Any) -> MoELayer:
+    """A layer with this part, otherwise of defaults or of its company; `more`: of the section `moe`."""
+    tree: dict[str, Any] = {"num_experts": 4, **more, **COMPANY.get((kind, name), {})}
     if kind == "loss":
         tree["losses"] = {name: 0.1}
     else:
@@ -85,6 +97,36 @@ def test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name: str) -> None:
     nothing = (layer(make_hidden(24)) * 0).sum()
     (nothing + objective(layer)).backward()
     assert any(p.grad is not None and p.grad.any() for p in layer.router.scorer.parameters())
+
+
+@every_part
+@pytest.mark.parametrize("mode", ["sum", "gated"])
+def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str, mode: str) -> None:
+    layer = layer_with(kind, name, num_shared_experts=1, shared_expert_mode=mode)
+    layer.losses = torch.nn.ModuleDict()
+    layer(make_hidden(24)).square().sum().backward()
+    without = {f"router.scorer.{weight}" for weight in NOT_BY_THE_TASK.get((kind, name), ())}
+    assert taught(layer) == {weight for weight, _ in layer.named_parameters()} - without
+
+
+@pytest.mark.parametrize("name", registry.list_parts("loss"))
+def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
+    layer = layer_with("loss", name, num_shared_experts=1)
+    for other in layer.loss_weights:
+        layer.loss_weights[other] *= other == name
+    nothing = (layer(make_hidden(24)) * 0).sum()
+    (nothing + objective(layer)).backward()
+    scorer = {weight for weight, _ in layer.router.scorer.named_parameters()} - NOT_BY_THE_LOSS.get(
+        name, set()
+    )
+    assert taught(layer) == {f"router.scorer.{weight}" for weight in scorer}
+
+
+def taught(layer: MoELayer) -> set[str]:
+    """The names of the parameters with a gradient that is not 0."""
+    return {
+        name for name, weight in layer.named_parameters() if weight.grad is not None and weight.grad.any()
+    }
 
 
 @every_part

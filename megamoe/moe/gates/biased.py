@@ -12,7 +12,8 @@ class BiasedGate(Gate):
     """A gate with an optional bias b [E], fp32, that shifts what is chosen by and never p.
 
     After each training step b_i falls by `bias_update` where expert i was wanted more often than the mean
-    over the step's whole batch, rises by it where less often, and stays at the mean. It is a buffer: saved in
+    over the step's whole batch, rises by it where less often, and stays at the mean. Experts that a step's
+    mask closed to every token (expert dropout) stay, and are not in the mean. It is a buffer: saved in
     checkpoints, out of reach of gradient and weight decay. After step `bias_until` it stays as it is.
 
     Source: DeepSeek-V3, section 2.1.2, auxiliary-loss-free load balancing, eq. 16 (u = 0.001,
@@ -48,9 +49,15 @@ class BiasedGate(Gate):
         """fp32 [E]; None where bias_update is 0."""
         return self._buffers.get("bias")
 
+    def _cooled(self, scores_TE: Tensor) -> Tensor:
+        """The scores over the temperature; at 1 themselves, without a pass over them and one back."""
+        return scores_TE if self.config.temperature == 1 else scores_TE / self.config.temperature
+
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
-        """Move the bias against the load, int64 [E]."""
+        """Move the bias of the open experts against their load, int64 [E]."""
         last = self.config.bias_until
         if self.bias_E is not None and (last is None or context.step <= last):
-            above_E = load_E * load_E.numel() - load_E.sum()  # in integers: at the mean is at the mean
-            self.bias_E.sub_(above_E.sign(), alpha=self.config.bias_update)
+            is_open_E = load_E >= 0
+            total = load_E.clamp_min(0).sum()
+            above_E = load_E * is_open_E.sum() - total  # in integers: at the mean is at the mean
+            self.bias_E.sub_(above_E.sign() * is_open_E, alpha=self.config.bias_update)

@@ -15,5 +15,5 @@ class SigmoidGate(BiasedGate):
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value in (0, 1)."""
-        probs_TE = (scores_TE / self.config.temperature).sigmoid()
+        probs_TE = self._cooled(scores_TE).sigmoid()
         return probs_TE if candidates_TE is None else probs_TE.masked_fill(~candidates_TE, 0.0)

@@ -15,8 +15,9 @@ class SoftmaxGate(BiasedGate):
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, rows summing to 1; a row without any candidate is 0."""
+        scores_TE = self._cooled(scores_TE)
         if candidates_TE is None:
-            return (scores_TE / self.config.temperature).softmax(dim=-1)
-        scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
-        probs_TE = (scores_TE / self.config.temperature).softmax(dim=-1)
-        return probs_TE.masked_fill(~candidates_TE, 0.0)  # NaN where there is no candidate
+            return scores_TE.softmax(dim=-1)
+        banned_TE = ~candidates_TE
+        probs_TE = scores_TE.masked_fill(banned_TE, float("-inf")).softmax(dim=-1)
+        return probs_TE.masked_fill(banned_TE, 0.0)  # NaN where there is no candidate

@@ -6,8 +6,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Part, StepContext
+from megamoe.moe.restrictions.company import most_candidates
 from megamoe.moe.restrictions.groups import by_group, check_clusters
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -49,7 +51,7 @@ class Clustering(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Whole clusters, each on one rank; two of them for C_inter; the clusters of expert_dropout."""
+        """Whole clusters, each on one rank; two of them for C_inter; several experts left of each."""
         check_clusters(options.cluster_size, moe, expert_parallel)
         if options.mu > 0 and options.cluster_size == moe.num_experts:
             raise ValueError(
@@ -64,6 +66,11 @@ class Clustering(Part):
                         f"cluster_size is {options.cluster_size}, but the restriction expert_dropout has "
                         f"clusters of {size}; give both the same"
                     )
+            if most_candidates(moe) == 1 or _leaves_one(choice, moe.num_experts // options.cluster_size):
+                raise ValueError(
+                    f"the restriction {choice.name} leaves one expert of a cluster, which has no variance; "
+                    "leave the loss out, or let more experts remain"
+                )
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""
@@ -87,3 +94,11 @@ class Clustering(Part):
         if self.config.form == "difference":
             return intra_T - self.config.mu * gap_T
         return intra_T * torch.exp(-self.config.mu * gap_T)
+
+
+def _leaves_one(choice: PartChoice, num_clusters: int) -> bool:
+    """Whether a restriction leaves one expert of every cluster at most."""
+    if choice.name == "entropy_prune":
+        return choice.options.bound == 0 and num_clusters % choice.options.num_groups == 0
+    by_cluster = choice.name == "expert_dropout" and choice.options.level == "cluster"
+    return by_cluster and choice.options.num_left(choice.options.cluster_size) == 1

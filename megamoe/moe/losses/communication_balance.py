@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.losses.refusals import refuse_all_chosen
 from megamoe.moe.losses.sequences import group_probs, mean_over_sequences
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.restrictions.groups import check_groups
@@ -44,8 +45,9 @@ class CommunicationBalance(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of one size; the M of a limit over the same groups."""
+        """Groups of one size; the M of a limit over the same groups; counts that the router can change."""
         check_groups(options.num_groups, moe)
+        refuse_all_chosen(moe, by_candidates=False)
         for choice in moe.router.restrictions:
             limit = choice.options
             if (

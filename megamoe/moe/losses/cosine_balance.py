@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.losses.loads import fractions, wanted_counts
+from megamoe.moe.losses.refusals import refuse_all_chosen, refuse_even_selector
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.scorers.cosine import CosineScorer, default_temperature
@@ -39,13 +40,15 @@ class CosineBalance(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """The scores must be cosines."""
+        """Scores that are cosines, and counts that the router can change."""
         scorer = moe.router.scorer.name
         if not issubclass(get_part("scorer", scorer), CosineScorer):
             raise ValueError(
                 f"the scorer {scorer!r} gives no cosines; set moe.router.scorer: cosine, or take the loss "
                 "switch_balance"
             )
+        refuse_even_selector(moe, options.first_choice)
+        refuse_all_chosen(moe, options.first_choice)
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

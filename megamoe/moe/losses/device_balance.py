@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.losses.loads import fractions
+from megamoe.moe.losses.refusals import refuse_all_chosen
 from megamoe.moe.losses.sequences import group_probs
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.restrictions.groups import check_groups
@@ -42,8 +43,9 @@ class DeviceBalance(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of one size."""
+        """Groups of one size, and counts that the router can change."""
         check_groups(options.num_groups, moe)
+        refuse_all_chosen(moe, by_candidates=False)
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""

@@ -5,12 +5,12 @@ Beside the room's legend: G groups, A groups that a token chose, S experts of a 
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.importance import squared_cv
-from megamoe.moe.losses.load import SMALLEST_STD
+from megamoe.moe.losses.chance import chance_of_choice
+from megamoe.moe.losses.loads import squared_cv
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -43,18 +43,20 @@ class HierarchicalLoad(Part):
         """Two noisy levels, at least one of which leaves a choice."""
         scorer, selector = moe.router.scorer, moe.router.selector
         if scorer.name != "hierarchical" or not scorer.options.noisy:
+            other = "load" if scorer.name == "noisy" else "switch_balance"
             raise ValueError(
-                f"the scorer is {scorer.name!r} without noise at two levels; "
-                "set scorer: {name: hierarchical, noisy: true}"
+                f"the scorer is {scorer.name!r} without noise at two levels; set scorer: {{name: "
+                f"hierarchical, noisy: true}}, or take the loss {other}"
             )
         if selector.name != "hierarchical_top_k":
             raise ValueError(
-                f"the selector is {selector.name!r}, not by groups; set selector: hierarchical_top_k"
+                f"the selector is {selector.name!r}, not by groups; set selector: hierarchical_top_k, or "
+                "take the loss switch_balance"
             )
         if moe.router.restrictions:
             raise ValueError(
                 f"the restriction {moe.router.restrictions[0].name!r} takes experts away, which the formula "
-                "does not know; leave out the one or the other"
+                "does not know; leave it out, or take the loss switch_balance"
             )
         if selector.options.groups * selector.options.k == moe.num_experts:
             raise ValueError(
@@ -72,24 +74,9 @@ class HierarchicalLoad(Part):
         chance_TAS = chance_of_choice(
             [part_TGS.gather(1, index_TAS) for part_TGS in inner_TGS], self.dims.num_choices // groups
         )
-        # Through [T, G, S]: sums straight into [G, S] would add up in another order each time on a GPU.
-        chance_TGS = torch.zeros_like(inner_TGS[0]).scatter(1, index_TAS, chance_TAS)
-        tokens_G = torch.zeros_like(primary_TG).scatter_(1, group_TA, 1.0).sum(dim=0)
-        inner_GS = chance_TGS.sum(dim=0) / tokens_G.clamp_min(1)[:, None]
+        # By a product: sums straight into [G, S] would add up in another order each time on a GPU.
+        chosen_TAG = one_hot(group_TA, num_groups).to(chance_TAS.dtype)
+        chance_GS = chosen_TAG.flatten(0, 1).T @ chance_TAS.flatten(0, 1)
+        inner_GS = chance_GS / chosen_TAG.sum(dim=(0, 1)).clamp_min(1)[:, None]
         load_GS = primary_TG.sum(dim=0)[:, None] * inner_GS
         return squared_cv(load_GS)
-
-
-def chance_of_choice(level: list[Tensor], k: int) -> Tensor:
-    """Probability that each of the last dimension's n, its noise drawn anew, is among the k largest scores.
-
-    level: fp32 [..., n], the scores without noise, with it, and the noise's deviation; the scores of the
-    others stay as they are. k >= n: all 1.
-    """
-    clean, scores, std = level
-    if k >= scores.shape[-1]:
-        return torch.ones_like(scores)
-    largest = scores.topk(k + 1, dim=-1).values
-    last_in, first_out = largest[..., k - 1 : k], largest[..., k:]
-    threshold = torch.where(scores > first_out, first_out, last_in)  # the k-th largest of the others
-    return torch.special.ndtr((clean - threshold) / std.clamp_min(SMALLEST_STD))

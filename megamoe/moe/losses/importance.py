@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.losses.loads import squared_cv
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -45,9 +45,3 @@ class Importance(Part):
         gate_TE = wanted.weight_N.new_zeros(routing.num_tokens * num_experts)
         gate_TE = gate_TE.scatter_add(0, wanted.token_N * num_experts + wanted.expert_N, wanted.weight_N)
         return squared_cv(gate_TE.view(-1, num_experts).sum(dim=0))
-
-
-def squared_cv(value_E: Tensor) -> Tensor:
-    """Squared coefficient of variation of non-negative values, variance of the population; 0 of zeros."""
-    mean = value_E.mean()
-    return (value_E - mean).square().mean() / mean.square().clamp_min(torch.finfo(value_E.dtype).tiny)

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor, special
+from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.importance import squared_cv
+from megamoe.moe.losses.chance import chance_of_choice
+from megamoe.moe.losses.loads import squared_cv
 from megamoe.moe.part import Part, StepContext
+from megamoe.moe.restrictions.company import most_candidates
 from megamoe.moe.routing import Routing
 from megamoe.moe.scorers.noisy import NoisyScorer
 from megamoe.moe.selectors.top_k import TopK
 from megamoe.registry import get_part, register
-
-SMALLEST_STD = 1e-6  # a softplus may underflow to 0, and 0 / 0 is no probability
 
 
 @register("loss", "load")
@@ -40,6 +40,11 @@ class Load(Part):
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Noisy scores, and a fixed number of choices that leaves somebody out."""
         scorer, selector = moe.router.scorer, moe.router.selector
+        if scorer.name == "hierarchical" and scorer.options.noisy:
+            raise ValueError(
+                "the scorer 'hierarchical' has its noise at two levels; take the loss hierarchical_load, or "
+                "set moe.router.scorer: noisy"
+            )
         if not issubclass(get_part("scorer", scorer.name), NoisyScorer):
             raise ValueError(
                 f"the scorer {scorer.name!r} has no noise, by which the load is estimated; set "
@@ -50,10 +55,11 @@ class Load(Part):
                 f"the load is estimated for the selector top_k, found {selector.name!r}; set "
                 "moe.router.selector: top_k, or take the loss importance"
             )
-        if selector.options.k >= moe.num_experts:
+        most = most_candidates(moe)
+        if selector.options.k >= most:
             raise ValueError(
-                f"with k: {selector.options.k} of {moe.num_experts} experts every load is the same; choose "
-                f"moe.router.selector.k < {moe.num_experts}, or leave this loss out"
+                f"with k: {selector.options.k} of {most} experts every load is the same; choose "
+                f"moe.router.selector.k < {most}, or leave this loss out"
             )
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
@@ -61,19 +67,8 @@ class Load(Part):
         scores_TE, candidates_TE = routing.scores_TE, routing.candidates_TE
         if candidates_TE is not None:
             scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
-        threshold_TE = _kth_excluding(scores_TE, self.dims.num_choices)
-        # What is always chosen is settled after the division: infinities would make its gradient NaN.
-        always_TE = threshold_TE.isneginf()
-        margin_TE = routing.extras["clean_TE"] - threshold_TE.masked_fill(always_TE, 0.0)
-        chance_TE = special.ndtr(margin_TE / routing.extras["noise_std_TE"].clamp_min(SMALLEST_STD))
-        chance_TE = chance_TE.masked_fill(always_TE, 1.0)
+        level = [routing.extras["clean_TE"], scores_TE, routing.extras["noise_std_TE"]]
+        chance_TE = chance_of_choice(level, self.dims.num_choices)
         if candidates_TE is not None:
             chance_TE = chance_TE.masked_fill(~candidates_TE, 0.0)
         return squared_cv(chance_TE.sum(dim=0))
-
-
-def _kth_excluding(scores_TE: Tensor, k: int) -> Tensor:
-    """[T, E]: for each expert the k-th largest score of the others."""
-    best_TK = scores_TE.topk(k + 1, dim=-1).values
-    kth_T1, next_T1 = best_TK[:, k - 1 : k], best_TK[:, k : k + 1]
-    return next_T1.where(scores_TE > next_T1, kth_T1)

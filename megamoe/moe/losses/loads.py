@@ -1,4 +1,4 @@
-"""The f of the balance losses, the share of each expert in what was chosen, and the s / sum(s) of their P."""
+"""How balance is measured: f and s / sum(s) of the losses sum_i f_i P_i, and the coefficient of variation."""
 
 import torch
 from torch import Tensor
@@ -21,3 +21,9 @@ def shares(values_TE: Tensor) -> Tensor:
     """fp32 [T, E] -> [T, E]: each token's values over their sum (DeepSeek-V3 eq. 19)."""
     total_T1 = values_TE.sum(dim=-1, keepdim=True)
     return values_TE / total_T1.clamp_min(torch.finfo(total_T1.dtype).tiny)
+
+
+def squared_cv(value_E: Tensor) -> Tensor:
+    """Squared coefficient of variation of non-negative values, variance of the population; 0 of zeros."""
+    mean = value_E.mean()
+    return (value_E - mean).square().mean() / mean.square().clamp_min(torch.finfo(value_E.dtype).tiny)

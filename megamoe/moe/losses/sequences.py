@@ -1,8 +1,8 @@
 """Means within each sequence of a micro batch, for the losses that DeepSeek-V2 defines so."""
 
-import torch
 from torch import Tensor
 
+from megamoe.moe.losses.loads import shares
 from megamoe.moe.part import StepContext
 from megamoe.moe.restrictions.groups import by_group
 from megamoe.moe.routing import Routing
@@ -20,6 +20,5 @@ def group_probs(routing: Routing, num_groups: int, context: StepContext) -> Tens
 
     s: the gate's values over all experts, unrestricted; a softmax's sum to 1 already.
     """
-    total_T1 = routing.affinities_TE.sum(dim=-1, keepdim=True)
-    share_TE = routing.affinities_TE / total_T1.clamp_min(torch.finfo(total_T1.dtype).tiny)
-    return mean_over_sequences(by_group(share_TE, num_groups).sum(dim=-1), context)
+    by_expert_BE = mean_over_sequences(shares(routing.affinities_TE), context)
+    return by_group(by_expert_BE, num_groups).sum(dim=-1)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.losses.refusals import refuse_all_chosen, refuse_even_selector
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -28,6 +30,12 @@ class StableBalance(Part):
         """weight: factor in the total loss, the paper's alpha."""
 
         weight: float = 0.3
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Counts that the router can change."""
+        refuse_even_selector(moe)
+        refuse_all_chosen(moe, by_candidates=moe.router.gate.name == "softmax")  # the sigmoid's sum is free
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""

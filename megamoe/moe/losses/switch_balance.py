@@ -6,7 +6,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.config.schema import MoEConfig
 from megamoe.moe.losses.loads import fractions, shares, wanted_counts
+from megamoe.moe.losses.refusals import refuse_all_chosen, refuse_all_largest, refuse_even_selector
 from megamoe.moe.losses.sequences import mean_over_sequences
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.routing import Routing, count
@@ -62,6 +64,17 @@ class SwitchBalance(Part):
                 raise ValueError(f"restricted: true needs scope: sequence, found {self.scope!r}")
             if self.probs == "first_choice" and self.scope == "sequence":
                 raise ValueError("probs: first_choice is not defined for scope: sequence; set probs: all")
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Counts that the router can change."""
+        if options.scope != "sequence":
+            refuse_even_selector(moe, options.first_choice)
+            refuse_all_chosen(moe, options.first_choice)
+        elif options.restricted:
+            refuse_all_chosen(moe, options.first_choice, by_candidates=False)
+        elif not options.first_choice:
+            refuse_all_largest(moe)
 
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__(config, dims)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -23,6 +24,18 @@ class ZLoss(Part):
 
         weight: float = 1e-3
 
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Scores of a size that the router can change."""
+        if moe.router.scorer.name == "hierarchical":
+            raise ValueError(
+                "the scorer 'hierarchical' gives log p, whose logsumexp is always 0, and the loss teaches "
+                "nothing; leave it out, or set moe.router.scorer: linear"
+            )
+
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""
-        return routing.scores_TE.logsumexp(dim=-1).square().sum() / max(routing.num_tokens, 1)
+        # Not torch.logsumexp, which goes over [T, E] twice as often: it computes exp again in backward.
+        top_T1 = routing.scores_TE.detach().amax(dim=-1, keepdim=True)
+        total_T = (routing.scores_TE - top_T1).exp_().sum(dim=-1)
+        return (total_T.log() + top_T1.squeeze(-1)).square().sum() / max(routing.num_tokens, 1)

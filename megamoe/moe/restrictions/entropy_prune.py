@@ -8,9 +8,12 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Restriction, StepContext
+from megamoe.moe.restrictions.company import experts_wanted, refuse_one_candidate
 from megamoe.moe.restrictions.groups import by_group, check_groups
 from megamoe.moe.routing import Scored
 from megamoe.registry import register
+
+HEAD = 8  # an eighth of each group is enough for most tokens: only for the others all is sorted
 
 
 @register("restriction", "entropy_prune")
@@ -20,7 +23,8 @@ class EntropyPrune(Restriction):
     A group's experts are sorted by gate value; with q the values of the first m, renormalised to sum 1,
     H_m = -sum q ln q grows with m, and the first m experts of the largest m with H_m <= bound are kept. One
     always is: H_1 = 0. Experts that earlier restrictions took away count as absent. After `group_limit`
-    with as many groups it prunes within the groups kept.
+    with as many groups it prunes within the groups kept. A token with fewer experts left than the selector's
+    k goes to those alone: with weights that sum to 1, each then counts for more.
 
     Source: Dubois 2025, lecture slides on mixture of experts, DeepSeek's hierarchy: "cluster-level pruning:
     within each pool, a secondary gating mechanism prunes experts based on entropy constraints".
@@ -44,13 +48,23 @@ class EntropyPrune(Restriction):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of one size, and a bound that a group can exceed."""
+        """Groups of one size, a bound that a group can exceed, and weights that the router can change."""
         check_groups(options.num_groups, moe)
         size = moe.num_experts // options.num_groups
         if options.bound >= math.log(size):
             raise ValueError(
                 f"bound is {options.bound}, but the entropy over a group of {size} experts is at most "
                 f"ln {size} = {math.log(size):.3f}; choose a lower bound or larger groups"
+            )
+        refuse_one_candidate(moe)
+        selector = moe.router.selector
+        weights = getattr(selector.options, "weights", None)
+        normalised = weights in ("renormalised", "kept_softmax") or selector.name == "hierarchical_top_k"
+        wanted = max(experts_wanted(moe), 2)  # a single one, normalised, has weight 1 and no gradient
+        if options.bound == 0 and normalised and options.num_groups < wanted:
+            raise ValueError(
+                f"bound 0 leaves {options.num_groups} experts, one of each group, of the {wanted} whose "
+                "weights the selector makes sum to 1; set bound above 0, more groups, or weights: raw"
             )
 
     def forward(self, scored: Scored, context: StepContext) -> Tensor:
@@ -59,12 +73,30 @@ class EntropyPrune(Restriction):
         if scored.candidates_TE is not None:
             values_TE = values_TE.masked_fill(~scored.candidates_TE, 0.0)
         values_TGL = by_group(values_TE, self.config.num_groups)
-        values_TGL, order_TGL = values_TGL.sort(dim=-1, descending=True, stable=True)
+        values_RL = values_TGL.flatten(0, 1)
+        # Few experts are kept as a rule. A GPU sorts all as fast as it would tell who needs it.
+        depth = -(-values_RL.shape[1] // HEAD) if values_RL.device.type == "cpu" else values_RL.shape[1]
+        allowed_RL, count_R = self._kept(values_RL, depth)
+        if depth < values_RL.shape[1]:
+            row_S = (count_R == depth).nonzero().squeeze(1)
+            allowed_RL[row_S], _ = self._kept(values_RL[row_S], values_RL.shape[1])
+        return allowed_RL.view(values_TE.shape)
+
+    def _kept(self, values_RL: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """bool [R, L], and how many, int64 [R], if only the `depth` largest of a group are looked at."""
+        values_RK, order_RK = _largest(values_RL, depth)
         # Relative to the largest: a group far from probable is judged like any other, and H_1 is 0 exactly.
-        tiny = torch.finfo(values_TGL.dtype).tiny
-        values_TGL = values_TGL / values_TGL[..., :1].clamp_min(tiny)
-        sum_TGL = values_TGL.cumsum(-1).clamp_min(tiny)
-        entropy_TGL = sum_TGL.log() - torch.xlogy(values_TGL, values_TGL).cumsum(-1) / sum_TGL
-        allowed_TGL = torch.empty_like(order_TGL, dtype=torch.bool)
-        allowed_TGL.scatter_(-1, order_TGL, entropy_TGL <= self.config.bound)
-        return allowed_TGL.flatten(1)
+        tiny = torch.finfo(values_RK.dtype).tiny
+        values_RK = values_RK / values_RK[:, :1].clamp_min(tiny)
+        sum_RK = values_RK.cumsum(-1).clamp_min(tiny)
+        entropy_RK = sum_RK.log() - torch.xlogy(values_RK, values_RK).cumsum(-1) / sum_RK
+        kept_RK = entropy_RK <= self.config.bound
+        allowed_RL = torch.zeros_like(values_RL, dtype=torch.bool).scatter_(-1, order_RK, kept_RK)
+        return allowed_RL, kept_RK.sum(dim=-1)
+
+
+def _largest(values_RL: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The `depth` largest of each row, in order, and where they stand."""
+    if depth == values_RL.shape[1]:
+        return values_RL.sort(dim=-1, descending=True, stable=True)
+    return values_RL.topk(depth, dim=-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import draws
 from megamoe.moe.part import Restriction, StepContext
+from megamoe.moe.restrictions.company import experts_wanted, refuse_one_candidate, refuse_twice
 from megamoe.moe.restrictions.groups import check_clusters
 from megamoe.moe.routing import Scored
 from megamoe.registry import register
@@ -29,6 +30,8 @@ class ExpertDropout(Restriction):
     Caveats: the paper gives no rounding, ours takes halves to the even number; it does not say how often the
     experts are drawn anew, ours are each step.
     """
+
+    step_wide = True
 
     @dataclass
     class Config:
@@ -56,26 +59,37 @@ class ExpertDropout(Restriction):
             exact = Fraction(str(self.rate)) * self.cluster_size  # as written: in floats halves get lost
             return round(exact)
 
+        def num_left(self, num_experts: int) -> int:
+            """Of all the experts, those that a training step leaves."""
+            return num_experts - num_experts // self.cluster_size * self.num_dropped
+
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Whole clusters, each on one rank where they matter; at least k experts left."""
+        """Whole clusters, each on one rank where they matter; at least k experts left; some on every rank."""
+        refuse_twice("expert_dropout", moe)
         check_clusters(options.cluster_size, moe, expert_parallel if options.level == "cluster" else 1)
-        left = moe.num_experts - moe.num_experts // options.cluster_size * options.num_dropped
-        k = getattr(moe.router.selector.options, "k", 1)
-        if left < k:
+        left, wanted = options.num_left(moe.num_experts), experts_wanted(moe)
+        if left < wanted:
             raise ValueError(
                 f"rate {options.rate} leaves {left} of {moe.num_experts} experts, but the selector's k is "
-                f"{k}; lower the rate or k"
+                f"{wanted}; lower the rate or k"
             )
+        refuse_one_candidate(moe)
+        for choice in moe.router.restrictions:
+            if choice.name == "gating_dropout":
+                _refuse_empty_ranks(options, choice.options.ranks or expert_parallel, moe)
 
-    def forward(self, scored: Scored, context: StepContext) -> Tensor:
-        """bool [T, E], every row the same."""
-        device = scored.scores_TE.device
-        if self.training and self.config.num_dropped > 0:
-            allowed_E = self._draw_E(context, device)
-        else:
-            allowed_E = torch.ones(self.dims.num_experts, dtype=torch.bool, device=device)
-        return allowed_E.expand_as(scored.scores_TE)
+    def forward(self, scored: Scored, context: StepContext) -> Tensor | None:
+        """bool [T, E], every row the same; None where nothing is dropped."""
+        if not self.training or self.config.num_dropped == 0:
+            return None
+        return self._draw_E(context, scored.scores_TE.device).expand_as(scored.scores_TE)
+
+    def closed_E(self, context: StepContext) -> Tensor | None:
+        """bool [E]: those dropped in this step."""
+        if not self.training or self.config.num_dropped == 0:
+            return None
+        return ~self._draw_E(context, torch.device("cpu"))
 
     def _draw_E(self, context: StepContext, device: torch.device) -> Tensor:
         num_clusters = self.dims.num_experts // self.config.cluster_size
@@ -88,3 +102,20 @@ class ExpertDropout(Restriction):
         order_CL = unit_CL.argsort(dim=1, stable=True)
         allowed_CL = torch.ones_like(unit_CL, dtype=torch.bool).scatter_(1, order_CL[:, :dropped], False)
         return allowed_CL.reshape(-1)
+
+
+def _refuse_empty_ranks(options: ExpertDropout.Config, ranks: int, moe: MoEConfig) -> None:
+    """ValueError where all experts of a rank might be dropped, on which gating_dropout keeps its tokens."""
+    if options.num_dropped == 0:
+        return
+    if options.level == "global":
+        raise ValueError(
+            "level global may drop all experts of a rank, on which gating_dropout keeps its tokens; set "
+            "level: cluster, or leave one of the two out"
+        )
+    if moe.num_experts // ranks % options.cluster_size:
+        raise ValueError(
+            f"cluster_size is {options.cluster_size}, but gating_dropout keeps tokens among the "
+            f"{moe.num_experts / ranks:g} experts of one of {ranks} ranks, which might all be dropped; "
+            "choose a cluster_size that divides them, or fewer ranks"
+        )

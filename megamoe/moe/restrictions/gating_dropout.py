@@ -8,6 +8,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import draws
 from megamoe.moe.part import Restriction, StepContext
+from megamoe.moe.restrictions.company import refuse_twice
 from megamoe.moe.routing import Scored
 from megamoe.registry import register
 
@@ -27,9 +28,11 @@ class GatingDropout(Restriction):
 
     Caveats: in the paper a coordinator broadcasts the decision, ours needs no message; one decision for all
     layers is a reading. Among several experts of a rank the gate, computed over them, chooses. A rank with
-    fewer experts than k gives its tokens fewer pairs. Place it before `group_limit`, which then looks for
-    groups at home; after it, a token may be left without any candidate.
+    fewer experts than k gives its tokens fewer pairs. It stands before `group_limit`, which then looks for
+    groups at home.
     """
+
+    step_wide = True
 
     @dataclass
     class Config:
@@ -48,6 +51,7 @@ class GatingDropout(Restriction):
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """More than one rank, and as many experts on each."""
+        refuse_twice("gating_dropout", moe)
         ranks = options.ranks or expert_parallel
         if ranks == 1:
             raise ValueError(
@@ -60,14 +64,12 @@ class GatingDropout(Restriction):
                 "choose one that does"
             )
 
-    def forward(self, scored: Scored, context: StepContext) -> Tensor:
-        """bool [T, E], every row the same."""
+    def forward(self, scored: Scored, context: StepContext) -> Tensor | None:
+        """bool [T, E], every row the same; None in a step that is not dropped."""
+        if not self._dropped(context):
+            return None
         expert_E = torch.arange(self.dims.num_experts, device=scored.scores_TE.device)
-        if self._dropped(context):
-            home = context.micro_batch % self._ranks
-            allowed_E = expert_E // (self.dims.num_experts // self._ranks) == home
-        else:
-            allowed_E = expert_E >= 0
+        allowed_E = expert_E // (self.dims.num_experts // self._ranks) == context.micro_batch % self._ranks
         return allowed_E.expand_as(scored.scores_TE)
 
     def keeps_home(self, context: StepContext) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Restriction, StepContext
+from megamoe.moe.restrictions.company import experts_wanted, refuse_one_candidate
 from megamoe.moe.restrictions.groups import by_group, check_groups
 from megamoe.moe.routing import Scored
 from megamoe.registry import register
@@ -18,8 +19,8 @@ class GroupLimit(Restriction):
     """For each token, the `keep` groups with the highest scores remain.
 
     A group's score is made of its experts' gate values over all experts, with the gate's bias where it has
-    one: `max`, the largest, or `sum`, over its `best` largest. Experts that an earlier restriction took away
-    count as absent: they add nothing, and a group without any other comes last.
+    one: `max`, the largest, or `sum`, over its `best` largest. An expert that an earlier restriction took
+    away counts in a sum as the token's least that is left, and a group without any other comes last.
 
     Source: DeepSeek-V2, section 2.2.2, device-limited routing (max, keep 3); DeepSeek-V3, section 2.1.2,
     node-limited routing (sum, 4 of 8).
@@ -57,7 +58,7 @@ class GroupLimit(Restriction):
         """Groups of one size, large enough for what is asked of them."""
         check_groups(options.num_groups, moe)
         size = moe.num_experts // options.num_groups
-        k = getattr(moe.router.selector.options, "k", 1)
+        k = experts_wanted(moe)
         if options.keep * size < k:
             raise ValueError(
                 f"keep {options.keep} leaves {options.keep * size} experts in groups of {size}, but the "
@@ -65,6 +66,7 @@ class GroupLimit(Restriction):
             )
         if options.best is not None and options.best > size:
             raise ValueError(f"best is {options.best}, but a group has {size} experts; choose best <= {size}")
+        refuse_one_candidate(moe)
 
     def forward(self, scored: Scored, context: StepContext) -> Tensor:
         """bool [T, E]: `keep` groups a token."""
@@ -72,8 +74,9 @@ class GroupLimit(Restriction):
         score_TG = ranking_TGL.amax(dim=-1)
         if self.config.score == "sum":
             best_TGB = ranking_TGL.topk(self._best, dim=-1).values
-            sum_TG = best_TGB.masked_fill(best_TGB == float("-inf"), 0.0).sum(dim=-1)
-            score_TG = sum_TG.masked_fill(score_TG == float("-inf"), float("-inf"))
+            if scored.candidates_TE is not None:
+                best_TGB = _above_least(best_TGB, scored)
+            score_TG = best_TGB.sum(dim=-1).masked_fill(score_TG == float("-inf"), float("-inf"))
         kept_TM = score_TG.topk(self.config.keep, dim=-1).indices
         allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter_(1, kept_TM, True)
         return allowed_TG[:, :, None].expand_as(ranking_TGL).reshape(scored.scores_TE.shape)
@@ -81,3 +84,9 @@ class GroupLimit(Restriction):
     @property
     def _best(self) -> int:
         return int(self.config.best or max(self.dims.num_choices // self.config.keep, 1))
+
+
+def _above_least(best_TGB: Tensor, scored: Scored) -> Tensor:
+    """The values over the token's least finite one, none below 0; 0 for those absent, which never win so."""
+    least_T = scored.ranking_TE.masked_fill(scored.ranking_TE == float("-inf"), float("inf")).amin(dim=-1)
+    return (best_TGB - least_T[:, None, None]).masked_fill(best_TGB == float("-inf"), 0.0)

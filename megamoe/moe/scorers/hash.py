@@ -53,7 +53,7 @@ class HashScorer(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Selector `table`, and counts that can be read."""
+        """Selector `table`, counts that can be read, and no loss to learn from."""
         selector = moe.router.selector.name
         if selector != "table":
             raise ValueError(
@@ -61,6 +61,8 @@ class HashScorer(Part):
             )
         if options.counts is not None:
             _open_counts(options.counts)
+        for name in (name for name, choice in moe.losses.items() if choice.options.weight > 0):
+            raise ValueError(f"moe.losses.{name} has no score to teach; leave it out, or log it by weight: 0")
 
     def __init__(self, config: Config, dims: Dims) -> None:
         """Raises UserError where the model has no token ids, or the counts are not of its vocabulary."""

@@ -68,17 +68,23 @@ class HierarchicalScorer(Part):
         group_scores_TG, inner_scores_TE: H of each level. With `noisy` also group_clean_TG,
         inner_clean_TE: x W_g, and group_std_TG, inner_std_TE: the noise's standard deviation.
         """
-        clean = self._both(hidden_TH, self.group_weight, self.weight)
+        inner_TE = functional.linear(hidden_TH, self.weight.float())
         extras: dict[str, Tensor] = {}
-        levels = clean
         if self.config.noisy:
-            std = functional.softplus(self._both(hidden_TH, self.group_noise_weight, self.noise_weight))
+            # The groups are few: a product of their own for the noise would cost nearly as much again.
+            both_weights = torch.cat([self.group_weight, self.group_noise_weight])
+            group_TG, raw_TG = functional.linear(hidden_TH, both_weights.float()).chunk(2, dim=1)
+            raw_TE = functional.linear(hidden_TH, self.noise_weight.float())
+            group_std_TG, inner_std_TE = functional.softplus(raw_TG), functional.softplus(raw_TE)
+            extras |= {"group_clean_TG": group_TG, "inner_clean_TE": inner_TE}
+            extras |= {"group_std_TG": group_std_TG, "inner_std_TE": inner_std_TE}
             if self.training:
-                levels = clean + std * self._noise(hidden_TH, context)
-            extras["group_clean_TG"], extras["inner_clean_TE"] = self._apart(clean)
-            extras["group_std_TG"], extras["inner_std_TE"] = self._apart(std)
-        group_TG, inner_TE = self._apart(levels)
-        extras["group_scores_TG"], extras["inner_scores_TE"] = group_TG, inner_TE
+                group_eps_TG, inner_eps_TE = self._noise(hidden_TH, context)
+                group_TG = torch.addcmul(group_TG, group_eps_TG, group_std_TG)
+                inner_TE = torch.addcmul(inner_TE, inner_eps_TE, inner_std_TE)
+        else:
+            group_TG = functional.linear(hidden_TH, self.group_weight.float())
+        extras |= {"group_scores_TG": group_TG, "inner_scores_TE": inner_TE}
         inner_TGS = inner_TE.unflatten(1, (self.num_groups, -1)).log_softmax(dim=-1)
         log_probs_TGS = group_TG.log_softmax(dim=-1)[:, :, None] + inner_TGS
         return log_probs_TGS.flatten(1), extras
@@ -89,15 +95,9 @@ class HierarchicalScorer(Part):
             self.dims.start(weight, purpose)
         return weight
 
-    def _both(self, hidden_TH: Tensor, group_weight: Tensor, weight: Tensor) -> Tensor:
-        """[T, G + E]: both levels side by side, in one product."""
-        return functional.linear(hidden_TH, torch.cat([group_weight, weight]).float())
-
-    def _apart(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        group_TG, inner_TE = both.split([self.num_groups, self.dims.num_experts], dim=1)
-        return group_TG, inner_TE
-
-    def _noise(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
+    def _noise(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, Tensor]:
+        """N(0, 1): [T, G] and [T, E]."""
         draw_key = context.draw_key(self.dims.layer, "noise")
         token_index_T = context.token_index(len(hidden_TH), hidden_TH.device)
-        return draws.normal(draw_key, token_index_T, self.num_groups + self.dims.num_experts)
+        noise = draws.normal(draw_key, token_index_T, self.num_groups + self.dims.num_experts)
+        return noise[:, : self.num_groups], noise[:, self.num_groups :]

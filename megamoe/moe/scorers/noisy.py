@@ -47,11 +47,13 @@ class NoisyScorer(Part):
         """[T, H] fp32 -> scores [T, E] fp32, and clean_TE and noise_std_TE by name, both fp32."""
         clean_TE = functional.linear(hidden_TH, self.weight.float())
         raw_TE = functional.linear(hidden_TH, self.noise_weight.float())
-        noise_std_TE = functional.softplus(raw_TE) + self.config.noise_floor
+        noise_std_TE = functional.softplus(raw_TE)
+        if self.config.noise_floor > 0:
+            noise_std_TE = noise_std_TE + self.config.noise_floor
         extras = {"clean_TE": clean_TE, "noise_std_TE": noise_std_TE}
         if not self.training:
             return clean_TE, extras
-        return clean_TE + self._normal_TE(clean_TE, context) * noise_std_TE, extras
+        return torch.addcmul(clean_TE, self._normal_TE(clean_TE, context), noise_std_TE), extras
 
     def _normal_TE(self, clean_TE: Tensor, context: StepContext) -> Tensor:
         num_tokens, num_experts = clean_TE.shape

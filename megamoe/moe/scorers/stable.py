@@ -59,6 +59,16 @@ class StableScorer(Part):
                 f"the selector is {selector!r}, which does not choose by the light router alone; set "
                 "selector: {name: top_k, k: 1, weights: raw}"
             )
+        if moe.router.selector.options.second == "sampled":
+            raise ValueError(
+                "the selector's second: sampled is drawn from gate values that go on learning, which would "
+                "move the frozen choice; set second: best"
+            )
+        if any(choice.name == "entropy_prune" for choice in moe.router.restrictions):
+            raise ValueError(
+                "the restriction entropy_prune goes by gate values that go on learning, which would move the "
+                "frozen choice; leave it out"
+            )
         if getattr(gate.options, "bias_update", 0) > 0:
             raise ValueError(
                 f"the gate's bias_update is {gate.options.bias_update}, but a bias that goes on learning "

@@ -51,6 +51,11 @@ class ExpertChoice(Selector):
         refuse_capacity(moe, "each expert takes a fixed number of tokens")
         refuse_bias(moe, "it would be the same for all tokens among which an expert chooses")
 
+    @property
+    def mean_choices(self) -> float:
+        """The k that a token has on average."""
+        return float(self.config.k)
+
     def places(self, num_tokens: int) -> int:
         """C, the tokens of each expert."""
         exact = Fraction(str(self.config.k)) * num_tokens / self.dims.num_experts

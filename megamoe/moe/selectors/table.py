@@ -8,6 +8,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.refusals import refuse_restrictions
 from megamoe.registry import register
 
 
@@ -31,12 +32,13 @@ class Table(Selector):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Only scorer `hash` has tables."""
+        """Only scorer `hash` has tables; nothing moves their choice."""
         scorer = moe.router.scorer.name
         if scorer != "hash":
             raise ValueError(f"the scorer is {scorer!r}, which makes no table; set scorer: hash")
         if getattr(moe.router.gate.options, "bias_update", 0) > 0:
             raise ValueError("gate.bias_update moves no choice made by a table; leave it out")
+        refuse_restrictions(moe, "a token whose expert is taken away has no other")
 
     @property
     def num_choices(self) -> int:
@@ -44,8 +46,7 @@ class Table(Selector):
         return int(self.config.k)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """T*k pairs of weight 1; fewer where a restriction has taken a token's expert away."""
+        """T*k pairs of weight 1."""
         expert_TK = scored.extras["table_TK"]
         weight_TK: Tensor = torch.ones_like(expert_TK, dtype=torch.float32)
-        valid_TK = None if scored.candidates_TE is None else scored.candidates_TE.gather(1, expert_TK)
-        return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
+        return Pairs.of_choices(expert_TK, weight_TK)

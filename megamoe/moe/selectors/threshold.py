@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megamoe.moe.part import Selector, StepContext
@@ -41,28 +40,32 @@ class Threshold(Selector):
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """At least one pair a token, at most its candidates; none for a token without any."""
-        threshold = self.config.threshold
-        if not self.training and self.config.eval_threshold is not None:
-            threshold = self.config.eval_threshold
-        probs_TE, num_experts = scored.probs_TE.detach(), scored.num_experts
-        most_T, total_T = num_candidates_T(scored.candidates_TE, probs_TE), probs_TE.sum(dim=-1)
-
-        def count(expert_SK: Tensor, token_S: Tensor | slice) -> Tensor:
-            """int64 [S]: m of these tokens, whose first K experts are given; above K where those do not do."""
-            if threshold == 1:
-                return most_T[token_S]
-            sum_SK = probs_TE[token_S].gather(1, expert_SK).cumsum(dim=-1)
-            too_few_S = (sum_SK < threshold * total_T[token_S][:, None]).sum(dim=-1)
-            return most_T[token_S].minimum(too_few_S + 1)
-
-        head = -(-num_experts // HEAD)
+        head = -(-scored.num_experts // HEAD)
         head_TK = scored.ranking_TE.topk(head, dim=-1).indices
-        count_T = count(head_TK, slice(None))
-        token_S = (count_T > head).nonzero().squeeze(1)
-        if len(token_S) == 0:
+        count_T = self._count(scored, head_TK, slice(None))
+        long_S = (count_T > head).nonzero().squeeze(1)
+        if len(long_S) == 0:
             return first_choices(head_TK, count_T, scored.probs_TE)
-        expert_SE = scored.ranking_TE[token_S].argsort(dim=-1, descending=True, stable=True)
-        expert_TE = head_TK.new_empty(scored.num_tokens, num_experts)
+        whole_SE = scored.ranking_TE[long_S].argsort(dim=-1, descending=True, stable=True)
+        count_T[long_S] = self._count(scored, whole_SE, long_S)
+        expert_TE = head_TK.new_empty(scored.num_tokens, scored.num_experts)
         expert_TE[:, :head] = head_TK
-        expert_TE[token_S], count_T[token_S] = expert_SE, count(expert_SE, token_S)
+        expert_TE[long_S] = whole_SE
         return first_choices(expert_TE, count_T, scored.probs_TE)
+
+    def _count(self, scored: Scored, expert_SK: Tensor, token_S: Tensor | slice) -> Tensor:
+        """int64 [S]: m of these tokens, of which the first K experts are given; above K where m may be."""
+        probs_SE = scored.probs_TE.detach()[token_S]
+        candidates_SE = None if scored.candidates_TE is None else scored.candidates_TE[token_S]
+        most_S = num_candidates_T(candidates_SE, probs_SE)
+        if self._threshold == 1:
+            return most_S
+        sum_SK = probs_SE.gather(1, expert_SK).cumsum(dim=-1)
+        too_few_S = (sum_SK < self._threshold * probs_SE.sum(dim=-1, keepdim=True)).sum(dim=-1)
+        return most_S.minimum(too_few_S + 1)
+
+    @property
+    def _threshold(self) -> float:
+        if not self.training and self.config.eval_threshold is not None:
+            return float(self.config.eval_threshold)
+        return float(self.config.threshold)

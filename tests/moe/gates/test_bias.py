@@ -27,6 +27,42 @@ def test_the_bias_moves_against_the_load(gate: str) -> None:
     assert part.bias_E.tolist() == [-0.5, 0, 0.25, 0.5]
 
 
+def test_an_expert_that_was_closed_stays_and_is_not_in_the_mean() -> None:
+    part = make_part("gate", "sigmoid", bias_update=0.25)
+    part.after_step(torch.tensor([-1, 5, 3, -1]), StepContext())
+    assert part.bias_E.tolist() == [0, -0.25, 0.25, 0]
+
+
+def test_the_layer_tells_the_gate_which_experts_a_step_closed() -> None:
+    context = StepContext(seed=3, step=1)
+    config = moe_config(
+        num_experts=8,
+        router={
+            "restrictions": [{"name": "expert_dropout", "cluster_size": 4}],
+            "gate": {"name": "sigmoid", "bias_update": 0.25},
+            "selector": {"k": 2},
+        },
+    )
+    layer = make_layer(config, context)
+    layer(make_hidden(40))
+    assert layer.observation is not None
+    wanted_E = layer.observation.wanted_E
+    layer.after_step(wanted_E)
+    bias_E = layer.router.gate.bias_E
+    closed_E = layer.router.restrictions[0].closed_E(context)
+    assert bias_E is not None and closed_E.sum() == 4
+    mean = 40 * 2 / 4
+    expected_E = torch.where(closed_E, 0.0, -0.25 * (wanted_E - mean).sign())
+    assert torch.equal(bias_E, expected_E) and bias_E.any()
+
+
+@both_gates
+def test_the_mean_need_not_be_whole(gate: str) -> None:
+    part = make_part("gate", gate, num_experts=3, bias_update=0.25)
+    part.after_step(torch.tensor([3, 3, 4]), StepContext())  # the mean is 10/3
+    assert part.bias_E.tolist() == [0.25, 0.25, -0.25]
+
+
 def test_it_stays_after_its_last_step() -> None:
     part = make_part("gate", "sigmoid", bias_update=0.25, bias_until=7)
     for step in (7, 8, 9):

@@ -137,7 +137,38 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
     ],
 )
 def test_refused_company(options: dict[str, Any], expert_parallel: int, message: str) -> None:
-    router = {"restrictions": [{"name": "expert_dropout", "cluster_size": 4}]}
+    router: dict[str, Any] = {"restrictions": [{"name": "expert_dropout", "cluster_size": 4}]}
     config = moe_config(num_experts=16, router=router, losses={"clustering": options})
     with pytest.raises(UserError, match=f"moe.losses.clustering: .*{message}"):
         check_parts(config, expert_parallel)
+
+
+@pytest.mark.parametrize(
+    "restriction",
+    [
+        {"name": "entropy_prune", "num_groups": 4, "bound": 0.0},
+        {"name": "entropy_prune", "num_groups": 2, "bound": 0.0},
+        {"name": "expert_dropout", "cluster_size": 4, "rate": 0.75},
+        {"name": "group_limit", "num_groups": 16, "keep": 1},
+    ],
+    ids=str,
+)
+def test_one_expert_of_a_cluster_is_refused(restriction: dict[str, Any]) -> None:
+    selector = {"k": 1, "weights": "raw"}
+    router = {"restrictions": [restriction], "gate": "sigmoid", "selector": selector}
+    options = {"clustering": {"weight": 1.0, "cluster_size": 4, "mu": 1.0}}
+    config = moe_config(num_experts=16, router=router, losses=options)
+    with pytest.raises(
+        UserError, match=f"clustering: the restriction {restriction['name']} leaves one expert"
+    ):
+        check_parts(config, 1)
+    layer = make_layer(config)
+    (layer(make_hidden(24)) * 0).sum().backward()
+    assert not layer.router.scorer.weight.grad.any()  # it has no gradient indeed
+
+
+def test_several_experts_of_a_cluster_are_enough() -> None:
+    restriction = {"name": "entropy_prune", "num_groups": 8, "bound": 0.0}
+    router = {"restrictions": [restriction], "selector": {"k": 1, "weights": "raw"}}
+    losses = {"clustering": {"cluster_size": 4}}
+    check_parts(moe_config(num_experts=16, router=router, losses=losses), 1)

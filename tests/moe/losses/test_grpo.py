@@ -98,6 +98,16 @@ def test_value_and_gradient(
     torch.testing.assert_close(scores_TE.grad, plain_TE.grad)
 
 
+@pytest.mark.parametrize("wanted", [K1, K2])
+def test_pairs_that_capacity_dropped_were_drawn_all_the_same(wanted: list[list[int]]) -> None:
+    scores_TE = SCORES.clone().requires_grad_()
+    part = make_part("loss", "grpo", dims={"num_choices": len(wanted[0])})
+    routing = routing_of(scores_TE, wanted)
+    routing.pairs = routing.wanted.keep(torch.arange(len(routing.wanted.token_N)) % 3 > 0)
+    expected = plain_loss(scores_TE, wanted, LOSSES.tolist(), ALL)
+    torch.testing.assert_close(part(routing, CONTEXT, LOSSES), expected)
+
+
 def test_the_cases_clip_on_both_sides_and_neither() -> None:
     """So that the test above sees each branch."""
     ratio_T = (SCORES.softmax(1) / OLD.softmax(1))[torch.arange(TOKENS), torch.tensor(K1)[:, 0]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.check import check_parts
-from megamoe.moe.losses.hierarchical_load import chance_of_choice
+from megamoe.moe.losses.chance import chance_of_choice
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
@@ -183,11 +183,23 @@ def kept(scores: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("router", "message"),
     [
-        ({"scorer": "hierarchical"}, "the scorer is 'hierarchical' without noise.*noisy: true"),
-        ({"scorer": "noisy", "selector": "top_k"}, "the scorer is 'noisy' without noise at two levels"),
-        ({"selector": "top_k"}, "the selector is 'top_k', .*set selector: hierarchical_top_k"),
+        (
+            {"scorer": "hierarchical"},
+            "the scorer is 'hierarchical' without noise.*noisy: true}, or take the loss switch_balance",
+        ),
+        (
+            {"scorer": "noisy", "selector": "top_k"},
+            "the scorer is 'noisy' without noise at two levels.* take the loss load$",
+        ),
+        (
+            {"selector": "top_k"},
+            "the selector is 'top_k', .*set selector: hierarchical_top_k, or take the loss switch",
+        ),
         ({"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 3}}, "chooses all 9 experts"),
-        ({"restrictions": [{"name": "expert_dropout", "level": "global"}]}, "'expert_dropout' takes"),
+        (
+            {"restrictions": [{"name": "expert_dropout", "level": "global"}]},
+            "'expert_dropout' takes.* take the loss switch_balance$",
+        ),
     ],
 )
 def test_refusals(router: dict[str, Any], message: str) -> None:

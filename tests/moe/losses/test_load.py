@@ -167,6 +167,14 @@ def test_its_weight_and_its_company() -> None:
     [
         ({"scorer": "linear"}, "the scorer 'linear' has no noise.*set moe.router.scorer: noisy"),
         (
+            {"scorer": {"name": "hierarchical", "noisy": True}},
+            "'hierarchical' has its noise at two levels; take the loss hierarchical_load",
+        ),
+        (
+            {"selector": {"k": 2}, "restrictions": [{"name": "expert_dropout", "cluster_size": 4}]},
+            "with k: 2 of 2 experts every load is the same",
+        ),
+        (
             {"selector": {"k": 4}},
             "with k: 4 of 4 experts every load is the same; choose moe.router.selector.k < 4",
         ),

@@ -103,3 +103,41 @@ def test_refused_company(options: dict[str, Any], message: str) -> None:
     router = {"restrictions": [{"name": "entropy_prune", **options}]}
     with pytest.raises(UserError, match=f"moe.router.restrictions.0: entropy_prune: .*{message}"):
         check_parts(moe_config(num_experts=16, router=router), 1)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "router"),
+    [
+        (1, {"selector": {"k": 2}}),
+        (2, {"selector": {"k": 3, "weights": "kept_softmax"}}),
+        (2, {"selector": {"name": "sample", "k": 4, "weights": "renormalised"}}),
+        (1, {"selector": {"name": "entropy_aware", "weights": "renormalised"}}),
+        (2, {"selector": "hierarchical_top_k", "scorer": "hierarchical"}),
+    ],
+    ids=str,
+)
+def test_bound_0_leaves_weights_that_sum_to_1_too_few(num_groups: int, router: dict[str, Any]) -> None:
+    def check(**options: Any) -> None:
+        prune_hard = {"name": "entropy_prune", "num_groups": num_groups, "bound": 0.0, **options}
+        check_parts(
+            moe_config(num_experts=16, router={"restrictions": [prune_hard], "gate": gate, **router}), 1
+        )
+
+    # With a softmax over a single expert, that is refused first.
+    gate = "sigmoid" if num_groups == 1 else "softmax"
+    message = f"entropy_prune: bound 0 leaves {num_groups} experts, one of each group, .*; set bound above 0"
+    with pytest.raises(UserError, match=message):
+        check()
+    check(bound=0.1)
+    check(num_groups=4)
+
+
+def test_bound_0_with_plain_weights() -> None:
+    prune_hard = {"name": "entropy_prune", "bound": 0.0}
+    config = moe_config(
+        num_experts=16,
+        router={"restrictions": [prune_hard], "gate": "sigmoid", "selector": {"k": 2, "weights": "raw"}},
+    )
+    check_parts(config, 1)
+    pairs = make_layer(config).router(make_hidden(30), StepContext()).pairs
+    assert pairs.token_N.tolist() == list(range(30))  # one expert each, though k is 2

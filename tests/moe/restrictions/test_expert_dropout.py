@@ -12,9 +12,9 @@ from megamoe.moe.part import StepContext
 from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
 
 
-def masks(steps: int, training: bool = True, layer: int = 1, seed: int = 0, **options: Any) -> Tensor:
+def masks(steps: int, layer: int = 1, seed: int = 0, **options: Any) -> Tensor:
     """bool [S, E] of 16 experts, after seeing that all tokens have the same row."""
-    part = make_part("restriction", "expert_dropout", num_experts=16, layer=layer, **options).train(training)
+    part = make_part("restriction", "expert_dropout", num_experts=16, layer=layer, **options)
     rows = []
     for step in range(steps):
         allowed_TE = part(make_scored(torch.zeros(3, 16)), StepContext(seed=seed, step=step))
@@ -58,9 +58,24 @@ def test_the_draw_depends_on_seed_step_and_layer_alone() -> None:
     assert torch.equal(part(make_scored(torch.zeros(5, 16)), elsewhere)[0], first_SE[7])
 
 
+@pytest.mark.parametrize("level", ["cluster", "global"])
+def test_those_closed_are_those_dropped(level: str) -> None:
+    part = make_part("restriction", "expert_dropout", num_experts=16, layer=3, level=level, rate=0.25)
+    for step in range(5):
+        context = StepContext(seed=1, step=step)
+        closed_E = part.closed_E(context)
+        assert closed_E.dtype == torch.bool and closed_E.sum() == 4
+        assert torch.equal(~closed_E, part(make_scored(torch.zeros(3, 16)), context)[0])
+    assert part.eval().closed_E(context) is None
+    for other in (("expert_dropout", {"rate": 0.0}), ("gating_dropout", {"rate": 1.0, "ranks": 2})):
+        name, options = other
+        assert make_part("restriction", name, num_experts=16, **options).closed_E(context) is None
+
+
 def test_nothing_is_dropped_in_evaluation_or_at_rate_0() -> None:
-    assert masks(5, training=False).all()
-    assert masks(5, rate=0.0).all()
+    for training, rate in ((False, 0.5), (True, 0.0)):
+        part = make_part("restriction", "expert_dropout", num_experts=16, rate=rate).train(training)
+        assert part(make_scored(torch.zeros(3, 16)), StepContext()) is None
 
 
 def test_the_gate_is_computed_over_those_left() -> None:

@@ -67,8 +67,20 @@ def test_what_an_earlier_restriction_took_away_adds_nothing() -> None:
 def test_a_group_without_candidates_is_last_even_after_negative_ones(options: dict[str, Any]) -> None:
     scored = make_scored(torch.zeros(1, 6))
     scored.ranking_TE = torch.tensor([[-torch.inf, -torch.inf, -0.5, -0.2, -0.1, -torch.inf]])  # under a bias
+    scored.candidates_TE = scored.ranking_TE.isfinite()
     part = make_part("restriction", "group_limit", 6, num_groups=3, keep=2, **options)
     assert groups_of(part(scored, StepContext()), 3) == [[1, 2]]
+
+
+def test_an_absent_expert_never_beats_one_with_a_negative_value() -> None:
+    """Under a bias: -0.3 and an absent one against -0.2 and -0.4; without it the second group is better."""
+    scored = make_scored(torch.zeros(2, 6))
+    scored.ranking_TE = torch.tensor([[-0.3, -torch.inf, -0.2, -0.4, -9.0, -9.0], [-torch.inf] * 6])
+    scored.candidates_TE = scored.ranking_TE.isfinite()
+    part = make_part("restriction", "group_limit", 6, num_groups=3, keep=1, score="sum", best=2)
+    assert groups_of(part(scored, StepContext())[:1], 3) == [[1]]  # 8.8 + 8.6 against 8.7 + 0
+    scored.ranking_TE = scored.ranking_TE + 20.0
+    assert groups_of(part(scored, StepContext())[:1], 3) == [[1]]  # what all have in common changes nothing
 
 
 def test_the_bias_of_the_gate_counts() -> None:

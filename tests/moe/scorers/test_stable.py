@@ -235,3 +235,11 @@ def test_company_that_makes_no_sense_is_refused() -> None:
         check_parts(moe_config(**{**TREE, "losses": {"stable_balance": 0.3}}), 1)
     with pytest.raises(UserError, match="stable: the selector is 'sample'"):
         check_parts(moe_config(**{**TREE, "router": {**TREE["router"], "selector": "sample"}}), 1)
+    for change, message in (
+        ({"selector": {"k": 2, "second": "sampled"}}, "second: sampled is drawn .* set second: best"),
+        ({"restrictions": ["entropy_prune"]}, "the restriction entropy_prune .* leave it out"),
+    ):
+        with pytest.raises(UserError, match=f"stable: .*{message}"):
+            check_parts(moe_config(**{**TREE, "router": {**TREE["router"], **change}}), 1)
+    limited = {"restrictions": [{"name": "group_limit", "num_groups": 2, "keep": 1}]}
+    check_parts(moe_config(**{**TREE, "router": {**TREE["router"], **limited}}), 1)

@@ -23,15 +23,6 @@ def test_pairs_by_hand() -> None:
     assert pairs.weight_N.tolist() == [1.0] * 6 and pairs.weight_N.dtype == torch.float32
 
 
-def test_a_masked_expert_gives_no_pair() -> None:
-    candidates_TE = torch.tensor([[True] * 4, [True, False, True, True], [True, True, False, True]])
-    scored = make_scored(torch.zeros(3, 4), candidates_TE=candidates_TE, table_TK=TABLE)
-    pairs = make_part("selector", "table", k=2)(scored, StepContext())
-    assert pairs.token_N.tolist() == [0, 0, 2]
-    assert pairs.expert_N.tolist() == [2, 0, 3]
-    assert pairs.choice_N.tolist() == [0, 1, 0]
-
-
 def test_a_router_has_as_many_tables_as_choices() -> None:
     config = moe_config(num_experts=5, router={"scorer": "hash", "selector": {"name": "table", "k": 3}})
     router = Router(config.router, Dims(HIDDEN, 5, vocab_size=50))
@@ -46,6 +37,11 @@ def test_refusals() -> None:
         moe_config(router={"selector": {"name": "table", "k": 0}})
     with pytest.raises(UserError, match="^moe.router.selector: table: the scorer is 'linear'.*scorer: hash$"):
         check_parts(moe_config(router={"selector": "table"}), 1)
+    dropout = {"scorer": "hash", "selector": "table", "restrictions": [{"name": "expert_dropout"}]}
+    with pytest.raises(
+        UserError, match="table: found the restrictions expert_dropout, expected none: .*has no o"
+    ):
+        check_parts(moe_config(router=dropout), 1)
     biased = {"scorer": "hash", "selector": "table", "gate": {"name": "softmax", "bias_update": 0.1}}
     with pytest.raises(UserError, match="^moe.router.selector: table: gate.bias_update"):
         check_parts(moe_config(router=biased), 1)
