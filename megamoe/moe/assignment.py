@@ -18,15 +18,17 @@ from torch import Tensor
 
 START = 0.2  # the first eps and the last, in parts of the scores' range
 SHRINK = 0.2
-LAST = 1e-7
+LAST = 1e-9
 NONE = -torch.inf
 
 
-def balanced_assignment(scores_TE: Tensor, tolerance: float = 5e-5) -> Tensor:
+def balanced_assignment(scores_TE: Tensor, tolerance: float = 1e-9) -> Tensor:
     """int64 [T]: each token's expert; every expert has floor(T / E) or ceil(T / E) tokens.
 
     scores_TE: fp32; NaN counts as 0. The total score comes up to `tolerance`, a share of it, of the optimum,
-    or to T * LAST times the range of the scores where that is more. It depends on the scores alone.
+    or to T * LAST times the range of the scores where that is more. It depends on the scores alone, and as
+    good as the optimum itself it is also the same where another layout rounds them otherwise: stopped at 5e-5
+    of it, two ranks and one drifted apart within ten steps.
     """
     num_tokens, num_experts = scores_TE.shape
     scores_TE = scores_TE.detach().nan_to_num()

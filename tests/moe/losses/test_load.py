@@ -121,6 +121,17 @@ def test_noise_that_underflows_leaves_all_finite() -> None:
     )
 
 
+def test_noise_under_the_smallest_counts_as_that_and_learns_nothing_from_it() -> None:
+    clean_TE = torch.tensor([[0.0, 5e-7, -1.0]], dtype=torch.float64)
+    losses = []
+    for small in (1e-8, 1e-6):
+        std_TE = torch.tensor([[small, 1.0, 1.0]], dtype=torch.float64, requires_grad=True)
+        losses.append(value(clean_TE, std_TE, clean_TE, 1))
+        losses[-1].backward()
+        assert std_TE.grad[0, 0] == 0 and std_TE.grad[0, 2] != 0
+    assert losses[0] == losses[1]
+
+
 def sgmoe(losses: dict[str, float], **router: object) -> dict[str, object]:
     selector = {"k": 2, "weights": "kept_softmax"}
     return {"num_experts": 4, "router": {"scorer": "noisy", "selector": selector, **router}, "losses": losses}

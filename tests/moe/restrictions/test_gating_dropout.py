@@ -74,6 +74,14 @@ def test_home_is_kept_in_dropped_steps_of_the_real_ranks() -> None:
         assert any(dropped_steps(part, 30))
 
 
+def test_a_step_that_is_not_dropped_has_no_candidates_to_compute_a_gate_over() -> None:
+    router = {"restrictions": [{"name": "gating_dropout", "rate": 1.0, "ranks": 2}]}
+    layer = make_layer(moe_config(num_experts=8, router=router))
+    assert layer.router(make_hidden(4), layer.context).candidates_TE is not None
+    routing = layer.eval().router(make_hidden(4), layer.context)
+    assert routing.candidates_TE is None and routing.probs_TE is routing.affinities_TE
+
+
 def test_the_gate_chooses_among_those_at_home() -> None:
     router = {"restrictions": [{"name": "gating_dropout", "rate": 1.0, "ranks": 2}], "selector": {"k": 3}}
     layer = make_layer(moe_config(num_experts=8, router=router), StepContext(micro_batch=3))
