@@ -264,7 +264,7 @@ BAD_PARTS = {
     ),
     "numbers": (
         "pass",
-        "self.largest = float(self.weight_EH.max())",
+        "self.largest = float(self.weight_EH.detach().max())",
         "the __init__ of the scorer 'bad_numbers' failed at line 21 of numbers.py: RuntimeError: ",
     ),
     "broken": (
