@@ -187,7 +187,7 @@ def unknown_name_message(what: str, name: object, known: list[str]) -> str:
 
 def nearest_and_all(name: object, known: list[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, and all of them."""
-    names = f"known: {', '.join(sorted(known))}" if known else "there are none"
+    names = f"known: {', '.join(sorted(set(known)))}" if known else "there are none"
     return f"{nearest(name, known)} ({names})"
 
 
