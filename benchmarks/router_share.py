@@ -29,7 +29,7 @@ from megamoe.config import parse_config
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe.check import check_parts
-from megamoe.moe.experts import GroupedExperts
+from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Part, StepContext
 from megamoe.registry import get_part, list_parts, nearest_and_all

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
-from megamoe.moe.experts import up_width
+from megamoe.moe.experts.grouped import up_width
 from megamoe.moe.part import Dims
 from megamoe.moe.router import Router, build_part
 

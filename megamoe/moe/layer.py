@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
-from megamoe.moe.dropout import ExpertDropout
-from megamoe.moe.expert_stack import ExpertStack, NormKind
-from megamoe.moe.experts import Activation, GroupedExperts
+from megamoe.moe.experts.dropout import ExpertDropout
+from megamoe.moe.experts.grouped import Activation, GroupedExperts
+from megamoe.moe.experts.shared import SharedExperts
+from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.part import Constraint, Dims, Objective, Part, StepContext
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Routing
-from megamoe.moe.shared_experts import SharedExperts
 
 
 class Dispatch(Protocol):

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megamoe.errors import UserError
-from megamoe.moe.experts import GroupedExperts, up_width
+from megamoe.moe.experts.grouped import GroupedExperts, up_width
 from megamoe.moe.layer import MoELayer
 from megamoe.parallel.checkpoint import DENSE, experts_file, model_tensors, read_meta
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
-from megamoe.moe.experts import GroupedExperts, activate
+from megamoe.moe.experts.grouped import GroupedExperts, activate
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.parallel import launch
 from tests.distributed.pool import Pool

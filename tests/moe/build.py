@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.config import PartChoice, parse_config
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.experts import Activation
+from megamoe.moe.experts.grouped import Activation
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.router import build_part

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.experts import Activation
+from megamoe.moe.experts.grouped import Activation
 
 
 @dataclass

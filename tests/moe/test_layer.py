@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.experts import Activation
+from megamoe.moe.experts.grouped import Activation
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Objective, StepContext
 from megamoe.moe.routing import Routing

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.moe.experts import Activation, GroupedExperts, loop_experts, padded_places
+from megamoe.moe.experts.grouped import Activation, GroupedExperts, loop_experts, padded_places
 from tests.moe.build import FFN, HIDDEN, make_hidden
 
 

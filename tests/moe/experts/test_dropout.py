@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.moe.dropout import ExpertDropout
+from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
 from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config

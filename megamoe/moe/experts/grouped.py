@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.moe import draws
-from megamoe.moe.dropout import ExpertDropout
+from megamoe.moe.experts.dropout import ExpertDropout
 
 Activation = Literal["swiglu", "gelu"]
 # oneDNN prepares its bf16 kernel anew for every row count, and the counts change at every step: groups

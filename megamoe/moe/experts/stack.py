@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.moe.dropout import ExpertDropout
-from megamoe.moe.experts import GroupedExperts
+from megamoe.moe.experts.dropout import ExpertDropout
+from megamoe.moe.experts.grouped import GroupedExperts
 
 NormKind = Literal["rmsnorm", "layernorm"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.moe.experts import Activation
-from megamoe.moe.shared_experts import SharedExperts, SharedMode
+from megamoe.moe.experts.grouped import Activation
+from megamoe.moe.experts.shared import SharedExperts, SharedMode
 from tests.moe.build import FFN, HIDDEN, make_hidden
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.moe import draws
-from megamoe.moe.experts import Activation, activate, up_width
+from megamoe.moe.experts.grouped import Activation, activate, up_width
 
 SharedMode = Literal["sum", "gated", "residual"]
 
