@@ -32,9 +32,12 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_rank() -> Iterator[None]:
     """Process groups and Megatron-Core's state for this process alone."""
     from megamoe.parallel import launch
+    from megamoe.parallel.groups import start_groups
+    from megamoe.parallel.layout import Layout
     from tests.tiny import restored_process
 
     with restored_process():
         launch.start(launch.find_world(), timeout_minutes=1)
+        start_groups(Layout(1), timeout_minutes=1)
         yield
         launch.stop()

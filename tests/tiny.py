@@ -9,6 +9,8 @@ from megamoe.config import RunConfig, load_config
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel.experts import hosted_layer_factory
+from megamoe.parallel.groups import start_groups
+from megamoe.parallel.layout import Layout
 
 VOCABULARY = 48
 BASE = (
@@ -37,7 +39,9 @@ def tiny(*overrides: str) -> RunConfig:
 
 def tiny_gpt(config: RunConfig, context: StepContext | None = None, vocab_size: int = VOCABULARY) -> GPT:
     """Its model; needs the fixture `one_rank`."""
-    make_layer = hosted_layer_factory(config.moe, context or StepContext(), config.parallel.expert)
+    layout = Layout.of(config.parallel, 1)
+    groups = start_groups(layout, timeout_minutes=1)
+    make_layer = hosted_layer_factory(config.moe, context or StepContext(), groups, layout)
     return build_gpt(config, vocab_size, make_layer)
 
 

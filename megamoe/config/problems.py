@@ -27,6 +27,13 @@ _EXPECTED = {
     "literal_error": "{expected}",
 }
 _LONGEST = 80
+# What a user of Megatron looks for, and what to take instead.
+_UNSUPPORTED = {
+    "parallel.context": "context parallelism is not supported; take this key out, and for long sequences use "
+    "parallel.tensor with parallel.sequence=true, and model.recompute",
+    "parallel.pipeline": "pipeline parallelism is not supported; take this key out, and cut the model with "
+    "parallel.tensor, parallel.expert and ZeRO instead",
+}
 
 
 def first_problem(error: ValidationError, schema: Any) -> str:
@@ -36,6 +43,8 @@ def first_problem(error: ValidationError, schema: Any) -> str:
     problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
     steps = [str(step) for step in problem["loc"]]
     kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "unexpected_keyword_argument" and ".".join(steps) in _UNSUPPORTED:
+        return _at(steps, _UNSUPPORTED[".".join(steps)])
     if kind == "unexpected_keyword_argument":
         return _at(steps[:-1], unknown_name_message("key", steps[-1], _known_keys(schema, steps[:-1])))
     if kind == "part":

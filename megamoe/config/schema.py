@@ -125,10 +125,13 @@ class MoEConfig:
 
 @dataclass
 class ParallelConfig:
-    """How ranks share the work. Data parallelism is what remains: the world size."""
+    """How ranks share the work. Data parallelism is what remains: the world size over `tensor`."""
 
     __pydantic_config__ = STRICT
+    tensor: PositiveInt = 1  # ranks that share one micro batch: attention, dense FFNs, embedding are cut
+    sequence: bool = False  # norms and dropout on a share of the sequence each, where tensor is above 1
     expert: PositiveInt = 1  # ranks that share one set of experts
+    expert_tensor: PositiveInt = 1  # ranks that hold slices of one expert
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: what the DeepSpeed file says
     deepspeed: str | None = None  # a file of ds_configs/; default: ZeRO 0 in fp32
     timeout_minutes: PositiveFloat = 30.0  # of a collective operation over all ranks

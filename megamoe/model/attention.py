@@ -1,7 +1,9 @@
 """Attention through PyTorch's scaled_dot_product_attention: no s x s matrix in memory."""
 
+from contextlib import nullcontext
 from typing import Any
 
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,15 +36,18 @@ class SDPAttention(nn.Module):
         attention_mask: bool, True where attention is masked out (Megatron's convention), or None: causal.
         """
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        context = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if attention_mask is None else ~attention_mask,
-            is_causal=attention_mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        dropout = self.dropout if self.training else 0.0
+        # Each tensor-parallel rank has other heads, whose dropout is their own.
+        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
+            context = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                is_causal=attention_mask is None,
+                dropout_p=dropout,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         context = context.permute(2, 0, 1, 3)
         return context.reshape(*context.shape[:2], -1)

@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -15,6 +19,9 @@ class MoEBlock(nn.Module):
 
     Megatron-Core's versions pass different keywords (pg_collection, name, ...); the layer needs none.
     build_norm: a norm before the layer. recompute: the layer is computed again in backward.
+
+    Under tensor parallelism each rank has the layer's tokens of its own run of positions, so that none is
+    computed twice: as sequence parallelism leaves them, or cut here and gathered after.
     """
 
     def __init__(
@@ -29,6 +36,7 @@ class MoEBlock(nn.Module):
         self.norm = None if build_norm is None else build_norm()
         self.layer = build()
         self.recompute = recompute
+        self.spreads_tokens = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
 
     def forward(self, hidden_SBH: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, None]:
         """The tokens of the micro batch are taken position by position: token s * B + b."""
@@ -38,8 +46,14 @@ class MoEBlock(nn.Module):
 
     def _compute(self, hidden_SBH: Tensor) -> Tensor:
         normed_SBH = hidden_SBH if self.norm is None else self.norm(hidden_SBH)
+        if self.spreads_tokens:
+            normed_SBH = scatter_to_sequence_parallel_region(normed_SBH)
         output_TH: Tensor = self.layer(normed_SBH.reshape(-1, hidden_SBH.shape[-1]))
-        return output_TH.view_as(hidden_SBH)
+        output_SBH = output_TH.view_as(normed_SBH)
+        if self.spreads_tokens:
+            # What follows is the same on all ranks, and so is its gradient: each keeps its part.
+            output_SBH = gather_from_sequence_parallel_region(output_SBH, tensor_parallel_output_grad=False)
+        return output_SBH
 
 
 class Block(TransformerLayer):

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -22,6 +20,9 @@ from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import SDPAttention
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.cpu import stand_in_for_cuda
+from megamoe.model.loss import token_losses
+from megamoe.model.norm import Norm
+from megamoe.model.random_streams import use_one_stream
 from megamoe.model.size import (
     expert_ffn_size,
     ffn_size,
@@ -57,15 +58,13 @@ class GPT(nn.Module):
         """
         logits_BSV = self.logits(tokens_BS, position_ids_BS, attention_mask)
         logits_SBV = logits_BSV.transpose(0, 1).float().contiguous()
-        losses_SB = tensor_parallel.vocab_parallel_cross_entropy(
-            logits_SBV, labels_BS.transpose(0, 1).contiguous(), label_smoothing
-        )
-        return losses_SB.transpose(0, 1)
+        labels_SB = labels_BS.transpose(0, 1).contiguous()
+        return token_losses(logits_SBV, labels_SB, label_smoothing).transpose(0, 1)
 
     def logits(
         self, tokens_BS: Tensor, position_ids_BS: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """int64 [B, S] -> [B, S, padded vocabulary]."""
+        """int64 [B, S] -> [B, S, padded vocabulary]; under tensor parallelism, this rank's part of it."""
         output: Tensor = self.model(tokens_BS, position_ids_BS, attention_mask)
         return output
 
@@ -86,7 +85,8 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     torch.manual_seed(config.seed)
     model = config.model
-    transformer = _transformer_config(model, config.seed)
+    use_one_stream()
+    transformer = _transformer_config(config)
     padded = padded_vocab_size(vocab_size, model.vocab_multiple)
     return GPT(
         GPTModel(
@@ -102,7 +102,8 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
     )
 
 
-def _transformer_config(model: ModelConfig, seed: int) -> TransformerConfig:
+def _transformer_config(config: RunConfig) -> TransformerConfig:
+    model, parallel = config.model, config.parallel
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -117,7 +118,9 @@ def _transformer_config(model: ModelConfig, seed: int) -> TransformerConfig:
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_std,
-        **_init_methods(model, seed),
+        **_init_methods(model, config.seed),
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence and parallel.tensor > 1,
         # On the CPU every layout draws the same weights; the engine moves them to the device.
         use_cpu_initialization=True,
         # Fusions of Megatron-Core's own CUDA kernels.
@@ -153,8 +156,8 @@ def _block_specs(
         moe: dict[str, Any] = {"build": build, "recompute": recompute == "selective"}
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module, spec.params = Block, {"recompute": recompute == "full"}
-        spec.submodules.input_layernorm = WrappedTorchNorm
-        spec.submodules.pre_mlp_layernorm = WrappedTorchNorm
+        spec.submodules.input_layernorm = Norm
+        spec.submodules.pre_mlp_layernorm = Norm
         spec.submodules.self_attention.submodules.core_attention = SDPAttention
         if number in moe_blocks:
             spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
@@ -162,13 +165,12 @@ def _block_specs(
             norm = functools.partial(_norm, transformer) if inserted_has_norm(config.moe) else None
             spec.params["build_inserted"] = functools.partial(MoEBlock, transformer, build_norm=norm, **moe)
         specs.append(spec)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 
 def _norm(transformer: TransformerConfig) -> nn.Module:
     size, eps = transformer.hidden_size, transformer.layernorm_epsilon
-    norm: nn.Module = WrappedTorchNorm(config=transformer, hidden_size=size, eps=eps)
-    return norm
+    return Norm(transformer, size, eps)
 
 
 def _builder(make_moe_layer: MoEFactory, shape: LayerShape) -> Callable[[], Any]:

@@ -1,10 +1,11 @@
 """Dispatch: rows to their experts and back, for any number of experts a token.
 
-`LocalDispatch` serves a rank that holds every expert: one stable sort of the pairs by expert.
-`AllToAllDispatch` adds the exchange over an expert-parallel group, in which rank r holds the experts
-r*E/R .. (r+1)*E/R - 1: sizes first, rows after, and the same way back. A rank or an expert with no
-rows is an ordinary case of both. A routing that stays home exchanges nothing, sizes neither. Rows travel
-in the model's dtype; the weighted sum is fp32.
+`LocalDispatch` serves a rank that holds every expert whole: one stable sort of the pairs by expert.
+`AllToAllDispatch` adds the road to other ranks. Over the expert-parallel group, in which rank r holds the
+experts r*E/R .. (r+1)*E/R - 1: sizes first, rows after, and the same way back. Over the expert-tensor group,
+whose X ranks hold slices of the same experts: every rank's rows to all, and back the sum of what the slices
+made of them. A rank or an expert with no rows is an ordinary case of both. A routing that stays home skips
+the first, sizes too. Rows travel in the model's dtype; the weighted sum is fp32.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.moe.groups import rank_in, size_of
 from megamoe.moe.routing import Routing
 
 
@@ -22,7 +24,8 @@ class Plan:
     """How the rows of one micro batch were moved, to bring them back.
 
     token_N, weight_N: of the pairs, sorted by expert. The rest is the exchange's, None where there is none:
-    rows sent to and received from each rank, and the order that groups the received rows by expert.
+    rows sent to and received from each expert-parallel rank, rows of each expert-tensor rank, and the order
+    that groups the rows at their end by expert.
     """
 
     token_N: Tensor
@@ -30,6 +33,7 @@ class Plan:
     num_tokens: int
     sent_R: list[int] | None = None
     received_R: list[int] | None = None
+    gathered_X: list[int] | None = None
     by_expert_M: Tensor | None = None
 
 
@@ -51,12 +55,17 @@ class LocalDispatch:
 
 
 class AllToAllDispatch:
-    """The experts are spread over the ranks of `group`."""
+    """The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.num_ranks = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+    def __init__(
+        self, expert: dist.ProcessGroup | None, expert_tensor: dist.ProcessGroup | None = None
+    ) -> None:
+        self.expert = expert
+        self.expert_tensor = expert_tensor
+        self.num_ranks = size_of(expert)
+        self.rank = rank_in(expert)
+        self.num_slices = size_of(expert_tensor)
+        self.slice = rank_in(expert_tensor)
 
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
         """-> rows_MH of all ranks for this rank's experts, grouped by expert, their counts, the plan.
@@ -66,42 +75,69 @@ class AllToAllDispatch:
                 raised there, where nobody waits for it.
         """
         plan = _sort_by_expert(routing)
-        sent_counts_E = routing.counts_E()
-        if routing.stays_home:
-            home_L = sent_counts_E.view(self.num_ranks, -1)[self.rank]
-            all_here = home_L.sum() == plan.token_N.numel()
+        counts_XSL = self._exchange_counts(routing, plan)
+        rows_NH = self._there(hidden_TH.index_select(0, plan.token_N), plan)
+        if plan.sent_R is not None or plan.gathered_X is not None:
+            local_XSL = torch.arange(counts_XSL.shape[-1], device=hidden_TH.device).expand_as(counts_XSL)
+            expert_M = torch.repeat_interleave(local_XSL.reshape(-1), counts_XSL.reshape(-1))
+            plan.by_expert_M = torch.argsort(expert_M, stable=True)
+            rows_NH = rows_NH.index_select(0, plan.by_expert_M)
+        return rows_NH, counts_XSL.sum((0, 1)), plan
+
+    def _exchange_counts(self, routing: Routing, plan: Plan) -> Tensor:
+        """int64 [X, S, L]: rows for each of this rank's L experts by slice rank and the rank they come from;
+        what each exchange of rows needs to know goes into the plan."""
+        sent_RL = routing.counts_E().view(self.num_ranks, -1)
+        exchanges = self.num_ranks > 1 and not routing.stays_home
+        if exchanges:
+            counts_SL = torch.empty_like(sent_RL)
+            dist.all_to_all_single(counts_SL, sent_RL.contiguous(), group=self.expert)
+        else:
+            counts_SL = sent_RL[self.rank : self.rank + 1]
+            all_here = counts_SL.sum() == plan.token_N.numel()
             torch._assert_async(all_here, "stays_home, but a pair's expert is on another rank")
-            return hidden_TH.index_select(0, plan.token_N), home_L, plan
-        received_counts_E = torch.empty_like(sent_counts_E)
-        dist.all_to_all_single(received_counts_E, sent_counts_E, group=self.group)
-        received_RL = received_counts_E.view(self.num_ranks, -1)  # L: experts of this rank
-        plan.sent_R = sent_counts_E.view(self.num_ranks, -1).sum(1).tolist()
-        plan.received_R = received_RL.sum(1).tolist()
-        rows_NH = hidden_TH.index_select(0, plan.token_N)
-        rows_MH = _Exchange.apply(rows_NH, plan.sent_R, plan.received_R, self.group)
-        local_RL = torch.arange(received_RL.shape[1], device=hidden_TH.device).expand_as(received_RL)
-        expert_M = torch.repeat_interleave(local_RL.reshape(-1), received_RL.reshape(-1))
-        plan.by_expert_M = torch.argsort(expert_M, stable=True)
-        return rows_MH.index_select(0, plan.by_expert_M), received_RL.sum(0), plan
+        counts_XSL = counts_SL[None]
+        if self.num_slices > 1:
+            together = counts_SL.new_empty(self.num_slices * len(counts_SL), counts_SL.shape[1])
+            dist.all_gather_into_tensor(together, counts_SL.contiguous(), group=self.expert_tensor)
+            counts_XSL = together.view(self.num_slices, *counts_SL.shape)
+            plan.gathered_X = counts_XSL.sum((1, 2)).tolist()
+        if exchanges:
+            plan.sent_R, plan.received_R = sent_RL.sum(1).tolist(), counts_SL.sum(1).tolist()
+        return counts_XSL
+
+    def _there(self, rows: Tensor, plan: Plan) -> Tensor:
+        if plan.sent_R is not None:
+            rows = _Exchange.apply(rows, plan.sent_R, plan.received_R, self.expert)
+        if plan.gathered_X is not None:
+            own_X = [len(rows)] * self.num_slices
+            rows = _Exchange.apply(
+                rows.repeat(self.num_slices, 1), own_X, plan.gathered_X, self.expert_tensor
+            )
+        return rows
 
     def send_along(self, values_N: Tensor, plan: Plan) -> Tensor:
         """Values of the pairs, in the plan's order -> of the rows that `dispatch` gave, in theirs: [M].
 
-        Without gradient; an exchange more.
+        Without gradient; the same exchanges once more.
         """
-        if plan.sent_R is None or plan.received_R is None or plan.by_expert_M is None:
+        if plan.by_expert_M is None:
             return values_N
-        values_M1 = _exchange(values_N[:, None], plan.sent_R, plan.received_R, self.group)
-        return values_M1[:, 0].index_select(0, plan.by_expert_M)
+        return self._there(values_N[:, None], plan)[:, 0].index_select(0, plan.by_expert_M)
 
     def combine(self, rows_MH: Tensor, plan: Plan) -> Tensor:
         """The rows go home, then as in `LocalDispatch`: [T, H]."""
-        if plan.by_expert_M is None:
-            return _weighted_sum(rows_MH, plan)
-        home_M = torch.empty_like(plan.by_expert_M)
-        home_M[plan.by_expert_M] = torch.arange(home_M.numel(), device=home_M.device)
-        rows_NH = _Exchange.apply(rows_MH.index_select(0, home_M), plan.received_R, plan.sent_R, self.group)
-        return _weighted_sum(rows_NH, plan)
+        if plan.by_expert_M is not None:
+            home_M = torch.empty_like(plan.by_expert_M)
+            home_M[plan.by_expert_M] = torch.arange(home_M.numel(), device=home_M.device)
+            rows_MH = rows_MH.index_select(0, home_M)
+        if plan.gathered_X is not None:
+            own_X = [plan.gathered_X[self.slice]] * self.num_slices
+            rows_MH = _Exchange.apply(rows_MH, plan.gathered_X, own_X, self.expert_tensor)
+            rows_MH = rows_MH.view(self.num_slices, own_X[0], rows_MH.shape[1]).sum(0)
+        if plan.sent_R is not None:
+            rows_MH = _Exchange.apply(rows_MH, plan.received_R, plan.sent_R, self.expert)
+        return _weighted_sum(rows_MH, plan)
 
 
 def _sort_by_expert(routing: Routing) -> Plan:

@@ -22,9 +22,10 @@ def key(seed: int, step: int, layer: int, purpose: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def uniform(draw_key: int, token_index_T: Tensor, columns: int) -> Tensor:
-    """fp32 [T, columns] in [0, 1): 24 random bits each."""
-    column_C = torch.arange(1, columns + 1, device=token_index_T.device) * _GOLDEN
+def uniform(draw_key: int, token_index_T: Tensor, columns: int, first_column: int = 0) -> Tensor:
+    """fp32 [T, columns] in [0, 1), the columns counted from `first_column`: 24 random bits each."""
+    column_C = torch.arange(first_column + 1, first_column + columns + 1, device=token_index_T.device)
+    column_C = column_C * _GOLDEN
     state_T = _mix_(token_index_T.to(torch.int64) * _GOLDEN + draw_key)
     bits_TC = _mix_(state_T[:, None] + column_C[None, :])
     return _shift(bits_TC, 40, bits_TC).to(torch.float32).mul_(2.0**-24)

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
-from megamoe.moe.experts.grouped import Activation, GroupedExperts
+from megamoe.moe.experts.grouped import Activation, GroupedExperts, Slice
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
+from megamoe.moe.groups import ParallelGroups, TokenSpread, rank_in, size_of
 from megamoe.moe.part import Constraint, Dims, Objective, Part, StepContext
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Routing
@@ -73,18 +73,20 @@ class MoELayer(nn.Module):
         config: MoEConfig,
         shape: LayerShape,
         context: StepContext,
-        group: dist.ProcessGroup | None = None,
+        groups: ParallelGroups | None = None,
     ) -> None:
         nn.Module.__init__(self)  # by name: a subclass may have a second base with other arguments
+        groups = groups or ParallelGroups()
         self.context = context
         self.num_experts = config.num_experts
-        self.router = Router(config.router, _dims(config, shape, group))
+        self.spread = TokenSpread(groups.tensor)
+        self.router = Router(config.router, _dims(config, shape, groups), self.spread)
         self.losses = nn.ModuleDict(
             {name: build_part(choice, self.router.dims) for name, choice in config.losses.items()}
         )
         self.loss_weights = {name: float(choice.options.weight) for name, choice in config.losses.items()}
-        self.dispatcher, expert_ids = _place_experts(config.num_experts, group)
-        self.experts = _routed_experts(config, shape, expert_ids)
+        self.dispatcher, expert_ids = _place_experts(config.num_experts, groups)
+        self.experts = _routed_experts(config, shape, expert_ids, groups)
         self.dropout = config.expert_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
         self.observation: Observation | None = None
@@ -95,10 +97,12 @@ class MoELayer(nn.Module):
             getattr(self, room).requires_grad_(False)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """[T, H] -> [T, H], what the block adds to its residual; carries the auxiliary gradient."""
+        """This rank's tokens, [T, H] -> [T, H], what the block adds to its residual; carries the auxiliary
+        gradient."""
         routing = self.router(hidden_TH, self.context)
-        rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, routing)
-        dropout = self._expert_dropout(routing, plan)
+        own = self.spread.own(routing)
+        rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, own)
+        dropout = self._expert_dropout(own, plan)
         rows_NH = self.experts(rows_NH, counts_E, dropout)
         if dropout is not None:
             rows_NH = dropout.on_output(rows_NH)
@@ -107,14 +111,16 @@ class MoELayer(nn.Module):
             output_TH = self.shared(hidden_TH, output_TH)
         return self._with_losses(output_TH, routing)
 
-    def _expert_dropout(self, routing: Routing, plan: Plan) -> ExpertDropout | None:
+    def _expert_dropout(self, own: Routing, plan: Plan) -> ExpertDropout | None:
         """In training, where a rate asks for it; the rows' numbers travel to the experts' ranks then."""
         output, activation = self.dropout
         if not self.training or output == activation == 0:
             return None
-        index_T = self.context.token_index(routing.num_tokens, plan.token_N.device)
-        experts_E = torch.arange(self.num_experts, device=plan.token_N.device)
-        expert_N = torch.repeat_interleave(experts_E, routing.counts_E(), output_size=len(plan.token_N))
+        device = plan.token_N.device
+        context = self.spread.own_context(self.context, own.num_tokens)
+        index_T = context.token_index(own.num_tokens, device)
+        experts_E = torch.arange(self.num_experts, device=device)
+        expert_N = torch.repeat_interleave(experts_E, own.counts_E(), output_size=len(plan.token_N))
         row_N = index_T[plan.token_N] * self.num_experts + expert_N
         draw_key = functools.partial(self.context.draw_key, self.router.dims.layer)
         return ExpertDropout(output, activation, self.dispatcher.send_along(row_N, plan), draw_key)
@@ -193,7 +199,7 @@ class _AttachLoss(torch.autograd.Function):
         return gradients[0], scale, None
 
 
-def _dims(config: MoEConfig, shape: LayerShape, group: dist.ProcessGroup | None) -> Dims:
+def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:
     return Dims(
         shape.hidden_size,
         config.num_experts,
@@ -202,26 +208,33 @@ def _dims(config: MoEConfig, shape: LayerShape, group: dist.ProcessGroup | None)
         shape.init_scale,
         shape.seed,
         shape.vocab_size,
-        expert_parallel=1 if group is None else dist.get_world_size(group),
+        expert_parallel=size_of(groups.expert),
+        follows_data=groups.follows_data,
     )
 
 
-def _place_experts(num_experts: int, group: dist.ProcessGroup | None) -> tuple[Dispatch, range]:
+def _place_experts(num_experts: int, groups: ParallelGroups) -> tuple[Dispatch, range]:
     """The dispatch, and the global numbers of the experts that this rank holds."""
-    if group is None or dist.get_world_size(group) == 1:
-        return LocalDispatch(), range(num_experts)
-    ranks = dist.get_world_size(group)
+    ranks = size_of(groups.expert)
     if num_experts % ranks:
         raise ValueError(f"{num_experts} experts do not divide over {ranks} expert-parallel ranks")
     size = num_experts // ranks
-    first = dist.get_rank(group) * size
-    return AllToAllDispatch(group), range(first, first + size)
+    first = rank_in(groups.expert) * size
+    expert_ids = range(first, first + size)
+    if ranks == size_of(groups.expert_tensor) == 1:
+        return LocalDispatch(), expert_ids
+    return AllToAllDispatch(groups.expert, groups.expert_tensor), expert_ids
 
 
-def _routed_experts(config: MoEConfig, shape: LayerShape, expert_ids: range) -> GroupedExperts | ExpertStack:
+def _routed_experts(
+    config: MoEConfig, shape: LayerShape, expert_ids: range, groups: ParallelGroups
+) -> GroupedExperts | ExpertStack:
     sizes = shape.hidden_size, shape.ffn_size, expert_ids
+    cut = Slice(rank_in(groups.expert_tensor), size_of(groups.expert_tensor))
     if config.expert_sublayers == 1:
-        return GroupedExperts(*sizes, **_expert_options(shape))
+        return GroupedExperts(*sizes, cut=cut, **_expert_options(shape))
+    if cut.count > 1:
+        raise ValueError("experts of several sub-layers cannot be cut: a norm stands between the slices")
     return ExpertStack(
         config.expert_sublayers, *sizes, norm=shape.norm, norm_eps=shape.norm_eps, **_expert_options(shape)
     )

@@ -18,8 +18,8 @@ class Dims:
 
     layer: the block's number, from 1. init_std, init_scale: how weights start, see `draws.start_weight`.
     vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
-    share one set of experts. gate: the name of the router's gate. num_choices: the k that the selector
-    counts with.
+    share one set of experts. follows_data: see `groups.ParallelGroups`. gate: the name of the router's gate.
+    num_choices: the k that the selector counts with.
     """
 
     hidden_size: int
@@ -30,6 +30,7 @@ class Dims:
     seed: int = 0
     vocab_size: int | None = None
     expert_parallel: int = 1
+    follows_data: bool = True
     gate: str = "softmax"
     num_choices: int = 1
 
@@ -101,6 +102,10 @@ class Part(nn.Module):
         selector     (Scored, context) -> Pairs
         capacity     (Pairs, Scored, context) -> keep_N bool, or None: all survive
         loss         (Routing, context) -> scalar fp32, not multiplied by its weight
+
+    A scorer scores each token by itself, without a look at the others: where tensor parallelism spreads a
+    micro batch's tokens over ranks, it sees its rank's alone. The other stages and the losses always see the
+    whole micro batch. An extra with a row for each token has a name whose shape suffix begins with T.
 
     Of a scorer's extras the router reads one: ranking_TE, fp32 without gradient, takes the place of p in
     what choices are made by (`Scored.ranking_TE`); the weights stay the gate's.

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
 from megamoe.errors import UserError
+from megamoe.moe.groups import TokenSpread
 from megamoe.moe.part import Dims, Gate, Part, Selector, StepContext
-from megamoe.moe.routing import Routing, Scored
+from megamoe.moe.routing import Routing, Scored, has_row_per_token
 from megamoe.registry import failure_of, get_part, is_ours
 
 
@@ -38,10 +39,15 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
 
 
 class Router(nn.Module):
-    """score -> restrict -> gate -> select -> capacity, all in fp32 whatever the model's dtype."""
+    """score -> restrict -> gate -> select -> capacity, all in fp32 whatever the model's dtype.
 
-    def __init__(self, config: RouterConfig, dims: Dims) -> None:
+    spread: where a micro batch's tokens are spread over ranks, each rank scores its own; what follows is
+    done for all tokens on every one of them.
+    """
+
+    def __init__(self, config: RouterConfig, dims: Dims, spread: TokenSpread | None = None) -> None:
         super().__init__()
+        self.spread = spread or TokenSpread(None)
         dims = replace(dims, gate=config.gate.name)
         self.selector: Selector = build_part(config.selector, dims)
         self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
@@ -51,7 +57,7 @@ class Router(nn.Module):
         self.capacity: Part = build_part(config.capacity, self.dims)
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Routing:
-        """[T, H] in any float dtype -> Routing."""
+        """This rank's tokens, [T, H] in any float dtype -> the Routing of the whole micro batch."""
         with torch.autocast(hidden_TH.device.type, enabled=False):
             scored = self._score(hidden_TH.float(), context)
             self._restrict(scored, context)
@@ -63,8 +69,11 @@ class Router(nn.Module):
         return Routing(**vars(scored), wanted=wanted, pairs=pairs, stays_home=stays_home)
 
     def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
-        found = self.scorer(hidden_TH, context)
+        whole = self.spread.whole
+        found = self.scorer(hidden_TH, self.spread.own_context(context, len(hidden_TH)))
         scores_TE, extras = found if isinstance(found, tuple) else (found, {})
+        scores_TE = whole(scores_TE)
+        extras = {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}
         affinities_TE = self.gate(scores_TE, None)
         ranking_TE = self._ranking_TE(extras.get("ranking_TE", affinities_TE), None)
         return Scored(scores_TE, affinities_TE, affinities_TE, ranking_TE, None, extras)

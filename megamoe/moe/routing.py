@@ -9,7 +9,7 @@ Top-k, a threshold, expert choice and balanced assignment all come down to the s
 pairs, so everyone downstream (dispatch, losses, metrics) serves any number of experts a token.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,11 +47,21 @@ class Pairs:
         pairs = cls(*(column_TK.reshape(-1) for column_TK in columns))
         return pairs if valid_TK is None else pairs.keep(valid_TK.reshape(-1))
 
+    def of_tokens(self, first: int, num_tokens: int) -> "Pairs":
+        """Those of the tokens from `first` on, which are numbered from 0."""
+        own = self.keep((self.token_N >= first) & (self.token_N < first + num_tokens))
+        return replace(own, token_N=own.token_N - first)
+
     def keep(self, keep_N: Tensor) -> "Pairs":
         """The pairs where the bool mask `keep_N` holds."""
         kept_M = keep_N.nonzero().squeeze(1)  # once: each mask of its own would wait for the device
         columns = (self.token_N, self.expert_N, self.weight_N, self.choice_N)
         return Pairs(*(column_N.index_select(0, kept_M) for column_N in columns))
+
+
+def has_row_per_token(name: str) -> bool:
+    """Whether a tensor's name ends in a shape suffix that begins with T."""
+    return name.rpartition("_")[2].startswith("T")
 
 
 @dataclass
@@ -63,7 +73,7 @@ class Scored:
     the affinities. ranking_TE: fp32 without gradient, what choices are made by: probs_TE, or the scorer's
     extras["ranking_TE"] where it gives one, plus the gate's bias, -inf where an expert is no candidate.
     candidates_TE: bool, the experts that the restrictions so far left, None for all. extras: what a scorer
-    hands on, by name.
+    hands on, by name; one that has a row for each token says so by its shape suffix (clean_TE).
     """
 
     scores_TE: Tensor
@@ -103,3 +113,18 @@ class Routing(Scored):
     def counts_E(self) -> Tensor:
         """Pairs computed, per expert, int64: the load."""
         return count(self.pairs.expert_N, self.num_experts)
+
+    def of_tokens(self, first: int, num_tokens: int) -> "Routing":
+        """What concerns the tokens from `first` on, which are numbered from 0."""
+        own = slice(first, first + num_tokens)
+        return replace(
+            self,
+            scores_TE=self.scores_TE[own],
+            affinities_TE=self.affinities_TE[own],
+            probs_TE=self.probs_TE[own],
+            ranking_TE=self.ranking_TE[own],
+            candidates_TE=None if self.candidates_TE is None else self.candidates_TE[own],
+            extras={n: value[own] if has_row_per_token(n) else value for n, value in self.extras.items()},
+            wanted=self.wanted.of_tokens(first, num_tokens),
+            pairs=self.pairs.of_tokens(first, num_tokens),
+        )

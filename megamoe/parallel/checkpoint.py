@@ -2,8 +2,9 @@
 
     checkpoints/step_00000100/
         checkpoint.json            step, position in the data, layout, configuration
-        dense.safetensors          the model but its routed experts, written by rank 0
-        experts_00000.safetensors  the routed experts of each expert-parallel rank
+        dense.safetensors          the model but its routed experts, written by rank 0; with tensor
+                                   parallelism dense_00000.safetensors, ..., one of each tensor rank
+        experts_00000.safetensors  the routed experts, one file of each rank that holds different ones
         rank_00000.safetensors     each rank's share of the optimiser, and its random states
     checkpoints/latest             the name of the newest complete one
 
@@ -31,6 +32,7 @@ from megamoe.parallel import random_state
 from megamoe.parallel.agreement import agree, attempt, first_problem
 from megamoe.parallel.deepspeed_config import Precision
 from megamoe.parallel.engine import Engine
+from megamoe.parallel.layout import Layout
 
 META = "checkpoint.json"
 LATEST = "latest"
@@ -42,10 +44,9 @@ ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 class Checkpoints:
     """The checkpoints of one run, in `folder`, of which the newest `keep` stay."""
 
-    def __init__(self, folder: Path, keep: int, expert_parallel: int) -> None:
+    def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
-        self.expert_parallel = expert_parallel
 
     def latest(self) -> Path | None:
         """The checkpoint that `latest` names, or the newest complete one where it names none; or None."""
@@ -88,20 +89,21 @@ class Checkpoints:
         return final
 
     def _write(self, engine: Engine, folder: Path, step: int, state: dict[str, Any]) -> None:
-        rank, expert_rank = engine.world.rank, engine.world.rank % self.expert_parallel
+        rank, ranks = engine.world.rank, engine.layout
         dense, experts = model_tensors(engine.model)
+        if ranks.data_rank(rank) == 0:
+            _save(dense, folder / dense_file(ranks, rank))
         if rank == 0:
-            _save(dense, folder / DENSE)
             meta = {
                 "format": FORMAT,
                 "step": step,
-                "layout": self._layout(engine),
+                "layout": layout(ranks, engine.stage, engine.precision),
                 "trained": _trained_names(engine.model),
                 **state,
             }
             _write_text(folder / META, json.dumps(meta, indent=1))
-        if rank < self.expert_parallel and experts:
-            _save(experts, folder / experts_file(expert_rank))
+        if rank < ranks.expert_ranks and experts:
+            _save(experts, folder / experts_file(rank))
         mine = {**self._optimizer_tensors(engine), **random_state.capture(engine.world.device)}
         _save(mine, folder / f"rank_{rank:05d}.safetensors")
 
@@ -139,7 +141,7 @@ class Checkpoints:
                 tensor is missing, of another shape, or one that this model has no place for.
         """
         meta = read_meta(path)
-        check_layout(path, meta, self._layout(engine))
+        check_layout(path, meta, layout(engine.layout, engine.stage, engine.precision))
         agree(attempt(lambda: self._restore(path, engine, meta)))
         return meta
 
@@ -147,22 +149,21 @@ class Checkpoints:
         # Moments are told apart by their places alone, which follow from the order of the parameters.
         _check_order(path, meta.get("trained"), _trained_names(engine.model))
         dense, experts = model_tensors(engine.model)
-        _copy_all(dense, _load(path / DENSE), path)
+        ranks = engine.layout
+        _copy_all(dense, _load(path / dense_file(ranks, engine.world.rank)), path)
         if experts:
-            expert_rank = engine.world.rank % self.expert_parallel
-            _copy_all(experts, _load(path / experts_file(expert_rank)), path)
+            place = engine.world.rank % ranks.expert_ranks
+            _copy_all(experts, _load(path / experts_file(place)), path)
         mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
         self._restore_optimizer(engine, path, mine, began=meta["step"] > 0)
         random_state.restore(mine, engine.world.device)
-
-    def _layout(self, engine: Engine) -> dict[str, Any]:
-        return layout(engine.world.size, self.expert_parallel, engine.stage, engine.precision)
 
     def _writer_of_group(self, engine: Engine, group: dict[str, Any]) -> int:
         """The rank whose file holds this rank's state of the group; at ZeRO 0 replicas share one."""
         if engine.stage > 0:
             return engine.world.rank
-        return engine.world.rank % self.expert_parallel if group.get("moe") else 0
+        ranks = engine.layout
+        return engine.world.rank % (ranks.expert_ranks if group.get("moe") else ranks.tensor)
 
     def _optimizer_tensors(self, engine: Engine) -> dict[str, Tensor]:
         optimizer = engine.inner_optimizer
@@ -209,16 +210,23 @@ class Checkpoints:
         _check_nothing_left(path, left)
 
 
-def experts_file(expert_rank: int) -> str:
-    """Name of the file with the routed experts of that place in the expert-parallel group."""
-    return f"experts_{expert_rank:05d}.safetensors"
+def experts_file(place: int) -> str:
+    """Name of the file with the routed experts of that place among the ranks that hold all of them once."""
+    return f"experts_{place:05d}.safetensors"
 
 
-def layout(ranks: int, expert_parallel: int, stage: int, precision: Precision) -> dict[str, Any]:
+def dense_file(ranks: Layout, rank: int) -> str:
+    """Name of the file with what a rank holds of the model but its routed experts."""
+    return DENSE if ranks.tensor == 1 else f"dense_{ranks.tensor_rank(rank):05d}.safetensors"
+
+
+def layout(ranks: Layout, stage: int, precision: Precision) -> dict[str, Any]:
     """What must be the same where a checkpoint is loaded."""
     return {
-        "ranks": ranks,
-        "parallel.expert": expert_parallel,
+        "ranks": ranks.ranks,
+        "parallel.tensor": ranks.tensor,
+        "parallel.expert": ranks.expert,
+        "parallel.expert_tensor": ranks.expert_tensor,
         "ZeRO stage": stage,
         "precision": precision,
     }
@@ -227,7 +235,7 @@ def layout(ranks: int, expert_parallel: int, stage: int, precision: Precision) -
 def check_layout(path: Path, meta: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse a checkpoint of another layout, naming the first key that differs."""
     for key, value in now.items():
-        saved = meta["layout"].get(key)
+        saved = meta["layout"].get(key, 1)  # an earlier checkpoint has no key for what was not cut then
         if saved != value:
             raise UserError(
                 f"{path}: saved with {key} {saved}, this run has {value}; "
@@ -254,17 +262,20 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> dict[str, Any]:
 
 
 def dense_shapes(path: Path) -> dict[str, list[int]]:
-    """Of the tensors that all ranks hold alike, by name; none of them is read.
+    """Of what the first rank holds but routed experts, by name; none of them is read.
 
     Raises:
         UserError: if the file is missing or damaged.
     """
+    file_path = path / DENSE
+    if not file_path.exists():
+        file_path = path / "dense_00000.safetensors"
     try:
-        with safe_open(str(path / DENSE), framework="pt") as file:
+        with safe_open(str(file_path), framework="pt") as file:
             names = list(file.keys())
             return {name: list(file.get_slice(name).get_shape()) for name in names}
     except (OSError, SafetensorError) as error:
-        raise _damaged(path / DENSE, error) from None
+        raise _damaged(file_path, error) from None
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

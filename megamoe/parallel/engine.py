@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
@@ -25,8 +26,11 @@ from megamoe.parallel.deepspeed_config import (
     resolve_precision,
     zero_stage,
 )
+from megamoe.parallel.groups import ModelParallelUnit, data_group
 from megamoe.parallel.launch import World
+from megamoe.parallel.layout import Layout
 from megamoe.parallel.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
+from megamoe.parallel.tensor_sums import TensorSums
 
 
 class Engine:
@@ -35,20 +39,23 @@ class Engine:
     def __init__(self, config: RunConfig, model: nn.Module, world: World, accumulation: int) -> None:
         content = read_deepspeed_config(config.parallel.deepspeed)
         self.world = world
-        self.data_parallel = world.size
+        self.layout = Layout.of(config.parallel, world.size)
         self.stage = zero_stage(content)
         self.precision: Precision = resolve_precision(config, content)
         self.offloads = offloads_optimizer(content)
         self.micro_batch_size = config.train.micro_batch_size
-        filled = fill_in(config, content, self.data_parallel, accumulation)
+        filled = fill_in(config, content, self.layout.data, accumulation)
         if self.stage == 0 and self.precision == "bf16":
             _round_parameters(model)
         model.to(world.device)
+        unit = ModelParallelUnit()
+        tensor_group = unit.get_tensor_model_parallel_group()
+        self._tensor_sums = TensorSums(model, tensor_group) if self.layout.tensor > 1 else None
         optimizer = _build_optimizer(config, model, self.stage, self.precision, self.offloads, world)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries' notices to their own developers
             self._engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=filled, dist_init_required=False
+                model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
             )
 
     @property
@@ -56,6 +63,11 @@ class Engine:
         """The model, as it was given."""
         module: nn.Module = self._engine.module
         return module
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks whose micro batches together are the batch."""
+        return data_group()
 
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
@@ -66,11 +78,13 @@ class Engine:
 
     def set_accumulation(self, accumulation: int) -> None:
         """Micro batches per rank in the coming step."""
-        self._engine.set_train_batch_size(self.micro_batch_size * self.data_parallel * accumulation)
+        self._engine.set_train_batch_size(self.micro_batch_size * self.layout.data * accumulation)
 
     def forward(self, last: bool, **inputs: Any) -> Any:
         """The model's output; `last`: whether this micro batch completes the step."""
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
+        if self._tensor_sums is not None:
+            self._tensor_sums.last = last
         return self._engine(**inputs)
 
     def backward(self, loss: Tensor) -> None:
@@ -81,6 +95,8 @@ class Engine:
         """Clip, update the weights, clear the gradients; returns the gradient norm before clipping."""
         for group in self.inner_optimizer.param_groups:
             group["lr"] = lr
+        if self._tensor_sums is not None:
+            self._tensor_sums.check_all_summed()
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")

@@ -1,49 +1,43 @@
-"""Expert-parallel groups, and the class that DeepSpeed accepts as a host of experts."""
+"""The MoE layer as DeepSpeed wants it: experts marked as a rank's own, under a type that it knows."""
 
 from collections.abc import Callable
 
-import torch.distributed as dist
 from deepspeed.moe.layer import MoE as DeepSpeedMoE
-from deepspeed.utils import groups
 
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.groups import ParallelGroups
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
-
-
-def group_name(expert_parallel: int) -> str:
-    """DeepSpeed's name of the groups for that size."""
-    return f"ep_size_{expert_parallel}"
-
-
-def create_groups(expert_parallel: int) -> dist.ProcessGroup:
-    """Make the expert and expert-data parallel groups (once per world); returns this rank's expert group.
-
-    Ranks 0 .. n-1 share one set of experts, n .. 2n-1 the next copy, and so on.
-    """
-    name = group_name(expert_parallel)
-    if name not in groups._get_expert_parallel_group_dict():
-        groups._create_expert_and_data_parallel(expert_parallel)
-    group: dist.ProcessGroup = groups._get_expert_parallel_group(name)
-    return group
+from megamoe.parallel.groups import expert_group_name
+from megamoe.parallel.layout import Layout
 
 
 class MarkedMoELayer(MoELayer):
     """Our layer with its experts marked as DeepSpeed marks them: a rank's own, shared with a group.
 
     It serves where the experts are frozen: the engine demands of every host of experts that it knows a
-    group of theirs in the optimiser.
+    group of theirs in the optimiser. All else in the layer is marked for `TensorSums` where tensor
+    parallelism spreads a micro batch's tokens over ranks.
     """
 
     def __init__(
-        self, config: MoEConfig, shape: LayerShape, context: StepContext, group: dist.ProcessGroup
+        self,
+        config: MoEConfig,
+        shape: LayerShape,
+        context: StepContext,
+        groups: ParallelGroups,
+        layout: Layout,
     ) -> None:
-        MoELayer.__init__(self, config, shape, context, group)
-        self.ep_size = dist.get_world_size(group)
-        self.expert_group_name = group_name(self.ep_size)
+        MoELayer.__init__(self, config, shape, context, groups)
+        self.ep_size = layout.expert
+        self.expert_group_name = expert_group_name(layout)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = layout.tensor > 1  # type: ignore[attr-defined]
         for parameter in self.experts.parameters():
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
+            parameter.model_parallel = True  # type: ignore[attr-defined] # each rank's counts in the norm
 
 
 class HostedMoELayer(MarkedMoELayer, DeepSpeedMoE):
@@ -53,9 +47,14 @@ class HostedMoELayer(MarkedMoELayer, DeepSpeedMoE):
     """
 
     def __init__(
-        self, config: MoEConfig, shape: LayerShape, context: StepContext, group: dist.ProcessGroup
+        self,
+        config: MoEConfig,
+        shape: LayerShape,
+        context: StepContext,
+        groups: ParallelGroups,
+        layout: Layout,
     ) -> None:
-        MarkedMoELayer.__init__(self, config, shape, context, group)
+        MarkedMoELayer.__init__(self, config, shape, context, groups, layout)
         self.num_local_experts = self.num_experts // self.ep_size
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
@@ -63,9 +62,8 @@ class HostedMoELayer(MarkedMoELayer, DeepSpeedMoE):
 
 
 def hosted_layer_factory(
-    config: MoEConfig, context: StepContext, expert_parallel: int
+    config: MoEConfig, context: StepContext, groups: ParallelGroups, layout: Layout
 ) -> Callable[[LayerShape], MoELayer]:
     """What `model` calls for each MoE block."""
-    group = create_groups(expert_parallel)
     host = MarkedMoELayer if "experts" in config.frozen else HostedMoELayer
-    return lambda shape: host(config, shape, context, group)
+    return lambda shape: host(config, shape, context, groups, layout)

@@ -82,6 +82,11 @@ class _SavedModel:
     def __init__(self, path: Path, files: ExitStack) -> None:
         self.path = path
         layout = read_meta(path, KEY)["layout"]
+        for key in ("parallel.tensor", "parallel.expert_tensor"):
+            if layout.get(key, 1) > 1:
+                raise UserError(
+                    f"{path}: saved with {key} {layout[key]}, weights can be taken from 1 alone yet"
+                )
         self._dense = _open(path / DENSE, files)
         self.experts: list[Any] = []
         if any(path.glob("experts_*.safetensors")):

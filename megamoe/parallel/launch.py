@@ -1,7 +1,6 @@
 """Who am I among the ranks: torchrun, the deepspeed launcher, SLURM, or one process alone."""
 
 import importlib
-import math
 import os
 import socket
 from dataclasses import dataclass
@@ -69,12 +68,11 @@ def _device_index(local_rank: int) -> int:
 
 
 def start(world: World, timeout_minutes: float) -> None:
-    """Join the process group and initialise Megatron-Core's parallel state.
+    """Join the process group of all ranks.
 
     timeout_minutes: how long a collective operation may take before the run ends.
     """
     import deepspeed
-    from megatron.core import parallel_state
 
     _without_shared_memory_op()
     _export(world)
@@ -88,26 +86,19 @@ def start(world: World, timeout_minutes: float) -> None:
         rank=world.rank,
         world_size=world.size,
     )
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(distributed_timeout_minutes=math.ceil(timeout_minutes))
 
 
 def stop() -> None:
     """Leave the process group and forget every group made from it; a new `start` may follow."""
     import deepspeed.comm.comm as deepspeed_comm
     import torch.distributed as dist
-    from deepspeed.utils import groups
-    from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    from megamoe.parallel.groups import stop_groups
+
+    stop_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     deepspeed_comm.cdb = None
-    for name, value in vars(groups).items():
-        if name.isupper() and name.startswith("_"):
-            setattr(groups, name, {} if isinstance(value, dict) else None)
-    groups.mpu = None
 
 
 def _numbers(*names: str) -> list[int]:

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from megamoe.config.schema import OptimizerConfig
+from megamoe.parallel.groups import ModelParallelUnit
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -46,25 +48,30 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
 def global_grad_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
     """L2 norm of the whole model's gradient, fp32 scalar, the same on every rank.
 
-    Each parameter once: dense ones are the same on all ranks and count here; an expert's count is
-    summed over its expert-parallel group, whose ranks hold different experts.
+    Each parameter once: what all ranks hold whole counts here; what tensor parallelism cuts is summed over
+    its group, and an expert over the ranks that hold all experts once between them.
     """
-    dense: list[Tensor] = []
+    whole: list[Tensor] = []
+    cut: list[Tensor] = []
     expert: dict[str, list[Tensor]] = {}
     for parameter, gradient in gradients:
-        mine = expert.setdefault(parameter.group_name, []) if is_moe_param(parameter) else dense  # type: ignore[attr-defined]
-        mine.append(gradient)
-    total = _sum_of_squares(dense)
-    for name in sorted(expert):
-        squares = _sum_of_squares(expert[name])
-        dist.all_reduce(squares, group=groups._get_expert_parallel_group(name))
+        if is_moe_param(parameter):
+            expert.setdefault(parameter.group_name, []).append(gradient)  # type: ignore[attr-defined]
+        else:
+            (cut if getattr(parameter, "tensor_model_parallel", False) else whole).append(gradient)
+    total = _sum_of_squares(whole)
+    sums = [(cut, ModelParallelUnit.get_tensor_model_parallel_group())]
+    sums += [(expert[name], groups._get_expert_parallel_group(name)) for name in sorted(expert)]
+    for tensors, group in sums:
+        squares = _sum_of_squares(tensors)
+        dist.all_reduce(squares, group=group)
         total = total.to(squares.device) + squares
     return total.sqrt().float()
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     if not tensors:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
     return norms.double().square().sum()
 
@@ -124,6 +131,7 @@ class MasterWeightAdamW(Stage0AdamW):
     @staticmethod
     def _make_master(parameter: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(parameter.detach().float().clone())
+        master.tensor_model_parallel = getattr(parameter, "tensor_model_parallel", False)  # type: ignore[attr-defined]
         if is_moe_param(parameter):
             master.allreduce = False  # type: ignore[attr-defined]
             master.group_name = parameter.group_name  # type: ignore[attr-defined]

@@ -4,9 +4,8 @@ from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 from megamoe.model.size import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
 from megamoe.moe.check import check_parts
-from megamoe.parallel.deepspeed_config import read_deepspeed_config, resolve_precision
-
-GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM wants rows of a multiple of it
+from megamoe.parallel.layout import Layout
+from megamoe.train.layouts import check_layout, row_unit
 
 
 def check_run(config: RunConfig, world_size: int) -> None:
@@ -36,7 +35,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _check_experts(config: RunConfig, world_size: int) -> None:
-    moe, expert_parallel = config.moe, config.parallel.expert
+    moe = config.moe
     for key, blocks in (("at", moe.layers.at), ("insert_after", moe.layers.insert_after)):
         if any(block > config.model.num_layers for block in blocks):
             raise UserError(
@@ -48,22 +47,10 @@ def _check_experts(config: RunConfig, world_size: int) -> None:
             f"moe.layers.every: {moe.layers.every} is more than model.num_layers {config.model.num_layers}, "
             "so no block would be MoE; for a dense model say moe.layers: none"
         )
-    if world_size % expert_parallel:
-        legal = [n for n in range(1, world_size + 1) if world_size % n == 0 and moe.num_experts % n == 0]
-        raise UserError(
-            f"parallel.expert: {expert_parallel} does not divide the {world_size} ranks; legal here: "
-            f"{', '.join(map(str, legal))}"
-        )
+    check_layout(config, world_size)
     if not moe_layer_numbers(moe, config.model.num_layers):
-        if expert_parallel > 1:
-            raise UserError(f"parallel.expert: found {expert_parallel}, but no block is MoE (moe.layers)")
         return
-    if moe.num_experts % expert_parallel:
-        raise UserError(
-            f"moe.num_experts: {moe.num_experts} experts do not divide over parallel.expert "
-            f"{expert_parallel} ranks; choose a multiple of {expert_parallel}"
-        )
-    check_parts(moe, expert_parallel)
+    check_parts(moe, config.parallel.expert)
     _check_inserted(config)
     _check_rows(config)
 
@@ -92,8 +79,7 @@ def _check_inserted(config: RunConfig) -> None:
 
 def _check_rows(config: RunConfig) -> None:
     """The experts' rows must be aligned."""
-    precision = resolve_precision(config, read_deepspeed_config(config.parallel.deepspeed))
-    unit = GROUPED_ROW_BYTES // (2 if precision == "bf16" else 4)
+    unit = row_unit(config)
     sizes = {
         "model.hidden_size": config.model.hidden_size,
         "moe.expert_ffn_hidden_size (default: the dense blocks')": expert_ffn_size(config),
@@ -101,7 +87,7 @@ def _check_rows(config: RunConfig) -> None:
     for key, size in sizes.items():
         if size % unit:
             raise UserError(
-                f"{key}: {size} is not a multiple of {unit}, which grouped experts need in {precision}"
+                f"{key}: {size} is not a multiple of {unit}, which grouped experts need in this precision"
             )
 
 
@@ -111,6 +97,12 @@ def _check_start(config: RunConfig) -> None:
     dense = not moe_layer_numbers(moe, config.model.num_layers)
     if moe.frozen and dense:
         raise UserError(f"moe.frozen: found {', '.join(moe.frozen)}, but no block is MoE (moe.layers)")
+    cut = max(config.parallel.tensor, config.parallel.expert_tensor)
+    if config.checkpoint.init.path is not None and cut > 1:
+        raise UserError(
+            f"checkpoint.init.path: a run with parallel.tensor {config.parallel.tensor} and parallel."
+            f"expert_tensor {config.parallel.expert_tensor} cannot start from a checkpoint yet; set both to 1"
+        )
     if experts == "same":
         return
     if config.checkpoint.init.path is None:
@@ -135,7 +127,8 @@ def _check_start(config: RunConfig) -> None:
 
 def _check_batches(config: RunConfig, world_size: int) -> None:
     train = config.train
-    unit = train.micro_batch_size * world_size
+    data_parallel = Layout.of(config.parallel, world_size).data
+    unit = train.micro_batch_size * data_parallel
     sizes = [("train.global_batch_size", train.global_batch_size or unit)]
     if train.batch_rampup is not None:
         sizes += [
@@ -146,7 +139,7 @@ def _check_batches(config: RunConfig, world_size: int) -> None:
         if size % unit:
             raise UserError(
                 f"{key}: {size} is not a multiple of {unit} (train.micro_batch_size "
-                f"{train.micro_batch_size} x {world_size} data-parallel ranks); "
+                f"{train.micro_batch_size} x {data_parallel} data-parallel ranks); "
                 f"nearest: {max(unit, (size + unit // 2) // unit * unit)}"
             )
     if train.batch_rampup is not None:

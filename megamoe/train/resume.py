@@ -10,6 +10,7 @@ from megamoe.errors import UserError
 from megamoe.model.size import moe_layer_numbers, part_shapes
 from megamoe.parallel.checkpoint import check_layout, dense_shapes, layout, read_meta
 from megamoe.parallel.deepspeed_config import resolve_precision, zero_stage
+from megamoe.parallel.layout import Layout
 
 # Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps
 # state is compared by itself. The rest may change.
@@ -37,7 +38,7 @@ Tree = dict[str, Any]
 
 
 def check_resume(
-    config: RunConfig, vocabulary: int, ranks: int, deepspeed: dict[str, Any], path: Path
+    config: RunConfig, vocabulary: int, ranks: Layout, deepspeed: dict[str, Any], path: Path
 ) -> None:
     """Refuse before anything is built.
 
@@ -45,7 +46,7 @@ def check_resume(
         UserError: naming the first key that differs, both values, and the way out.
     """
     meta = read_meta(path)
-    now = layout(ranks, config.parallel.expert, zero_stage(deepspeed), resolve_precision(config, deepspeed))
+    now = layout(ranks, zero_stage(deepspeed), resolve_precision(config, deepspeed))
     check_layout(path, meta, now)
     _same(path, "vocabulary", meta["vocabulary"], vocabulary)
     saved, current = meta["config"], to_dict(config)

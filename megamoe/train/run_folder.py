@@ -44,7 +44,7 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     resume = config.checkpoint.resume
     checkpoints = path / "checkpoints"
     if resume == "auto":
-        latest = Checkpoints(checkpoints, config.checkpoint.keep, config.parallel.expert).latest()
+        latest = Checkpoints(checkpoints, config.checkpoint.keep).latest()
         if latest is not None:
             return RunFolder(path, latest, continues=True)
     explicit = None if resume in ("auto", "never") else Path(resume)

@@ -64,8 +64,8 @@ class StepRecord:
                 known.load_E += seen.load_E
                 known.wanted_E += seen.wanted_E
 
-    def reduce(self, device: torch.device) -> None:
-        """Sum over all ranks in one collective; float64 carries counts exactly up to 2^53."""
+    def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        """Sum over the ranks of `group` in one collective; float64 carries counts exactly up to 2^53."""
         names = sorted(self.losses)
         numbers = sorted(self.layers)
         head = [self.lm_sum, self.tokens, float(self.micro_batches), self.weighted]
@@ -74,7 +74,7 @@ class StepRecord:
         packed = torch.cat([torch.tensor(head, dtype=torch.float64)] + [c.double().cpu() for c in counts]).to(
             device
         )
-        dist.all_reduce(packed)
+        dist.all_reduce(packed, group=group)
         values = packed.cpu()
         self.lm_sum, self.tokens, micro_batches, self.weighted = values[:4].tolist()
         self.micro_batches = round(micro_batches)
@@ -126,9 +126,10 @@ def train_step(
     assert isinstance(model, GPT)
     engine.set_accumulation(len(batches))
     tokens = torch.stack([batch.loss_mask_BS.sum(dtype=torch.float64) for batch in batches]).sum().to(device)
-    dist.all_reduce(tokens)
-    lm_scale = engine.data_parallel / max(float(tokens), 1.0)
-    context.aux_scale = 1.0 / len(batches)
+    dist.all_reduce(tokens, group=engine.data_group)
+    lm_scale = engine.layout.data / max(float(tokens), 1.0)
+    # Every tensor-parallel rank works out a micro batch's auxiliary losses, and their gradients are summed.
+    context.aux_scale = 1.0 / (len(batches) * engine.layout.tensor)
     rollouts = num_rollouts(model)
     record = StepRecord()
     for place, batch in enumerate(batches):
@@ -146,7 +147,7 @@ def train_step(
         engine.backward(loss)
         record.add(model, float(lm_sum.detach()), float(batch.loss_mask_BS.sum()) / rollouts)
     record.grad_norm = engine.step(lr)
-    record.reduce(device)
+    record.reduce(device, engine.data_group)
     return record
 
 
@@ -164,14 +165,14 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
         sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
     engine.train(True)
     sums = sums.to(engine.world.device)
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=engine.data_group)
     total, tokens = sums.tolist()
     return float(total / max(tokens, 1.0))
 
 
 def _number(engine: Engine, place: int) -> int:
     """Of this rank's micro batch `place` among those of all ranks, to which they are dealt in turn."""
-    return place * engine.data_parallel + engine.world.rank
+    return place * engine.layout.data + engine.layout.data_rank(engine.world.rank)
 
 
 def tell(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> None:

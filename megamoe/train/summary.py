@@ -16,6 +16,7 @@ from megamoe.model.size import (
     moe_layer_numbers,
 )
 from megamoe.parallel.engine import Engine
+from megamoe.parallel.layout import Layout
 from megamoe.parallel.memory import state_bytes
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.step import num_rollouts
@@ -32,7 +33,9 @@ def summary_record(config: RunConfig, vocabulary: Vocabulary, engine: Engine) ->
         "parameters_routed_experts": size.expert,
         "vocabulary": vocabulary.size,
         "ranks": engine.world.size,
-        "expert_parallel": config.parallel.expert,
+        "tensor_parallel": engine.layout.tensor,
+        "expert_parallel": engine.layout.expert,
+        "expert_tensor_parallel": engine.layout.expert_tensor,
         "zero_stage": engine.stage,
         "precision": engine.precision,
     }
@@ -107,8 +110,8 @@ def _rank_rows(
         size.expert,
         engine.stage,
         engine.precision,
-        engine.data_parallel,
-        config.parallel.expert,
+        engine.layout.data,
+        engine.layout.expert,
         frozen_experts="experts" in config.moe.frozen,
     )
     parts = (
@@ -117,7 +120,7 @@ def _rank_rows(
         ("optimiser on the CPU" if engine.offloads else "optimiser", states.optimizer),
     )
     return [
-        ("world", f"{engine.world.size} (data {engine.data_parallel}, expert {config.parallel.expert})"),
+        ("world", _world(engine.layout, config.parallel.sequence)),
         (
             "device",
             f"{engine.world.device.type}, {engine.world.backend}, {engine.precision}, ZeRO {engine.stage}",
@@ -128,6 +131,16 @@ def _rank_rows(
             f"and about {_mib(_activation_bytes(config, vocabulary, engine))} of activations",
         ),
     ]
+
+
+def _world(layout: Layout, sequence: bool) -> str:
+    parts = [f"data {layout.data}"]
+    if layout.tensor > 1:
+        parts.append(f"tensor {layout.tensor}{', sequence parallel' if sequence else ''}")
+    parts.append(f"expert {layout.expert}")
+    if layout.expert_tensor > 1:
+        parts.append(f"expert tensor {layout.expert_tensor}")
+    return f"{layout.ranks} ({', '.join(parts)})"
 
 
 def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine) -> float:

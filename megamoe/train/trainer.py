@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import BatchStream
 from megamoe.data.datasets import Datasets, build_datasets
@@ -22,7 +20,9 @@ from megamoe.parallel.checkpoint import Checkpoints
 from megamoe.parallel.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.experts import hosted_layer_factory
+from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.initial_weights import load_initial_weights
+from megamoe.parallel.layout import Layout
 from megamoe.train.check import check_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
@@ -54,30 +54,31 @@ class Trainer:
         self.config = config
         self.world = world or launch.find_world()
         check_run(config, self.world.size)
+        self.layout = Layout.of(config.parallel, self.world.size)
         self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
         self.folder: RunFolder = choose_run_folder(config)
-        self.schedule = BatchSchedule.from_config(config.train, self.world.size)
+        self.schedule = BatchSchedule.from_config(config.train, self.layout.data)
         # For its refusals alone; the engine, which comes after the ranks' start, does it again.
         content = read_deepspeed_config(config.parallel.deepspeed)
-        fill_in(config, content, self.world.size, self.schedule.accumulation_at(0))
+        fill_in(config, content, self.layout.data, self.schedule.accumulation_at(0))
         if self.folder.resume_from is not None:
-            check_resume(config, self.vocabulary.size, self.world.size, content, self.folder.resume_from)
+            check_resume(config, self.vocabulary.size, self.layout, content, self.folder.resume_from)
         elif config.checkpoint.init.path is not None:
             check_init(config, self.vocabulary.size, self.folder.path)
         launch.start(self.world, config.parallel.timeout_minutes)
+        groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
-        together = dist.group.WORLD if self.world.size > 1 else None
-        self.context = StepContext(seed=config.seed, data_group=together)
-        make_moe_layer = hosted_layer_factory(config.moe, self.context, config.parallel.expert)
+        self.context = StepContext(
+            seed=config.seed, data_group=data_group() if self.layout.data > 1 else None
+        )
+        make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
         model = build_gpt(config, self.vocabulary.size, make_moe_layer)
         if self.folder.resume_from is None:
             self._begin_from(model)
         self.engine = Engine(config, model, self.world, self.schedule.accumulation_at(0))
-        # After the build, which every rank draws alike; dropout differs from rank to rank.
-        random_state.seed(config.seed + 1 + self.world.rank)
-        self.checkpoints = Checkpoints(
-            self.folder.checkpoints, config.checkpoint.keep, config.parallel.expert
-        )
+        # After the build, which every rank draws alike; dropout differs from one micro batch to another.
+        random_state.seed(config.seed + 1 + self.layout.data_rank(self.world.rank))
+        self.checkpoints = Checkpoints(self.folder.checkpoints, config.checkpoint.keep)
         self.progress = Progress()
         if self.folder.resume_from is not None:
             self._resume(self.folder.resume_from)
@@ -181,7 +182,7 @@ class Trainer:
             if frozen:
                 self._say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")
             return
-        path, expert_rank = Path(init.path), self.world.rank % self.config.parallel.expert
+        path, expert_rank = Path(init.path), self.layout.expert_rank(self.world.rank)
         kept: list[str] = []
         agree(attempt(lambda: kept.extend(load_initial_weights(model, path, init.experts, expert_rank))))
         rest = f"; of the MoE layers as drawn: {', '.join(kept)}" if kept else ""
@@ -194,7 +195,7 @@ class Trainer:
     def _resume(self, path: Path) -> None:
         meta = self.checkpoints.load(path, self.engine)
         # Earlier checkpoints do not have this count.
-        estimate = meta["samples"] // self.schedule.unit * self.world.size
+        estimate = meta["samples"] // self.schedule.unit * self.layout.data
         self.progress = Progress(meta["step"], meta["samples"], meta.get("micro_batches", estimate))
 
     def _open_stream(self) -> BatchStream:
@@ -205,7 +206,7 @@ class Trainer:
             dataset,
             start_sample=start_sample,
             micro_batch_size=self.config.train.micro_batch_size,
-            data_rank=self.world.rank,
-            data_size=self.world.size,
+            data_rank=self.layout.data_rank(self.world.rank),
+            data_size=self.layout.data,
             workers=workers,
         )

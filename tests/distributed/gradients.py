@@ -22,6 +22,8 @@ from megamoe.moe.part import Objective, Part, StepContext
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.parallel import launch
+from megamoe.parallel.groups import start_groups
+from megamoe.parallel.layout import Layout
 from megamoe.train.step import model_inputs, num_rollouts, tell
 from megamoe.train.trainer import Trainer
 from tests.distributed.runs import small_run
@@ -67,6 +69,7 @@ def gradients_of_the_formula(several: list[Changes], batch_size: int, ranks: int
     ranks: those whose micro batches together a loss of the scope `global_batch` looks at.
     """
     launch.start(launch.find_world(), timeout_minutes=1)
+    start_groups(Layout(1), timeout_minutes=1)
     try:
         return [_formula(small_run(**changes), batch_size, ranks) for changes in several]
     finally:

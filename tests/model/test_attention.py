@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.model.attention import SDPAttention
+from megamoe.model.random_streams import use_one_stream
 
 S, B, HEADS, D = 7, 2, 4, 6
 CAUSAL = torch.ones(S, S, dtype=torch.bool).triu(1).expand(B, 1, S, S)
@@ -44,7 +45,8 @@ def test_forward_and_gradients(groups: int, documents: bool) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_dropout_in_training_only() -> None:
+def test_dropout_in_training_only(one_rank: None) -> None:
+    use_one_stream()
     inputs = [torch.randn(S, B, HEADS, D) for _ in range(3)]
     attention = SDPAttention(SimpleNamespace(attention_dropout=0.5))
     expected = plain(inputs, CAUSAL)

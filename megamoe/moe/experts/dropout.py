@@ -30,17 +30,20 @@ class ExpertDropout:
         """[N, H] of experts' outputs -> the same, dropped out."""
         return self._drop(rows_NH, self.output, "expert output dropout")
 
-    def on_activation(self, rows_NF: Tensor, sublayer: int) -> Tensor:
-        """[N, F] after the activation of an expert's sub-layer, counted from 1 -> the same, dropped out."""
-        return self._drop(rows_NF, self.activation, f"expert activation dropout {sublayer}")
+    def on_activation(self, rows_NF: Tensor, sublayer: int, first_column: int = 0) -> Tensor:
+        """[N, F] after the activation of an expert's sub-layer, counted from 1 -> the same, dropped out.
+
+        first_column: the columns' place in the expert's whole FFN.
+        """
+        return self._drop(rows_NF, self.activation, f"expert activation dropout {sublayer}", first_column)
 
     def spread(self, place_N: Tensor, num_rows: int) -> "ExpertDropout":
         """The same for rows that stand at place_N among num_rows; what the others draw does not matter."""
         row_M = self.row_N.new_zeros(num_rows).index_copy(0, place_N, self.row_N)
         return ExpertDropout(self.output, self.activation, row_M, self.draw_key)
 
-    def _drop(self, rows_NF: Tensor, rate: float, purpose: str) -> Tensor:
+    def _drop(self, rows_NF: Tensor, rate: float, purpose: str, first_column: int = 0) -> Tensor:
         if rate == 0:
             return rows_NF
-        dropped_NF = draws.uniform(self.draw_key(purpose), self.row_N, rows_NF.shape[1]) < rate
+        dropped_NF = draws.uniform(self.draw_key(purpose), self.row_N, rows_NF.shape[1], first_column) < rate
         return rows_NF.masked_fill(dropped_NF, 0) / (1 - rate)

@@ -4,6 +4,7 @@ Weights are stacked, [experts, out, in] as in nn.Linear, and the product is PyTo
 `loop_experts` computes the same by a plain loop; the tests hold the two against each other.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,8 +33,22 @@ def up_width(ffn_size: int, activation: Activation) -> int:
     return 2 * ffn_size if activation == "swiglu" else ffn_size
 
 
+@dataclass(frozen=True)
+class Slice:
+    """Number `index` of `count` equal slices of a size."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, size: int) -> slice:
+        """Its place in a dimension of that size."""
+        return slice(self.index * size // self.count, (self.index + 1) * size // self.count)
+
+
 class GroupedExperts(nn.Module):
     """E_local experts of hidden size H and FFN size F, without biases.
+
+    cut: the slice of F that is here; what `forward` gives is then its part of a sum over all slices.
 
     An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
     expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
@@ -53,20 +68,28 @@ class GroupedExperts(nn.Module):
         layer: int,
         init_scale: float | None = None,
         sublayer: int = 1,
+        cut: Slice = Slice(),
     ) -> None:
         super().__init__()
+        if ffn_size % cut.count:
+            raise ValueError(f"expert FFN size {ffn_size} does not divide over {cut.count} slices")
         self.activation = activation
         self.sublayer = sublayer
-        shape_up = (len(expert_ids), up_width(ffn_size, activation), hidden_size)
-        self.up = nn.Parameter(torch.empty(shape_up))
-        self.down = nn.Parameter(torch.empty(len(expert_ids), hidden_size, ffn_size))
+        self.cut = cut
+        here = ffn_size // cut.count
+        self.up = nn.Parameter(torch.empty(len(expert_ids), up_width(here, activation), hidden_size))
+        self.down = nn.Parameter(torch.empty(len(expert_ids), hidden_size, here))
+        whole_up = torch.empty(up_width(ffn_size, activation), hidden_size)
+        whole_down = torch.empty(hidden_size, ffn_size)
         for local, expert in enumerate(expert_ids):
             whose = f"expert {expert}" if sublayer == 1 else f"expert {expert}, sub-layer {sublayer}"
             for weight, weight_std, purpose in (
-                (self.up[local], std, whose),
-                (self.down[local], output_std, f"{whose}, down"),
+                (whole_up, std, whose),
+                (whole_down, output_std, f"{whose}, down"),
             ):
                 draws.start_weight(weight, draws.key(seed, 0, layer, purpose), weight_std, init_scale)
+            self.up.data[local] = cut_up(whole_up, ffn_size, cut)
+            self.down.data[local] = whole_down[:, cut.of(ffn_size)]
 
     def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
         """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
@@ -83,8 +106,13 @@ class GroupedExperts(nn.Module):
         rows_NF = functional.grouped_mm(rows_NH, self.up.transpose(1, 2), offs=ends_E)
         rows_NF = activate(rows_NF, self.activation)
         if dropout is not None:
-            rows_NF = dropout.on_activation(rows_NF, self.sublayer)
+            rows_NF = dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
         return functional.grouped_mm(rows_NF, self.down.transpose(1, 2), offs=ends_E)
+
+
+def cut_up(weight: Tensor, ffn_size: int, cut: Slice) -> Tensor:
+    """A first weight, [F or 2F, H] -> that slice of each of its halves."""
+    return weight.view(-1, ffn_size, weight.shape[-1])[:, cut.of(ffn_size)].reshape(-1, weight.shape[-1])
 
 
 def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:

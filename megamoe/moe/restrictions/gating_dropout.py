@@ -74,7 +74,8 @@ class GatingDropout(Restriction):
 
     def keeps_home(self, context: StepContext) -> bool:
         """Whether this step is dropped and the ranks are the real ones."""
-        return self._ranks == self.dims.expert_parallel and self._dropped(context)
+        real = self._ranks == self.dims.expert_parallel and self.dims.follows_data
+        return real and self._dropped(context)
 
     @property
     def _ranks(self) -> int:

@@ -126,7 +126,7 @@ def test_only_in_training_and_repeatable(rates: dict[str, float], sublayers: int
 def test_each_sub_layer_draws_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(
-        ExpertDropout, "on_activation", lambda _, rows, sublayer: seen.append(sublayer) or rows
+        ExpertDropout, "on_activation", lambda _, rows, sublayer, first_column: seen.append(sublayer) or rows
     )
     layer = make_layer(moe_config(num_experts=4, expert_sublayers=3, expert_activation_dropout=0.5))
     layer(make_hidden(4))

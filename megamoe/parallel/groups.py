@@ -1,0 +1,106 @@
+"""Process groups: Megatron-Core's for the dense model, ours for the experts, and DeepSpeed told of both."""
+
+import math
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from deepspeed.utils import groups as deepspeed_groups
+from megatron.core import parallel_state
+
+from megamoe.moe.groups import ParallelGroups
+from megamoe.parallel.layout import Layout
+
+
+class ModelParallelUnit:
+    """Megatron-Core's parallel state under the names that DeepSpeed asks for (its `mpu`).
+
+    Without pipeline parallelism, what it calls model parallel is tensor parallel.
+    """
+
+    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
+    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
+    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
+    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_model_parallel_group = get_tensor_model_parallel_group
+    get_model_parallel_rank = get_tensor_model_parallel_rank
+    get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+
+def expert_group_name(layout: Layout) -> str:
+    """Under which DeepSpeed knows the experts' groups; it reads the number in it."""
+    return f"ep_size_{layout.expert}"
+
+
+def data_group() -> dist.ProcessGroup:
+    """Ranks whose micro batches together are the batch; they hold the same slice of the dense weights."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+    return group
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The groups of one layout. holders, copies: of ranks that hold all experts once, and the same ones."""
+
+    holders: dist.ProcessGroup
+    copies: dist.ProcessGroup
+    groups: ParallelGroups
+
+
+_made: dict[Layout, _Made] = {}  # of the present world
+
+
+def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
+    """Make the groups of the layout, once per world, and let Megatron-Core and DeepSpeed know them.
+
+    DeepSpeed sums the experts' gradients over the ranks that hold the same, and their norm over those that
+    hold all of them once, which it calls the expert-parallel group.
+    """
+    _start_megatron(layout, timeout_minutes)
+    if layout not in _made:
+        _made[layout] = _make_groups(layout, timedelta(minutes=timeout_minutes))
+    made, name = _made[layout], expert_group_name(layout)
+    deepspeed_groups._EXPERT_PARALLEL_GROUP[name] = made.holders
+    deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP[name] = made.copies
+    tensor = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
+    return replace(made.groups, tensor=tensor)
+
+
+def stop_groups() -> None:
+    """Forget them all, with the world to which they belong."""
+    _made.clear()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    for name, value in vars(deepspeed_groups).items():
+        if name.isupper() and name.startswith("_"):
+            setattr(deepspeed_groups, name, {} if isinstance(value, dict) else None)
+    deepspeed_groups.mpu = None
+
+
+def _start_megatron(layout: Layout, timeout_minutes: float) -> None:
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() == layout.tensor:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor, distributed_timeout_minutes=math.ceil(timeout_minutes)
+    )
+
+
+def _make_groups(layout: Layout, timeout: timedelta) -> _Made:
+    holders = _make(layout.expert_holder_groups(), timeout)
+    expert = expert_tensor = None
+    if layout.expert > 1:
+        expert = holders if layout.expert_tensor == 1 else _make(layout.expert_groups(), timeout)
+    if layout.expert_tensor > 1:
+        expert_tensor = holders if layout.expert == 1 else _make(layout.expert_tensor_groups(), timeout)
+    copies = _make(layout.expert_copy_groups(), timeout)
+    return _Made(holders, copies, ParallelGroups(expert=expert, expert_tensor=expert_tensor))
+
+
+def _make(all_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """Every rank takes part in making every group; returns this rank's."""
+    made = [dist.new_group(ranks, timeout=timeout) for ranks in all_ranks]
+    return next(group for group, ranks in zip(made, all_ranks, strict=True) if dist.get_rank() in ranks)

@@ -1,0 +1,157 @@
+"""Every legal layout of up to four ranks with everything that must not change what is trained."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, fields
+from itertools import combinations, product
+from typing import Any
+
+from megamoe.parallel import launch
+from megamoe.parallel.layout import Layout
+from megamoe.train.layouts import layout_problems
+from megamoe.train.trainer import Trainer
+from tests.distributed.runs import ds_config, small_run, watched_steps
+
+STEPS = 5
+SIZES = {
+    "model__num_attention_heads": 4,
+    "model__hidden_size": 32,
+    "moe__layers": {"every": 1},
+    "moe__num_experts": 16,
+}
+BALANCE = {"switch_balance": 0.1, "z_loss": 0.01}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "top_2": {
+        "moe__router": {
+            "scorer": {"name": "linear", "jitter": 0.1},
+            "selector": {"name": "top_k", "k": 2},
+            "capacity": {"name": "per_expert", "factor": 1.0},
+        },
+        "moe__losses": BALANCE,
+    },
+    "threshold": {
+        "moe__router": {"selector": {"name": "threshold", "threshold": 0.4}},
+        "moe__losses": BALANCE,
+        "moe__num_shared_experts": 0,
+        "moe__layers": {"at": [2]},
+        "model__activation": "gelu",
+        "model__norm": "layernorm",
+        "model__position": "learned",
+        "model__bias": True,
+        "model__tie_embeddings": False,
+    },
+    "moec": {
+        "moe__router": {
+            "system": "moec",
+            "scorer": {"name": "cosine", "routing_dim": 4},
+            "restrictions": [{"name": "expert_dropout", "level": "cluster", "rate": 0.5, "cluster_size": 4}],
+        },
+        "moe__losses": {"clustering": {"cluster_size": 4}},
+        "moe__expert_dropout": 0.2,
+        "moe__expert_activation_dropout": 0.1,
+        "train__label_smoothing": 0.1,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train one of the systems. accumulation: micro batches a step of each data-parallel rank."""
+
+    ranks: int
+    tensor: int
+    expert: int
+    expert_tensor: int
+    sequence: bool
+    zero: int
+    recompute: str
+    accumulation: int
+    system: str
+    precision: str
+
+    def changes(self) -> dict[str, Any]:
+        """For `small_run`."""
+        return {
+            **SIZES,
+            **SYSTEMS[self.system],
+            "parallel__tensor": self.tensor,
+            "parallel__expert": self.expert,
+            "parallel__expert_tensor": self.expert_tensor,
+            "parallel__sequence": self.sequence,
+            "parallel__deepspeed": ds_config(f"zero{self.zero}_{self.precision}"),
+            "model__recompute": self.recompute,
+            "train__global_batch_size": self.accumulation * self.ranks // self.tensor,
+        }
+
+    def alone(self) -> "Case":
+        """The plain run with which it must agree."""
+        batch = self.accumulation * self.ranks // self.tensor
+        return Case(1, 1, 1, 1, False, 0, "none", batch, self.system, self.precision)
+
+
+def every_case(zero_stages: Iterable[int] = (0, 1, 2, 3)) -> list[Case]:
+    """All that are legal; the checks of the configuration decide."""
+    choices = product(
+        (1, 2, 4),
+        (1, 2, 4),
+        (1, 2, 4),
+        (1, 2, 4),
+        (False, True),
+        zero_stages,
+        ("none", "selective", "full"),
+        (1, 2),
+        SYSTEMS,
+        ("fp32", "bf16"),
+    )
+    config = small_run(**SIZES)
+    legal: dict[Layout, bool] = {}
+    found = []
+    for choice in choices:
+        case = Case(*choice)
+        layout = Layout(case.ranks, case.tensor, case.expert, case.expert_tensor)
+        if layout not in legal:
+            legal[layout] = next(layout_problems(config, layout), None) is None
+        if legal[layout] and (case.tensor > 1 or not case.sequence):
+            found.append(case)
+    return found
+
+
+def covering(cases: list[Case]) -> list[Case]:
+    """Few of them, in which every two values of two fields that occur together at all do so; greedily."""
+    pairs_of = {case: set(_pairs(case)) for case in cases}
+    left = set().union(*pairs_of.values())
+    chosen = []
+    while left:
+        best = max(cases, key=lambda case: len(pairs_of[case] & left))
+        chosen.append(best)
+        left -= pairs_of[best]
+    return chosen
+
+
+def _pairs(case: Case) -> Iterator[tuple[int, Any, int, Any]]:
+    values = list(enumerate(astuple(case)))
+    for (first, one), (second, other) in combinations(values, 2):
+        yield first, one, second, other
+
+
+def name(case: Case) -> str:
+    """For people: only what is not plain."""
+    plain = case.alone()
+    parts = [f"{f.name}={getattr(case, f.name)}" for f in fields(case)]
+    return ",".join(
+        part
+        for part, f in zip(parts, fields(case), strict=True)
+        if getattr(case, f.name) != getattr(plain, f.name)
+    )
+
+
+def run_cases(cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    """Job: what each step of each showed on this rank, all in one world."""
+    found = {}
+    try:
+        for case in cases:
+            trainer = Trainer(small_run(**case.changes()))
+            found[case] = watched_steps(trainer, STEPS)
+            del trainer
+    finally:
+        launch.stop()
+    return found
