@@ -73,11 +73,11 @@ BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
     "wrong type": (["model.hidden_size=large"], "model.hidden_size: expected a whole number, found 'large'"),
     "experts": (
         ["moe.num_experts=6", "parallel.expert=4", "WORLD_SIZE=4"],
-        "moe.num_experts: 6 experts do not divide over parallel.expert 4 ranks",
+        "parallel.expert: 4 does not divide moe.num_experts 6; legal on 4 ranks",
     ),
     "ranks": (
         ["parallel.expert=2", "WORLD_SIZE=3"],
-        "parallel.expert: 2 does not divide the 3 ranks; legal here: 1",
+        "parallel.expert: 2 does not divide the number of ranks 3; legal on 3 ranks",
     ),
     "heads": (
         ["model.num_attention_heads=3"],

@@ -88,7 +88,7 @@ class AllToAllDispatch:
         """int64 [X, S, L]: rows for each of this rank's L experts by slice rank and the rank they come from;
         what each exchange of rows needs to know goes into the plan."""
         sent_RL = routing.counts_E().view(self.num_ranks, -1)
-        exchanges = self.num_ranks > 1 and not routing.stays_home
+        exchanges = self.expert is not None and not routing.stays_home
         if exchanges:
             counts_SL = torch.empty_like(sent_RL)
             dist.all_to_all_single(counts_SL, sent_RL.contiguous(), group=self.expert)
@@ -97,7 +97,7 @@ class AllToAllDispatch:
             all_here = counts_SL.sum() == plan.token_N.numel()
             torch._assert_async(all_here, "stays_home, but a pair's expert is on another rank")
         counts_XSL = counts_SL[None]
-        if self.num_slices > 1:
+        if self.expert_tensor is not None:
             together = counts_SL.new_empty(self.num_slices * len(counts_SL), counts_SL.shape[1])
             dist.all_gather_into_tensor(together, counts_SL.contiguous(), group=self.expert_tensor)
             counts_XSL = together.view(self.num_slices, *counts_SL.shape)

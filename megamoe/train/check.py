@@ -79,7 +79,7 @@ def _check_inserted(config: RunConfig) -> None:
 
 def _check_rows(config: RunConfig) -> None:
     """The experts' rows must be aligned."""
-    unit = row_unit(config)
+    unit, precision = row_unit(config)
     sizes = {
         "model.hidden_size": config.model.hidden_size,
         "moe.expert_ffn_hidden_size (default: the dense blocks')": expert_ffn_size(config),
@@ -87,7 +87,7 @@ def _check_rows(config: RunConfig) -> None:
     for key, size in sizes.items():
         if size % unit:
             raise UserError(
-                f"{key}: {size} is not a multiple of {unit}, which grouped experts need in this precision"
+                f"{key}: {size} is not a multiple of {unit}, which grouped experts need in {precision}"
             )
 
 

@@ -6,7 +6,7 @@ from itertools import product
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
-from megamoe.parallel.deepspeed_config import read_deepspeed_config, resolve_precision
+from megamoe.parallel.deepspeed_config import Precision, read_deepspeed_config, resolve_precision
 from megamoe.parallel.layout import Layout
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM wants rows of a multiple of it
@@ -44,18 +44,19 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[tuple[str, st
             "expert_tensor",
             f"cannot cut experts of {config.moe.expert_sublayers} sub-layers, with norms inside",
         )
-    elif expert_ffn_size(config) // layout.expert_tensor % row_unit(config):
+    unit, precision = row_unit(config)
+    if layout.expert_tensor > 1 and expert_ffn_size(config) // layout.expert_tensor % unit:
         yield (
             "expert_tensor",
-            f"cuts experts of FFN size {expert_ffn_size(config)} into slices that are no multiple of "
-            f"{row_unit(config)}, which grouped experts need",
+            f"cuts experts of FFN size {expert_ffn_size(config)} into slices that are no multiple of {unit}, "
+            f"which grouped experts need in {precision}",
         )
 
 
-def row_unit(config: RunConfig) -> int:
-    """What the sizes of grouped products must be a multiple of, in the run's precision."""
+def row_unit(config: RunConfig) -> tuple[int, Precision]:
+    """What the sizes of grouped products must be a multiple of, and the precision that makes it so."""
     precision = resolve_precision(config, read_deepspeed_config(config.parallel.deepspeed))
-    return GROUPED_ROW_BYTES // (4 if precision == "fp32" else 2)
+    return GROUPED_ROW_BYTES // (4 if precision == "fp32" else 2), precision
 
 
 def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, str, int]]:

@@ -1,17 +1,22 @@
 """Every legal layout of up to four ranks with everything that must not change what is trained."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+import torch
+
 from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from megamoe.train.layouts import layout_problems
 from megamoe.train.trainer import Trainer
-from tests.distributed.runs import ds_config, small_run, watched_steps
+from tests.distributed.runs import ds_config, in_order, small_run, watched_steps
 
 STEPS = 5
+WORDS = ("lm_loss", "loss", "grad_norm")
 SIZES = {
     "model__num_attention_heads": 4,
     "model__hidden_size": 32,
@@ -134,14 +139,11 @@ def _pairs(case: Case) -> Iterator[tuple[int, Any, int, Any]]:
 
 
 def name(case: Case) -> str:
-    """For people: only what is not plain."""
+    """For people: what is not as in the plain run."""
     plain = case.alone()
-    parts = [f"{f.name}={getattr(case, f.name)}" for f in fields(case)]
-    return ",".join(
-        part
-        for part, f in zip(parts, fields(case), strict=True)
-        if getattr(case, f.name) != getattr(plain, f.name)
-    )
+    given = {field.name: getattr(case, field.name) for field in fields(case)}
+    told = [f"{key}={value}" for key, value in given.items() if value != getattr(plain, key)]
+    return ",".join([case.system, case.precision, *told])
 
 
 def run_cases(cases: list[Case]) -> dict[Case, dict[str, Any]]:
@@ -149,9 +151,23 @@ def run_cases(cases: list[Case]) -> dict[Case, dict[str, Any]]:
     found = {}
     try:
         for case in cases:
-            trainer = Trainer(small_run(**case.changes()))
-            found[case] = watched_steps(trainer, STEPS)
-            del trainer
+            shown = watched_steps(Trainer(small_run(**case.changes())), STEPS)
+            found[case] = {word: shown[word] for word in (*WORDS, "chosen")}
+            gc.collect()  # an engine and its parameters know each other
     finally:
         launch.stop()
     return found
+
+
+def assert_as_alone(case: Case, found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Every rank shows the losses and norms of the plain run; in fp32, the same experts were chosen."""
+    tolerance = 1e-5 if case.precision == "fp32" else 5e-3
+    for word in WORDS:
+        for rank in found:
+            assert rank[word] == pytest.approx(alone[word], rel=tolerance), f"{name(case)}: {word}"
+    if case.precision == "fp32":
+        for step in range(STEPS):
+            # Every tensor rank knows the whole micro batch's routing; recomputed, a router is asked twice.
+            together = in_order([rank["chosen"][step] for rank in found]).unique(dim=0)
+            expected = in_order([alone["chosen"][step]]).unique(dim=0)
+            assert torch.equal(together, expected), f"{name(case)}: other experts in step {step + 1}"

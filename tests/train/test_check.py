@@ -60,13 +60,13 @@ REFUSALS = {
     "experts": (
         ["moe.num_experts=6", "parallel.expert=4"],
         4,
-        "moe.num_experts: 6 experts do not divide over parallel.expert 4 ranks; choose a multiple of 4",
+        "parallel.expert: 4 does not divide moe.num_experts 6; legal on 4 ranks .*: 1, 2$",
     ),
     # 12 ranks divide by 1, 2, 3, 4, 6, 12, of which 4 experts divide by 1, 2, 4.
     "ranks": (
         ["parallel.expert=8"],
         12,
-        "parallel.expert: 8 does not divide the 12 ranks; legal here: 1, 2, 4$",
+        "parallel.expert: 8 does not divide the number of ranks 12; legal on 12 ranks .*: 1, 2, 4$",
     ),
     "k": (
         ["moe.router.selector.k=5"],
@@ -76,7 +76,7 @@ REFUSALS = {
     "dense": (
         ["moe.layers=none", "parallel.expert=2"],
         2,
-        r"parallel.expert: found 2, but no block is MoE \(moe.layers\)",
+        r"parallel.expert: 2 has nothing to divide: no block is MoE \(moe.layers\); legal .*: 1$",
     ),
     "frozen": (
         ["moe.layers=none", "moe.frozen=[router, experts]"],

@@ -8,6 +8,7 @@ import pytest
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.engine import Engine
+from megamoe.parallel.layout import Layout
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
@@ -18,7 +19,7 @@ WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
 def engine_of(config: RunConfig, precision: str = "fp32") -> Engine:
     """What the summary asks of one."""
     world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
-    parts = {"model": tiny_gpt(config), "precision": precision, "stage": 0, "data_parallel": 1}
+    parts = {"model": tiny_gpt(config), "precision": precision, "stage": 0, "layout": Layout(1)}
     return cast(Engine, SimpleNamespace(world=world, offloads=False, **parts))
 
 
