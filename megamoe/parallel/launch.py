@@ -120,6 +120,8 @@ def _export(world: World) -> None:
     os.environ["WORLD_SIZE"] = str(world.size)
     os.environ["LOCAL_RANK"] = str(world.local_rank)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # With it Megatron-Core's tensor parallelism overlaps its reductions with products on a GPU.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port()) if world.size == 1 else "29500"
 

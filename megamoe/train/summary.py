@@ -18,6 +18,7 @@ from megamoe.model.size import (
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.memory import state_bytes
+from megamoe.parallel.traffic import cut_pair_traffic, moe_traffic
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.step import num_rollouts
 
@@ -114,6 +115,7 @@ def _rank_rows(
         engine.layout.expert,
         frozen_experts="experts" in config.moe.frozen,
     )
+    sent = _sent(config, engine)
     parts = (
         ("weights", states.weights),
         ("gradients", states.gradients),
@@ -130,7 +132,33 @@ def _rank_rows(
             f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts)}), "
             f"and about {_mib(_activation_bytes(config, vocabulary, engine))} of activations",
         ),
+        *([("sent per micro batch", f"{_mib(sent)} by each rank, with even loads")] if sent else []),
     ]
+
+
+def _sent(config: RunConfig, engine: Engine) -> float:
+    """Bytes that leave a rank in a micro batch's forward and backward pass, with even loads."""
+    model, moe, sequence = config.model, config.moe, config.parallel.sequence
+    assert isinstance(engine.model, GPT)
+    tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
+    width = 4 if engine.precision == "fp32" else 2
+    layers = len(moe_layer_numbers(moe, model.num_layers))
+    pairs = 2 * model.num_layers - len(moe_block_numbers(moe, model.num_layers))
+    sent = pairs * cut_pair_traffic(
+        engine.layout, sequence=sequence, tokens=tokens, hidden_size=model.hidden_size, width=width
+    )
+    if layers:
+        layer = moe_traffic(
+            engine.layout,
+            sequence=sequence,
+            tokens=tokens,
+            pairs=tokens * mean_choices(config),
+            hidden_size=model.hidden_size,
+            num_experts=moe.num_experts,
+            width=width,
+        )
+        sent += layers * layer.total
+    return sent
 
 
 def _world(layout: Layout, sequence: bool) -> str:

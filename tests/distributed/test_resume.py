@@ -46,6 +46,32 @@ def test_a_resumed_run_is_bit_identical(
     _assert_same_files(tmp_path / "whole", tmp_path / "cut", count=2 * ranks + 1)
 
 
+CUT_LAYOUTS = [
+    (2, {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}, 2 + 2 + 2),
+    pytest.param(
+        *(4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "deepspeed": ds_config("zero2_bf16")}, 2 + 4 + 4),
+        marks=pytest.mark.full,
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "files"), CUT_LAYOUTS)
+def test_so_is_one_under_tensor_parallelism(
+    pool: Pool, tmp_path: Path, ranks: int, layout: dict[str, Any], files: int
+) -> None:
+    """What is cut draws its dropout for itself, what is not with the others."""
+    run = {**RUN, "parallel": layout, "model__attention_dropout": 0.1}
+    whole = pool.run(run_steps, STEPS, True, output=tmp_path / "whole", **run, ranks=ranks)
+    cut = {**run, "output": tmp_path / "cut", "checkpoint__resume": "auto"}
+    first = pool.run(run_steps, STOP, True, **cut, ranks=ranks)
+    second = pool.run(run_steps, STEPS - STOP, True, **cut, ranks=ranks)
+    for rank in range(ranks):
+        for word in ("lm_loss", "loss", "grad_norm"):
+            assert first[rank][word] + second[rank][word] == whole[rank][word], word
+            assert whole[rank][word] == whole[0][word]
+    _assert_same_files(tmp_path / "whole", tmp_path / "cut", count=files)
+
+
 def _assert_same_files(one: Path, other: Path, count: int) -> None:
     """Weights, optimiser and random states at the end: equal in every bit."""
     folder = Path("small", "checkpoints", f"step_{STEPS:08d}")
