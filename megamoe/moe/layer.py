@@ -1,7 +1,7 @@
 """The MoE layer. Its forward reads like the paper."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
-from megamoe.moe.experts.grouped import Activation, GroupedExperts
+from megamoe.moe.experts.grouped import Activation, GroupedExperts, Products
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.part import Constraint, Dims, Objective, Part, StepContext
@@ -35,7 +35,7 @@ class LayerShape:
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
     init_scale: see `draws.start_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
-    experts that have norms of their own.
+    experts that have norms of their own. products: the routed experts'.
     """
 
     hidden_size: int
@@ -49,6 +49,7 @@ class LayerShape:
     vocab_size: int | None = None
     norm: NormKind = "rmsnorm"
     norm_eps: float = 1e-5
+    products: Products = field(default_factory=Products)
 
 
 @dataclass
@@ -97,14 +98,15 @@ class MoELayer(nn.Module):
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H], what the block adds to its residual; carries the auxiliary gradient."""
         routing = self.router(hidden_TH, self.context)
+        shared_TH = None if self.shared is None else self.shared(hidden_TH)
         rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, routing)
         dropout = self._expert_dropout(routing, plan)
         rows_NH = self.experts(rows_NH, counts_E, dropout)
         if dropout is not None:
             rows_NH = dropout.on_output(rows_NH)
         output_TH = self.dispatcher.combine(rows_NH, plan)
-        if self.shared is not None:
-            output_TH = self.shared(hidden_TH, output_TH)
+        if self.shared is not None and shared_TH is not None:
+            output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
         return self._with_losses(output_TH, routing)
 
     def _expert_dropout(self, routing: Routing, plan: Plan) -> ExpertDropout | None:
@@ -220,11 +222,10 @@ def _place_experts(num_experts: int, group: dist.ProcessGroup | None) -> tuple[D
 
 def _routed_experts(config: MoEConfig, shape: LayerShape, expert_ids: range) -> GroupedExperts | ExpertStack:
     sizes = shape.hidden_size, shape.ffn_size, expert_ids
+    options = {"products": shape.products, **_expert_options(shape)}
     if config.expert_sublayers == 1:
-        return GroupedExperts(*sizes, **_expert_options(shape))
-    return ExpertStack(
-        config.expert_sublayers, *sizes, norm=shape.norm, norm_eps=shape.norm_eps, **_expert_options(shape)
-    )
+        return GroupedExperts(*sizes, **options)
+    return ExpertStack(config.expert_sublayers, *sizes, norm=shape.norm, norm_eps=shape.norm_eps, **options)
 
 
 def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | None:

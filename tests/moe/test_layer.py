@@ -124,7 +124,7 @@ def test_a_token_without_a_place_gets_only_the_shared_experts(num_shared: int) -
     output_TH = layer(hidden_TH)
     expected_TH = torch.zeros_like(output_TH)
     if layer.shared is not None:
-        expected_TH = layer.shared(hidden_TH, expected_TH)
+        expected_TH = layer.shared.join(hidden_TH, layer.shared(hidden_TH), expected_TH)
     assert not torch.equal(output_TH[0], expected_TH[0])
     assert torch.equal(output_TH[1:], expected_TH[1:])
 

@@ -28,6 +28,10 @@ def make_shared(
     )
 
 
+def with_routed(shared: SharedExperts, hidden_TH: Tensor, routed_TH: Tensor) -> Tensor:
+    return shared.join(hidden_TH, shared(hidden_TH), routed_TH)
+
+
 def formula(
     weights: dict[str, Tensor], hidden_TH: Tensor, routed_TH: Tensor, activation: Activation
 ) -> Tensor:
@@ -55,7 +59,7 @@ def test_each_mode_is_its_formula_with_every_gradient(activation: Activation, mo
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
     inputs = [make_hidden(5), make_hidden(5, seed=9), *shared.parameters()]
     hidden_TH, routed_TH = (tensor.requires_grad_() for tensor in inputs[:2])
-    output_TH = shared(hidden_TH, routed_TH)
+    output_TH = with_routed(shared, hidden_TH, routed_TH)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     weights = dict(zip(dict(shared.named_parameters()), exact[2:], strict=True))
     expected_TH = formula(weights, exact[0], exact[1], activation)
@@ -70,12 +74,13 @@ def test_each_mode_is_its_formula_with_every_gradient(activation: Activation, mo
 def test_gates_start_even() -> None:
     """sigmoid(0) for the gate; the bias of the mix is 0, so that only W speaks, which is drawn."""
     hidden_TH, routed_TH = make_hidden(5), make_hidden(5, seed=9)
-    alone_TH = make_shared("sum")(hidden_TH, torch.zeros(5, HIDDEN))
-    torch.testing.assert_close(make_shared("gated")(hidden_TH, routed_TH), routed_TH + alone_TH / 2)
+    alone_TH = make_shared("sum")(hidden_TH)
+    gated_TH = with_routed(make_shared("gated"), hidden_TH, routed_TH)
+    torch.testing.assert_close(gated_TH, routed_TH + alone_TH / 2)
     residual = make_shared("residual")
     assert not residual.mix_bias.any() and residual.mix.std() > 0.2
     residual.mix.data.zero_()
-    torch.testing.assert_close(residual(hidden_TH, routed_TH), (routed_TH + alone_TH) / 2)
+    torch.testing.assert_close(with_routed(residual, hidden_TH, routed_TH), (routed_TH + alone_TH) / 2)
 
 
 def test_all_weights_start_small_where_asked() -> None:
