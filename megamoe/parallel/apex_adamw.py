@@ -69,13 +69,13 @@ def _apex_adamw(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.
         def step(self, *args: Any, **kwargs: Any) -> None:
             """One step of all groups, counted from what each parameter's state says."""
             for group in self.param_groups:
-                known = [self.state[p]["step"] for p in group["params"] if p in self.state]
-                group["step"] = int(known[0]) if known else 0
+                states = [self.state.get(parameter, {}) for parameter in group["params"]]
+                group["step"] = max((int(state["step"]) for state in states if "step" in state), default=0)
             super().step(*args, **kwargs)
             for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter in self.state:
-                        self.state[parameter]["step"] = torch.tensor(float(group["step"]))
+                for state in (self.state.get(parameter) for parameter in group["params"]):
+                    if state:
+                        state["step"] = torch.tensor(float(group["step"]))
 
     optimizer: torch.optim.Optimizer = ApexAdamW(groups, adam_w_mode=True, **options)
     return optimizer
