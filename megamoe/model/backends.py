@@ -107,10 +107,9 @@ def check_backends(config: RunConfig, precision: str) -> None:
         UserError: naming the key, its value and a way out.
     """
     model = config.model
-    problem = find_transformer_engine().problem
-    if model.backend == "transformer_engine" and problem:
+    if model.backend == "transformer_engine" and find_transformer_engine().problem:
         raise UserError(
-            f"model.backend: found transformer_engine, but {problem}; install "
+            f"model.backend: found transformer_engine, but {find_transformer_engine().problem}; install "
             "transformer_engine[pytorch] on a machine with CUDA, or set model.backend: torch"
         )
     if model.norm_kernel == "apex":

@@ -6,7 +6,7 @@ weights keep their names, so that a checkpoint goes from one backend to the othe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,7 +17,7 @@ from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import fp8_format, uses_apex_norms, uses_transformer_engine
 from megamoe.model.engine_products import engine_products
-from megamoe.moe.experts.grouped import Products
+from megamoe.moe.experts.grouped import TORCH_PRODUCTS, Products
 
 AMAX_HISTORY = 1024  # Transformer Engine's default
 
@@ -29,7 +29,7 @@ class Modules:
     norm: Callable[..., nn.Module] = WrappedTorchNorm
     core_attention: type = SDPAttention
     linears: tuple[type, type] | None = None
-    products: Products = field(default_factory=Products)
+    products: Products = TORCH_PRODUCTS
 
     def put_into(self, spec: ModuleSpec) -> None:
         """Into Megatron-Core's local specification of a block with a dense FFN."""

@@ -1,7 +1,7 @@
 """The MoE layer. Its forward reads like the paper."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
-from megamoe.moe.experts.grouped import Activation, GroupedExperts, Products
+from megamoe.moe.experts.grouped import TORCH_PRODUCTS, Activation, GroupedExperts, Products
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.part import Constraint, Dims, Objective, Part, StepContext
@@ -49,7 +49,7 @@ class LayerShape:
     vocab_size: int | None = None
     norm: NormKind = "rmsnorm"
     norm_eps: float = 1e-5
-    products: Products = field(default_factory=Products)
+    products: Products = TORCH_PRODUCTS
 
 
 @dataclass

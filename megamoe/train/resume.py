@@ -32,7 +32,13 @@ FREE = (
     "attention_dropout",
     "recompute",
     "vocab_size",  # the vocabulary is compared
-    *("backend", "norm_kernel", "fp8", "fp8_format", "fp8_amax_history"),  # what computes, not what is computed
+    *(
+        "backend",
+        "norm_kernel",
+        "fp8",
+        "fp8_format",
+        "fp8_amax_history",
+    ),  # what computes, not what is computed
 )
 # What decides a model's function and shows in no tensor.
 SAME_FUNCTION = ("num_attention_heads", "position", "rope_base", "norm", "norm_eps", "activation")

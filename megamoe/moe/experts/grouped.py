@@ -50,6 +50,9 @@ class Products:
     host_counts: bool = False
 
 
+TORCH_PRODUCTS = Products()
+
+
 def activate(rows: Tensor, activation: Activation) -> Tensor:
     """GELU, or SwiGLU of [gate | value] halves: [..., F or 2F] -> [..., F]."""
     if activation == "gelu":
@@ -85,7 +88,7 @@ class GroupedExperts(nn.Module):
         layer: int,
         init_scale: float | None = None,
         sublayer: int = 1,
-        products: Products = Products(),
+        products: Products = TORCH_PRODUCTS,
     ) -> None:
         super().__init__()
         self.activation = activation

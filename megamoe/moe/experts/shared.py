@@ -62,7 +62,7 @@ class SharedExperts(nn.Module):
         # Backward runs on forward's streams, and a weight's gradient is complete on the one that first met
         # the weight: the engine, which collects gradients as they come, must find them all on its own.
         up, down = self.up.view_as(self.up), self.down.view_as(self.down)
-        if hidden_TH.device.type != "cuda":
+        if not hidden_TH.is_cuda:
             return self._ffn(hidden_TH, up, down)
         side = _side_stream(hidden_TH.device)
         side.wait_stream(torch.cuda.current_stream())
@@ -76,7 +76,7 @@ class SharedExperts(nn.Module):
 
     def join(self, hidden_TH: Tensor, shared_TH: Tensor, routed_TH: Tensor) -> Tensor:
         """The input, what `forward` and what the routed experts made of it -> both together, [T, H]."""
-        if shared_TH.device.type == "cuda":
+        if shared_TH.is_cuda:
             torch.cuda.current_stream().wait_stream(_side_stream(shared_TH.device))
             shared_TH.record_stream(torch.cuda.current_stream())
         if self.mode == "sum":

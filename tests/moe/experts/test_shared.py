@@ -1,6 +1,8 @@
 """Shared experts: each mode against its formula, with every gradient, and how they start."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -90,3 +92,50 @@ def test_all_weights_start_small_where_asked() -> None:
         assert weight.abs().max() <= 2 * std
         if weight.numel() > 1000:
             assert weight.std().item() == pytest.approx(0.88 * std, rel=0.05)
+
+
+def test_on_cuda_they_wait_for_their_input_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the streams, on a CPU that says it is a GPU; results and gradients are as without them."""
+    hidden_TH, routed_TH = make_hidden(5), make_hidden(5, seed=9)
+    expected = gradients(make_shared("sum"), hidden_TH, routed_TH)
+    told: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        told.append(f"on {stream.name}")
+        yield
+        told.append(f"off {stream.name}")
+
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr("megamoe.moe.experts.shared._side_stream", lambda device: side)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: told.append(f"kept for {stream.name}")
+    )
+    found = gradients(make_shared("sum"), hidden_TH, routed_TH)
+    monkeypatch.undo()
+    assert told == [
+        "side waits for main",
+        "on side",
+        "off side",
+        "kept for side",  # the input
+        "main waits for side",
+        "kept for main",  # the output
+    ]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def gradients(shared: SharedExperts, hidden_TH: Tensor, routed_TH: Tensor) -> list[Tensor]:
+    inputs = [hidden_TH.clone().requires_grad_(), *shared.parameters()]
+    output_TH = with_routed(shared, inputs[0], routed_TH)
+    return [output_TH, *torch.autograd.grad(output_TH.square().sum(), inputs)]
