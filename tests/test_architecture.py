@@ -37,7 +37,7 @@ VENDORS = {
     "megatron.core.datasets": {"data"},
     "deepspeed": {"parallel"},
     "transformer_engine": {"model"},
-    "apex": {"model"},
+    "apex": {"model", "parallel"},
     "wandb": {"observe"},
 }
 DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

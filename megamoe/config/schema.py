@@ -70,6 +70,11 @@ class ModelConfig:
     hidden_dropout: Fraction = 0.0  # on what a block adds to its residual
     attention_dropout: Fraction = 0.0  # on attention weights
     recompute: Literal["none", "selective", "full"] = "none"  # in backward: MoE layers, or whole blocks
+    backend: Literal["auto", "torch", "transformer_engine"] = "auto"  # auto: the last if it and CUDA exist
+    norm_kernel: Literal["auto", "torch", "apex"] = "auto"  # under `torch`; auto: Apex's if installed
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # FP8 products: scales
+    fp8_format: Literal["hybrid", "e4m3"] | None = None  # default: e4m3 for blockwise and mxfp8, else hybrid
+    fp8_amax_history: PositiveInt | None = None  # of `delayed`: passes that set a scale; default: 1024
 
 
 @dataclass
@@ -153,6 +158,7 @@ class OptimizerConfig:
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1  # not on norms, biases and vectors
     grad_clip: NonNegativeFloat = 1.0  # global norm, dense and expert parameters together; 0: off
+    kernel: Literal["auto", "torch", "apex"] = "auto"  # AdamW's; auto: Apex's if installed, but not at ZeRO 0
 
 
 @dataclass

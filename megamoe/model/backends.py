@@ -1,23 +1,218 @@
-"""Which accelerators of the model are on this machine: found, never required."""
+"""Which accelerators of the model are on this machine, which of them a run uses: found, never required."""
 
+import importlib
 import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
 import torch
 
+from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.errors import UserError
+from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 
-def find_backends() -> dict[str, str]:
-    """CUDA, Transformer Engine and Apex: whether each is here."""
+OLDEST_ENGINE = "2.3"  # has every scaling of model.fp8
+# Of a matrix's sizes and of an expert's rows: Transformer Engine's get_align_size_for_quantization.
+FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+# How Transformer Engine is asked whether the device can do it.
+FP8_ABILITY = {
+    "delayed": "is_fp8_available",
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """version: empty where there is none. problem: why it cannot be used, empty where it can."""
+
+    version: str = ""
+    problem: str = ""
+
+
+def has_cuda() -> bool:
+    """Whether PyTorch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+@cache
+def find_transformer_engine() -> Found:
+    """Transformer Engine; it is imported where CUDA is, for its libraries fit one CUDA and one PyTorch."""
+    if not is_installed("transformer_engine"):
+        return Found(problem="Transformer Engine is not installed")
+    if not has_cuda():
+        return Found(problem="Transformer Engine is installed, but there is no CUDA device")
+    try:
+        engine = importlib.import_module("transformer_engine")
+        importlib.import_module("transformer_engine.pytorch")
+        version = str(engine.__version__)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        return Found(problem=f"Transformer Engine is installed, but cannot be imported: {reason}")
+    if _numbers(version) < _numbers(OLDEST_ENGINE):
+        return Found(version, f"Transformer Engine {version} is older than {OLDEST_ENGINE}")
+    return Found(version)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+@cache
+def find_apex_norms() -> Found:
+    """NVIDIA's Apex with its compiled norms; PyPI's `apex` is another package and has no such module."""
+    if not (is_installed("apex.normalization") and is_installed("fused_layer_norm_cuda")):
+        return Found(problem="NVIDIA's Apex with its compiled norms is not installed")
+    if not has_cuda():
+        return Found(problem="NVIDIA's Apex is installed, but there is no CUDA device")
+    return Found("found")
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found; its parents are imported for that, and may be of another machine."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, OSError, RuntimeError, SyntaxError, ValueError):
+        return False
+
+
+def uses_transformer_engine(model: ModelConfig) -> bool:
+    """What model.backend comes to here."""
+    if model.backend == "auto":
+        return not find_transformer_engine().problem
+    return model.backend == "transformer_engine"
+
+
+def uses_apex_norms(model: ModelConfig) -> bool:
+    """What model.norm_kernel comes to here."""
+    if model.norm_kernel == "auto":
+        return not uses_transformer_engine(model) and not find_apex_norms().problem
+    return model.norm_kernel == "apex"
+
+
+def fp8_format(model: ModelConfig) -> Literal["hybrid", "e4m3"] | None:
+    """The FP8 numbers of forward and backward (hybrid: gradients have a wider range), None without FP8."""
+    if model.fp8 == "none":
+        return None
+    return model.fp8_format or ("e4m3" if model.fp8 in ("blockwise", "mxfp8") else "hybrid")
+
+
+def check_backends(config: RunConfig, precision: str) -> None:
+    """Refuse what this machine has not, and FP8 where it cannot be; precision: fp32 or bf16, resolved.
+
+    Raises:
+        UserError: naming the key, its value and a way out.
+    """
+    model = config.model
+    if model.backend == "transformer_engine" and find_transformer_engine().problem:
+        raise UserError(
+            f"model.backend: found transformer_engine, but {find_transformer_engine().problem}; install "
+            "transformer_engine[pytorch] on a machine with CUDA, or set model.backend: torch"
+        )
+    if model.norm_kernel == "apex":
+        if uses_transformer_engine(model):
+            raise UserError(
+                "model.norm_kernel: found apex, but Transformer Engine brings norms of its own; set "
+                "model.norm_kernel: auto, or model.backend: torch"
+            )
+        if find_apex_norms().problem:
+            raise UserError(
+                f"model.norm_kernel: found apex, but {find_apex_norms().problem}; set model.norm_kernel: auto"
+            )
+    _check_fp8_options(model)
+    if model.fp8 != "none":
+        _check_fp8(model, precision)
+        _check_fp8_sizes(config)
+
+
+def _check_fp8_options(model: ModelConfig) -> None:
+    if model.fp8_format is not None and model.fp8 == "none":
+        raise UserError(f"model.fp8_format: found {model.fp8_format}, but model.fp8 is none; leave it out")
+    if model.fp8_amax_history is not None and model.fp8 != "delayed":
+        raise UserError(
+            f"model.fp8_amax_history: found {model.fp8_amax_history}, but model.fp8 is {model.fp8}; only "
+            "delayed scaling has a history, leave it out"
+        )
+
+
+def _check_fp8(model: ModelConfig, precision: str) -> None:
+    asked = f"model.fp8: found {model.fp8}"
+    if not uses_transformer_engine(model):
+        why = find_transformer_engine().problem or "model.backend is torch"
+        raise UserError(f"{asked}, which needs Transformer Engine, but {why}; set model.fp8: none")
+    if precision != "bf16":
+        raise UserError(
+            f"{asked}, but the precision is {precision}; FP8 products need bf16 weights: take a "
+            "DeepSpeed file with bf16 (parallel.deepspeed), or set model.fp8: none"
+        )
+    able, reason = _fp8_ability(model.fp8)
+    if not able:
+        raise UserError(f"{asked}, but this device cannot: {reason.rstrip('.')}; set another, or none")
+
+
+def _fp8_ability(fp8: str) -> tuple[bool, str]:
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    ability: tuple[bool, str] = getattr(FP8GlobalStateManager, FP8_ABILITY[fp8])()
+    return ability
+
+
+def _check_fp8_sizes(config: RunConfig) -> None:
+    """Rows and columns of every product in FP8; experts' rows are filled up, and the logits are in bf16."""
+    model, parallel, unit = config.model, config.parallel, FP8_MULTIPLE[config.model.fp8]
+    groups = model.num_query_groups or model.num_attention_heads
+    qkv = model.hidden_size + 2 * groups * (model.hidden_size // model.num_attention_heads)
+    tokens = config.train.micro_batch_size * config.data.sequence_length
+    # (size, the ranks that it is cut over)
+    sizes = {
+        "train.micro_batch_size x data.sequence_length": (
+            tokens,
+            parallel.tensor if parallel.sequence else 1,
+        ),
+        "model.hidden_size": (model.hidden_size, parallel.tensor),
+        "query, key and value together (model.hidden_size, num_query_groups)": (qkv, parallel.tensor),
+    }
+    if len(moe_block_numbers(config.moe, model.num_layers)) < model.num_layers:
+        sizes["model.ffn_hidden_size"] = ffn_size(model), parallel.tensor
+    if moe_layer_numbers(config.moe, model.num_layers):
+        key = "moe.expert_ffn_hidden_size (default: the dense blocks')"
+        sizes[key] = expert_ffn_size(config), parallel.expert_tensor
+    for key, (size, ranks) in sizes.items():
+        if size % (unit * ranks):
+            over = f" x {ranks} ranks" if ranks > 1 else ""
+            raise UserError(
+                f"{key}: {size} is not a multiple of {unit}{over}, which model.fp8: {model.fp8} needs"
+            )
+
+
+def backend_rows(config: RunConfig, apex_optimizer: str) -> dict[str, str]:
+    """What the start-up summary says: of each accelerator, what this run has from it.
+
+    apex_optimizer: empty, or what the optimiser has of Apex.
+    """
     return {
         "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU, gloo",
-        "Transformer Engine": _state("transformer_engine.pytorch"),
-        # PyPI's `apex` is another package: NVIDIA's has this module.
-        "Apex": _state("apex.normalization"),
+        "Transformer Engine": _engine_row(config),
+        "Apex": ", ".join([*(["norms"] if uses_apex_norms(config.model) else []), apex_optimizer]).strip(", ")
+        or "none",
     }
 
 
-def _state(module: str) -> str:
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ImportError:
-        found = False
-    return "found, but not used yet" if found else "none"
+def _engine_row(config: RunConfig) -> str:
+    model, found = config.model, find_transformer_engine()
+    if not uses_transformer_engine(model):
+        if not is_installed("transformer_engine"):
+            return "none"
+        return found.problem or f"{found.version}, not used (model.backend: torch)"
+    moe, masked = config.moe, config.data.document_aware
+    parts = ["linear layers of attention, its core by PyTorch" if masked else "attention", "norms"]
+    if len(moe_block_numbers(moe, model.num_layers)) < model.num_layers:
+        parts.append("dense FFN")
+    if moe_layer_numbers(moe, model.num_layers):
+        parts.append("grouped experts")
+    if model.fp8 != "none":
+        parts.append(f"fp8 {model.fp8} ({fp8_format(model)})")
+    return f"{found.version}: {', '.join(parts)}"

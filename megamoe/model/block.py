@@ -37,11 +37,12 @@ class MoEBlock(nn.Module):
         self.layer = build()
         self.recompute = recompute
         self.spreads_tokens = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+        self.fp8 = bool(config.fp8)
 
     def forward(self, hidden_SBH: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, None]:
         """The tokens of the micro batch are taken position by position: token s * B + b."""
         if self.recompute:
-            return recomputed(self._compute, [self.layer], hidden_SBH), None
+            return recomputed(self._compute, [self.layer], self.fp8, hidden_SBH), None
         return self._compute(hidden_SBH), None
 
     def _compute(self, hidden_SBH: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ class Block(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron-Core's: (hidden states [s, b, h], context)."""
         if self.computed_again:
-            return recomputed(self._compute, self.moe_layers(), *args, **kwargs)
+            return recomputed(self._compute, self.moe_layers(), bool(self.config.fp8), *args, **kwargs)
         return self._compute(*args, **kwargs)
 
     def _compute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.config.schema import ModelConfig, RunConfig
-from megamoe.model.attention import SDPAttention
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.cpu import stand_in_for_cuda
 from megamoe.model.loss import token_losses
-from megamoe.model.norm import Norm
+from megamoe.model.modules import Modules, choose_modules, fp8_options
 from megamoe.model.random_streams import use_one_stream
 from megamoe.model.size import (
     expert_ffn_size,
@@ -129,6 +128,7 @@ def _transformer_config(config: RunConfig) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        **fp8_options(model),
     )
 
 
@@ -149,35 +149,34 @@ def _block_specs(
     config: RunConfig, transformer: TransformerConfig, vocab_size: int, make_moe_layer: MoEFactory
 ) -> TransformerBlockSubmodules:
     moe_blocks = set(moe_block_numbers(config.moe, config.model.num_layers))
-    recompute = config.model.recompute
+    recompute, modules = config.model.recompute, choose_modules(config)
     specs = []
     for number in range(1, config.model.num_layers + 1):
-        build = _builder(make_moe_layer, _layer_shape(config, number, vocab_size))
+        build = _builder(make_moe_layer, _layer_shape(config, modules, number, vocab_size))
         moe: dict[str, Any] = {"build": build, "recompute": recompute == "selective"}
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module, spec.params = Block, {"recompute": recompute == "full"}
-        spec.submodules.input_layernorm = Norm
-        spec.submodules.pre_mlp_layernorm = Norm
-        spec.submodules.self_attention.submodules.core_attention = SDPAttention
+        modules.put_into(spec)
         if number in moe_blocks:
             spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
         if number in config.moe.layers.insert_after:
-            norm = functools.partial(_norm, transformer) if inserted_has_norm(config.moe) else None
+            norm = functools.partial(_norm, modules, transformer) if inserted_has_norm(config.moe) else None
             spec.params["build_inserted"] = functools.partial(MoEBlock, transformer, build_norm=norm, **moe)
         specs.append(spec)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=modules.norm)
 
 
-def _norm(transformer: TransformerConfig) -> nn.Module:
+def _norm(modules: Modules, transformer: TransformerConfig) -> nn.Module:
     size, eps = transformer.hidden_size, transformer.layernorm_epsilon
-    return Norm(transformer, size, eps)
+    norm: nn.Module = modules.norm(config=transformer, hidden_size=size, eps=eps)
+    return norm
 
 
 def _builder(make_moe_layer: MoEFactory, shape: LayerShape) -> Callable[[], Any]:
     return lambda: make_moe_layer(shape)
 
 
-def _layer_shape(config: RunConfig, number: int, vocab_size: int) -> LayerShape:
+def _layer_shape(config: RunConfig, modules: Modules, number: int, vocab_size: int) -> LayerShape:
     model = config.model
     return LayerShape(
         hidden_size=model.hidden_size,
@@ -191,4 +190,5 @@ def _layer_shape(config: RunConfig, number: int, vocab_size: int) -> LayerShape:
         vocab_size=vocab_size,
         norm=model.norm,
         norm_eps=model.norm_eps,
+        products=modules.products,
     )

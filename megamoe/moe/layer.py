@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
-from megamoe.moe.experts.grouped import Activation, GroupedExperts, Slice
+from megamoe.moe.experts.grouped import TORCH_PRODUCTS, Activation, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.groups import ParallelGroups, TokenSpread, rank_in, size_of
@@ -35,7 +35,7 @@ class LayerShape:
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
     init_scale: see `draws.start_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
-    experts that have norms of their own.
+    experts that have norms of their own. products: the routed experts'.
     """
 
     hidden_size: int
@@ -49,6 +49,7 @@ class LayerShape:
     vocab_size: int | None = None
     norm: NormKind = "rmsnorm"
     norm_eps: float = 1e-5
+    products: Products = TORCH_PRODUCTS
 
 
 @dataclass
@@ -101,14 +102,15 @@ class MoELayer(nn.Module):
         gradient."""
         routing = self.router(hidden_TH, self.context)
         own = self.spread.own(routing)
+        shared_TH = None if self.shared is None else self.shared(hidden_TH)
         rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, own)
         dropout = self._expert_dropout(own, plan)
         rows_NH = self.experts(rows_NH, counts_E, dropout)
         if dropout is not None:
             rows_NH = dropout.on_output(rows_NH)
         output_TH = self.dispatcher.combine(rows_NH, plan)
-        if self.shared is not None:
-            output_TH = self.shared(hidden_TH, output_TH)
+        if self.shared is not None and shared_TH is not None:
+            output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
         return self._with_losses(output_TH, routing)
 
     def _expert_dropout(self, own: Routing, plan: Plan) -> ExpertDropout | None:
@@ -231,13 +233,12 @@ def _routed_experts(
 ) -> GroupedExperts | ExpertStack:
     sizes = shape.hidden_size, shape.ffn_size, expert_ids
     cut = Slice(rank_in(groups.expert_tensor), size_of(groups.expert_tensor))
+    options = {"products": shape.products, **_expert_options(shape)}
     if config.expert_sublayers == 1:
-        return GroupedExperts(*sizes, cut=cut, **_expert_options(shape))
+        return GroupedExperts(*sizes, cut=cut, **options)
     if cut.count > 1:
         raise ValueError("experts of several sub-layers cannot be cut: a norm stands between the slices")
-    return ExpertStack(
-        config.expert_sublayers, *sizes, norm=shape.norm, norm_eps=shape.norm_eps, **_expert_options(shape)
-    )
+    return ExpertStack(config.expert_sublayers, *sizes, norm=shape.norm, norm_eps=shape.norm_eps, **options)
 
 
 def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | None:

@@ -279,9 +279,14 @@ def dense_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and persistent buffers by name: the dense ones, and this rank's routed experts."""
+    """Parameters and persistent buffers by name: the dense ones, and this rank's routed experts.
+
+    A module's extra state is none of them: Transformer Engine pickles its FP8 scales into it, and they grow
+    anew within a few steps.
+    """
     experts = {name: p.data for name, p in model.named_parameters() if is_moe_param(p)}
-    everything = {n: t.detach() for n, t in model.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
+    state = model.state_dict(keep_vars=True).items()
+    everything = {n: t.detach() for n, t in state if torch.is_tensor(t) and not n.endswith("_extra_state")}
     return {name: tensor for name, tensor in everything.items() if name not in experts}, experts
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import RunConfig
 from megamoe.moe.part import Constraint
+from megamoe.parallel.apex_adamw import zero_adamw
 from megamoe.parallel.deepspeed_config import (
     Precision,
     fill_in,
@@ -136,7 +137,7 @@ def _build_optimizer(
         del options["fused"]
         cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         return cpu_adam
-    return torch.optim.AdamW(groups, **options)
+    return zero_adamw(config.optimizer, groups, options)
 
 
 def _round_parameters(model: nn.Module) -> None:

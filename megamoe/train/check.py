@@ -2,8 +2,16 @@
 
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
+from megamoe.model.backends import check_backends
 from megamoe.model.size import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
 from megamoe.moe.check import check_parts
+from megamoe.parallel.apex_adamw import check_kernel
+from megamoe.parallel.deepspeed_config import (
+    offloads_optimizer,
+    read_deepspeed_config,
+    resolve_precision,
+    zero_stage,
+)
 from megamoe.parallel.layout import Layout
 from megamoe.train.layouts import check_layout, row_unit
 
@@ -19,6 +27,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     _check_start(config)
     _check_batches(config, world_size)
     _check_schedule(config)
+    _check_accelerators(config)
 
 
 def _check_model(config: RunConfig) -> None:
@@ -123,6 +132,13 @@ def _check_start(config: RunConfig) -> None:
             f"checkpoint.init.experts: found {experts}, but experts of {moe.expert_sublayers} sub-layers are "
             "no FFN; set moe.expert_sublayers=1"
         )
+
+
+def _check_accelerators(config: RunConfig) -> None:
+    """What is optional must be there where it is asked for by name."""
+    content = read_deepspeed_config(config.parallel.deepspeed)
+    check_backends(config, resolve_precision(config, content))
+    check_kernel(config.optimizer, zero_stage(content), offloads_optimizer(content))
 
 
 def _check_batches(config: RunConfig, world_size: int) -> None:

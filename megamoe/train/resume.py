@@ -28,7 +28,19 @@ SAME = {
     ),
     "data": ("sources", "split", "mock", "sequence_length", "document_aware"),
 }
-FREE = ("hidden_dropout", "attention_dropout", "recompute", "vocab_size")  # the vocabulary is compared
+FREE = (
+    "hidden_dropout",
+    "attention_dropout",
+    "recompute",
+    "vocab_size",  # the vocabulary is compared
+    *(
+        "backend",
+        "norm_kernel",
+        "fp8",
+        "fp8_format",
+        "fp8_amax_history",
+    ),  # what computes, not what is computed
+)
 # What decides a model's function and shows in no tensor.
 SAME_FUNCTION = ("num_attention_heads", "position", "rope_base", "norm", "norm_eps", "activation")
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # of a tensor's name: from its part on

@@ -4,7 +4,7 @@ from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.model.backends import find_backends
+from megamoe.model.backends import backend_rows
 from megamoe.model.gpt import GPT
 from megamoe.model.size import (
     ModelSize,
@@ -15,6 +15,7 @@ from megamoe.model.size import (
     moe_block_numbers,
     moe_layer_numbers,
 )
+from megamoe.parallel.apex_adamw import uses_apex
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.memory import state_bytes
@@ -47,11 +48,12 @@ def summary_rows(
 ) -> Rows:
     """The start-up table."""
     size = model_size(config, vocabulary.size)
+    optimizer = "AdamW" if uses_apex(config.optimizer, engine.stage, engine.offloads) else ""
     return {
         "run": _run_rows(config, schedule, first_step),
         "model": _model_rows(config, vocabulary, size),
         "ranks": _rank_rows(config, vocabulary, engine, size),
-        "backends": list(find_backends().items()),
+        "backends": list(backend_rows(config, optimizer).items()),
     }
 
 

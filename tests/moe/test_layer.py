@@ -1,5 +1,6 @@
 """The whole layer against the plain token-by-token loop: outputs, every gradient, losses, counts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -113,6 +114,27 @@ def test_the_uneven_cases_are_uneven() -> None:
     assert layer.observation.load_E[3] == 3  # ceil(0.75 * 1 * 24 / 8)
 
 
+def noted(function: Callable[..., Any], name: str, order: list[str]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        order.append(name)
+        return function(*args)
+
+    return call
+
+
+def test_shared_experts_begin_before_the_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that on a GPU they are computed meanwhile."""
+    layer = make_layer(moe_config(num_experts=4, num_shared_experts=1, router={"selector": TOP_1}))
+    assert layer.shared is not None
+    order: list[str] = []
+    layer.shared.register_forward_hook(lambda *_: order.append("shared"))
+    layer.experts.register_forward_hook(lambda *_: order.append("routed"))
+    for name in ("dispatch", "combine"):
+        monkeypatch.setattr(layer.dispatcher, name, noted(getattr(layer.dispatcher, name), name, order))
+    layer(make_hidden(5))
+    assert order == ["shared", "dispatch", "routed", "combine"]
+
+
 @pytest.mark.parametrize("num_shared", [0, 1])
 def test_a_token_without_a_place_gets_only_the_shared_experts(num_shared: int) -> None:
     capacity = {"name": "per_expert", "factor": 0.01, "min_capacity": 0}
@@ -124,7 +146,7 @@ def test_a_token_without_a_place_gets_only_the_shared_experts(num_shared: int) -
     output_TH = layer(hidden_TH)
     expected_TH = torch.zeros_like(output_TH)
     if layer.shared is not None:
-        expected_TH = layer.shared(hidden_TH, expected_TH)
+        expected_TH = layer.shared.join(hidden_TH, layer.shared(hidden_TH), expected_TH)
     assert not torch.equal(output_TH[0], expected_TH[0])
     assert torch.equal(output_TH[1:], expected_TH[1:])
 

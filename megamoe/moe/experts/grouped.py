@@ -1,9 +1,12 @@
 """Experts: many FFNs of one shape over rows grouped by expert.
 
-Weights are stacked, [experts, out, in] as in nn.Linear, and the product is PyTorch's grouped GEMM.
-`loop_experts` computes the same by a plain loop; the tests hold the two against each other.
+Weights are stacked, [experts, out, in] as in nn.Linear, and the product is PyTorch's grouped GEMM, or another
+that is handed in as `Products`. `loop_experts` computes the same by a plain loop; the tests hold the two
+against each other.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +21,36 @@ Activation = Literal["swiglu", "gelu"]
 # oneDNN prepares its bf16 kernel anew for every row count, and the counts change at every step: groups
 # padded to a multiple of this meet only a few.
 PADDED_ROWS = 64
+
+# (rows [N, in] grouped by expert, weight [experts, out, in], counts [experts] int64) -> [N, out]: each row
+# times the transposed weight of its expert. An expert, or all of them, may have no row.
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def torch_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """PyTorch's grouped GEMM as a `GroupedProduct`."""
+    return functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=counts_E.cumsum(0).to(torch.int32))
+
+
+def _torch_product_of(num_experts: int, in_size: int, out_size: int) -> GroupedProduct:
+    return torch_product
+
+
+@dataclass(frozen=True)
+class Products:
+    """How the products of grouped experts are worked out.
+
+    make: from (experts, in, out) to the product of one stacked weight, a function, or a module that holds no
+    parameters. row_multiple: each expert's rows are filled up with zeros to a multiple of it. host_counts:
+    the products read the counts on the CPU, so that both of an FFN share one copy.
+    """
+
+    make: Callable[[int, int, int], GroupedProduct] = _torch_product_of
+    row_multiple: int = 1
+    host_counts: bool = False
+
+
+TORCH_PRODUCTS = Products()
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
@@ -52,7 +85,8 @@ class GroupedExperts(nn.Module):
 
     An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
     expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
-    init_scale: see `draws.start_weight`. sublayer: which FFN of its expert this is, from 1.
+    init_scale: see `draws.start_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
+    two products are worked out.
     """
 
     def __init__(
@@ -69,6 +103,7 @@ class GroupedExperts(nn.Module):
         init_scale: float | None = None,
         sublayer: int = 1,
         cut: Slice = Slice(),
+        products: Products = TORCH_PRODUCTS,
     ) -> None:
         super().__init__()
         if ffn_size % cut.count:
@@ -76,9 +111,13 @@ class GroupedExperts(nn.Module):
         self.activation = activation
         self.sublayer = sublayer
         self.cut = cut
+        self.products = products
         here = ffn_size // cut.count
-        self.up = nn.Parameter(torch.empty(len(expert_ids), up_width(here, activation), hidden_size))
+        width = up_width(here, activation)
+        self.up = nn.Parameter(torch.empty(len(expert_ids), width, hidden_size))
         self.down = nn.Parameter(torch.empty(len(expert_ids), hidden_size, here))
+        self.up_product = products.make(len(expert_ids), hidden_size, width)
+        self.down_product = products.make(len(expert_ids), here, hidden_size)
         whole_up = torch.empty(up_width(ffn_size, activation), hidden_size)
         whole_down = torch.empty(hidden_size, ffn_size)
         for local, expert in enumerate(expert_ids):
@@ -93,21 +132,24 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
         """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
+        multiple = self.products.row_multiple
         if rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16:
-            place_N, padded_E = padded_places(counts_E, PADDED_ROWS)
-            num_rows = int(padded_E.sum())
-            padded = rows_NH.new_zeros(num_rows, rows_NH.shape[1]).index_copy(0, place_N, rows_NH)
-            spread = None if dropout is None else dropout.spread(place_N, num_rows)
-            return self._products(padded, padded_E, spread).index_select(0, place_N)
-        return self._products(rows_NH, counts_E, dropout)
+            multiple = math.lcm(multiple, PADDED_ROWS)
+        if multiple == 1:
+            return self._ffn(rows_NH, counts_E, dropout)
+        place_N, padded_E = padded_places(counts_E, multiple)
+        num_rows = int(padded_E.sum())
+        padded = rows_NH.new_zeros(num_rows, rows_NH.shape[1]).index_copy(0, place_N, rows_NH)
+        spread = None if dropout is None else dropout.spread(place_N, num_rows)
+        return self._ffn(padded, padded_E, spread).index_select(0, place_N)
 
-    def _products(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
-        ends_E = counts_E.cumsum(0).to(torch.int32)
-        rows_NF = functional.grouped_mm(rows_NH, self.up.transpose(1, 2), offs=ends_E)
-        rows_NF = activate(rows_NF, self.activation)
+    def _ffn(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
+        if self.products.host_counts:
+            counts_E = counts_E.cpu()
+        rows_NF = activate(self.up_product(rows_NH, self.up, counts_E), self.activation)
         if dropout is not None:
             rows_NF = dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
-        return functional.grouped_mm(rows_NF, self.down.transpose(1, 2), offs=ends_E)
+        return self.down_product(rows_NF, self.down, counts_E)
 
 
 def cut_up(weight: Tensor, ffn_size: int, cut: Slice) -> Tensor:

@@ -1,5 +1,10 @@
-"""The shared experts, which every token visits, and how their output joins the routed ones'."""
+"""The shared experts, which every token visits, and how their output joins the routed ones'.
 
+They need the layer's input alone: on CUDA they are computed on a stream of their own, while the rows travel
+to the routed experts and back.
+"""
+
+from functools import cache
 from typing import Literal
 
 import torch
@@ -52,10 +57,28 @@ class SharedExperts(nn.Module):
         for weight, weight_std, purpose in starts:
             draws.start_weight(weight, draws.key(seed, 0, layer, purpose), weight_std, init_scale)
 
-    def forward(self, hidden_TH: Tensor, routed_TH: Tensor) -> Tensor:
-        """hidden_TH, and what the routed experts made of it -> both kinds of experts together, [T, H]."""
-        inner_TF = activate(functional.linear(hidden_TH, self.up), self.activation)
-        shared_TH = functional.linear(inner_TF, self.down)
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        """[T, H] -> what the shared experts make of it, [T, H]; on CUDA it is ready for `join` alone."""
+        # Backward runs on forward's streams, and a weight's gradient is complete on the one that first met
+        # the weight: the engine, which collects gradients as they come, must find them all on its own.
+        up, down = self.up.view_as(self.up), self.down.view_as(self.down)
+        if not hidden_TH.is_cuda:
+            return self._ffn(hidden_TH, up, down)
+        side = _side_stream(hidden_TH.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            shared_TH = self._ffn(hidden_TH, up, down)
+        hidden_TH.record_stream(side)
+        return shared_TH
+
+    def _ffn(self, hidden_TH: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return functional.linear(activate(functional.linear(hidden_TH, up), self.activation), down)
+
+    def join(self, hidden_TH: Tensor, shared_TH: Tensor, routed_TH: Tensor) -> Tensor:
+        """The input, what `forward` and what the routed experts made of it -> both together, [T, H]."""
+        if shared_TH.is_cuda:
+            torch.cuda.current_stream().wait_stream(_side_stream(shared_TH.device))
+            shared_TH.record_stream(torch.cuda.current_stream())
         if self.mode == "sum":
             return routed_TH + shared_TH
         if self.mode == "gated":
@@ -64,3 +87,9 @@ class SharedExperts(nn.Module):
         mix_T2 = functional.linear(hidden_TH.float(), self.mix.float(), self.mix_bias.float()).softmax(dim=-1)
         routed_T1, shared_T1 = mix_T2.to(shared_TH.dtype).split(1, dim=1)
         return routed_T1 * routed_TH + shared_T1 * shared_TH
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers: the allocator keeps memory for each stream."""
+    return torch.cuda.Stream(device)

@@ -98,7 +98,8 @@ def test_the_output_is_the_sum_of_what_is_kept() -> None:
     outputs_TEH = torch.einsum("tef,ehf->teh", inner_TEF, layer.experts.down)
     expected_TH = (2 * outputs_TEH * ~dropped_TEH).sum(1)
     assert layer.shared is not None  # which knows no dropout
-    torch.testing.assert_close(layer(hidden_TH), layer.shared(hidden_TH, expected_TH), rtol=1e-4, atol=1e-4)
+    expected_TH = layer.shared.join(hidden_TH, layer.shared(hidden_TH), expected_TH)
+    torch.testing.assert_close(layer(hidden_TH), expected_TH, rtol=1e-4, atol=1e-4)
 
 
 def test_activation_dropout_stands_between_the_products() -> None:

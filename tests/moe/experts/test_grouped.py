@@ -9,16 +9,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.moe.experts.grouped import Activation, GroupedExperts, loop_experts, padded_places
+from megamoe.moe.experts.grouped import (
+    TORCH_PRODUCTS,
+    Activation,
+    GroupedExperts,
+    GroupedProduct,
+    Products,
+    loop_experts,
+    padded_places,
+    torch_product,
+)
 from tests.moe.build import FFN, HIDDEN, make_hidden
 
 
 def make_experts(
-    expert_ids: range, activation: Activation = "swiglu", layer: int = 1, seed: int = 0
+    expert_ids: range,
+    activation: Activation = "swiglu",
+    layer: int = 1,
+    seed: int = 0,
+    products: Products = TORCH_PRODUCTS,
 ) -> GroupedExperts:
-    return GroupedExperts(
-        HIDDEN, FFN, expert_ids, activation=activation, std=0.4, output_std=0.2, seed=seed, layer=layer
-    )
+    options = {"activation": activation, "seed": seed, "layer": layer, "products": products}
+    return GroupedExperts(HIDDEN, FFN, expert_ids, std=0.4, output_std=0.2, **options)
 
 
 def run(experts: GroupedExperts, counts: list[int], grouped: bool) -> list[Tensor]:
@@ -45,6 +57,31 @@ def test_groups_are_padded_to_whole_units() -> None:
     assert padded_E.tolist() == [4, 0, 4, 8]
     assert place_N.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert padded_places(torch.tensor([0, 0]), 4)[0].tolist() == []
+
+
+@pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_products_are_handed_in(counts: list[int], multiple: int) -> None:
+    """One for each weight, which sees whole groups of rows; the results stay the same."""
+    made: list[tuple[int, int, int]] = []
+    seen: list[list[int]] = []
+
+    def make(*sizes: int) -> GroupedProduct:
+        made.append(sizes)  # type: ignore[arg-type]
+
+        def product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+            assert weight_EOI.shape == (sizes[0], sizes[2], sizes[1])
+            assert counts_E.sum() == len(rows_NI)
+            seen.append(counts_E.tolist())
+            return torch_product(rows_NI, weight_EOI, counts_E)
+
+        return product
+
+    experts = make_experts(range(4), products=Products(make, row_multiple=multiple, host_counts=True))
+    assert made == [(4, HIDDEN, 2 * FFN), (4, FFN, HIDDEN)]
+    for found, loop in zip(run(experts, counts, True), run(experts, counts, False), strict=True):
+        torch.testing.assert_close(found, loop, rtol=1e-5, atol=1e-5)
+    assert seen == [[-(-count // multiple) * multiple for count in counts]] * 2
 
 
 @pytest.mark.parametrize("counts", [[30, 64, 1, 70], [0, 130, 0, 0], [0, 0, 0, 0]], ids=str)

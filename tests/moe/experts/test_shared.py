@@ -1,6 +1,8 @@
 """Shared experts: each mode against its formula, with every gradient, and how they start."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -26,6 +28,10 @@ def make_shared(
         layer=1,
         init_scale=init_scale,
     )
+
+
+def with_routed(shared: SharedExperts, hidden_TH: Tensor, routed_TH: Tensor) -> Tensor:
+    return shared.join(hidden_TH, shared(hidden_TH), routed_TH)
 
 
 def formula(
@@ -55,7 +61,7 @@ def test_each_mode_is_its_formula_with_every_gradient(activation: Activation, mo
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
     inputs = [make_hidden(5), make_hidden(5, seed=9), *shared.parameters()]
     hidden_TH, routed_TH = (tensor.requires_grad_() for tensor in inputs[:2])
-    output_TH = shared(hidden_TH, routed_TH)
+    output_TH = with_routed(shared, hidden_TH, routed_TH)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     weights = dict(zip(dict(shared.named_parameters()), exact[2:], strict=True))
     expected_TH = formula(weights, exact[0], exact[1], activation)
@@ -70,12 +76,13 @@ def test_each_mode_is_its_formula_with_every_gradient(activation: Activation, mo
 def test_gates_start_even() -> None:
     """sigmoid(0) for the gate; the bias of the mix is 0, so that only W speaks, which is drawn."""
     hidden_TH, routed_TH = make_hidden(5), make_hidden(5, seed=9)
-    alone_TH = make_shared("sum")(hidden_TH, torch.zeros(5, HIDDEN))
-    torch.testing.assert_close(make_shared("gated")(hidden_TH, routed_TH), routed_TH + alone_TH / 2)
+    alone_TH = make_shared("sum")(hidden_TH)
+    gated_TH = with_routed(make_shared("gated"), hidden_TH, routed_TH)
+    torch.testing.assert_close(gated_TH, routed_TH + alone_TH / 2)
     residual = make_shared("residual")
     assert not residual.mix_bias.any() and residual.mix.std() > 0.2
     residual.mix.data.zero_()
-    torch.testing.assert_close(residual(hidden_TH, routed_TH), (routed_TH + alone_TH) / 2)
+    torch.testing.assert_close(with_routed(residual, hidden_TH, routed_TH), (routed_TH + alone_TH) / 2)
 
 
 def test_all_weights_start_small_where_asked() -> None:
@@ -85,3 +92,50 @@ def test_all_weights_start_small_where_asked() -> None:
         assert weight.abs().max() <= 2 * std
         if weight.numel() > 1000:
             assert weight.std().item() == pytest.approx(0.88 * std, rel=0.05)
+
+
+def test_on_cuda_they_wait_for_their_input_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the streams, on a CPU that says it is a GPU; results and gradients are as without them."""
+    hidden_TH, routed_TH = make_hidden(5), make_hidden(5, seed=9)
+    expected = gradients(make_shared("sum"), hidden_TH, routed_TH)
+    told: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        told.append(f"on {stream.name}")
+        yield
+        told.append(f"off {stream.name}")
+
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr("megamoe.moe.experts.shared._side_stream", lambda device: side)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: told.append(f"kept for {stream.name}")
+    )
+    found = gradients(make_shared("sum"), hidden_TH, routed_TH)
+    monkeypatch.undo()
+    assert told == [
+        "side waits for main",
+        "on side",
+        "off side",
+        "kept for side",  # the input
+        "main waits for side",
+        "kept for main",  # the output
+    ]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def gradients(shared: SharedExperts, hidden_TH: Tensor, routed_TH: Tensor) -> list[Tensor]:
+    inputs = [hidden_TH.clone().requires_grad_(), *shared.parameters()]
+    output_TH = with_routed(shared, inputs[0], routed_TH)
+    return [output_TH, *torch.autograd.grad(output_TH.square().sum(), inputs)]

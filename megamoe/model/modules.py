@@ -1,0 +1,86 @@
+"""Which classes a block is built of: Megatron-Core's over PyTorch, Apex's norms, or Transformer Engine's.
+
+Under Transformer Engine a block keeps its norms apart from the linear layers behind them, though
+Megatron-Core's own specification fuses the two: before an MoE layer there is nothing to fuse with, and the
+weights keep their names, so that a checkpoint goes from one backend to the other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import nn
+
+from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.model.attention import SDPAttention
+from megamoe.model.backends import fp8_format, uses_apex_norms, uses_transformer_engine
+from megamoe.model.engine_products import engine_products
+from megamoe.model.norm import Norm
+from megamoe.moe.experts.grouped import TORCH_PRODUCTS, Products
+
+AMAX_HISTORY = 1024  # Transformer Engine's default
+
+
+@dataclass(frozen=True)
+class Modules:
+    """norm: from (config, hidden_size, eps). linears: column and row parallel; None: Megatron-Core's."""
+
+    norm: Callable[..., nn.Module] = Norm
+    core_attention: type = SDPAttention
+    linears: tuple[type, type] | None = None
+    products: Products = TORCH_PRODUCTS
+
+    def put_into(self, spec: ModuleSpec) -> None:
+        """Into Megatron-Core's local specification of a block with a dense FFN."""
+        block = spec.submodules
+        block.input_layernorm = block.pre_mlp_layernorm = self.norm
+        attention = block.self_attention.submodules
+        attention.core_attention = self.core_attention
+        if self.linears is not None:
+            mlp = block.mlp  # a ModuleSpec in Megatron-Core 0.16, a partial in 0.19
+            ffn = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+            attention.linear_qkv, attention.linear_proj = self.linears
+            ffn.linear_fc1, ffn.linear_fc2 = self.linears
+
+
+def choose_modules(config: RunConfig) -> Modules:
+    """What model.backend and model.norm_kernel come to on this machine."""
+    if not uses_transformer_engine(config.model):
+        return Modules(norm=ApexNorm if uses_apex_norms(config.model) else Norm)
+    from megatron.core.extensions import transformer_engine as engine
+
+    return Modules(
+        norm=engine.TENorm,
+        # Under an explicit mask Transformer Engine keeps the whole s x s matrix; PyTorch does not.
+        core_attention=SDPAttention if config.data.document_aware else engine.TEDotProductAttention,
+        linears=(engine.TEColumnParallelLinear, engine.TERowParallelLinear),
+        products=engine_products(config.model.fp8),
+    )
+
+
+def fp8_options(model: ModelConfig) -> dict[str, Any]:
+    """Keywords of Megatron-Core's TransformerConfig; its blocks enter the FP8 context then."""
+    options: dict[str, Any] = {"fp8": fp8_format(model)}
+    if model.fp8 != "none":
+        options["fp8_recipe"] = model.fp8
+    if model.fp8 == "delayed":
+        options["fp8_amax_history_len"] = model.fp8_amax_history or AMAX_HISTORY
+        options["fp8_amax_compute_algo"] = "max"
+    return options
+
+
+class ApexNorm:
+    """Apex's fused LayerNorm or RMSNorm, with weights named as PyTorch's; on the CPU it computes as PyTorch.
+
+    Megatron-Core's own wrapper of Apex has no RMSNorm.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+        from apex.normalization import FusedLayerNorm, FusedRMSNorm
+
+        kind = FusedRMSNorm if config.normalization == "RMSNorm" else FusedLayerNorm
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm

@@ -1,0 +1,127 @@
+"""Accelerators: refused by name where they are not, left alone where nobody asks, used where they are.
+
+What needs them runs on stand-ins, in a process of its own: see on_stand_ins.py. No GPU is in it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megamoe.errors import UserError
+from megamoe.model import backends
+from megamoe.model.attention import SDPAttention
+from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
+from megamoe.model.modules import choose_modules, fp8_options
+from megamoe.parallel import apex_adamw
+from megamoe.train.check import check_run
+from tests.model.on_stand_ins import CHECKS
+from tests.tiny import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, str]:
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.model.on_stand_ins"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests/stand_ins'}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    return dict(json.loads(found.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_stand_ins(verdicts: dict[str, str], check: str) -> None:
+    assert verdicts[check] == ""
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (backends, apex_adamw):
+        monkeypatch.setattr(module, "has_cuda", lambda: False)
+    monkeypatch.setattr(backends, "is_installed", lambda name: False)
+    monkeypatch.setattr(apex_adamw, "apex_problem", lambda: "it is not installed")
+    finders = (backends.find_transformer_engine, backends.find_apex_norms)
+    for find in finders:
+        find.cache_clear()
+    yield
+    for find in finders:
+        find.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.backend=transformer_engine",
+            "model.backend: found transformer_engine, but Transformer Engine is not installed; install "
+            "transformer_engine[pytorch] on a machine with CUDA, or set model.backend: torch",
+        ),
+        (
+            "model.norm_kernel=apex",
+            "model.norm_kernel: found apex, but NVIDIA's Apex with its compiled norms is not installed; set "
+            "model.norm_kernel: auto",
+        ),
+        (
+            "model.fp8=delayed",
+            "model.fp8: found delayed, which needs Transformer Engine, but Transformer Engine is not "
+            "installed; set model.fp8: none",
+        ),
+        ("model.fp8_format=e4m3", "model.fp8_format: found e4m3, but model.fp8 is none; leave it out"),
+        (
+            "model.fp8_amax_history=16",
+            "model.fp8_amax_history: found 16, but model.fp8 is none; only delayed scaling has a history, "
+            "leave it out",
+        ),
+        (
+            "optimizer.kernel=apex",
+            "optimizer.kernel: found apex, but ZeRO 0 steps by an optimiser of its own; set "
+            "optimizer.kernel: auto",
+        ),
+    ],
+)
+def test_what_is_not_here_is_refused_by_name(nothing_installed: None, override: str, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_run(tiny(override), world_size=1)
+    assert str(refused.value) == message
+
+
+def test_apex_is_refused_where_it_is_not_installed(nothing_installed: None) -> None:
+    config = tiny("optimizer.kernel=apex").optimizer
+    with pytest.raises(UserError, match="found apex, but it is not installed"):
+        apex_adamw.check_kernel(config, stage=2, offload=False)
+
+
+def test_without_them_everything_is_pytorchs(nothing_installed: None) -> None:
+    config = tiny()
+    check_run(config, world_size=1)
+    assert not uses_transformer_engine(config.model) and not uses_apex_norms(config.model)
+    assert not apex_adamw.uses_apex(config.optimizer, stage=1, offload=False)
+    modules = choose_modules(config)
+    assert (modules.core_attention, modules.linears, modules.products.row_multiple) == (SDPAttention, None, 1)
+    assert fp8_options(config.model) == {"fp8": None}
+    rows = backend_rows(config, apex_optimizer="")
+    assert (rows["Transformer Engine"], rows["Apex"]) == ("none", "none")
+
+
+def test_another_package_of_that_name_is_not_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's `apex` is none of NVIDIA's, and another installation may not be whole."""
+    for name in ("apex", "transformer_engine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("apex.normalization")
+    assert apex_adamw.apex_problem() == "NVIDIA's Apex with its compiled optimisers is not installed"
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/__init__.py").write_text("import a_module_that_nobody_has")
+    assert not is_installed("broken.normalization")
