@@ -81,8 +81,8 @@ def fill_in(
     """
     where = config.parallel.deepspeed or "the DeepSpeed file"
     stage = zero_stage(content)
-    if stage not in (0, 1, 2):
-        raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1 or 2")
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
     _check_zero(where, content.get("zero_optimization", {}), stage)
     for section, owner in (("optimizer", "optimizer"), ("scheduler", "optimizer.schedule")):
         if section in content:

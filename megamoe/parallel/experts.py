@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE as DeepSpeedMoE
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.utils import groups
 
 from megamoe.config.schema import MoEConfig
@@ -41,15 +41,21 @@ class MarkedMoELayer(MoELayer):
         MoELayer.__init__(self, config, shape, context, group)
         self.ep_size = dist.get_world_size(group)
         self.expert_group_name = group_name(self.ep_size)
+        copies = groups._get_expert_data_parallel_group(self.expert_group_name)
         for parameter in self.experts.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
+            parameter.ds_zero_placement_family = "autoep_expert"  # type: ignore[attr-defined]
+            parameter.ds_zero_partition_group_name = self.expert_group_name  # type: ignore[attr-defined]
+            # ZeRO 3 cuts a parameter over this group; without a host in the model it would not look it up.
+            parameter.ds_zero_partition_process_group = copies  # type: ignore[attr-defined]
 
 
-class HostedMoELayer(MarkedMoELayer, DeepSpeedMoE):
+class HostedMoELayer(MarkedMoELayer, AutoEPMoELayer):
     """The same under DeepSpeed's type, whose instances the engine looks for.
 
-    DeepSpeed's constructor is bypassed: it would build experts and a gate of its own.
+    DeepSpeed's constructor is bypassed: it would build experts and a router of its own. Of its two hosts of
+    experts this is the one that ZeRO 3 takes.
     """
 
     def __init__(
@@ -57,8 +63,11 @@ class HostedMoELayer(MarkedMoELayer, DeepSpeedMoE):
     ) -> None:
         MarkedMoELayer.__init__(self, config, shape, context, group)
         self.num_local_experts = self.num_experts // self.ep_size
+        self.ep_group_name = self.expert_group_name
 
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+    def set_deepspeed_parallelism(
+        self, use_data_before_expert_parallel_: bool = False, folding_group_handles: object = None
+    ) -> None:
         """The groups exist already; DeepSpeed calls this to have them made."""
 
 

@@ -14,11 +14,11 @@ CLIP = SMALL_RUN["optimizer"]["grad_clip"]
 WORDS = ("lm_loss", "loss", "grad_norm")
 
 # (ranks, expert-parallel size, ZeRO stage)
-LAYOUTS = [(1, 1, 1), (1, 1, 2)] + [
+LAYOUTS = [(1, 1, 1), (1, 1, 2), (1, 1, 3)] + [
     (ranks, expert, stage)
     for ranks, sizes in ((2, (1, 2)), (4, (1, 2, 4)))
     for expert in sizes
-    for stage in (0, 1, 2)
+    for stage in (0, 1, 2, 3)
 ]
 
 
