@@ -129,7 +129,7 @@ class ParallelConfig:
 
     __pydantic_config__ = STRICT
     expert: PositiveInt = 1  # ranks that share one set of experts
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: what the DeepSpeed file says
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: what the DeepSpeed file says
     deepspeed: str | None = None  # a file of ds_configs/; default: ZeRO 0 in fp32
     timeout_minutes: PositiveFloat = 30.0  # of a collective operation over all ranks
 

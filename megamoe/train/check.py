@@ -93,7 +93,7 @@ def _check_inserted(config: RunConfig) -> None:
 def _check_rows(config: RunConfig) -> None:
     """The experts' rows must be aligned."""
     precision = resolve_precision(config, read_deepspeed_config(config.parallel.deepspeed))
-    unit = GROUPED_ROW_BYTES // (2 if precision == "bf16" else 4)
+    unit = GROUPED_ROW_BYTES // (4 if precision == "fp32" else 2)
     sizes = {
         "model.hidden_size": config.model.hidden_size,
         "moe.expert_ffn_hidden_size (default: the dense blocks')": expert_ffn_size(config),

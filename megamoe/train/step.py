@@ -35,7 +35,7 @@ class StepRecord:
     """The sums of a step; `reduce` makes them the global batch's.
 
     losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
-    weight * loss over all of them.
+    weight * loss over all of them. skipped: the fp16 gradients overflowed, and no weight moved.
     """
 
     lm_sum: float = 0.0
@@ -45,6 +45,7 @@ class StepRecord:
     losses: dict[str, float] = field(default_factory=dict)
     layers: dict[int, LayerLoad] = field(default_factory=dict)
     grad_norm: float = float("nan")
+    skipped: bool = False
 
     def add(self, model: GPT, lm_sum: float, tokens: float) -> None:
         """Take in one micro batch after its forward pass."""
@@ -128,7 +129,9 @@ def train_step(
     tokens = torch.stack([batch.loss_mask_BS.sum(dtype=torch.float64) for batch in batches]).sum().to(device)
     dist.all_reduce(tokens)
     lm_scale = engine.data_parallel / max(float(tokens), 1.0)
-    context.aux_scale = 1.0 / len(batches)
+    share = 1.0 / len(batches)
+    # Attached inside the graph: the engine, which scales the loss, does not see these.
+    context.aux_scale = share * engine.loss_scale
     rollouts = num_rollouts(model)
     record = StepRecord()
     for place, batch in enumerate(batches):
@@ -142,10 +145,11 @@ def train_step(
         loss = lm_sum * lm_scale
         for _, layer in model.moe_layers():
             if layer.objectives:
-                loss = loss + context.aux_scale * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
+                loss = loss + share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
         engine.backward(loss)
         record.add(model, float(lm_sum.detach()), float(batch.loss_mask_BS.sum()) / rollouts)
     record.grad_norm = engine.step(lr)
+    record.skipped = engine.step_skipped
     record.reduce(device)
     return record
 

@@ -136,7 +136,7 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine)
     model = config.model
     assert isinstance(engine.model, GPT)
     tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
-    width = 2 if engine.precision == "bf16" else 4
+    width = 4 if engine.precision == "fp32" else 2
     if model.recompute == "full":  # the blocks' inputs, and what one of them needs while it is computed again
         kept = model.num_layers * model.hidden_size + _block_width(config) // model.num_layers
     else:
