@@ -16,7 +16,7 @@ from megamoe.model.size import (
     moe_layer_numbers,
 )
 from megamoe.parallel.engine import Engine
-from megamoe.parallel.memory import state_bytes
+from megamoe.parallel.memory import Share, state_bytes
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.step import num_rollouts
 
@@ -102,20 +102,23 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
 def _rank_rows(
     config: RunConfig, vocabulary: Vocabulary, engine: Engine, size: ModelSize
 ) -> list[tuple[str, object]]:
-    states = state_bytes(
-        size.total - size.expert,
-        size.expert,
-        engine.stage,
-        engine.precision,
-        engine.data_parallel,
-        config.parallel.expert,
-        frozen_experts="experts" in config.moe.frozen,
+    dense, here = size.total - size.expert, size.expert / config.parallel.expert
+    trained = 0 if "experts" in config.moe.frozen else here
+    shares = (
+        Share(dense, dense, engine.data_parallel),
+        Share(here, trained, engine.data_parallel // config.parallel.expert),
     )
-    parts = (
+    states = state_bytes(shares, engine.stage, engine.precision, engine.offload)
+    parts = [
         ("weights", states.weights),
         ("gradients", states.gradients),
-        ("optimiser on the CPU" if engine.offloads else "optimiser", states.optimizer),
-    )
+        ("optimiser", states.optimizer),
+    ]
+    elsewhere = [
+        f"{_mib(held)} more {place}"
+        for place, held in (("on the CPU", states.cpu), ("on disk", states.nvme))
+        if held
+    ]
     return [
         ("world", f"{engine.world.size} (data {engine.data_parallel}, expert {config.parallel.expert})"),
         (
@@ -124,7 +127,8 @@ def _rank_rows(
         ),
         (
             "memory per rank",
-            f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts)}), "
+            f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts if b)}), "
+            f"{''.join(f'{text}, ' for text in elsewhere)}"
             f"and about {_mib(_activation_bytes(config, vocabulary, engine))} of activations",
         ),
     ]

@@ -19,7 +19,7 @@ def engine_of(config: RunConfig, precision: str = "fp32") -> Engine:
     """What the summary asks of one."""
     world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
     parts = {"model": tiny_gpt(config), "precision": precision, "stage": 0, "data_parallel": 1}
-    return cast(Engine, SimpleNamespace(world=world, offloads=False, **parts))
+    return cast(Engine, SimpleNamespace(world=world, offload=Offload(), **parts))
 
 
 def rows_of(*overrides: str) -> dict[str, Any]:
