@@ -168,7 +168,7 @@ class Checkpoints:
         # Moments are told apart by their places alone, which follow from the order of the parameters.
         _check_order(path, meta.get("trained"), _trained_names(engine.model))
         mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
-        self._restore_optimizer(engine, path, mine, began=meta["step"] > 0)
+        self._restore_optimizer(engine, path, mine, began=meta["step"] > meta.get("skipped_steps", 0))
         engine.restore_loss_scaler(meta.get("loss_scaler", {}))
         random_state.restore(mine, engine.world.device)
 

@@ -93,7 +93,9 @@ def test_the_formula_tells_what_is_held(
     zero = {"reduce_bucket_size": BUCKET}
     if file.startswith("zero3"):
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
-    path = ds_variant(tmp_path, file, zero_optimization=zero)
+    # A scale at which the first step is not skipped: the optimiser has its moments from there on.
+    scale = {"fp16": {"initial_scale_power": 8}} if "fp16" in file else {}
+    path = ds_variant(tmp_path, file, zero_optimization=zero, **scale)
     run = {**MODEL, "train__global_batch_size": 2 * ranks, "parallel__expert": expert}
     for held, formula in pool.run(counted, **run, parallel__deepspeed=path, ranks=ranks):
         assert held == pytest.approx(formula.total + formula.cpu, rel=TOLERANCE)

@@ -8,6 +8,7 @@ import pytest
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.engine import Engine
+from megamoe.parallel.offload import Offload
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
