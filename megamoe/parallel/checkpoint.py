@@ -304,7 +304,7 @@ def _split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 
 def _whole_copies(engine: Engine, tensors: dict[str, Tensor], wanted: bool) -> dict[str, Tensor]:
-    """On the CPU; empty where they are not wanted. Collective at ZeRO 3, which gathers one after the other."""
+    """On the CPU; empty where not wanted. Collective at ZeRO 3, which gathers one after the other."""
     copies = {}
     for name, tensor in tensors.items():
         with engine.gathered([tensor] if isinstance(tensor, nn.Parameter) else []):

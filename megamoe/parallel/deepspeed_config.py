@@ -157,5 +157,10 @@ def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> 
     if filled["bf16"]["enabled"] or filled["fp16"]["enabled"]:
         types = filled.setdefault("data_types", {})
         types.setdefault("grad_accum_dtype", "fp32")
+        if (
+            stage == 1
+        ):  # it reduces once a step, what has accumulated: rounded first, that would be for nothing
+            filled.setdefault("communication_data_type", "fp32")
+            filled["bf16"].setdefault("immediate_grad_update", True)  # autograd's own go at once
     else:
         filled.pop("data_types", None)

@@ -34,7 +34,6 @@ from megamoe.parallel.offload import read_offload
 from megamoe.parallel.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
 from megamoe.parallel.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
-
 # Of DeepSpeed's dynamic loss scaler; its other attributes are the file's.
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

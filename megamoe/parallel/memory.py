@@ -60,8 +60,6 @@ def _share_bytes(share: Share, stage: int, precision: Precision, offload: Offloa
     width = 4 if precision == "fp32" else 2
     weights = width * share.parameters / (share.replicas if stage == 3 else 1)
     gradients = 4 * share.trained / (share.replicas if stage >= 2 else 1)  # accumulated in fp32
-    if stage == 1 and precision == "bf16" and offload.optimizer == "none":
-        gradients += 2 * share.trained  # DeepSpeed's BF16_Optimizer keeps autograd's as well
     master = 4 if stage >= 1 or precision != "fp32" else 0
     mine = share.trained / (share.replicas if stage >= 1 else 1)
     optimizer = (8 + master) * mine

@@ -1,4 +1,4 @@
-"""What of a rank's states lives off the device: where the DeepSpeed file puts it, and whether it can be there."""
+"""What of a rank's states lives off the device: where the DeepSpeed file puts it, and whether it can."""
 
 import os
 from dataclasses import dataclass
@@ -75,7 +75,9 @@ def _check_together(where: str, devices: dict[Section, str]) -> None:
 def _check_folder(where: str, section: Section, path: str | None) -> None:
     key = f"zero_optimization.{section}.nvme_path"
     if path is None:
-        raise UserError(f"{where}: {key} is missing, which device 'nvme' needs; name a folder on a local disk")
+        raise UserError(
+            f"{where}: {key} is missing, which device 'nvme' needs; name a folder on a local disk"
+        )
     if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise UserError(
             f"{where}: {key}: {path} is no folder that this user can write in; make it on every machine, or "

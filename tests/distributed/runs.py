@@ -18,9 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DS_CONFIGS = ROOT / "ds_configs"
 # Those that run anywhere: fp16 needs a GPU, NVMe a compiled op.
 PLAIN_FILES = [
-    path.stem
-    for path in sorted(DS_CONFIGS.glob("*.json"))
-    if not path.stem.endswith(("fp16", "nvme"))
+    path.stem for path in sorted(DS_CONFIGS.glob("*.json")) if not path.stem.endswith(("fp16", "nvme"))
 ]
 # ZeRO 3 leaves small parameters whole, and all of these tests' are small.
 CUT_ALL = {"stage3_param_persistence_threshold": 0}

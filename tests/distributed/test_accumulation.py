@@ -1,4 +1,4 @@
-"""Gradients accumulate in fp32, and below ZeRO 2 they travel once a step, however many micro batches it has."""
+"""Gradients accumulate in fp32, and below ZeRO 2 they travel once a step of any number of micro batches."""
 
 from collections import Counter
 from pathlib import Path
@@ -40,7 +40,8 @@ def _counted(name: str, called: Counter[str]) -> Any:
     plain = getattr(dist, name)
 
     def count(*args: Any, **kwargs: Any) -> Any:
-        called[name] += 1
+        if dist.get_world_size(kwargs.get("group")) > 1:  # the loss asks its tensor-parallel group of one
+            called[name] += 1
         return plain(*args, **kwargs)
 
     return count

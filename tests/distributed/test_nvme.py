@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: optimiser and parameters on a disk, through DeepSpeed's async_io op, where it can be built."""
+"""ZeRO-Infinity: optimiser and parameters on a disk, where DeepSpeed's async_io op can be built."""
 
 from pathlib import Path
 from typing import Any

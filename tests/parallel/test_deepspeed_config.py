@@ -105,7 +105,12 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "offload_optimizer.nvme_path is missing",
     ),
     "NVMe nowhere": (
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/no/where"}}},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/no/where"},
+            }
+        },
         "nvme_path: /no/where is no folder that this user can write in",
     ),
     "hierarchical partitions": (
@@ -188,7 +193,10 @@ def test_stage_and_offload() -> None:
     assert zero_stage(content) == 1 and offload_device(content, "offload_optimizer") == "cpu"
     assert fill(content)["zero_force_ds_cpu_optimizer"] is False
     for nothing in (None, {}, {"device": "none"}):
-        assert offload_device({"zero_optimization": {"offload_optimizer": nothing}}, "offload_optimizer") == "none"
+        assert (
+            offload_device({"zero_optimization": {"offload_optimizer": nothing}}, "offload_optimizer")
+            == "none"
+        )
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ def shares(data: int, expert: int, frozen: bool = False) -> list[Share]:
         # ZeRO 1 cuts the optimiser: 12 bytes of 1000 over 4 ranks, of 400 over the 2 with the same experts.
         (1, "fp32", 4, 2, (5600, 5600, 3000 + 2400)),
         (1, "fp16", 4, 2, (2800, 5600, 3000 + 2400)),
-        # In bf16 it keeps autograd's gradients, of 2 bytes, beside the fp32 ones.
-        (1, "bf16", 4, 2, (2800, 8400, 3000 + 2400)),
+        (1, "bf16", 4, 2, (2800, 5600, 3000 + 2400)),
         # ZeRO 2 cuts the gradients as well.
         (2, "bf16", 4, 2, (2800, 1000 + 800, 3000 + 2400)),
         # No copy of an expert on another rank: its state cannot be cut.
