@@ -31,7 +31,7 @@ from megamoe.parallel import random_state
 from megamoe.parallel.agreement import agree, attempt, first_problem
 from megamoe.parallel.deepspeed_config import Precision
 from megamoe.parallel.engine import Engine
-from megamoe.parallel.shards import Shard
+from megamoe.parallel.shards import Shard, whole_copies
 
 META = "checkpoint.json"
 LATEST = "latest"
@@ -91,8 +91,8 @@ class Checkpoints:
     def _write(self, engine: Engine, folder: Path, step: int, state: dict[str, Any]) -> None:
         rank, expert_rank = engine.world.rank, engine.world.rank % self.expert_parallel
         dense, experts = _split_state(engine.model)
-        dense = _whole_copies(engine, dense, rank == 0)
-        experts = _whole_copies(engine, experts, rank < self.expert_parallel)
+        dense = whole_copies(dense, rank == 0)
+        experts = whole_copies(experts, rank < self.expert_parallel)
         if rank == 0:
             _save(dense, folder / DENSE)
             meta = {
@@ -301,16 +301,6 @@ def _split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
     everything = {n: t for n, t in model.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
     experts: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if is_moe_param(p)}
     return {name: tensor for name, tensor in everything.items() if name not in experts}, experts
-
-
-def _whole_copies(engine: Engine, tensors: dict[str, Tensor], wanted: bool) -> dict[str, Tensor]:
-    """On the CPU; empty where not wanted. Collective at ZeRO 3, which gathers one after the other."""
-    copies = {}
-    for name, tensor in tensors.items():
-        with engine.gathered([tensor] if isinstance(tensor, nn.Parameter) else []):
-            if wanted:
-                copies[name] = tensor.detach().to("cpu", copy=True)
-    return copies
 
 
 def _copy_tensors(

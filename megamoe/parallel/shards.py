@@ -37,6 +37,16 @@ def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
 
 
+def whole_copies(tensors: dict[str, Tensor], wanted: bool) -> dict[str, Tensor]:
+    """On the CPU; empty where not wanted. Collective at ZeRO 3, which gathers one after the other."""
+    copies = {}
+    for name, tensor in tensors.items():
+        with gathered([tensor] if isinstance(tensor, nn.Parameter) else []):
+            if wanted:
+                copies[name] = tensor.detach().to("cpu", copy=True)
+    return copies
+
+
 def whole_shape(parameter: Tensor) -> torch.Size:
     """The shape that it has when it is whole."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
