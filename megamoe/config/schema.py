@@ -137,7 +137,7 @@ class ParallelConfig:
     sequence: bool = False  # norms and dropout on a share of the sequence each, where tensor is above 1
     expert: PositiveInt = 1  # ranks that share one set of experts
     expert_tensor: PositiveInt = 1  # ranks that hold slices of one expert
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: what the DeepSpeed file says
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: what the DeepSpeed file says
     deepspeed: str | None = None  # a file of ds_configs/; default: ZeRO 0 in fp32
     timeout_minutes: PositiveFloat = 30.0  # of a collective operation over all ranks
 

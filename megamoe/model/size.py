@@ -15,15 +15,20 @@ from megamoe.moe.router import Router, build_part
 class ModelSize:
     """Numbers of parameters. total: of the whole model; active: those that one token meets with as many
     experts as its selector gives it on average (one, where that is not known); expert: of all routed
-    experts."""
+    experts; cut: those that tensor parallelism cuts (embedding and output words, attention, dense FFNs)."""
 
     total: int
     active: int
     expert: int
+    cut: int
 
-    def on_rank(self, expert_parallel: int) -> int:
-        """Parameters held by one rank when the routed experts are spread over `expert_parallel` ranks."""
-        return self.total - self.expert + self.expert // expert_parallel
+    def on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
+        """What one rank holds: of the model but its routed experts, and of those.
+
+        expert_ranks: that hold all experts once between them.
+        """
+        whole = self.total - self.expert - self.cut
+        return self.cut / tensor_parallel + whole, self.expert / expert_ranks
 
 
 def moe_block_numbers(moe: MoEConfig, num_layers: int) -> list[int]:
@@ -81,9 +86,10 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     moe_blocks = len(moe_block_numbers(moe, model.num_layers))
     dense = _embedding(config, vocab_size) + model.num_layers * _attention(model) + _norm(model)
     dense += (model.num_layers - moe_blocks) * _ffn(config, ffn_size(model), bias=model.bias)
+    cut = dense - _replicated(config, model.num_layers - moe_blocks)
     layers = moe_blocks + len(set(moe.layers.insert_after))
     if layers == 0:
-        return ModelSize(dense, dense, 0)
+        return ModelSize(dense, dense, 0, cut)
     parts = _parts(config, padded_vocab_size(vocab_size, model.vocab_multiple))
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
     dense += layers * (sum(counts) + _shared(config))
@@ -91,7 +97,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
         dense += (layers - moe_blocks) * _norm(model)
     expert = layers * _expert(config)
     active = dense + round(mean_choices(config) * expert)
-    return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert)
+    return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert, cut)
 
 
 def _embedding(config: RunConfig, vocab_size: int) -> int:
@@ -99,6 +105,15 @@ def _embedding(config: RunConfig, vocab_size: int) -> int:
     words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
     return words * (1 if model.tie_embeddings else 2) + positions
+
+
+def _replicated(config: RunConfig, num_ffns: int) -> int:
+    """Of the model but its MoE layers, what every tensor rank holds whole: learned positions, norms, and the
+    biases of what is cut by rows."""
+    model = config.model
+    positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
+    biases = model.hidden_size * (model.num_layers + num_ffns) if model.bias else 0
+    return positions + (2 * model.num_layers + 1) * _norm(model) + biases
 
 
 def _norm(model: ModelConfig) -> int:

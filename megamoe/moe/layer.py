@@ -167,6 +167,11 @@ class MoELayer(nn.Module):
             for part in self._learning_parts():
                 part.after_step(load_E, self.context)
 
+    def parameters_after_step(self) -> list[nn.Parameter]:
+        """What `after_step` may read: of the parts that learn outside the gradient."""
+        learning = [part for part in self._learning_parts() if type(part).after_step is not Part.after_step]
+        return [parameter for part in learning for parameter in part.parameters()]
+
     def constraints(self) -> list[Constraint]:
         """The projections of all parts, see `Part.constraints`."""
         return [constraint for part in self._learning_parts() for constraint in part.constraints()]

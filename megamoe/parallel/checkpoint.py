@@ -33,6 +33,7 @@ from megamoe.parallel.agreement import agree, attempt, first_problem
 from megamoe.parallel.deepspeed_config import Precision
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.shards import Shard, whole_copies
 
 META = "checkpoint.json"
 LATEST = "latest"
@@ -90,8 +91,10 @@ class Checkpoints:
 
     def _write(self, engine: Engine, folder: Path, step: int, state: dict[str, Any]) -> None:
         rank, ranks = engine.world.rank, engine.layout
-        dense, experts = model_tensors(engine.model)
-        if ranks.data_rank(rank) == 0:
+        dense, experts = _split_state(engine.model)
+        dense = whole_copies(dense, ranks.data_rank(rank) == 0)
+        experts = whole_copies(experts, rank < ranks.expert_ranks)
+        if dense:
             _save(dense, folder / dense_file(ranks, rank))
         if rank == 0:
             meta = {
@@ -99,10 +102,11 @@ class Checkpoints:
                 "step": step,
                 "layout": layout(ranks, engine.stage, engine.precision),
                 "trained": _trained_names(engine.model),
+                "loss_scaler": engine.loss_scaler_state(),
                 **state,
             }
             _write_text(folder / META, json.dumps(meta, indent=1))
-        if rank < ranks.expert_ranks and experts:
+        if experts:
             _save(experts, folder / experts_file(rank))
         mine = {**self._optimizer_tensors(engine), **random_state.capture(engine.world.device)}
         _save(mine, folder / f"rank_{rank:05d}.safetensors")
@@ -133,12 +137,29 @@ class Checkpoints:
         kept = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
         raise UserError(f"checkpoint: rank {rank} cannot write in {self.folder}: {problem}; {kept}")
 
+    def load_weights(self, path: Path, model: nn.Module, ranks: Layout, rank: int) -> None:
+        """Restore a model's weights and buffers, before ZeRO cuts them.
+
+        Raises:
+            UserError: on every rank, if a file of any rank is missing or damaged, or a tensor is missing, of
+                another shape, or one that this model has no place for.
+        """
+        agree(attempt(lambda: self._restore_weights(path, model, ranks, rank)))
+
+    def _restore_weights(self, path: Path, model: nn.Module, ranks: Layout, rank: int) -> None:
+        dense, experts = model_tensors(model)
+        _copy_all(dense, _load(path / dense_file(ranks, rank)), path)
+        if experts:
+            _copy_all(experts, _load(path / experts_file(rank % ranks.expert_ranks)), path)
+
     def load(self, path: Path, engine: Engine) -> dict[str, Any]:
-        """Restore weights, optimiser and random states; returns the `state` that was saved.
+        """Restore optimiser and random states; returns the `state` that was saved.
+
+        The engine was made of a model that has been through `load_weights`.
 
         Raises:
             UserError: on every rank, if the layout differs, a file of any rank is missing or damaged, or a
-                tensor is missing, of another shape, or one that this model has no place for.
+                tensor is missing, of another shape, or one that this run has no place for.
         """
         meta = read_meta(path)
         check_layout(path, meta, layout(engine.layout, engine.stage, engine.precision))
@@ -148,71 +169,72 @@ class Checkpoints:
     def _restore(self, path: Path, engine: Engine, meta: dict[str, Any]) -> None:
         # Moments are told apart by their places alone, which follow from the order of the parameters.
         _check_order(path, meta.get("trained"), _trained_names(engine.model))
-        dense, experts = model_tensors(engine.model)
-        ranks = engine.layout
-        _copy_all(dense, _load(path / dense_file(ranks, engine.world.rank)), path)
-        if experts:
-            place = engine.world.rank % ranks.expert_ranks
-            _copy_all(experts, _load(path / experts_file(place)), path)
         mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
-        self._restore_optimizer(engine, path, mine, began=meta["step"] > 0)
+        self._restore_optimizer(engine, path, mine, began=meta["step"] > meta.get("skipped_steps", 0))
+        engine.restore_loss_scaler(meta.get("loss_scaler", {}))
         random_state.restore(mine, engine.world.device)
 
-    def _writer_of_group(self, engine: Engine, group: dict[str, Any]) -> int:
+    def _writer_of_shard(self, engine: Engine, shard: Shard) -> int:
         """The rank whose file holds this rank's state of the group; at ZeRO 0 replicas share one."""
         if engine.stage > 0:
             return engine.world.rank
         ranks = engine.layout
-        return engine.world.rank % (ranks.expert_ranks if group.get("moe") else ranks.tensor)
+        return engine.world.rank % (ranks.expert_ranks if shard.of_experts else ranks.tensor)
 
     def _optimizer_tensors(self, engine: Engine) -> dict[str, Tensor]:
-        optimizer = engine.inner_optimizer
+        state = engine.inner_optimizer.state
         own = {id(parameter) for parameter in engine.model.parameters()}  # written with the model already
         tensors: dict[str, Tensor] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            if self._writer_of_group(engine, group) != engine.world.rank:
+        for number, shard in enumerate(engine.optimizer_shards()):
+            if self._writer_of_shard(engine, shard) != engine.world.rank:
                 continue
-            for place, parameter in enumerate(group["params"]):
+            for place, parameter in enumerate(shard.parameters):
+                mine = {name: torch.as_tensor(value) for name, value in state.get(parameter, {}).items()}
                 if id(parameter) not in own:
-                    tensors[f"optimizer/{number}/{place}/weight"] = parameter.detach()
-                for name, value in optimizer.state.get(parameter, {}).items():
-                    tensors[f"optimizer/{number}/{place}/{name}"] = torch.as_tensor(value)
+                    mine["weight"] = parameter.detach()
+                for name, value in mine.items():
+                    tensors[f"optimizer/{number}/{place}/{name}"] = value.clone() if shard.fleeting else value
         return tensors
 
     def _restore_optimizer(self, engine: Engine, path: Path, mine: dict[str, Tensor], began: bool) -> None:
         """`began`: whether a step had been taken, so that each weight has its moments."""
         optimizer = engine.inner_optimizer
-        expected = ADAM_STATE if began else set()
         own = {id(parameter) for parameter in engine.model.parameters()}
         files = {engine.world.rank: mine}
         left = {key for key in mine if key.startswith("optimizer/")}  # each rank takes all that it wrote
-        for number, group in enumerate(optimizer.param_groups):
-            writer = self._writer_of_group(engine, group)
+        for number, shard in enumerate(engine.optimizer_shards()):
+            writer = self._writer_of_shard(engine, shard)
             if writer not in files:
                 files[writer] = _load(path / f"rank_{writer:05d}.safetensors")
-            for place, parameter in enumerate(group["params"]):
+            for place, parameter in enumerate(shard.parameters):
                 prefix = f"optimizer/{number}/{place}/"
                 found = {key[len(prefix) :]: t for key, t in files[writer].items() if key.startswith(prefix)}
                 left -= {f"{prefix}{name}" for name in found}
                 weight = found.pop("weight", None)
                 if id(parameter) not in own:
                     _copy_tensors({"weight": parameter.data}, {"weight": weight}, path, prefix)
-                if set(found) != expected:
-                    raise UserError(
-                        f"{path}: {prefix} holds {sorted(found)}, expected {sorted(expected)}; "
-                        "resume from another checkpoint"
-                    )
-                for name in found.keys() - {"step"}:
-                    _check_shape(path, prefix + name, found[name], parameter)
-                optimizer.state[parameter] = {
-                    name: value.to(parameter.device) for name, value in found.items()
-                }
+                optimizer.state[parameter] = _moments(path, prefix, found, parameter, began)
         _check_nothing_left(path, left)
 
 
 def experts_file(place: int) -> str:
     """Name of the file with the routed experts of that place among the ranks that hold all of them once."""
     return f"experts_{place:05d}.safetensors"
+
+
+def _moments(
+    path: Path, prefix: str, found: dict[str, Tensor], parameter: Tensor, began: bool
+) -> dict[str, Tensor]:
+    """AdamW's state of one parameter, checked."""
+    expected = ADAM_STATE if began else set()
+    if set(found) != expected:
+        raise UserError(
+            f"{path}: {prefix} holds {sorted(found)}, expected {sorted(expected)}; "
+            "resume from another checkpoint"
+        )
+    for name in found.keys() - {"step"}:
+        _check_shape(path, prefix + name, found[name], parameter)
+    return {name: value.to(parameter.device) for name, value in found.items()}
 
 
 def dense_file(ranks: Layout, rank: int) -> str:
@@ -284,9 +306,15 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     A module's extra state is none of them: Transformer Engine pickles its FP8 scales into it, and they grow
     anew within a few steps.
     """
-    experts = {name: p.data for name, p in model.named_parameters() if is_moe_param(p)}
+    dense, experts = _split_state(model)
+    return {name: t.detach() for name, t in dense.items()}, {name: t.detach() for name, t in experts.items()}
+
+
+def _split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same, the parameters themselves."""
     state = model.state_dict(keep_vars=True).items()
-    everything = {n: t.detach() for n, t in state if torch.is_tensor(t) and not n.endswith("_extra_state")}
+    everything = {n: t for n, t in state if torch.is_tensor(t) and not n.endswith("_extra_state")}
+    experts: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if is_moe_param(p)}
     return {name: tensor for name, tensor in everything.items() if name not in experts}, experts
 
 
@@ -340,10 +368,14 @@ def _check_order(path: Path, saved: list[str] | None, now: list[str]) -> None:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    # Tied or flattened weights share storage, which safetensors refuses: each goes by its own copy.
-    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(copies, str(path))
+    save_file({name: _alone(tensor.detach()) for name, tensor in tensors.items()}, str(path))
     _sync(path)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the CPU; a copy where its storage holds more, which safetensors refuses."""
+    mine = tensor.cpu().contiguous()
+    return mine if mine.untyped_storage().nbytes() == mine.numel() * mine.itemsize else mine.clone()
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -12,9 +12,11 @@ from pydantic import ValidationError
 
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
+from megamoe.parallel.offload import check_offload, offload_device
 
-Precision = Literal["fp32", "bf16"]
-SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
+Precision = Literal["fp32", "bf16", "fp16"]
+SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "aio")
+STAGES = (0, 1, 2, 3)
 
 
 def read_deepspeed_config(path: str | None) -> dict[str, Any]:
@@ -41,34 +43,30 @@ def zero_stage(content: dict[str, Any]) -> int:
     return stage
 
 
-def offloads_optimizer(content: dict[str, Any]) -> bool:
-    """Whether the optimiser's state lives on the CPU."""
-    offload = content.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return bool(offload.get("device") == "cpu")
-
-
 def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
-    """fp32 or bf16, from the YAML and the file together.
+    """fp32, bf16 or fp16, from the YAML and the file together.
 
     Raises:
-        UserError: where they disagree, and for fp16.
+        UserError: where they disagree.
     """
     where = config.parallel.deepspeed or "the DeepSpeed file"
-    if content.get("fp16", {}).get("enabled") is True:
-        raise UserError(f"{where}: fp16.enabled is true, but fp16 is not supported; use bf16 or fp32")
-    stated = content.get("bf16", {}).get("enabled", "auto")
-    if stated not in ("auto", True, False):
-        raise UserError(f'{where}: bf16.enabled is {stated!r}, expected true, false or "auto"')
+    stated = {name: content.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
+    for name, value in stated.items():
+        if value not in ("auto", True, False):
+            raise UserError(f'{where}: {name}.enabled is {value!r}, expected true, false or "auto"')
+    enabled: list[Precision] = [name for name in ("bf16", "fp16") if stated[name] is True]
+    if len(enabled) == 2:
+        raise UserError(f"{where}: bf16.enabled and fp16.enabled are both true; switch one of them off")
     asked = config.parallel.precision
-    if stated == "auto":
-        return "bf16" if asked == "bf16" else "fp32"
-    in_file: Precision = "bf16" if stated else "fp32"
-    if asked not in ("auto", in_file):
-        raise UserError(
-            f"parallel.precision is {asked}, but {where} says bf16.enabled: {str(stated).lower()}; "
-            "change one of them, or set parallel.precision: auto"
-        )
-    return in_file
+    if asked == "auto":
+        return enabled[0] if enabled else "fp32"
+    for name, value in stated.items():
+        if value is (asked != name):
+            raise UserError(
+                f"parallel.precision is {asked}, but {where} says {name}.enabled: {str(value).lower()}; "
+                "change one of them, or set parallel.precision: auto"
+            )
+    return asked
 
 
 def fill_in(
@@ -81,9 +79,10 @@ def fill_in(
     """
     where = config.parallel.deepspeed or "the DeepSpeed file"
     stage = zero_stage(content)
-    if stage not in (0, 1, 2):
-        raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1 or 2")
+    if stage not in STAGES:
+        raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
     _check_zero(where, content.get("zero_optimization", {}), stage)
+    check_offload(where, content, stage)
     for section, owner in (("optimizer", "optimizer"), ("scheduler", "optimizer.schedule")):
         if section in content:
             raise UserError(f"{where}: remove {section!r}; the YAML's {owner} decides that")
@@ -103,18 +102,20 @@ def fill_in(
                 f'set it to "auto" or change the YAML'
             )
         filled[key] = value
-    _set_precision(filled, resolve_precision(config, content), stage)
+    precision = resolve_precision(config, content)
+    _check_precision(where, precision, stage)
+    _set_precision(filled, precision, stage)
     if stage == 0:
         filled["gradient_clipping"] = 0.0  # our optimiser clips: DeepSpeed's is wrong with experts there
     filled.setdefault("zero_allow_untested_optimizer", True)
     filled.setdefault("steps_per_print", 10**9)
-    if offloads_optimizer(filled):
+    if offload_device(content, "offload_optimizer") != "none":
         filled.setdefault("zero_force_ds_cpu_optimizer", False)
     return filled
 
 
 def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
-    """The keys are DeepSpeed's; what is offloaded must be what we can."""
+    """The keys are DeepSpeed's, and none is one that experts cannot go with."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     try:
@@ -123,22 +124,43 @@ def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
         first = error.errors(include_url=False)[0]
         key = ".".join(["zero_optimization", *map(str, first["loc"])])
         raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from None
-    device = (section.get("offload_optimizer") or {}).get("device", "none")
-    if device not in ("none", "cpu") or (device == "cpu" and stage == 0):
+    for key, without in (("zero_quantized_gradients", False), ("zero_hpz_partition_size", 1)):
+        value = section.get(key, without)
+        if stage == 3 and value != without:
+            raise UserError(
+                f"{where}: zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; "
+                "leave it out"
+            )
+
+
+def _check_precision(where: str, precision: Precision, stage: int) -> None:
+    """fp16 needs ZeRO, whose optimiser scales the loss, and a device that computes in it."""
+    if precision != "fp16":
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    if stage == 0:
         raise UserError(
-            f"{where}: zero_optimization.offload_optimizer.device is {device!r} at stage {stage}; "
-            "expected none, or cpu at stage 1 or 2"
+            f"{where}: fp16 at zero_optimization.stage 0 has no fp32 masters; set the stage to 1, or use bf16"
         )
-    if section.get("offload_param"):
-        raise UserError(f"{where}: zero_optimization.offload_param needs stage 3, which is not supported yet")
+    if not get_accelerator().is_fp16_supported():
+        raise UserError(
+            f"{where}: fp16 needs a GPU, and DeepSpeed found the accelerator {get_accelerator()._name!r}; "
+            "use bf16 or fp32 (ds_configs/zero*_bf16.json, zero*_fp32.json)"
+        )
 
 
 def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> None:
-    """bf16 accumulates in fp32; at stage 0 the bf16 model and its masters are ours, not the engine's."""
-    engine_bf16 = precision == "bf16" and stage > 0
-    filled["bf16"] = {**filled.get("bf16", {}), "enabled": engine_bf16}
-    if engine_bf16:
+    """Gradients accumulate in fp32; at stage 0 the bf16 model and its masters are ours, not the engine's."""
+    for name in ("bf16", "fp16"):
+        filled[name] = {**filled.get(name, {}), "enabled": precision == name and stage > 0}
+    if filled["bf16"]["enabled"] or filled["fp16"]["enabled"]:
         types = filled.setdefault("data_types", {})
         types.setdefault("grad_accum_dtype", "fp32")
+        if (
+            stage == 1
+        ):  # it reduces once a step, what has accumulated: rounded first, that would be for nothing
+            filled.setdefault("communication_data_type", "fp32")
+            filled["bf16"].setdefault("immediate_grad_update", True)  # autograd's own go at once
     else:
         filled.pop("data_types", None)

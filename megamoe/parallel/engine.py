@@ -1,28 +1,32 @@
-"""The DeepSpeed engine behind five verbs: forward, backward, step, and the sizes of a batch.
+"""The DeepSpeed engine behind a few verbs: forward, backward, step, project, and the sizes of a batch.
 
 What it settles, so that training is the same under every layout:
 - the caller's loss is the gradient's source as it stands: the engine divides by nothing but the
   data-parallel size (its mean over ranks), never by the accumulation steps;
 - the accumulation boundary is told, not counted, so a batch may change its size between steps;
-- clipping is over dense and expert parameters together at every stage (see `optimizer`).
+- clipping is over dense and expert parameters together at every stage (see `optimizer`);
+- in fp16 a step whose gradients overflow is skipped, and told (`step_skipped`).
 """
 
+import math
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from megamoe.config.schema import RunConfig
+from megamoe.errors import UserError
 from megamoe.moe.part import Constraint
 from megamoe.parallel.apex_adamw import zero_adamw
 from megamoe.parallel.deepspeed_config import (
     Precision,
     fill_in,
-    offloads_optimizer,
     read_deepspeed_config,
     resolve_precision,
     zero_stage,
@@ -30,12 +34,20 @@ from megamoe.parallel.deepspeed_config import (
 from megamoe.parallel.groups import ModelParallelUnit, data_group
 from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.offload import read_offload
 from megamoe.parallel.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
+from megamoe.parallel.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 from megamoe.parallel.tensor_sums import TensorSums
+
+# Of DeepSpeed's dynamic loss scaler; its other attributes are the file's.
+LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Engine:
-    """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision."""
+    """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision.
+
+    step_skipped: whether the last step left the weights as they were, for its fp16 gradients overflowed.
+    """
 
     def __init__(self, config: RunConfig, model: nn.Module, world: World, accumulation: int) -> None:
         content = read_deepspeed_config(config.parallel.deepspeed)
@@ -43,7 +55,8 @@ class Engine:
         self.layout = Layout.of(config.parallel, world.size)
         self.stage = zero_stage(content)
         self.precision: Precision = resolve_precision(config, content)
-        self.offloads = offloads_optimizer(content)
+        self.offload = read_offload(content)
+        self.step_skipped = False
         self.micro_batch_size = config.train.micro_batch_size
         filled = fill_in(config, content, self.layout.data, accumulation)
         if self.stage == 0 and self.precision == "bf16":
@@ -52,7 +65,7 @@ class Engine:
         unit = ModelParallelUnit()
         tensor_group = unit.get_tensor_model_parallel_group()
         self._tensor_sums = TensorSums(model, tensor_group) if self.layout.tensor > 1 else None
-        optimizer = _build_optimizer(config, model, self.stage, self.precision, self.offloads, world)
+        optimizer = _build_optimizer(config, model, self.stage, self.precision, self.offload.optimizer, world)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries' notices to their own developers
             self._engine, *_ = deepspeed.initialize(
@@ -92,21 +105,56 @@ class Engine:
         """Accumulate the gradient of `loss`; after the last micro batch it is averaged over ranks."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss with, lest small gradients vanish in fp16; 1 elsewhere."""
+        return float(self._engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+
+    def loss_scaler_state(self) -> dict[str, float]:
+        """What a dynamic loss scale has learned, for a checkpoint; empty where there is none."""
+        if self.precision != "fp16":
+            return {}
+        scaler = self._engine.optimizer.loss_scaler
+        return {name: getattr(scaler, name) for name in LOSS_SCALER if hasattr(scaler, name)}
+
+    def restore_loss_scaler(self, state: dict[str, float]) -> None:
+        """Go on from `loss_scaler_state`."""
+        scaler = self._engine.optimizer.loss_scaler if state else None
+        for name, value in state.items():
+            setattr(scaler, name, value)
+
     def step(self, lr: float) -> float:
-        """Clip, update the weights, clear the gradients; returns the gradient norm before clipping."""
+        """Clip, update the weights, clear the gradients; returns the gradient norm before clipping.
+
+        inf, where the step is skipped.
+
+        Raises:
+            UserError: in fp16, where gradients overflow at the smallest loss scale.
+        """
         for group in self.inner_optimizer.param_groups:
             group["lr"] = lr
         if self._tensor_sums is not None:
             self._tensor_sums.check_all_summed()
-        self._engine.step()
+        try:
+            self._engine.step()
+        except Exception as error:  # DeepSpeed's dynamic scale knows no narrower one
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise UserError(
+                f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} (fp16."
+                "min_loss_scale of the DeepSpeed file); lower optimizer.lr, or train in bf16"
+            ) from None
+        self.step_skipped = self.precision == "fp16" and not self._engine.was_step_applied()
         norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+        if self.step_skipped:
+            return math.inf
+        return float(norm) if norm is not None else math.nan
 
     @torch.no_grad()
     def project(self, constraints: list[Constraint]) -> None:
         """Replace each parameter by its projection, in full precision where it has a master copy.
 
-        Collective at ZeRO 1 and 2, where a master is spread over ranks.
+        Collective at ZeRO 1, 2 and 3, where a master is spread over ranks.
         """
         for parameter, projection in constraints:
             if self.stage == 0:
@@ -115,8 +163,16 @@ class Engine:
                 master.copy_(value)
             else:
                 value = projection(safe_get_full_fp32_param(parameter))
-                safe_set_full_fp32_param(parameter, value)
-            parameter.copy_(value)
+                set_master(parameter, value)
+            set_weight(parameter, value)
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, parameters are whole, to be read and not written; collective at ZeRO 3, null below."""
+        return gathered(parameters)
+
+    def optimizer_shards(self) -> Iterator[Shard]:
+        """This rank's weights and moments, one parameter group after the other."""
+        return optimizer_shards(self._engine.optimizer, self.inner_optimizer, self.stage)
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""
@@ -124,14 +180,14 @@ class Engine:
 
 
 def _build_optimizer(
-    config: RunConfig, model: nn.Module, stage: int, precision: Precision, offload: bool, world: World
+    config: RunConfig, model: nn.Module, stage: int, precision: Precision, offload: str, world: World
 ) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config.optimizer)
     options = adamw_options(config.optimizer)
     if stage == 0:
         kind = MasterWeightAdamW if precision == "bf16" else Stage0AdamW
         return kind(groups, grad_clip=config.optimizer.grad_clip, **options)
-    if offload and world.device.type == "cuda":
+    if offload != "none" and world.device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         del options["fused"]

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from deepspeed.moe.layer import MoE as DeepSpeedMoE
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.utils import groups as deepspeed_groups
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.groups import ParallelGroups
@@ -31,6 +32,7 @@ class MarkedMoELayer(MoELayer):
         MoELayer.__init__(self, config, shape, context, groups)
         self.ep_size = layout.expert
         self.expert_group_name = expert_group_name(layout)
+        copies = deepspeed_groups._get_expert_data_parallel_group(self.expert_group_name)
         for parameter in self.parameters():
             parameter.sequence_parallel = layout.tensor > 1  # type: ignore[attr-defined]
         for parameter in self.experts.parameters():
@@ -38,12 +40,17 @@ class MarkedMoELayer(MoELayer):
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
             parameter.model_parallel = True  # type: ignore[attr-defined] # each rank's counts in the norm
+            parameter.ds_zero_placement_family = "autoep_expert"  # type: ignore[attr-defined]
+            parameter.ds_zero_partition_group_name = self.expert_group_name  # type: ignore[attr-defined]
+            # ZeRO 3 cuts a parameter over this group; without a host in the model it would not look it up.
+            parameter.ds_zero_partition_process_group = copies  # type: ignore[attr-defined]
 
 
-class HostedMoELayer(MarkedMoELayer, DeepSpeedMoE):
+class HostedMoELayer(MarkedMoELayer, AutoEPMoELayer):
     """The same under DeepSpeed's type, whose instances the engine looks for.
 
-    DeepSpeed's constructor is bypassed: it would build experts and a gate of its own.
+    DeepSpeed's constructor is bypassed: it would build experts and a router of its own. Of its two hosts of
+    experts this is the one that ZeRO 3 takes.
     """
 
     def __init__(
@@ -56,8 +63,11 @@ class HostedMoELayer(MarkedMoELayer, DeepSpeedMoE):
     ) -> None:
         MarkedMoELayer.__init__(self, config, shape, context, groups, layout)
         self.num_local_experts = self.num_experts // self.ep_size
+        self.ep_group_name = self.expert_group_name
 
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+    def set_deepspeed_parallelism(
+        self, use_data_before_expert_parallel_: bool = False, folding_group_handles: object = None
+    ) -> None:
         """The groups exist already; DeepSpeed calls this to have them made."""
 
 

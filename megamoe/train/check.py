@@ -7,12 +7,12 @@ from megamoe.model.size import expert_ffn_size, inserted_has_norm, moe_block_num
 from megamoe.moe.check import check_parts
 from megamoe.parallel.apex_adamw import check_kernel
 from megamoe.parallel.deepspeed_config import (
-    offloads_optimizer,
     read_deepspeed_config,
     resolve_precision,
     zero_stage,
 )
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.offload import read_offload
 from megamoe.train.layouts import check_layout, row_unit
 
 
@@ -138,7 +138,7 @@ def _check_accelerators(config: RunConfig) -> None:
     """What is optional must be there where it is asked for by name."""
     content = read_deepspeed_config(config.parallel.deepspeed)
     check_backends(config, resolve_precision(config, content))
-    check_kernel(config.optimizer, zero_stage(content), offloads_optimizer(content))
+    check_kernel(config.optimizer, zero_stage(content), read_offload(content).optimizer != "none")
 
 
 def _check_batches(config: RunConfig, world_size: int) -> None:

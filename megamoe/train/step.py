@@ -35,7 +35,7 @@ class StepRecord:
     """The sums of a step; `reduce` makes them the global batch's.
 
     losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
-    weight * loss over all of them.
+    weight * loss over all of them. skipped: the fp16 gradients overflowed, and no weight moved.
     """
 
     lm_sum: float = 0.0
@@ -45,6 +45,7 @@ class StepRecord:
     losses: dict[str, float] = field(default_factory=dict)
     layers: dict[int, LayerLoad] = field(default_factory=dict)
     grad_norm: float = float("nan")
+    skipped: bool = False
 
     def add(self, model: GPT, lm_sum: float, tokens: float) -> None:
         """Take in one micro batch after its forward pass."""
@@ -129,7 +130,9 @@ def train_step(
     dist.all_reduce(tokens, group=engine.data_group)
     lm_scale = engine.layout.data / max(float(tokens), 1.0)
     # Every tensor-parallel rank works out a micro batch's auxiliary losses, and their gradients are summed.
-    context.aux_scale = 1.0 / (len(batches) * engine.layout.tensor)
+    share = 1.0 / (len(batches) * engine.layout.tensor)
+    # Attached inside the graph: the engine, which scales the loss, does not see these.
+    context.aux_scale = share * engine.loss_scale
     rollouts = num_rollouts(model)
     record = StepRecord()
     for place, batch in enumerate(batches):
@@ -143,10 +146,11 @@ def train_step(
         loss = lm_sum * lm_scale
         for _, layer in model.moe_layers():
             if layer.objectives:
-                loss = loss + context.aux_scale * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
+                loss = loss + share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
         engine.backward(loss)
         record.add(model, float(lm_sum.detach()), float(batch.loss_mask_BS.sum()) / rollouts)
     record.grad_norm = engine.step(lr)
+    record.skipped = engine.step_skipped
     record.reduce(device, engine.data_group)
     return record
 

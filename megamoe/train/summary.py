@@ -18,7 +18,7 @@ from megamoe.model.size import (
 from megamoe.parallel.apex_adamw import uses_apex
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.memory import state_bytes
+from megamoe.parallel.memory import Share, StateBytes, state_bytes
 from megamoe.parallel.traffic import cut_pair_traffic, moe_traffic
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.step import num_rollouts
@@ -48,7 +48,9 @@ def summary_rows(
 ) -> Rows:
     """The start-up table."""
     size = model_size(config, vocabulary.size)
-    optimizer = "AdamW" if uses_apex(config.optimizer, engine.stage, engine.offloads) else ""
+    optimizer = (
+        "AdamW" if uses_apex(config.optimizer, engine.stage, engine.offload.optimizer != "none") else ""
+    )
     return {
         "run": _run_rows(config, schedule, first_step),
         "model": _model_rows(config, vocabulary, size),
@@ -108,21 +110,18 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
 def _rank_rows(
     config: RunConfig, vocabulary: Vocabulary, engine: Engine, size: ModelSize
 ) -> list[tuple[str, object]]:
-    states = state_bytes(
-        size.total - size.expert,
-        size.expert,
-        engine.stage,
-        engine.precision,
-        engine.layout.data,
-        engine.layout.expert,
-        frozen_experts="experts" in config.moe.frozen,
-    )
+    states = _states(config, engine, size)
     sent = _sent(config, engine)
-    parts = (
+    parts = [
         ("weights", states.weights),
         ("gradients", states.gradients),
-        ("optimiser on the CPU" if engine.offloads else "optimiser", states.optimizer),
-    )
+        ("optimiser", states.optimizer),
+    ]
+    elsewhere = [
+        f"{_mib(held)} more {place}"
+        for place, held in (("on the CPU", states.cpu), ("on disk", states.nvme))
+        if held
+    ]
     return [
         ("world", _world(engine.layout, config.parallel.sequence)),
         (
@@ -131,11 +130,20 @@ def _rank_rows(
         ),
         (
             "memory per rank",
-            f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts)}), "
+            f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts if b)}), "
+            f"{''.join(f'{text}, ' for text in elsewhere)}"
             f"and about {_mib(_activation_bytes(config, vocabulary, engine))} of activations",
         ),
         *([("sent per micro batch", f"{_mib(sent)} by each rank, with even loads")] if sent else []),
     ]
+
+
+def _states(config: RunConfig, engine: Engine, size: ModelSize) -> StateBytes:
+    ranks = engine.layout
+    dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
+    trained = 0 if "experts" in config.moe.frozen else experts
+    shares = Share(dense, dense, ranks.data), Share(experts, trained, ranks.expert_copies)
+    return state_bytes(shares, engine.stage, engine.precision, engine.offload)
 
 
 def _sent(config: RunConfig, engine: Engine) -> float:
@@ -179,7 +187,7 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine)
     model = config.model
     assert isinstance(engine.model, GPT)
     tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
-    width = 2 if engine.precision == "bf16" else 4
+    width = 4 if engine.precision == "fp32" else 2
     if model.recompute == "full":  # the blocks' inputs, and what one of them needs while it is computed again
         kept = model.num_layers * model.hidden_size + _block_width(config) // model.num_layers
     else:

@@ -35,12 +35,13 @@ class Progress:
     """Where the run stands: what a checkpoint must bring back besides tensors.
 
     samples, micro_batches: taken so far, over all ranks. A resumed run may cut its batches otherwise, so the
-    one does not follow from the other.
+    one does not follow from the other. skipped_steps: of the steps, those whose fp16 gradients overflowed.
     """
 
     step: int = 0
     samples: int = 0
     micro_batches: int = 0
+    skipped_steps: int = 0
 
 
 class Trainer:
@@ -73,12 +74,14 @@ class Trainer:
         )
         make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
         model = build_gpt(config, self.vocabulary.size, make_moe_layer)
+        self.checkpoints = Checkpoints(self.folder.checkpoints, config.checkpoint.keep)
         if self.folder.resume_from is None:
             self._begin_from(model)
+        else:
+            self.checkpoints.load_weights(self.folder.resume_from, model, self.layout, self.world.rank)
         self.engine = Engine(config, model, self.world, self.schedule.accumulation_at(0))
         # After the build, which every rank draws alike; dropout differs from one micro batch to another.
         random_state.seed(config.seed + 1 + self.layout.data_rank(self.world.rank))
-        self.checkpoints = Checkpoints(self.folder.checkpoints, config.checkpoint.keep)
         self.progress = Progress()
         if self.folder.resume_from is not None:
             self._resume(self.folder.resume_from)
@@ -93,10 +96,13 @@ class Trainer:
         self.context.step = self.progress.step + 1
         lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
+        scale = self.engine.loss_scale
         record = train_step(self.engine, self.context, batches, lr, smoothing, before)
         self._check_finite(record)
-        self._after_step(record)
+        if not record.skipped:
+            self._after_step(record)
         self.progress.step += 1
+        self.progress.skipped_steps += record.skipped
         self.progress.samples += size
         self.progress.micro_batches += record.micro_batches
         seconds = time.perf_counter() - started
@@ -106,12 +112,19 @@ class Trainer:
             "tokens": self.progress.samples * length,
             "time": time.time(),
             **record.metrics(),
+            **self._scaling_metrics(scale),
             "train/lr": lr,
             "train/batch_size": size,
             "perf/tokens_per_s": size * length / seconds,
             "perf/step_s": seconds,
         }
         return record, metrics
+
+    def _scaling_metrics(self, scale: float) -> dict[str, float]:
+        """Of fp16: the step's loss scale, and the steps skipped since the run's start."""
+        if self.engine.precision != "fp16":
+            return {}
+        return {"train/loss_scale": scale, "train/skipped_steps": self.progress.skipped_steps}
 
     def evaluate(self, at_end: bool = False) -> dict[str, float]:
         """Loss of every validation set, and at the end of the test set, under the names of metrics.jsonl."""
@@ -132,6 +145,7 @@ class Trainer:
         state = {
             "samples": self.progress.samples,
             "micro_batches": self.progress.micro_batches,
+            "skipped_steps": self.progress.skipped_steps,
             "tokens": self.progress.samples * self.config.data.sequence_length,
             "vocabulary": self.vocabulary.size,
             "config": to_dict(self.config),
@@ -149,13 +163,14 @@ class Trainer:
         model = self.engine.model
         assert isinstance(model, GPT)
         for number, layer in model.moe_layers():
-            layer.after_step(record.layers[number].wanted_E.to(self.world.device))
+            with self.engine.gathered(layer.parameters_after_step()):
+                layer.after_step(record.layers[number].wanted_E.to(self.world.device))
             constraints += layer.constraints()
         self.engine.project(constraints)
 
     def _check_finite(self, record: StepRecord) -> None:
         """A broken step ends the run on every rank, before anything of it is saved."""
-        if math.isfinite(record.lm_loss) and math.isfinite(record.grad_norm):
+        if math.isfinite(record.lm_loss) and (math.isfinite(record.grad_norm) or record.skipped):
             return
         last = self.checkpoints.latest()
         way_out = f"go on from {last}" if last else "begin anew"
@@ -196,7 +211,12 @@ class Trainer:
         meta = self.checkpoints.load(path, self.engine)
         # Earlier checkpoints do not have this count.
         estimate = meta["samples"] // self.schedule.unit * self.layout.data
-        self.progress = Progress(meta["step"], meta["samples"], meta.get("micro_batches", estimate))
+        self.progress = Progress(
+            meta["step"],
+            meta["samples"],
+            meta.get("micro_batches", estimate),
+            meta.get("skipped_steps", 0),
+        )
 
     def _open_stream(self) -> BatchStream:
         return self._stream_of(self.datasets.train, self.progress.samples, self.config.data.workers)

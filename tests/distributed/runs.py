@@ -1,6 +1,7 @@
 """A small run for these tests, and the jobs that several of them send to the pool."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from megamoe.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 DS_CONFIGS = ROOT / "ds_configs"
+# Those that run anywhere: fp16 needs a GPU, NVMe a compiled op.
+PLAIN_FILES = [
+    path.stem for path in sorted(DS_CONFIGS.glob("*.json")) if not path.stem.endswith(("fp16", "nvme"))
+]
+# ZeRO 3 leaves small parameters whole, and all of these tests' are small.
+CUT_ALL = {"stage3_param_persistence_threshold": 0}
 
 # Of 21 words, the mock chain visits every third (its stride is 7): in some sequences a third of the tokens
 # are ends of documents, in others none is, so loss masks differ much between micro batches.
@@ -59,6 +66,16 @@ def small_run(output: Path | str = "unused", **changes: Any) -> RunConfig:
 def ds_config(name: str) -> str:
     """Path of a file of ds_configs/."""
     return str(DS_CONFIGS / f"{name}.json")
+
+
+def ds_variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
+    """Path of a copy, in `folder`, of a file of ds_configs/ with keys of its sections changed."""
+    content = json.loads((DS_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    for section, changes in sections.items():
+        content[section] = {**content.get(section, {}), **changes}
+    path = folder / f"{name}_variant.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
 
 
 def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:

@@ -16,10 +16,10 @@ from megamoe.parallel import launch
 from megamoe.parallel.engine import Engine
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, small_run
+from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, small_run
 
 RANKS = 2
-FILES = [f"zero{stage}_{precision}" for stage in (0, 1, 2) for precision in ("fp32", "bf16")]
+FILES = [f"zero{stage}_{precision}" for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
 UPDATE = 0.25
 LR = 1e-2
 FREEZES_AT = 2
@@ -40,10 +40,10 @@ STABLE: Found = {
 }
 
 
-def all_runs(files: list[str]) -> list[Found]:
+def all_runs(paths: list[str]) -> list[Found]:
     """Job: of each file's runs, what this rank's parts hold after their steps."""
     try:
-        return [_one_file({"parallel__expert": RANKS, "parallel__deepspeed": ds_config(f)}) for f in files]
+        return [_one_file({"parallel__expert": RANKS, "parallel__deepspeed": path}) for path in paths]
     finally:
         launch.stop()
 
@@ -72,14 +72,20 @@ def _master(engine: Engine, parameter: Any) -> Tensor:
     return engine.inner_optimizer.master_of(parameter).detach().clone()  # type: ignore[attr-defined]
 
 
+def _whole(trainer: Trainer, parameter: Any) -> Tensor:
+    with trainer.engine.gathered([parameter]):
+        whole: Tensor = parameter.detach().float().clone()
+    return whole
+
+
 def _embeddings(trainer: Trainer) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(at the start, weight, master) of the experts' embeddings after a step."""
     names = [name for name, _ in trainer.engine.model.named_parameters() if name.endswith("scorer.embedding")]
-    before = [trainer.engine.model.get_parameter(name).detach().float().clone() for name in names]
+    before = [_whole(trainer, trainer.engine.model.get_parameter(name)) for name in names]
     trainer.step()
     after = [part.embedding for part in _parts(trainer, CosineScorer)]
     masters = [_master(trainer.engine, weight) for weight in after]
-    return list(zip(before, [weight.detach().float() for weight in after], masters, strict=True))
+    return list(zip(before, [_whole(trainer, weight) for weight in after], masters, strict=True))
 
 
 def _bias(trainer: Trainer) -> tuple[Tensor, Tensor]:
@@ -104,15 +110,20 @@ def _light_routers(trainer: Trainer) -> list[dict[str, Tensor]]:
         trainer.step()
         (scorer,) = (part for part in trainer.engine.model.modules() if isinstance(part, StableScorer))
         names = ("light_embedding", "light_centroids", "frozen", "frozen_embedding", "frozen_centroids")
-        shown.append({name: getattr(scorer, name).detach().float().clone() for name in names})
+        shown.append({name: _whole(trainer, getattr(scorer, name)) for name in names})
     trainer._stream.close()
     return shown
 
 
 @pytest.fixture(scope="module")
-def found(pool: Pool) -> dict[str, list[Found]]:
+def found(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
     """By file: what each rank has found."""
-    ranks = pool.run(all_runs, FILES, ranks=RANKS)
+    folder = tmp_path_factory.mktemp("ds")
+    paths = [
+        ds_variant(folder, file, zero_optimization=CUT_ALL) if "zero3" in file else ds_config(file)
+        for file in FILES
+    ]
+    ranks = pool.run(all_runs, paths, ranks=RANKS)
     return {file: [rank[place] for rank in ranks] for place, file in enumerate(FILES)}
 
 

@@ -1,12 +1,13 @@
 """Every layout trains as one rank does: losses, gradient norm, and the experts of every token."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.pool import Pool
-from tests.distributed.runs import SMALL_RUN, ds_config, in_order, run_steps
+from tests.distributed.runs import CUT_ALL, SMALL_RUN, ds_config, ds_variant, in_order, run_steps
 
 STEPS = 5
 TOLERANCE = 1e-5
@@ -14,11 +15,11 @@ CLIP = SMALL_RUN["optimizer"]["grad_clip"]
 WORDS = ("lm_loss", "loss", "grad_norm")
 
 # (ranks, expert-parallel size, ZeRO stage)
-LAYOUTS = [(1, 1, 1), (1, 1, 2)] + [
+LAYOUTS = [(1, 1, 1), (1, 1, 2), (1, 1, 3)] + [
     (ranks, expert, stage)
     for ranks, sizes in ((2, (1, 2)), (4, (1, 2, 4)))
     for expert in sizes
-    for stage in (0, 1, 2)
+    for stage in (0, 1, 2, 3)
 ]
 
 
@@ -42,15 +43,11 @@ def test_the_run_is_one_that_could_tell(one_rank: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("ranks", "expert", "stage"), LAYOUTS)
 def test_a_layout_trains_as_one_rank_does(
-    pool: Pool, one_rank: dict[str, Any], ranks: int, expert: int, stage: int
+    pool: Pool, one_rank: dict[str, Any], tmp_path: Path, ranks: int, expert: int, stage: int
 ) -> None:
-    found = pool.run(
-        run_steps,
-        STEPS,
-        parallel__expert=expert,
-        parallel__deepspeed=ds_config(f"zero{stage}_fp32"),
-        ranks=ranks,
-    )
+    file = f"zero{stage}_fp32"
+    path = ds_variant(tmp_path, file, zero_optimization=CUT_ALL) if stage == 3 else ds_config(file)
+    found = pool.run(run_steps, STEPS, parallel__expert=expert, parallel__deepspeed=path, ranks=ranks)
     for step in range(STEPS):
         together = in_order([rank["chosen"][step] for rank in found])
         assert torch.equal(together, in_order([one_rank["chosen"][step]])), f"step {step + 1}: other experts"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.pool import Pool
-from tests.distributed.runs import DS_CONFIGS, ds_config, run_steps
+from tests.distributed.runs import CUT_ALL, PLAIN_FILES, ds_config, ds_variant, run_steps
 
 STOP, STEPS = 3, 6
 RUN: dict[str, Any] = {
@@ -22,7 +22,7 @@ RUN: dict[str, Any] = {
     "optimizer__schedule": "cosine",
     "optimizer__warmup_steps": 2,
 }
-LAYOUTS = [(1, 1, "zero0_fp32")] + [(2, 2, path.stem) for path in sorted(DS_CONFIGS.glob("*.json"))]
+LAYOUTS = [(1, 1, "zero0_fp32")] + [(2, 2, file) for file in PLAIN_FILES]
 # Offload on the CPU has no path of its own beside the plain files'.
 CASES = [
     pytest.param(*layout, marks=pytest.mark.full if "offload" in layout[2] else ()) for layout in LAYOUTS
@@ -33,7 +33,8 @@ CASES = [
 def test_a_resumed_run_is_bit_identical(
     pool: Pool, tmp_path: Path, ranks: int, expert: int, file: str
 ) -> None:
-    layout = {**RUN, "parallel__expert": expert, "parallel__deepspeed": ds_config(file)}
+    path = ds_variant(tmp_path, file, zero_optimization=CUT_ALL) if "zero3" in file else ds_config(file)
+    layout = {**RUN, "parallel__expert": expert, "parallel__deepspeed": path}
     whole = pool.run(run_steps, STEPS, True, output=tmp_path / "whole", **layout, ranks=ranks)
     cut = {**layout, "output": tmp_path / "cut", "checkpoint__resume": "auto"}
     first = pool.run(run_steps, STOP, True, **cut, ranks=ranks)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megamoe.errors import UserError
 from megamoe.train.trainer import Progress, Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import DS_CONFIGS, ds_config, run_steps, small_run
+from tests.distributed.runs import PLAIN_FILES, ds_config, run_steps, small_run
 
 Tensors = dict[str, Tensor]
 STEPS = 3
@@ -35,12 +35,12 @@ def look(steps: int = 0, save: bool = False, **changes: Any) -> dict[str, Any]:
     save: write a checkpoint at the end.
     """
     trainer = Trainer(small_run(**changes))
-    engine, model = trainer.engine, trainer.engine.model
+    engine = trainer.engine
     try:
         found: dict[str, Any] = {
             "progress": trainer.progress,
             "moments": len(engine.inner_optimizer.state),
-            "before": _weights(model),
+            "before": _weights(engine),
             "masters": _masters(engine),
             "valid": trainer.evaluate()["val/lm_loss"],
         }
@@ -51,14 +51,15 @@ def look(steps: int = 0, save: bool = False, **changes: Any) -> dict[str, Any]:
         return (
             found
             | {"steps": [[s[f"train/{word}"] for word in words] for s in steps_taken]}
-            | {"after": _weights(model)}
+            | {"after": _weights(engine)}
         )
     finally:
         trainer.close()
 
 
-def _weights(model: torch.nn.Module) -> Tensors:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+def _weights(engine: Any) -> Tensors:
+    with engine.gathered(engine.model.parameters()):
+        return {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
 
 
 def _masters(engine: Any) -> Tensors:
@@ -117,12 +118,13 @@ LAYOUTS = [
     ("moe_fp32", 4, 4, "zero1_fp32"),
     ("moe_bf16", 1, 1, "zero0_fp32"),
     ("moe_bf16", 2, 2, "zero2_bf16"),
+    ("moe_fp32", 4, 2, "zero3_bf16"),
 ]
 REST = [
-    pytest.param(source, 4, expert, path.stem, marks=full)
+    pytest.param(source, 4, expert, file, marks=full)
     for source in ("moe_fp32", "moe_bf16")
     for expert in (1, 2, 4)
-    for path in sorted(DS_CONFIGS.glob("*.json"))
+    for file in PLAIN_FILES
 ]
 
 
@@ -227,12 +229,13 @@ FROZEN_LAYOUTS = [
     ("zero1_fp32", 2),
     ("zero2_bf16", 1),
     ("zero2_bf16_offload", 2),
+    ("zero3_bf16", 2),
 ]
 FROZEN_REST = [
-    pytest.param(path.stem, expert, marks=full)
-    for path in sorted(DS_CONFIGS.glob("*.json"))
+    pytest.param(file, expert, marks=full)
+    for file in PLAIN_FILES
     for expert in (1, 2)
-    if (path.stem, expert) not in FROZEN_LAYOUTS
+    if (file, expert) not in FROZEN_LAYOUTS
 ]
 
 
@@ -280,10 +283,7 @@ def test_one_of_them_is_frozen_by_itself(pool: Pool, file: str, room: str) -> No
 
 @pytest.mark.parametrize(
     "file",
-    [
-        f if f in ("zero0_bf16", "zero2_fp32") else pytest.param(f, marks=full)
-        for f in sorted(path.stem for path in DS_CONFIGS.glob("*.json"))
-    ],
+    [f if f in ("zero0_bf16", "zero2_fp32") else pytest.param(f, marks=full) for f in PLAIN_FILES],
 )
 def test_a_frozen_run_resumes_bit_for_bit(pool: Pool, moe_fp32: Path, tmp_path: Path, file: str) -> None:
     """And does not start from its `init` again, which is gone by then."""

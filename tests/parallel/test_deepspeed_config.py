@@ -9,13 +9,15 @@ import pytest
 
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
+from megamoe.parallel import deepspeed_config
 from megamoe.parallel.deepspeed_config import (
     fill_in,
-    offloads_optimizer,
     read_deepspeed_config,
     resolve_precision,
     zero_stage,
 )
+from megamoe.parallel.offload import offload_device
+from tests.distributed.fp16 import with_fp16
 from tests.tiny import tiny
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 24}
@@ -73,7 +75,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "NVMe": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
-        "offload_optimizer.device is 'nvme' at stage 2; expected none, or cpu at stage 1 or 2",
+        "offload_optimizer.device is 'nvme' at stage 2; it needs stage 3",
     ),
     "offload at stage 0": (
         {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
@@ -94,12 +96,40 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "optimizer": ({"optimizer": {"type": "Adam"}}, "remove 'optimizer'; the YAML's optimizer decides that"),
     "scheduler": ({"scheduler": {"type": "WarmupLR"}}, "remove 'scheduler'; the YAML's optimizer.schedule"),
-    "stage 3": ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, expected 0, 1 or 2"),
+    "parameters alone offloaded": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        "offload_param.device is 'cpu' without offload_optimizer",
+    ),
+    "NVMe without a path": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+        "offload_optimizer.nvme_path is missing",
+    ),
+    "NVMe nowhere": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/no/where"},
+            }
+        },
+        "nvme_path: /no/where is no folder that this user can write in",
+    ),
+    "hierarchical partitions": (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+        "zero_hpz_partition_size is 2, which DeepSpeed does not do with experts",
+    ),
+    "fp16 at stage 0": ({"fp16": {"enabled": True}}, "fp16 at zero_optimization.stage 0 has no fp32 masters"),
+    "both precisions": (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        "bf16.enabled and fp16.enabled are both true",
+    ),
     "stage in words": (
         {"zero_optimization": {"stage": "two"}},
         "zero_optimization.stage is 'two', expected 0",
     ),
-    "fp16": ({"fp16": {"enabled": True}}, "fp16 is not supported; use bf16 or fp32"),
+    "fp16 without a GPU": (
+        {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}},
+        "fp16 needs a GPU, and DeepSpeed found the accelerator 'cpu'; use bf16 or fp32",
+    ),
     "bf16 in words": (
         {"bf16": {"enabled": "yes"}},
         "bf16.enabled is 'yes', expected true, false or \"auto\"",
@@ -133,6 +163,10 @@ BF16_ON, BF16_OFF, BF16_AUTO = ({"bf16": {"enabled": enabled}} for enabled in (T
         (BF16_OFF, "fp32", "fp32"),
         (BF16_OFF, "bf16", None),
         ({"fp16": {"enabled": False}}, "bf16", "bf16"),
+        ({"fp16": {"enabled": True}}, "auto", "fp16"),
+        ({"fp16": {"enabled": "auto"}}, "fp16", "fp16"),
+        ({}, "fp16", "fp16"),
+        (BF16_ON, "fp16", None),
     ],
 )
 def test_precision(content: dict[str, Any], asked: str, expected: str | None) -> None:
@@ -143,7 +177,7 @@ def test_precision(content: dict[str, Any], asked: str, expected: str | None) ->
         assert resolve_precision(run_of(asked), content) == expected
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_engine_is_told_the_precision(stage: int, precision: str) -> None:
     """bf16 accumulates gradients in fp32; at stage 0 the optimiser, not the engine, keeps bf16's masters."""
@@ -154,12 +188,15 @@ def test_the_engine_is_told_the_precision(stage: int, precision: str) -> None:
 
 
 def test_stage_and_offload() -> None:
-    assert zero_stage({}) == 0 and not offloads_optimizer({})
+    assert zero_stage({}) == 0 and offload_device({}, "offload_optimizer") == "none"
     content = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
-    assert zero_stage(content) == 1 and offloads_optimizer(content)
+    assert zero_stage(content) == 1 and offload_device(content, "offload_optimizer") == "cpu"
     assert fill(content)["zero_force_ds_cpu_optimizer"] is False
     for nothing in (None, {}, {"device": "none"}):
-        assert not offloads_optimizer({"zero_optimization": {"offload_optimizer": nothing}})
+        assert (
+            offload_device({"zero_optimization": {"offload_optimizer": nothing}}, "offload_optimizer")
+            == "none"
+        )
 
 
 @pytest.mark.parametrize(
@@ -187,15 +224,18 @@ def test_no_file_is_stage_0_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_files_do_what_their_name_says(path: Path) -> None:
+def test_shipped_files_do_what_their_name_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = read_deepspeed_config(str(path))
+    monkeypatch.setattr(deepspeed_config, "check_offload", lambda *unused: None)  # the disk is the user's
     stage, precision, *offload = path.stem.removeprefix("zero").split("_")
-    assert fill(content)["train_batch_size"] == 24
+    with with_fp16():
+        assert fill(content)["train_batch_size"] == 24
     assert (zero_stage(content), resolve_precision(run_of(), content)) == (int(stage), precision)
-    assert offloads_optimizer(content) == (offload == ["offload"])
+    assert (offload_device(content, "offload_optimizer") != "none") == (offload in (["offload"], ["nvme"]))
     assert json.loads(path.read_text()) == content
 
 
 def test_files_are_shipped() -> None:
-    names = {f"zero{stage}_{precision}" for stage in (0, 1, 2) for precision in ("fp32", "bf16")}
+    names = {f"zero{stage}_{precision}" for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")}
+    names |= {f"zero{stage}_fp16" for stage in (1, 2, 3)} | {"zero3_bf16_offload", "zero3_bf16_nvme"}
     assert {path.stem for path in SHIPPED} >= names

@@ -9,6 +9,7 @@ from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.offload import Offload
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
@@ -20,7 +21,7 @@ def engine_of(config: RunConfig, precision: str = "fp32") -> Engine:
     """What the summary asks of one."""
     world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
     parts = {"model": tiny_gpt(config), "precision": precision, "stage": 0, "layout": Layout(1)}
-    return cast(Engine, SimpleNamespace(world=world, offloads=False, **parts))
+    return cast(Engine, SimpleNamespace(world=world, offload=Offload(), **parts))
 
 
 def rows_of(*overrides: str) -> dict[str, Any]:

@@ -1,0 +1,14 @@
+"""fp16 where DeepSpeed refuses it: PyTorch's half operations run on a CPU, only slowly."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from deepspeed.accelerator import get_accelerator
+
+
+@contextmanager
+def with_fp16() -> Iterator[None]:
+    """Inside, the accelerator says that it computes in fp16."""
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+        yield
