@@ -16,7 +16,8 @@ def config(normalization: str, sequence_parallel: bool = False) -> SimpleNamespa
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs"), [("RMSNorm", nn.RMSNorm(HIDDEN, eps=0.1)), ("LayerNorm", nn.LayerNorm(HIDDEN, eps=0.1))]
+    ("name", "theirs"),
+    [("RMSNorm", nn.RMSNorm(HIDDEN, eps=0.1)), ("LayerNorm", nn.LayerNorm(HIDDEN, eps=0.1))],
 )
 def test_it_is_pytorchs(name: str, theirs: nn.Module) -> None:
     torch.manual_seed(0)

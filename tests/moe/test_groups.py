@@ -1,4 +1,4 @@
-"""A micro batch spread over ranks: whose rows are whose, and what a rank keeps of a decision. No ranks here."""
+"""A micro batch spread over ranks: whose rows are whose, and what of a decision concerns a rank."""
 
 import torch
 
