@@ -14,8 +14,8 @@ from tests.moe.company import moe_tree
 
 TOLERANCE = 1e-5
 # Tensor parallelism adds up in another order. A scalar's gradient, a sum over all tokens that nearly cancel,
-# shows it (cosine's temperature); grpo divides by the spread of a token's loss over its rollouts: a last bit of
-# that loss moves its gradient by 4e-5.
+# shows it (cosine's temperature); grpo divides by the spread of a token's loss over its rollouts: a last bit
+# of that loss moves its gradient by 4e-5.
 TENSOR_TOLERANCE = 5e-5
 WHERE_ROUNDING_SHOWS = {"grpo": 1e-3}
 # A variant is a loss with options; by default each registered one has one.
