@@ -33,7 +33,10 @@ Changes = dict[str, Any]
 
 
 def gradients_of_the_engine(several: list[Changes]) -> list[Found]:
-    """Job: one step of each run; {"gradients": {name: tensor}, "norm": float} of this rank."""
+    """Job: one step of each run; {"gradients": {name: tensor}, "norm": float} of this rank.
+
+    cuts: {name: (dimension, stride)} of what tensor parallelism cuts, as Megatron-Core marks it.
+    """
     try:
         return [_engine_step(small_run(**changes)) for changes in several]
     finally:
@@ -58,7 +61,12 @@ def _engine_step(config: RunConfig) -> Found:
             else:  # a parameter that got no gradient has no moment
                 moment = engine.inner_optimizer.state[parameter].get("exp_avg", torch.zeros_like(parameter))
             gradients[name] = moment.clone() / (1 - config.optimizer.beta1)
-        return {"gradients": gradients, "norm": record.grad_norm}
+        cuts = {
+            name: (parameter.partition_dim, parameter.partition_stride)
+            for name, parameter in engine.model.named_parameters()
+            if getattr(parameter, "tensor_model_parallel", False)
+        }
+        return {"gradients": gradients, "norm": record.grad_norm, "cuts": cuts}
     finally:
         trainer._stream.close()
 
@@ -150,17 +158,34 @@ def _micro_batches(config: RunConfig, samples: int) -> BatchStream:
     return BatchStream(data.train, start_sample=0, micro_batch_size=1, data_rank=0, data_size=1, workers=0)
 
 
-def assert_same(found: list[Found], expected: Found, expert_parallel: int, tolerance: float) -> None:
-    """Every rank's gradients are those of the formula, its experts' the piece of them that it holds."""
+def assert_same(found: list[Found], expected: Found, layout: Layout, tolerance: float) -> None:
+    """Every rank's gradients are those of the formula: its piece of what is cut, the rest whole."""
     largest = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
     for name, gradient in expected["gradients"].items():
         # What is zero but for rounding is held against the largest gradient of the model.
         scale = max(float(gradient.abs().max()), 1e-4 * largest)
-        for first in range(0, len(found), expert_parallel):  # ranks that share one set of experts
-            pieces = [rank["gradients"][name] for rank in found[first : first + expert_parallel]]
-            ours = torch.cat(pieces) if ".experts." in name else pieces[0]
-            assert ours.shape == gradient.shape
-            error = float((ours - gradient).abs().max()) / scale
-            assert error < tolerance, f"{name} of ranks from {first}: off by {error:.1e}"
-    for rank in found:
-        assert abs(rank["norm"] / expected["norm"] - 1) < tolerance
+        for rank, one in enumerate(found):
+            ours, piece = one["gradients"][name], _piece(gradient, name, one["cuts"], layout, rank)
+            assert ours.shape == piece.shape, f"{name} of rank {rank}: {ours.shape}, not {piece.shape}"
+            error = float((ours - piece).abs().max()) / scale
+            assert error < tolerance, f"{name} of rank {rank}: off by {error:.1e}"
+    for one in found:
+        assert abs(one["norm"] / expected["norm"] - 1) < tolerance
+
+
+def _piece(gradient: Tensor, name: str, cuts: dict[str, Any], layout: Layout, rank: int) -> Tensor:
+    """What of a whole gradient a rank holds."""
+    if ".experts." in name:
+        gradient = gradient.chunk(layout.expert)[layout.expert_rank(rank)]
+        dimension, stride = (1, 2) if name.endswith(".up") else (2, 1)  # [gate | value] above each other
+        return _cut(gradient, dimension, stride, rank % layout.expert_tensor, layout.expert_tensor)
+    if name in cuts:
+        return _cut(gradient, *cuts[name], layout.tensor_rank(rank), layout.tensor)
+    return gradient
+
+
+def _cut(whole: Tensor, dimension: int, stride: int, index: int, count: int) -> Tensor:
+    """One of `count` pieces; stride: how many parts are stacked in the dimension, each of which is cut."""
+    if count == 1:
+        return whole
+    return torch.cat(whole.chunk(stride * count, dimension)[index::count], dimension)

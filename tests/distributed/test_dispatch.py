@@ -1,6 +1,7 @@
 """AllToAllDispatch against a plain loop over tokens: outputs and every gradient, bit of load by bit."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -8,13 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
-from megamoe.moe.experts.grouped import GroupedExperts, activate
+from megamoe.moe.experts.grouped import GroupedExperts, Slice, activate
+from megamoe.moe.groups import ParallelGroups
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.parallel import launch
+from megamoe.parallel.groups import start_groups
+from megamoe.parallel.layout import Layout
 from tests.distributed.pool import Pool
 from tests.moe.build import make_scored
 
-HIDDEN, FFN, EXPERTS = 16, 8, 8
+HIDDEN, FFN, EXPERTS = 16, 32, 8
+WHOLE = Slice()
 SEED = 5
 
 
@@ -76,40 +81,63 @@ def make_problem(case: Case, rank: int) -> Problem:
     return Problem(hidden_TH, router_EH.requires_grad_(), upstream_TH, case, rank)
 
 
-def make_experts(expert_ids: range, dtype: torch.dtype) -> GroupedExperts:
+def make_experts(expert_ids: range, dtype: torch.dtype, cut: Slice = WHOLE) -> GroupedExperts:
     experts = GroupedExperts(
-        HIDDEN, FFN, expert_ids, activation="swiglu", std=0.3, output_std=0.3, seed=SEED, layer=1
+        HIDDEN, FFN, expert_ids, activation="swiglu", std=0.3, output_std=0.3, seed=SEED, layer=1, cut=cut
     )
     return experts.to(dtype)
 
 
-def exchange(case: Case) -> dict[str, Tensor]:
-    """Job: this rank's part through AllToAllDispatch."""
-    world = launch.find_world()
-    launch.start(world, timeout_minutes=1)
-    size = EXPERTS // world.size
-    problem = make_problem(case, world.rank)
-    experts = make_experts(range(world.rank * size, (world.rank + 1) * size), case.dtype)
-    group = dist.new_group(range(world.size))
-    return through(AllToAllDispatch(group), experts, problem)
+def held_by(layout: Layout, rank: int) -> tuple[range, Slice]:
+    """Which experts, and which slice of them."""
+    size = EXPERTS // layout.expert
+    first = layout.expert_rank(rank) * size
+    return range(first, first + size), Slice(rank % layout.expert_tensor, layout.expert_tensor)
 
 
-def stay_home(case: Case, tell: bool) -> dict[str, Tensor]:
-    """Job: every token chooses among its own rank's experts; `tell`: the dispatch is told so."""
+def own_experts(layout: Layout, rank: int, case: Case) -> GroupedExperts:
+    expert_ids, cut = held_by(layout, rank)
+    return make_experts(expert_ids, case.dtype, cut)
+
+
+def exchange_all(layout: Layout) -> dict[str, dict[str, Tensor]]:
+    """Job: this rank's part of every case through AllToAllDispatch."""
+    world, dispatcher = start(layout)
+    found = {}
+    for name, case in CASES.items():
+        problem = make_problem(case, world.rank)
+        experts = own_experts(layout, world.rank, case)
+        found[name] = through(dispatcher, experts, problem)
+    return found
+
+
+def start(layout: Layout) -> tuple[launch.World, AllToAllDispatch]:
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
-    size = EXPERTS // world.size
-    problem = make_problem(case, world.rank)
-    experts = make_experts(range(world.rank * size, (world.rank + 1) * size), case.dtype)
-    routing = home_routing(problem, world.rank, size)
-    routing.stays_home = tell
+    groups: ParallelGroups = start_groups(layout, timeout_minutes=1)
+    return world, AllToAllDispatch(groups.expert, groups.expert_tensor)
+
+
+def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
+    """Job: every token chooses among its own rank's experts; the dispatch is told so, then not."""
+    world, dispatcher = start(layout)
+    size = EXPERTS // layout.expert
     calls, real = [], dist.all_to_all_single
-    dist.all_to_all_single = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
-    dispatcher = AllToAllDispatch(dist.new_group(range(world.size)))
-    rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, routing)
-    output_TH = dispatcher.combine(experts(rows, counts_E), plan)
-    output_TH.backward(problem.upstream_TH)
-    return {"output": output_TH.detach(), "calls": torch.tensor(len(calls)), **gradients(experts, problem)}
+    dist.all_to_all_single = lambda *args, **kwargs: (calls.append(kwargs["group"]), real(*args, **kwargs))[1]
+    found = []
+    for tell in (True, False):
+        calls.clear()
+        problem = make_problem(case, world.rank)
+        experts = own_experts(layout, world.rank, case)
+        routing = home_routing(problem, layout.expert_rank(world.rank), size)
+        routing.stays_home = tell
+        rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, routing)
+        output_TH = dispatcher.combine(experts(rows, counts_E), plan)
+        output_TH.backward(problem.upstream_TH)
+        among = [calls.count(group) for group in (dispatcher.expert, dispatcher.expert_tensor)]
+        result = {"output": output_TH.detach(), "calls": torch.tensor(among)}
+        found.append({**result, **gradients(experts, problem)})
+    return found
 
 
 def home_routing(problem: Problem, rank: int, size: int) -> Routing:
@@ -134,11 +162,13 @@ def stray(case: Case) -> str:
 
 
 def through(dispatcher: AllToAllDispatch | LocalDispatch, experts: GroupedExperts, problem: Problem) -> dict:
-    """Dispatch, experts, combine, and back."""
+    """Dispatch, experts, combine, and back. along: the number of each row's token over all ranks."""
     rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, problem.routing())
+    along = dispatcher.send_along(plan.token_N + 100 * problem.rank, plan)
     output_TH = dispatcher.combine(experts(rows, counts_E), plan)
     output_TH.backward(problem.upstream_TH)
-    return {"output": output_TH.detach(), "received": torch.tensor(len(rows)), **gradients(experts, problem)}
+    result = {"output": output_TH.detach(), "rows": rows.detach(), "along": along, "counts": counts_E}
+    return {**result, **gradients(experts, problem)}
 
 
 def loop(case: Case, ranks: int) -> dict[str, list[Tensor] | Tensor]:
@@ -182,21 +212,50 @@ def assert_close(ours: Tensor, expected: Tensor, case: Case) -> None:
     torch.testing.assert_close(ours.float(), expected.float(), rtol=0, atol=tolerance * max(scale, 1e-3))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_exchange_equals_the_loop(pool: Pool, case: Case, ranks: int) -> None:
-    expected = loop(case, ranks)
-    found = pool.run(exchange, case, ranks=ranks)
-    for rank in range(ranks):
-        for name in ("output", "hidden", "router"):
-            assert_close(found[rank][name], expected[name][rank], case)
+LAYOUTS = {
+    "EP 2": Layout(2, expert=2),
+    "EP 4": Layout(4, expert=4),
+    "ETP 2": Layout(2, expert_tensor=2),
+    "EP 2, ETP 2": Layout(4, expert=2, expert_tensor=2),
+    "ETP 4": Layout(4, expert_tensor=4),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS.keys())
+def exchanged(request: pytest.FixtureRequest, pool: Pool) -> tuple[Layout, list[dict[str, Any]]]:
+    return request.param, pool.run(exchange_all, request.param, ranks=request.param.ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_exchange_equals_the_loop(exchanged: tuple[Layout, list[dict[str, Any]]], name: str) -> None:
+    layout, all_found = exchanged
+    case, found = CASES[name], [rank[name] for rank in all_found]
+    expected = loop(case, layout.ranks)
+    for rank in range(layout.ranks):
+        for leaf in ("output", "hidden", "router"):
+            assert_close(found[rank][leaf], expected[leaf][rank], case)
         assert found[rank]["output"].dtype == case.dtype
-    for name in ("up", "down"):
-        assert_close(torch.cat([rank[name] for rank in found]), expected[name], case)
-    if case.to_one:  # expert 5 lives on one rank; the others receive nothing
-        received = [int(rank["received"]) for rank in found]
-        assert sorted(received)[:-1] == [0] * (ranks - 1)
-        assert received[5 * ranks // EXPERTS] == sum(case.tokens[:ranks])
+        expert_ids, cut = held_by(layout, rank)
+        here_F = range(cut.index * FFN // cut.count, (cut.index + 1) * FFN // cut.count)
+        gate_and_value = [*here_F, *(FFN + place for place in here_F)]
+        assert_close(found[rank]["up"], expected["up"][expert_ids][:, gate_and_value], case)
+        assert_close(found[rank]["down"], expected["down"][expert_ids][:, :, list(here_F)], case)
+    if case.to_one:  # expert 5 lives on the ranks of its slices; the others receive nothing
+        for rank in range(layout.ranks):
+            rows = sum(case.tokens[: layout.ranks]) if 5 in held_by(layout, rank)[0] else 0
+            assert len(found[rank]["rows"]) == rows
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_sent_along_stands_by_its_row(
+    exchanged: tuple[Layout, list[dict[str, Any]]], name: str
+) -> None:
+    layout, all_found = exchanged
+    hidden = [make_problem(CASES[name], rank).hidden_TH.detach() for rank in range(layout.ranks)]
+    for found in (rank[name] for rank in all_found):
+        assert int(found["counts"].sum()) == len(found["rows"]) == len(found["along"])
+        for row_H, number in zip(found["rows"], found["along"].tolist(), strict=True):
+            assert torch.equal(row_H, hidden[number // 100][number % 100])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -210,12 +269,13 @@ def test_the_local_one_equals_the_loop(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["top-2", "a rank without tokens", "dropped pairs"])
-def test_staying_home_equals_the_exchange_without_any(pool: Pool, case: str) -> None:
-    told = pool.run(stay_home, CASES[case], True, ranks=2)
-    exchanged = pool.run(stay_home, CASES[case], False, ranks=2)
-    for home, away in zip(told, exchanged, strict=True):
-        assert home.pop("calls") == 0
-        assert away.pop("calls") == 5  # sizes, and the rows there and back, forwards and backwards
+@pytest.mark.parametrize("layout", ["EP 2", "EP 2, ETP 2"])
+def test_staying_home_equals_the_exchange_without_any(pool: Pool, case: str, layout: str) -> None:
+    sizes = LAYOUTS[layout]
+    sliced = 4 if sizes.expert_tensor > 1 else 0  # rows to the slices and back, forwards and backwards
+    for home, away in pool.run(stay_home, CASES[case], sizes, ranks=sizes.ranks):
+        assert home.pop("calls").tolist() == [0, sliced]
+        assert away.pop("calls").tolist() == [5, sliced]  # sizes, and the rows as among the slices
         for name, value in home.items():
             assert torch.equal(value, away[name]), name
 

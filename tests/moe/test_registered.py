@@ -9,7 +9,9 @@ from torch import Tensor
 from megamoe import registry
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
+from megamoe.moe.routing import has_row_per_token
 from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.moe.test_groups import spread_of
 
 PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
 every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" for k, n in PARTS])
@@ -144,3 +146,32 @@ def test_evaluation_repeats_itself(kind: str, name: str) -> None:
     first_TH = layer(make_hidden(24))
     layer.context.step += 1
     assert torch.equal(layer(make_hidden(24)), first_TH)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", registry.list_parts("scorer"))
+def test_a_scorer_scores_each_token_by_itself(name: str, training: bool) -> None:
+    """As tensor parallelism asks of it: a rank that has some of the tokens finds the same for them."""
+    layer = layer_with("scorer", name).train(training)
+    if name == "linear":
+        layer.router.scorer.config.jitter = 0.2
+    for weight in layer.router.scorer.parameters():
+        if not weight.any():  # a scorer that starts at 0 would show nothing
+            torch.nn.init.normal_(weight)
+    whole = scored(layer, make_hidden(24), layer.context)
+    for size in (2, 3):
+        for rank in range(size):
+            own = slice(rank * 24 // size, (rank + 1) * 24 // size)
+            context = spread_of(size, rank).own_context(layer.context, 24 // size)
+            part = scored(layer, make_hidden(24)[own], context)
+            assert part.keys() == whole.keys()
+            for key, value in part.items():
+                expected = whole[key][own] if has_row_per_token(key) else whole[key]
+                torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def scored(layer: MoELayer, hidden_TH: Tensor, context: StepContext) -> dict[str, Tensor]:
+    """The scores and the extras."""
+    found = layer.router.scorer(hidden_TH, context)
+    scores_TE, extras = found if isinstance(found, tuple) else (found, {})
+    return {"scores_TE": scores_TE, **extras}

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import (
     TORCH_PRODUCTS,
     Activation,
     GroupedExperts,
     GroupedProduct,
     Products,
+    Slice,
     loop_experts,
     padded_places,
     torch_product,
@@ -28,8 +30,9 @@ def make_experts(
     layer: int = 1,
     seed: int = 0,
     products: Products = TORCH_PRODUCTS,
+    **more: Any,
 ) -> GroupedExperts:
-    options = {"activation": activation, "seed": seed, "layer": layer, "products": products}
+    options = {"activation": activation, "seed": seed, "layer": layer, "products": products, **more}
     return GroupedExperts(HIDDEN, FFN, expert_ids, std=0.4, output_std=0.2, **options)
 
 
@@ -145,3 +148,45 @@ def test_all_weights_start_small_where_asked() -> None:
         assert weight.std().item() == pytest.approx(0.88 * std, rel=0.03)
         assert weight.abs().max() <= 2 * std
     assert not torch.equal(experts.up[0], experts.up[1])
+
+
+@pytest.mark.parametrize("init_scale", [None, 0.1])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_slices_are_of_the_same_start(activation: Activation, count: int, init_scale: float | None) -> None:
+    """The gate's rows and the value's are cut alike."""
+    whole = make_experts(range(4), activation, init_scale=init_scale)
+    size = FFN // count
+    for index in range(count):
+        part = make_experts(range(1, 3), activation, init_scale=init_scale, cut=Slice(index, count))
+        here = range(index * size, (index + 1) * size)
+        rows = [*here, *(FFN + row for row in here)] if activation == "swiglu" else list(here)
+        assert torch.equal(part.up, whole.up[1:3, rows])
+        assert torch.equal(part.down, whole.down[1:3][:, :, list(here)])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0]], ids=str)
+def test_the_slices_make_up_the_whole(counts: list[int], dtype: torch.dtype, rate: float) -> None:
+    """Outputs and the rows' gradients add up, dropout between the products included."""
+    num_rows = sum(counts)
+    dropout = ExpertDropout(0.0, rate, torch.arange(num_rows) * 7, lambda purpose: len(purpose))
+
+    def run_part(cut: Slice) -> list[Tensor]:
+        experts = make_experts(range(4), cut=cut).to(dtype)
+        rows_NH = make_hidden(num_rows).to(dtype).requires_grad_()
+        output_NH = experts(rows_NH, torch.tensor(counts), dropout if rate else None)
+        weight_H = torch.linspace(-1, 2, HIDDEN).to(dtype)
+        return [output_NH.detach(), *torch.autograd.grad((output_NH * weight_H).sum(), rows_NH)]
+
+    parts = [run_part(Slice(index, 3)) for index in range(3)]
+    for whole, *cut in zip(run_part(Slice()), *parts, strict=True):
+        scale = float(whole.abs().max()) if whole.numel() else 0.0
+        tolerance = scale * (1e-6 if dtype == torch.float32 else 2e-2)
+        torch.testing.assert_close(sum(cut), whole, rtol=0, atol=tolerance)
+
+
+def test_a_size_that_does_not_divide_is_an_error() -> None:
+    with pytest.raises(ValueError, match="expert FFN size 24 does not divide over 5 slices"):
+        make_experts(range(1), cut=Slice(0, 5))
