@@ -22,23 +22,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.moe.utils import is_moe_param
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megamoe.errors import UserError
 from megamoe.parallel import random_state
 from megamoe.parallel.agreement import agree, attempt, first_problem
-from megamoe.parallel.deepspeed_config import Precision
+from megamoe.parallel.checkpoint_files import (
+    FORMAT,
+    META,
+    check_layout,
+    dense_file,
+    experts_file,
+    layout,
+    load_tensors,
+    model_tensors,
+    read_meta,
+    save_tensors,
+    split_state,
+    sync,
+    write_text,
+)
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.shards import Shard, whole_copies
 
-META = "checkpoint.json"
 LATEST = "latest"
-FORMAT = 1
-DENSE = "dense.safetensors"
 ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -91,11 +99,11 @@ class Checkpoints:
 
     def _write(self, engine: Engine, folder: Path, step: int, state: dict[str, Any]) -> None:
         rank, ranks = engine.world.rank, engine.layout
-        dense, experts = _split_state(engine.model)
+        dense, experts = split_state(engine.model)
         dense = whole_copies(dense, ranks.data_rank(rank) == 0)
         experts = whole_copies(experts, rank < ranks.expert_ranks)
         if dense:
-            _save(dense, folder / dense_file(ranks, rank))
+            save_tensors(dense, folder / dense_file(ranks, rank))
         if rank == 0:
             meta = {
                 "format": FORMAT,
@@ -105,20 +113,20 @@ class Checkpoints:
                 "loss_scaler": engine.loss_scaler_state(),
                 **state,
             }
-            _write_text(folder / META, json.dumps(meta, indent=1))
+            write_text(folder / META, json.dumps(meta, indent=1))
         if experts:
-            _save(experts, folder / experts_file(rank))
+            save_tensors(experts, folder / experts_file(rank))
         mine = {**self._optimizer_tensors(engine), **random_state.capture(engine.world.device)}
-        _save(mine, folder / f"rank_{rank:05d}.safetensors")
+        save_tensors(mine, folder / f"rank_{rank:05d}.safetensors")
 
     def _publish(self, temporary: Path, final: Path) -> None:
         replaced = final.with_name(f".replaced_{final.name}")
         if final.exists():  # the same step, saved again after a resume from an earlier one
             os.replace(final, replaced)
         os.replace(temporary, final)
-        _sync(self.folder)
-        _write_text(self.folder / LATEST, final.name)
-        _sync(self.folder)
+        sync(self.folder)
+        write_text(self.folder / LATEST, final.name)
+        sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         for old in self._complete()[: -self.keep]:
             if old != final:
@@ -148,9 +156,9 @@ class Checkpoints:
 
     def _restore_weights(self, path: Path, model: nn.Module, ranks: Layout, rank: int) -> None:
         dense, experts = model_tensors(model)
-        _copy_all(dense, _load(path / dense_file(ranks, rank)), path)
+        _copy_all(dense, load_tensors(path / dense_file(ranks, rank)), path)
         if experts:
-            _copy_all(experts, _load(path / experts_file(rank % ranks.expert_ranks)), path)
+            _copy_all(experts, load_tensors(path / experts_file(rank % ranks.expert_ranks)), path)
 
     def load(self, path: Path, engine: Engine) -> dict[str, Any]:
         """Restore optimiser and random states; returns the `state` that was saved.
@@ -169,7 +177,7 @@ class Checkpoints:
     def _restore(self, path: Path, engine: Engine, meta: dict[str, Any]) -> None:
         # Moments are told apart by their places alone, which follow from the order of the parameters.
         _check_order(path, meta.get("trained"), _trained_names(engine.model))
-        mine = _load(path / f"rank_{engine.world.rank:05d}.safetensors")
+        mine = load_tensors(path / f"rank_{engine.world.rank:05d}.safetensors")
         self._restore_optimizer(engine, path, mine, began=meta["step"] > meta.get("skipped_steps", 0))
         engine.restore_loss_scaler(meta.get("loss_scaler", {}))
         random_state.restore(mine, engine.world.device)
@@ -205,7 +213,7 @@ class Checkpoints:
         for number, shard in enumerate(engine.optimizer_shards()):
             writer = self._writer_of_shard(engine, shard)
             if writer not in files:
-                files[writer] = _load(path / f"rank_{writer:05d}.safetensors")
+                files[writer] = load_tensors(path / f"rank_{writer:05d}.safetensors")
             for place, parameter in enumerate(shard.parameters):
                 prefix = f"optimizer/{number}/{place}/"
                 found = {key[len(prefix) :]: t for key, t in files[writer].items() if key.startswith(prefix)}
@@ -215,11 +223,6 @@ class Checkpoints:
                     _copy_tensors({"weight": parameter.data}, {"weight": weight}, path, prefix)
                 optimizer.state[parameter] = _moments(path, prefix, found, parameter, began)
         _check_nothing_left(path, left)
-
-
-def experts_file(place: int) -> str:
-    """Name of the file with the routed experts of that place among the ranks that hold all of them once."""
-    return f"experts_{place:05d}.safetensors"
 
 
 def _moments(
@@ -235,87 +238,6 @@ def _moments(
     for name in found.keys() - {"step"}:
         _check_shape(path, prefix + name, found[name], parameter)
     return {name: value.to(parameter.device) for name, value in found.items()}
-
-
-def dense_file(ranks: Layout, rank: int) -> str:
-    """Name of the file with what a rank holds of the model but its routed experts."""
-    return DENSE if ranks.tensor == 1 else f"dense_{ranks.tensor_rank(rank):05d}.safetensors"
-
-
-def layout(ranks: Layout, stage: int, precision: Precision) -> dict[str, Any]:
-    """What must be the same where a checkpoint is loaded."""
-    return {
-        "ranks": ranks.ranks,
-        "parallel.tensor": ranks.tensor,
-        "parallel.expert": ranks.expert,
-        "parallel.expert_tensor": ranks.expert_tensor,
-        "ZeRO stage": stage,
-        "precision": precision,
-    }
-
-
-def check_layout(path: Path, meta: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another layout, naming the first key that differs."""
-    for key, value in now.items():
-        saved = meta["layout"].get(key, 1)  # an earlier checkpoint has no key for what was not cut then
-        if saved != value:
-            raise UserError(
-                f"{path}: saved with {key} {saved}, this run has {value}; "
-                "resume with the layout that saved it"
-            )
-
-
-def read_meta(path: Path, key: str = "checkpoint.resume") -> dict[str, Any]:
-    """The checkpoint's JSON; `key` of the configuration named it.
-
-    Raises:
-        UserError: if `path` is no complete checkpoint, or one of another format.
-    """
-    try:
-        meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(
-            f"{key}: {path} is not a complete checkpoint (no readable {META}); name a step_* folder"
-            + (", or auto" if key == "checkpoint.resume" else "")
-        ) from None
-    if meta.get("format") != FORMAT:
-        raise UserError(f"{path}: checkpoint format {meta.get('format')}, this version reads {FORMAT}")
-    return meta
-
-
-def dense_shapes(path: Path) -> dict[str, list[int]]:
-    """Of what the first rank holds but routed experts, by name; none of them is read.
-
-    Raises:
-        UserError: if the file is missing or damaged.
-    """
-    file_path = path / DENSE
-    if not file_path.exists():
-        file_path = path / "dense_00000.safetensors"
-    try:
-        with safe_open(str(file_path), framework="pt") as file:
-            names = list(file.keys())
-            return {name: list(file.get_slice(name).get_shape()) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise _damaged(file_path, error) from None
-
-
-def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and persistent buffers by name: the dense ones, and this rank's routed experts.
-
-    A module's extra state is none of them: Transformer Engine pickles its FP8 scales into it, and they grow
-    anew within a few steps.
-    """
-    dense, experts = _split_state(model)
-    return {name: t.detach() for name, t in dense.items()}, {name: t.detach() for name, t in experts.items()}
-
-
-def _split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The same, the parameters themselves."""
-    state = model.state_dict(keep_vars=True).items()
-    everything = {n: t for n, t in state if torch.is_tensor(t) and not n.endswith("_extra_state")}
-    experts: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if is_moe_param(p)}
-    return {name: tensor for name, tensor in everything.items() if name not in experts}, experts
 
 
 def _copy_tensors(
@@ -365,44 +287,3 @@ def _check_order(path: Path, saved: list[str] | None, now: list[str]) -> None:
                 f"{path}: the optimiser was saved with {before} where this run has {after}; resume with the "
                 "configuration that saved it, in its order"
             )
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: _alone(tensor.detach()) for name, tensor in tensors.items()}, str(path))
-    _sync(path)
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """On the CPU; a copy where its storage holds more, which safetensors refuses."""
-    mine = tensor.cpu().contiguous()
-    return mine if mine.untyped_storage().nbytes() == mine.numel() * mine.itemsize else mine.clone()
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        loaded: dict[str, Tensor] = load_file(str(path))
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from None
-    return loaded
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path}: missing or damaged ({error}); resume from another checkpoint")
-
-
-def _sync(path: Path) -> None:
-    """A file, or a folder's names, onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

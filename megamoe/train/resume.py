@@ -8,7 +8,7 @@ from typing import Any
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError
 from megamoe.model.size import moe_layer_numbers, part_shapes
-from megamoe.parallel.checkpoint import check_layout, dense_shapes, layout, read_meta
+from megamoe.parallel.checkpoint_files import check_layout, dense_shapes, layout, read_meta
 from megamoe.parallel.deepspeed_config import resolve_precision, zero_stage
 from megamoe.parallel.layout import Layout
 
