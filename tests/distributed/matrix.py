@@ -4,6 +4,8 @@ import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,14 +15,14 @@ from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from megamoe.train.layouts import layout_problems
 from megamoe.train.trainer import Trainer
-from tests.distributed.runs import ds_config, in_order, small_run, watched_steps
+from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, small_run, watched_steps
 
 STEPS = 5
 WORDS = ("lm_loss", "loss", "grad_norm")
 SIZES = {
     "model__num_attention_heads": 4,
     "model__hidden_size": 32,
-    "moe__layers": {"every": 1},
+    "moe__layers": {"at": [1]},
     "moe__num_experts": 16,
 }
 BALANCE = {"switch_balance": 0.1, "z_loss": 0.01}
@@ -73,8 +75,10 @@ class Case:
     system: str
     precision: str
 
-    def changes(self) -> dict[str, Any]:
-        """For `small_run`."""
+    def changes(self, folder: Path) -> dict[str, Any]:
+        """For `small_run`; folder: for a DeepSpeed file of its own."""
+        file = f"zero{self.zero}_{self.precision}"
+        path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
         return {
             **SIZES,
             **SYSTEMS[self.system],
@@ -82,7 +86,7 @@ class Case:
             "parallel__expert": self.expert,
             "parallel__expert_tensor": self.expert_tensor,
             "parallel__sequence": self.sequence,
-            "parallel__deepspeed": ds_config(f"zero{self.zero}_{self.precision}"),
+            "parallel__deepspeed": path,
             "model__recompute": self.recompute,
             "train__global_batch_size": self.accumulation * self.ranks // self.tensor,
         }
@@ -150,10 +154,11 @@ def run_cases(cases: list[Case]) -> dict[Case, dict[str, Any]]:
     """Job: what each step of each showed on this rank, all in one world."""
     found = {}
     try:
-        for case in cases:
-            shown = watched_steps(Trainer(small_run(**case.changes())), STEPS)
-            found[case] = {word: shown[word] for word in (*WORDS, "chosen")}
-            gc.collect()  # an engine and its parameters know each other
+        with TemporaryDirectory() as folder:
+            for case in cases:
+                shown = watched_steps(Trainer(small_run(**case.changes(Path(folder)))), STEPS)
+                found[case] = {word: shown[word] for word in (*WORDS, "chosen")}
+                gc.collect()  # an engine and its parameters know each other
     finally:
         launch.stop()
     return found
