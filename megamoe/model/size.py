@@ -15,12 +15,14 @@ from megamoe.moe.router import Router, build_part
 class ModelSize:
     """Numbers of parameters. total: of the whole model; active: those that one token meets with as many
     experts as its selector gives it on average (one, where that is not known); expert: of all routed
-    experts; cut: those that tensor parallelism cuts (embedding and output words, attention, dense FFNs)."""
+    experts; cut: those that tensor parallelism cuts (embedding and output words, attention, dense FFNs);
+    beside: of the MoE layers but their routed experts (routers, shared experts)."""
 
     total: int
     active: int
     expert: int
     cut: int
+    beside: int
 
     def on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
         """What one rank holds: of the model but its routed experts, and of those.
@@ -89,15 +91,16 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     cut = dense - _replicated(config, model.num_layers - moe_blocks)
     layers = moe_blocks + len(set(moe.layers.insert_after))
     if layers == 0:
-        return ModelSize(dense, dense, 0, cut)
+        return ModelSize(dense, dense, 0, cut, 0)
     parts = _parts(config, padded_vocab_size(vocab_size, model.vocab_multiple))
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
-    dense += layers * (sum(counts) + _shared(config))
+    beside = layers * (sum(counts) + _shared(config))
+    dense += beside
     if inserted_has_norm(moe):
         dense += (layers - moe_blocks) * _norm(model)
     expert = layers * _expert(config)
     active = dense + round(mean_choices(config) * expert)
-    return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert, cut)
+    return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert, cut, beside)
 
 
 def _embedding(config: RunConfig, vocab_size: int) -> int:

@@ -77,9 +77,8 @@ def dense_shapes(path: Path) -> dict[str, list[int]]:
     Raises:
         UserError: if the file is missing or damaged.
     """
-    file_path = path / DENSE
-    if not file_path.exists():
-        file_path = path / "dense_00000.safetensors"
+    cut = path / "dense_00000.safetensors"  # the first tensor rank's part
+    file_path = cut if cut.exists() else path / DENSE
     try:
         with safe_open(str(file_path), framework="pt") as file:
             names = list(file.keys())

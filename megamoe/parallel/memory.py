@@ -42,9 +42,15 @@ class StateBytes:
 
 
 def state_bytes(
-    shares: Iterable[Share], stage: int, precision: Precision, offload: Offload | None = None
+    shares: Iterable[Share],
+    stage: int,
+    precision: Precision,
+    offload: Offload | None = None,
+    aside: float = 0,
 ) -> StateBytes:
     """Model states between two micro batches of a step, when the gradients that accumulate are held.
+
+    aside: parameters whose gradients wait besides, in fp32, to be summed over tensor ranks once a step.
 
     DeepSpeed's buckets, and what a layer gathers of its own weights at ZeRO 3, come on top. Counted, not
     only derived: tests/distributed/test_memory.py holds it against the live tensors.
@@ -53,7 +59,7 @@ def state_bytes(
     total = StateBytes(0, 0, 0)
     for share in shares:
         total += _share_bytes(share, stage, precision, offload)
-    return total
+    return total + StateBytes(0, 4 * aside, 0)
 
 
 def _share_bytes(share: Share, stage: int, precision: Precision, offload: Offload) -> StateBytes:

@@ -110,7 +110,7 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
 def _rank_rows(
     config: RunConfig, vocabulary: Vocabulary, engine: Engine, size: ModelSize
 ) -> list[tuple[str, object]]:
-    states = _states(config, engine, size)
+    states = states_of(config, engine, size)
     sent = _sent(config, engine)
     parts = [
         ("weights", states.weights),
@@ -138,12 +138,15 @@ def _rank_rows(
     ]
 
 
-def _states(config: RunConfig, engine: Engine, size: ModelSize) -> StateBytes:
+def states_of(config: RunConfig, engine: Engine, size: ModelSize) -> StateBytes:
+    """Bytes of model states on one rank."""
     ranks = engine.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
     trained = 0 if "experts" in config.moe.frozen else experts
     shares = Share(dense, dense, ranks.data), Share(experts, trained, ranks.expert_copies)
-    return state_bytes(shares, engine.stage, engine.precision, engine.offload)
+    accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
+    aside = size.beside if ranks.tensor > 1 and accumulates else 0
+    return state_bytes(shares, engine.stage, engine.precision, engine.offload, aside)
 
 
 def _sent(config: RunConfig, engine: Engine) -> float:

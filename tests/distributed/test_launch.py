@@ -117,5 +117,5 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(script: list[str], tmp_path: 
     torchrun += ["--master-port", str(free_port())]
     code, output = _finish(_start([*torchrun, *script, "parallel.expert=3"], _environment(), tmp_path))
     assert code != 0
-    assert output.count("error: parallel.expert: 3 does not divide the 2 ranks") == 1
+    assert output.count("error: parallel.expert: 3 does not divide the number of ranks 2") == 1
     assert not (tmp_path / "launched").exists()

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.moe.utils import is_moe_param
 from torch import Tensor
 
+from megamoe.model.size import model_size
 from megamoe.parallel.engine import Engine
-from megamoe.parallel.memory import Share, StateBytes, state_bytes
-from megamoe.parallel.shards import whole_shape
+from megamoe.parallel.memory import StateBytes
+from megamoe.train.summary import states_of
 from megamoe.train.trainer import Trainer
 from tests.distributed.fp16 import with_fp16
 from tests.distributed.pool import Pool
@@ -25,6 +25,7 @@ TOLERANCE = 0.05
 BUCKET = 40_000  # elements; the largest parameter has 32,768
 MODEL: dict[str, Any] = {
     "data__sequence_length": 8,
+    "model__num_attention_heads": 4,
     "model__num_layers": 12,
     "model__hidden_size": 64,
     "model__ffn_hidden_size": 64,
@@ -37,8 +38,28 @@ FILES = [
     *(f"zero{stage}_fp16" for stage in (1, 2, 3)),
     *(f"zero{stage}_bf16_offload" for stage in (1, 2, 3)),
 ]
-LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
-FAST = [(2, 2)]
+# ranks, tensor, expert, expert_tensor
+LAYOUTS = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (2, 1, 2, 1),
+    (2, 2, 1, 1),
+    (2, 2, 1, 2),
+    (4, 1, 2, 1),
+    (4, 1, 4, 1),
+    (4, 2, 2, 1),
+    (4, 2, 2, 2),
+    (4, 4, 2, 1),
+]
+FAST = [
+    *(((2, 1, 2, 1), file) for file in ("zero0_bf16", "zero1_fp32", "zero1_bf16", "zero2_bf16_offload")),
+    *(((4, 2, 2, 1), file) for file in ("zero0_fp32", "zero2_bf16", "zero3_bf16")),
+]
+CASES = [
+    pytest.param(layout, file, marks=() if (layout, file) in FAST else pytest.mark.full)
+    for layout in LAYOUTS
+    for file in FILES
+]
 
 
 def counted(**changes: Any) -> tuple[float, StateBytes]:
@@ -55,7 +76,8 @@ def counted(**changes: Any) -> tuple[float, StateBytes]:
 
         trainer.engine.backward = watched  # type: ignore[method-assign]
         trainer.step()
-        expected = _formula(trainer.engine, changes["parallel__expert"])
+        size = model_size(trainer.config, trainer.vocabulary.size)
+        expected = states_of(trainer.config, trainer.engine, size)
         trainer.close()
     assert len(found) == 2
     return found[0], expected
@@ -73,29 +95,19 @@ def _live_bytes(engine: Engine) -> float:
     return sum(size for place, size in storages.items() if place not in left_out)
 
 
-def _formula(engine: Engine, expert_parallel: int) -> StateBytes:
-    sizes = [0, 0]
-    for parameter in engine.model.parameters():
-        sizes[is_moe_param(parameter)] += whole_shape(parameter).numel()
-    replicas = engine.data_parallel, engine.data_parallel // expert_parallel
-    shares = [Share(size, size, copies) for size, copies in zip(sizes, replicas, strict=True)]
-    return state_bytes(shares, engine.stage, engine.precision, engine.offload)
-
-
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize(
-    ("ranks", "expert"),
-    [layout if layout in FAST else pytest.param(*layout, marks=pytest.mark.full) for layout in LAYOUTS],
-)
+@pytest.mark.parametrize(("layout", "file"), CASES)
 def test_the_formula_tells_what_is_held(
-    pool: Pool, tmp_path: Path, file: str, ranks: int, expert: int
+    pool: Pool, tmp_path: Path, layout: tuple[int, int, int, int], file: str
 ) -> None:
+    """The start-up summary's figures, from the configuration alone."""
+    ranks, tensor, expert, expert_tensor = layout
     zero = {"reduce_bucket_size": BUCKET}
     if file.startswith("zero3"):
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
     # A scale at which the first step is not skipped: the optimiser has its moments from there on.
     scale = {"fp16": {"initial_scale_power": 8}} if "fp16" in file else {}
     path = ds_variant(tmp_path, file, zero_optimization=zero, **scale)
-    run = {**MODEL, "train__global_batch_size": 2 * ranks, "parallel__expert": expert}
-    for held, formula in pool.run(counted, **run, parallel__deepspeed=path, ranks=ranks):
+    sizes = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor, "deepspeed": path}
+    run = {**MODEL, "train__global_batch_size": 2 * ranks // tensor, "parallel": sizes}
+    for held, formula in pool.run(counted, **run, ranks=ranks):
         assert held == pytest.approx(formula.total + formula.cpu, rel=TOLERANCE)
