@@ -6,7 +6,7 @@ import pytest
 
 from megamoe.config import load_config
 from megamoe.model.size import model_size, moe_layer_numbers
-from megamoe.parallel.deepspeed_config import fill_in, read_deepspeed_config
+from megamoe.parallel.zero.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.train.check import check_run
 from megamoe.train.schedule import BatchSchedule
 

@@ -23,21 +23,21 @@ from torch import Tensor, nn
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 from megamoe.moe.part import Constraint
-from megamoe.parallel.apex_adamw import zero_adamw
-from megamoe.parallel.deepspeed_config import (
+from megamoe.parallel.groups import ModelParallelUnit, data_group
+from megamoe.parallel.launch import World
+from megamoe.parallel.layout import Layout
+from megamoe.parallel.tensor_sums import TensorSums
+from megamoe.parallel.zero.apex_adamw import zero_adamw
+from megamoe.parallel.zero.deepspeed_config import (
     Precision,
     fill_in,
     read_deepspeed_config,
     resolve_precision,
     zero_stage,
 )
-from megamoe.parallel.groups import ModelParallelUnit, data_group
-from megamoe.parallel.launch import World
-from megamoe.parallel.layout import Layout
-from megamoe.parallel.offload import read_offload
-from megamoe.parallel.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
-from megamoe.parallel.shards import Shard, gathered, optimizer_shards, set_master, set_weight
-from megamoe.parallel.tensor_sums import TensorSums
+from megamoe.parallel.zero.offload import read_offload
+from megamoe.parallel.zero.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
+from megamoe.parallel.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
 # Of DeepSpeed's dynamic loss scaler; its other attributes are the file's.
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -6,8 +6,8 @@ from itertools import product
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
-from megamoe.parallel.deepspeed_config import Precision, read_deepspeed_config, resolve_precision
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.zero.deepspeed_config import Precision, read_deepspeed_config, resolve_precision
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM wants rows of a multiple of it
 KEYS = ("tensor", "expert", "expert_tensor")

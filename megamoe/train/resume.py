@@ -8,9 +8,9 @@ from typing import Any
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError
 from megamoe.model.size import moe_layer_numbers, part_shapes
-from megamoe.parallel.checkpoint_files import check_layout, dense_shapes, layout, read_meta
-from megamoe.parallel.deepspeed_config import resolve_precision, zero_stage
+from megamoe.parallel.checkpoints.files import check_layout, dense_shapes, layout, read_meta
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.zero.deepspeed_config import resolve_precision, zero_stage
 
 # Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps
 # state is compared by itself. The rest may change.

@@ -9,7 +9,7 @@ from typing import Any
 
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoint import Checkpoints
+from megamoe.parallel.checkpoints.run import Checkpoints
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"

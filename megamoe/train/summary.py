@@ -15,11 +15,11 @@ from megamoe.model.size import (
     moe_block_numbers,
     moe_layer_numbers,
 )
-from megamoe.parallel.apex_adamw import uses_apex
+from megamoe.parallel.costs.memory import Share, StateBytes, state_bytes
+from megamoe.parallel.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.memory import Share, StateBytes, state_bytes
-from megamoe.parallel.traffic import cut_pair_traffic, moe_traffic
+from megamoe.parallel.zero.apex_adamw import uses_apex
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.step import num_rollouts
 

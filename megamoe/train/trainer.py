@@ -16,13 +16,13 @@ from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.agreement import agree, attempt
-from megamoe.parallel.checkpoint import Checkpoints
-from megamoe.parallel.deepspeed_config import fill_in, read_deepspeed_config
+from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
+from megamoe.parallel.checkpoints.run import Checkpoints
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.experts import hosted_layer_factory
 from megamoe.parallel.groups import data_group, start_groups
-from megamoe.parallel.initial_weights import load_initial_weights
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.zero.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.train.check import check_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder

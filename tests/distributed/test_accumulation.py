@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
-from megamoe.parallel.shards import whole_shape
+from megamoe.parallel.zero.shards import whole_shape
 from megamoe.train.trainer import Trainer
 from tests.distributed.fp16 import with_fp16
 from tests.distributed.pool import Pool

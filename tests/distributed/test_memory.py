@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megamoe.model.size import model_size
+from megamoe.parallel.costs.memory import StateBytes
 from megamoe.parallel.engine import Engine
-from megamoe.parallel.memory import StateBytes
 from megamoe.train.summary import states_of
 from megamoe.train.trainer import Trainer
 from tests.distributed.fp16 import with_fp16

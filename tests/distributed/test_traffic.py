@@ -16,9 +16,9 @@ from megamoe.model.gpt import build_gpt
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
+from megamoe.parallel.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.traffic import cut_pair_traffic, moe_traffic
 from tests.distributed.pool import Pool
 from tests.distributed.runs import small_run
 

@@ -25,8 +25,9 @@ from megamoe.model.gpt import GPT
 from megamoe.moe.experts import grouped
 from megamoe.moe.experts.grouped import GroupedExperts, Products, loop_experts
 from megamoe.moe.router import Router
-from megamoe.parallel import apex_adamw, launch
-from megamoe.parallel.checkpoint_files import model_tensors
+from megamoe.parallel import launch
+from megamoe.parallel.checkpoints.files import model_tensors
+from megamoe.parallel.zero import apex_adamw
 from megamoe.train.check import check_run as refuse
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool

@@ -17,7 +17,7 @@ from megamoe.model import backends
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
-from megamoe.parallel import apex_adamw
+from megamoe.parallel.zero import apex_adamw
 from megamoe.train.check import check_run
 from tests.model.on_stand_ins import CHECKS
 from tests.tiny import tiny

@@ -13,7 +13,7 @@ from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.launch import find_world
-from megamoe.parallel.optimizer import adamw_options, parameter_groups
+from megamoe.parallel.zero.optimizer import adamw_options, parameter_groups
 from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, tell, train_step
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 

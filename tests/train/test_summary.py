@@ -9,7 +9,7 @@ from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.offload import Offload
+from megamoe.parallel.zero.offload import Offload
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
 from tests.tiny import VOCABULARY, tiny, tiny_gpt

@@ -9,19 +9,19 @@ import pytest
 
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
-from megamoe.parallel import deepspeed_config
-from megamoe.parallel.deepspeed_config import (
+from megamoe.parallel.zero import deepspeed_config
+from megamoe.parallel.zero.deepspeed_config import (
     fill_in,
     read_deepspeed_config,
     resolve_precision,
     zero_stage,
 )
-from megamoe.parallel.offload import offload_device
+from megamoe.parallel.zero.offload import offload_device
 from tests.distributed.fp16 import with_fp16
 from tests.tiny import tiny
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 24}
-SHIPPED = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
 
 
 def run_of(precision: str = "auto") -> RunConfig:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megamoe.parallel.optimizer import Stage0AdamW, adamw_options, parameter_groups
+from megamoe.parallel.zero.optimizer import Stage0AdamW, adamw_options, parameter_groups
 from tests.tiny import tiny, tiny_gpt
 
 

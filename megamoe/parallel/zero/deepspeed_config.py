@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
-from megamoe.parallel.offload import check_offload, offload_device
+from megamoe.parallel.zero.offload import check_offload, offload_device
 
 Precision = Literal["fp32", "bf16", "fp16"]
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "aio")

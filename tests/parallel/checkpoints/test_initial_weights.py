@@ -15,7 +15,7 @@ from torch.nn import functional
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.model.gpt import GPT
-from megamoe.parallel.initial_weights import load_initial_weights
+from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megamoe.parallel.deepspeed_config import Precision
-from megamoe.parallel.memory import Share, StateBytes, state_bytes
-from megamoe.parallel.offload import Offload
+from megamoe.parallel.costs.memory import Share, StateBytes, state_bytes
+from megamoe.parallel.zero.deepspeed_config import Precision
+from megamoe.parallel.zero.offload import Offload
 
 
 def shares(data: int, expert: int, frozen: bool = False) -> list[Share]:

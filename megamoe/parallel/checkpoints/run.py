@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megamoe.errors import UserError
 from megamoe.parallel import random_state
 from megamoe.parallel.agreement import agree, attempt, first_problem
-from megamoe.parallel.checkpoint_files import (
+from megamoe.parallel.checkpoints.files import (
     FORMAT,
     META,
     check_layout,
@@ -44,7 +44,7 @@ from megamoe.parallel.checkpoint_files import (
 )
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.shards import Shard, whole_copies
+from megamoe.parallel.zero.shards import Shard, whole_copies
 
 LATEST = "latest"
 ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}

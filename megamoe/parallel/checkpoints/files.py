@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megamoe.errors import UserError
-from megamoe.parallel.deepspeed_config import Precision
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.zero.deepspeed_config import Precision
 
 META = "checkpoint.json"
 FORMAT = 1

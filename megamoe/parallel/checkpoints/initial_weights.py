@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megamoe.errors import UserError
 from megamoe.moe.experts.grouped import GroupedExperts, up_width
 from megamoe.moe.layer import MoELayer
-from megamoe.parallel.checkpoint_files import DENSE, experts_file, model_tensors, read_meta
+from megamoe.parallel.checkpoints.files import DENSE, experts_file, model_tensors, read_meta
 
 KEY = "checkpoint.init.path"
 

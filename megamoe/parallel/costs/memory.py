@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megamoe.parallel.deepspeed_config import Precision
-from megamoe.parallel.offload import Offload
+from megamoe.parallel.zero.deepspeed_config import Precision
+from megamoe.parallel.zero.offload import Offload
 
 
 @dataclass(frozen=True)

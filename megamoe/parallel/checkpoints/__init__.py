@@ -1,0 +1,1 @@
+"""Checkpoints: of a run, whole or not at all; and another run's weights to start from."""
