@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
@@ -66,6 +67,8 @@ class Engine:
         tensor_group = unit.get_tensor_model_parallel_group()
         self._tensor_sums = TensorSums(model, tensor_group) if self.layout.tensor > 1 else None
         optimizer = _build_optimizer(config, model, self.stage, self.precision, self.offload.optimizer, world)
+        # ZeRO 1 in bf16 would print the memory before and after each group, collecting garbage each time.
+        bf16_optimizer.see_memory_usage = lambda *unused, **also_unused: None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries' notices to their own developers
             self._engine, *_ = deepspeed.initialize(
