@@ -61,8 +61,9 @@ class TokenSpread:
         if self.size == 1:
             return context
         own = slice(self.rank * num_tokens, (self.rank + 1) * num_tokens)
-        index_T = context.token_index(num_tokens * self.size, torch.device("cpu"))
-        ids_T = context.token_ids_T
+        index_T, ids_T = context.token_index_T, context.token_ids_T
+        if index_T is None:
+            index_T = torch.arange(num_tokens * self.size)
         return replace(context, token_index_T=index_T[own], token_ids_T=None if ids_T is None else ids_T[own])
 
     def whole(self, rows: Tensor) -> Tensor:
