@@ -153,6 +153,7 @@ def name(case: Case) -> str:
 def run_cases(cases: list[Case]) -> dict[Case, dict[str, Any]]:
     """Job: what each step of each showed on this rank, all in one world."""
     found = {}
+    gc.freeze()  # what is imported need not be searched after each case
     try:
         with TemporaryDirectory() as folder:
             for case in cases:
