@@ -9,6 +9,9 @@ import errno
 import os
 import socket
 import sys
+import time
+
+PATIENCE_S = 20  # for which the other ranks of a machine wait for the first one's word
 
 
 def main() -> int:
@@ -48,12 +51,17 @@ def main() -> int:
 
 
 def _tell(message: str) -> int:
-    """One line from each machine, which may have a mistake of its own (a missing file, say)."""
+    """One line from each machine, which may have a mistake of its own (a missing file, say).
+
+    The first rank of a machine tells it. The others wait meanwhile: a launcher ends all ranks as soon as one
+    has ended. What is left of them then saw what the first did not.
+    """
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    if not local_rank.isdigit() or int(local_rank) == 0:
-        place = "" if rank in ("0", local_rank) or not rank.isdigit() else f"{socket.gethostname()}: "
-        print(f"error: {place}{' '.join(message.splitlines())}", file=sys.stderr)
+    if local_rank.isdigit() and int(local_rank) > 0:
+        time.sleep(PATIENCE_S)
+    place = "" if rank in ("0", local_rank) or not rank.isdigit() else f"{socket.gethostname()}: "
+    print(f"error: {place}{' '.join(message.splitlines())}", file=sys.stderr)
     return 2
 
 

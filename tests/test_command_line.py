@@ -133,13 +133,17 @@ def test_bad_settings(
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_only_the_first_rank_tells(
+def test_the_other_ranks_wait_for_the_first_one_to_tell(
     pretrain: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A launcher ends them meanwhile; if it does not, the first rank has not seen the mistake."""
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    told_before: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: told_before.append(capsys.readouterr().err))
     assert pretrain("model.num_attention_heads=3") == 2
-    assert capsys.readouterr().err == ""
+    assert told_before == [""]
+    assert "model.num_attention_heads 3" in capsys.readouterr().err
 
 
 def test_bad_yaml(pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def find_transformer_engine() -> Found:
         engine = importlib.import_module("transformer_engine")
         importlib.import_module("transformer_engine.pytorch")
         version = str(engine.__version__)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         return Found(problem=f"Transformer Engine is installed, but cannot be imported: {reason}")
     if _numbers(version) < _numbers(OLDEST_ENGINE):

@@ -79,7 +79,9 @@ class AllToAllDispatch:
         rows_NH = self._there(hidden_TH.index_select(0, plan.token_N), plan)
         if plan.sent_R is not None or plan.gathered_X is not None:
             local_XSL = torch.arange(counts_XSL.shape[-1], device=hidden_TH.device).expand_as(counts_XSL)
-            expert_M = torch.repeat_interleave(local_XSL.reshape(-1), counts_XSL.reshape(-1))
+            expert_M = torch.repeat_interleave(
+                local_XSL.reshape(-1), counts_XSL.reshape(-1), output_size=len(rows_NH)
+            )
             plan.by_expert_M = torch.argsort(expert_M, stable=True)
             rows_NH = rows_NH.index_select(0, plan.by_expert_M)
         return rows_NH, counts_XSL.sum((0, 1)), plan
@@ -94,6 +96,7 @@ class AllToAllDispatch:
             dist.all_to_all_single(counts_SL, sent_RL.contiguous(), group=self.expert)
         else:
             counts_SL = sent_RL[self.rank : self.rank + 1]
+        if self.expert is not None and routing.stays_home:
             all_here = counts_SL.sum() == plan.token_N.numel()
             torch._assert_async(all_here, "stays_home, but a pair's expert is on another rank")
         counts_XSL = counts_SL[None]
@@ -101,9 +104,14 @@ class AllToAllDispatch:
             together = counts_SL.new_empty(self.num_slices * len(counts_SL), counts_SL.shape[1])
             dist.all_gather_into_tensor(together, counts_SL.contiguous(), group=self.expert_tensor)
             counts_XSL = together.view(self.num_slices, *counts_SL.shape)
-            plan.gathered_X = counts_XSL.sum((1, 2)).tolist()
-        if exchanges:
-            plan.sent_R, plan.received_R = sent_RL.sum(1).tolist(), counts_SL.sum(1).tolist()
+        # The host needs them, and waits for the device once.
+        sums = [sent_RL.sum(1), counts_SL.sum(1), counts_XSL.sum((1, 2))]
+        if exchanges or self.expert_tensor is not None:
+            sent, received, gathered = (
+                part.tolist() for part in torch.cat(sums).cpu().split([*map(len, sums)])
+            )
+            plan.sent_R, plan.received_R = (sent, received) if exchanges else (None, None)
+            plan.gathered_X = gathered if self.expert_tensor is not None else None
         return counts_XSL
 
     def _there(self, rows: Tensor, plan: Plan) -> Tensor:

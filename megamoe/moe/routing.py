@@ -117,6 +117,8 @@ class Routing(Scored):
     def of_tokens(self, first: int, num_tokens: int) -> "Routing":
         """What concerns the tokens from `first` on, which are numbered from 0."""
         own = slice(first, first + num_tokens)
+        pairs = self.pairs.of_tokens(first, num_tokens)
+        nothing_dropped = self.wanted is self.pairs
         return replace(
             self,
             scores_TE=self.scores_TE[own],
@@ -125,6 +127,6 @@ class Routing(Scored):
             ranking_TE=self.ranking_TE[own],
             candidates_TE=None if self.candidates_TE is None else self.candidates_TE[own],
             extras={n: value[own] if has_row_per_token(n) else value for n, value in self.extras.items()},
-            wanted=self.wanted.of_tokens(first, num_tokens),
-            pairs=self.pairs.of_tokens(first, num_tokens),
+            wanted=pairs if nothing_dropped else self.wanted.of_tokens(first, num_tokens),
+            pairs=pairs,
         )

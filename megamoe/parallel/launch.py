@@ -88,6 +88,12 @@ def start(world: World, timeout_minutes: float) -> None:
     )
 
 
+def order_device_queues() -> None:
+    """On a GPU, let reductions begin in the order of their launch: Megatron-Core's tensor parallelism then
+    overlaps them with products. Before CUDA is first asked for anything."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def stop() -> None:
     """Leave the process group and forget every group made from it; a new `start` may follow."""
     import deepspeed.comm.comm as deepspeed_comm
@@ -120,8 +126,6 @@ def _export(world: World) -> None:
     os.environ["WORLD_SIZE"] = str(world.size)
     os.environ["LOCAL_RANK"] = str(world.local_rank)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    # With it Megatron-Core's tensor parallelism overlaps its reductions with products on a GPU.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port()) if world.size == 1 else "29500"
 

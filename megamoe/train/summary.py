@@ -134,7 +134,11 @@ def _rank_rows(
             f"{''.join(f'{text}, ' for text in elsewhere)}"
             f"and about {_mib(_activation_bytes(config, vocabulary, engine))} of activations",
         ),
-        *([("sent per micro batch", f"{_mib(sent)} by each rank, with even loads")] if sent else []),
+        *(
+            [("sent per micro batch", f"{_mib(sent)} by each rank in its blocks, with even loads")]
+            if sent
+            else []
+        ),
     ]
 
 
@@ -186,16 +190,18 @@ def _world(layout: Layout, sequence: bool) -> str:
 
 def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine) -> float:
     """A rough count of what the backward pass keeps: about 14 hidden vectors a block besides the FFN's inner
-    ones, and the logits three times in fp32."""
+    ones, and the logits three times in fp32. Tensor parallelism divides all but 10 / 34 of the former, with
+    sequence parallelism those too (Korthikanti et al. 2022, section 4)."""
     model = config.model
     assert isinstance(engine.model, GPT)
     tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
-    width = 4 if engine.precision == "fp32" else 2
+    width, ranks = 4 if engine.precision == "fp32" else 2, engine.layout.tensor
     if model.recompute == "full":  # the blocks' inputs, and what one of them needs while it is computed again
-        kept = model.num_layers * model.hidden_size + _block_width(config) // model.num_layers
+        inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
+        kept = inputs + _block_width(config) / model.num_layers
     else:
         kept = _block_width(config)
-    return float(tokens * (width * kept + 12 * vocabulary.size))
+    return float(tokens * (width * kept + 12 * vocabulary.size / ranks))
 
 
 def _block_width(config: RunConfig) -> float:
@@ -207,8 +213,13 @@ def _block_width(config: RunConfig) -> float:
     if layers and model.recompute != "selective":
         chosen = mean_choices(config) * moe.expert_sublayers + moe.num_shared_experts
         inner += layers * chosen * (4 * expert_ffn_size(config) + 3 * model.hidden_size)
-    return 14 * model.num_layers * model.hidden_size + inner
+    ranks = config.parallel.tensor
+    undivided = 0 if config.parallel.sequence else 10 / 34
+    share = undivided + (1 - undivided) / ranks
+    return 14 * share * model.num_layers * model.hidden_size + inner / ranks
 
 
 def _mib(size: float) -> str:
+    if size < 2**20:
+        return f"{size / 2**10:.0f} KiB"
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -53,6 +53,8 @@ class Trainer:
 
     def __init__(self, config: RunConfig, world: launch.World | None = None) -> None:
         self.config = config
+        if config.parallel.tensor > 1:
+            launch.order_device_queues()
         self.world = world or launch.find_world()
         check_run(config, self.world.size)
         self.layout = Layout.of(config.parallel, self.world.size)

@@ -165,7 +165,10 @@ def assert_same(found: list[Found], expected: Found, layout: Layout, tolerance: 
         # What is zero but for rounding is held against the largest gradient of the model.
         scale = max(float(gradient.abs().max()), 1e-4 * largest)
         for rank, one in enumerate(found):
-            ours, piece = one["gradients"][name], _piece(gradient, name, one["cuts"], layout, rank)
+            ours, piece = (
+                one["gradients"][name],
+                _piece(expected["gradients"], name, one["cuts"], layout, rank),
+            )
             assert ours.shape == piece.shape, f"{name} of rank {rank}: {ours.shape}, not {piece.shape}"
             error = float((ours - piece).abs().max()) / scale
             assert error < tolerance, f"{name} of rank {rank}: off by {error:.1e}"
@@ -173,11 +176,14 @@ def assert_same(found: list[Found], expected: Found, layout: Layout, tolerance: 
         assert abs(one["norm"] / expected["norm"] - 1) < tolerance
 
 
-def _piece(gradient: Tensor, name: str, cuts: dict[str, Any], layout: Layout, rank: int) -> Tensor:
+def _piece(whole: dict[str, Tensor], name: str, cuts: dict[str, Any], layout: Layout, rank: int) -> Tensor:
     """What of a whole gradient a rank holds."""
+    gradient = whole[name]
     if ".experts." in name:
+        # SwiGLU's gate and value stand above each other, in twice as many rows as the FFN size.
+        ffn_size = whole[name.removesuffix(".up") + ".down"].shape[2] if name.endswith(".up") else 0
+        dimension, stride = (1, gradient.shape[1] // ffn_size) if ffn_size else (2, 1)
         gradient = gradient.chunk(layout.expert)[layout.expert_rank(rank)]
-        dimension, stride = (1, 2) if name.endswith(".up") else (2, 1)  # [gate | value] above each other
         return _cut(gradient, dimension, stride, rank % layout.expert_tensor, layout.expert_tensor)
     if name in cuts:
         return _cut(gradient, *cuts[name], layout.tensor_rank(rank), layout.tensor)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
-from megamoe.parallel.zero.shards import whole_shape
 from megamoe.train.trainer import Trainer
 from tests.distributed.fp16 import with_fp16
 from tests.distributed.pool import Pool
@@ -64,7 +63,9 @@ def accumulated(**changes: Any) -> float:
         engine = trainer.engine
         sums: dict[nn.Parameter, Tensor] = {}
         for parameter in engine.model.parameters():
-            sums[parameter] = torch.zeros(whole_shape(parameter), dtype=torch.float64)
+            sums[parameter] = torch.zeros(
+                getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float64
+            )
             parameter.register_hook(_adder(sums[parameter]))
         worst: list[float] = []
         step, scale = engine.step, engine.loss_scale

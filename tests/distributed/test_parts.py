@@ -1,4 +1,4 @@
-"""Every registered part trains alike on 1 rank and on 4 of EP 4, and its state survives a checkpoint."""
+"""Every registered part trains alike on 1 rank and on 4 of each layout; its state survives a checkpoint."""
 
 import json
 from collections import defaultdict
@@ -20,11 +20,29 @@ TOLERANCE = 1e-5
 WORDS = ("lm_loss", "loss", "grad_norm")
 
 
-def on_one_rank(kind: str, name: str) -> dict[str, Any]:
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP 4, ZeRO 1": {"expert": 4, "deepspeed": ds_config("zero1_fp32")},
+    "TP 2, SP, EP 4, ZeRO 1": {
+        "tensor": 2,
+        "sequence": True,
+        "expert": 4,
+        "deepspeed": ds_config("zero1_fp32"),
+    },
+    "TP 2, EP 2, expert TP 2, ZeRO 3": {
+        "tensor": 2,
+        "expert": 2,
+        "expert_tensor": 2,
+        "deepspeed": ds_config("zero3_fp32"),
+    },
+}
+QUICK = "TP 2, SP, EP 4, ZeRO 1"
+
+
+def on_one_rank(kind: str, name: str, data_parallel: int) -> dict[str, Any]:
     """What assigns all ranks' tokens at once sees the same where one rank has them in one batch."""
     run = run_of(kind, name)
     together = run["moe__router"].get("selector", {}).get("name") == "balanced"
-    return {**run, "train__micro_batch_size": RANKS if together else 1}
+    return {**run, "train__micro_batch_size": data_parallel if together else 1}
 
 
 def run_of(kind: str, name: str, **changes: Any) -> dict[str, Any]:
@@ -56,14 +74,15 @@ def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, li
         launch.stop()
 
 
-@pytest.fixture(scope="module")
-def found(pool: Pool) -> dict[str, tuple[Any, Any]]:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in LAYOUTS],
+)
+def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, Any]]:
     """By part: (what the one rank showed, what each of the four did)."""
-    one = [on_one_rank(*parts[0]) for parts in DISTINCT.values()]
-    stage = ds_config("zero1_fp32")
-    many = [
-        run_of(*parts[0], parallel__expert=RANKS, parallel__deepspeed=stage) for parts in DISTINCT.values()
-    ]
+    layout = LAYOUTS[request.param]
+    one = [on_one_rank(*parts[0], RANKS // layout.get("tensor", 1)) for parts in DISTINCT.values()]
+    many = [run_of(*parts[0], parallel=layout) for parts in DISTINCT.values()]
     (alone,) = pool.run(several_runs, one, STEPS, ranks=1, timeout_s=300)
     ranks = pool.run(several_runs, many, STEPS, ranks=RANKS, timeout_s=300)
     return {
@@ -77,8 +96,10 @@ def found(pool: Pool) -> dict[str, tuple[Any, Any]]:
 def test_a_part_trains_alike_on_one_rank_and_on_four(found: dict[str, Any], part: str) -> None:
     alone, ranks = found[part]
     for step in range(STEPS):
-        together = in_order([rank["chosen"][step] for rank in ranks])
-        assert torch.equal(together, in_order([alone["chosen"][step]])), f"step {step + 1}: other experts"
+        # Every tensor rank knows the whole micro batch's routing.
+        together = in_order([rank["chosen"][step] for rank in ranks]).unique(dim=0)
+        expected = in_order([alone["chosen"][step]]).unique(dim=0)
+        assert torch.equal(together, expected), f"step {step + 1}: other experts"
     for word in WORDS:
         for rank in ranks:
             assert rank[word] == pytest.approx(alone[word], rel=TOLERANCE), word

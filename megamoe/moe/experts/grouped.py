@@ -8,7 +8,7 @@ against each other.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,30 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def torch_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
     """PyTorch's grouped GEMM as a `GroupedProduct`."""
-    return functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=counts_E.cumsum(0).to(torch.int32))
+    product_NO: Tensor = _TorchProduct.apply(rows_NI, weight_EOI, counts_E.cumsum(0).to(torch.int32))
+    return product_NO
+
+
+class _TorchProduct(torch.autograd.Function):
+    """PyTorch's own gradient, but it keeps the weight and not a transposed view of it.
+
+    ZeRO 3 takes a weight's memory back after the forward pass and fills it again before the backward one; a
+    view would hold on to what was gathered.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
+        return functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows_NI, weight_EOI, ends_E = ctx.saved_tensors
+        gradient_NO = gradients[0].contiguous()
+        to_rows, to_weight, _ = ctx.needs_input_grad
+        rows = functional.grouped_mm(gradient_NO, weight_EOI, offs=ends_E) if to_rows else None
+        weight = functional.grouped_mm(gradient_NO.T, rows_NI, offs=ends_E) if to_weight else None
+        return rows, weight, None
 
 
 def _torch_product_of(num_experts: int, in_size: int, out_size: int) -> GroupedProduct:

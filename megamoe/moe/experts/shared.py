@@ -59,20 +59,22 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """[T, H] -> what the shared experts make of it, [T, H]; on CUDA it is ready for `join` alone."""
+        if not hidden_TH.is_cuda:
+            return self._ffn(hidden_TH)
         # Backward runs on forward's streams, and a weight's gradient is complete on the one that first met
         # the weight: the engine, which collects gradients as they come, must find them all on its own.
-        up, down = self.up.view_as(self.up), self.down.view_as(self.down)
-        if not hidden_TH.is_cuda:
-            return self._ffn(hidden_TH, up, down)
+        met_here = [weight.view_as(weight) for weight in (self.up, self.down)]
         side = _side_stream(hidden_TH.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            shared_TH = self._ffn(hidden_TH, up, down)
-        hidden_TH.record_stream(side)
+            shared_TH = self._ffn(hidden_TH)
+        # ZeRO 3 takes the weights' memory back at once, and the input's may be free: not while `side` reads.
+        for read in (hidden_TH, *met_here):
+            read.record_stream(side)
         return shared_TH
 
-    def _ffn(self, hidden_TH: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return functional.linear(activate(functional.linear(hidden_TH, up), self.activation), down)
+    def _ffn(self, hidden_TH: Tensor) -> Tensor:
+        return functional.linear(activate(functional.linear(hidden_TH, self.up), self.activation), self.down)
 
     def join(self, hidden_TH: Tensor, shared_TH: Tensor, routed_TH: Tensor) -> Tensor:
         """The input, what `forward` and what the routed experts made of it -> both together, [T, H]."""

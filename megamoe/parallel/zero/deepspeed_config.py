@@ -13,8 +13,16 @@ from pydantic import ValidationError
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 from megamoe.parallel.zero.offload import check_offload, offload_device
+from megamoe.registry import unknown_name_message
 
 Precision = Literal["fp32", "bf16", "fp16"]
+OF_THE_YAML = {
+    "optimizer": "optimizer",
+    "scheduler": "optimizer.schedule",
+    "tensor_parallel": "parallel.tensor",
+    "sequence_parallel_size": "parallel.sequence",
+    "expert_parallel": "parallel.expert",
+}
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "aio")
 STAGES = (0, 1, 2, 3)
 
@@ -83,7 +91,7 @@ def fill_in(
         raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
     _check_zero(where, content.get("zero_optimization", {}), stage)
     check_offload(where, content, stage)
-    for section, owner in (("optimizer", "optimizer"), ("scheduler", "optimizer.schedule")):
+    for section, owner in OF_THE_YAML.items():
         if section in content:
             raise UserError(f"{where}: remove {section!r}; the YAML's {owner} decides that")
     micro = config.train.micro_batch_size
@@ -123,6 +131,10 @@ def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(["zero_optimization", *map(str, first["loc"])])
+        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+            known = list(DeepSpeedZeroConfig.model_fields)
+            told = unknown_name_message("key", str(first["loc"][0]), known)
+            raise UserError(f"{where}: zero_optimization: {told}") from None
         raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from None
     for key, without in (("zero_quantized_gradients", False), ("zero_hpz_partition_size", 1)):
         value = section.get(key, without)

@@ -47,12 +47,6 @@ def whole_copies(tensors: dict[str, Tensor], wanted: bool) -> dict[str, Tensor]:
     return copies
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape that it has when it is whole."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
 @torch.no_grad()
 def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     """parameter := value, whole and the same on all ranks that hold it; collective at ZeRO 3."""

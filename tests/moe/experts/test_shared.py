@@ -127,7 +127,7 @@ def test_on_cuda_they_wait_for_their_input_and_are_waited_for(monkeypatch: pytes
         "side waits for main",
         "on side",
         "off side",
-        "kept for side",  # the input
+        *["kept for side"] * 3,  # the input and the weights
         "main waits for side",
         "kept for main",  # the output
     ]

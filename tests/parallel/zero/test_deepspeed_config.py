@@ -67,7 +67,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown key": (
         {"zero_optimization": {"stage": 1, "reduce_buket_size": 1}},
-        "zero_optimization.reduce_buket_size is 1: ",
+        "zero_optimization: unknown key 'reduce_buket_size'; did you mean 'reduce_bucket_size'",
     ),
     "a wrong value": (
         {"zero_optimization": {"stage": 1, "reduce_bucket_size": "big"}},
@@ -95,6 +95,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "gradient_clipping is 1.0, .* optimizer.grad_clip makes it 0.5",
     ),
     "optimizer": ({"optimizer": {"type": "Adam"}}, "remove 'optimizer'; the YAML's optimizer decides that"),
+    "tensor parallelism": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        "remove 'tensor_parallel'; the YAML's parallel.tensor decides that",
+    ),
     "scheduler": ({"scheduler": {"type": "WarmupLR"}}, "remove 'scheduler'; the YAML's optimizer.schedule"),
     "parameters alone offloaded": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
