@@ -1,6 +1,7 @@
 """The MoE layer as DeepSpeed wants it: experts marked as a rank's own, under a type that it knows."""
 
 from collections.abc import Callable
+from typing import Any
 
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.utils import groups as deepspeed_groups
@@ -53,15 +54,8 @@ class HostedMoELayer(MarkedMoELayer, AutoEPMoELayer):
     experts this is the one that ZeRO 3 takes.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        shape: LayerShape,
-        context: StepContext,
-        groups: ParallelGroups,
-        layout: Layout,
-    ) -> None:
-        MarkedMoELayer.__init__(self, config, shape, context, groups, layout)
+    def __init__(self, *args: Any) -> None:
+        MarkedMoELayer.__init__(self, *args)
         self.num_local_experts = self.num_experts // self.ep_size
         self.ep_group_name = self.expert_group_name
 

@@ -1,5 +1,7 @@
 """Gradients of what every tensor-parallel rank holds whole but sees some of the tokens only."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,15 +36,14 @@ class TensorSums:
                 "under tensor parallelism a part must use its parameters in every micro batch"
             )
 
-    def _hook_of(self, name: str):  # type: ignore[no-untyped-def]
+    def _hook_of(self, name: str) -> Callable[[Tensor], Tensor]:
         @torch.no_grad()
         def hook(gradient: Tensor) -> Tensor:
             before = self._aside.pop(name, None)
-            total = gradient.float() if before is None else before.add_(gradient)
+            total = gradient.to(torch.float32, copy=True) if before is None else before.add_(gradient)
             if not self.last:
-                self._aside[name] = total.clone() if total is gradient else total
+                self._aside[name] = total
                 return torch.zeros_like(gradient)
-            total = total.clone() if total is gradient else total
             dist.all_reduce(total, group=self.group)
             return total.to(gradient.dtype)
 

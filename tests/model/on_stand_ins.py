@@ -7,7 +7,6 @@ import whether Transformer Engine is there, so that no test of the main process 
 """
 
 import json
-import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,26 +28,10 @@ from megamoe.parallel import launch
 from megamoe.parallel.checkpoints.files import model_tensors
 from megamoe.parallel.zero import apex_adamw
 from megamoe.train.check import check_run as refuse
-from megamoe.train.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, small_run, watched_steps
+from tests.distributed.runs import ds_config, small_run
+from tests.model.runs_on_stand_ins import check_runs_of_two_ranks  # noqa: F401
+from tests.model.stand_ins import calls, say_cuda_is_here
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
-
-
-def say_cuda_is_here() -> None:
-    """Nothing but the choice of backends believes it."""
-    backends.has_cuda = apex_adamw.has_cuda = lambda: True  # type: ignore[assignment]
-    backends.find_transformer_engine.cache_clear()
-    backends.find_apex_norms.cache_clear()
-
-
-def calls() -> list[Any]:
-    """What the stand-in has computed since it was asked last."""
-    from transformer_engine.pytorch import fp8
-
-    found = list(fp8.calls)
-    fp8.calls.clear()
-    return found
 
 
 def loss_of(model: GPT, rows: int = 2) -> Tensor:
@@ -319,58 +302,6 @@ def check_norms_of_apex() -> None:
         assert [type(m).__name__.startswith("Fused") for m in fused.modules()].count(True) == 6
         assert list(plain.state_dict()) == list(fused.state_dict())
         torch.testing.assert_close(loss_of(fused), loss_of(plain))
-
-
-def run_all(runs: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
-    """Job of one rank: two steps and a checkpoint of each run, one after the other in the same world."""
-    say_cuda_is_here()
-    results = []
-    for changes in runs:
-        calls()
-        trainer = Trainer(small_run(**changes))
-        results.append(watched_steps(trainer, 2))
-        trainer.save()
-        results[-1]["products"] = [type(call.module).__name__ for call in calls()]
-    launch.stop()
-    return results
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float, steps: slice) -> None:
-    for word in ("lm_loss", "loss", "grad_norm"):
-        mine, theirs = torch.tensor(found[word]), torch.tensor(expected[word][steps])
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=0)
-
-
-def check_runs_of_two_ranks() -> None:
-    """From one backend and optimiser to the other, there and back, and in FP8."""
-    plain = {"model__backend": "torch", "optimizer__kernel": "torch", "model__norm_kernel": "torch"}
-    engine = {"model__backend": "transformer_engine", "optimizer__kernel": "apex"}
-    fp8 = {**engine, "model__fp8": "delayed"}
-    with tempfile.TemporaryDirectory() as folder:
-        common = {"output": folder, "parallel__expert": 2, "checkpoint__resume": "auto"}
-        fp32 = {**common, "parallel__deepspeed": ds_config("zero1_fp32")}
-        bf16 = {**common, "parallel__deepspeed": ds_config("zero2_bf16")}
-        runs = [
-            {"name": "plain", **fp32, **plain},
-            {"name": "plain", **fp32, **plain},
-            {"name": "there", **fp32, **plain},
-            {"name": "there", **fp32, **engine},
-            {"name": "back", **fp32, **engine},
-            {"name": "back", **fp32, **plain},
-            {"name": "bf16", **bf16, **plain},
-            {"name": "fp8", **bf16, **fp8},
-            {"name": "again", **bf16, **fp8, "model__recompute": "full"},
-        ]
-        for first, second, *changed, bf16_run, in_fp8, recomputed in Pool().run(run_all, runs, ranks=2):
-            whole = {word: first[word] + second[word] for word in first}
-            for number, run in enumerate(changed):
-                assert_same(run, whole, 1e-5, slice(2, 4) if number % 2 else slice(0, 2))
-            # Two products of the experts' layer in each of two steps of four micro batches.
-            products = [run["products"].count("GroupedLinear") for run in changed]
-            assert products == [0, 2 * 2 * 4, 2 * 2 * 4, 0], products
-            assert_same(in_fp8, bf16_run, 0.02, slice(0, 2))
-            assert_same(recomputed, in_fp8, 1e-6, slice(0, 2))
-            assert recomputed["products"].count("GroupedLinear") == 2 * 2 * 2 * 4
 
 
 def check_apex_is_refused_where_it_cannot_step() -> None:

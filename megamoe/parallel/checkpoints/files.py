@@ -106,6 +106,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """As safetensors, on the disk when this returns."""
     save_file({name: _alone(tensor.detach()) for name, tensor in tensors.items()}, str(path))
     sync(path)
 
@@ -117,6 +118,11 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Of a file of safetensors, on the CPU.
+
+    Raises:
+        UserError: if it is missing or damaged.
+    """
     try:
         loaded: dict[str, Tensor] = load_file(str(path))
     except (OSError, SafetensorError) as error:
@@ -125,6 +131,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def damaged(path: Path, error: Exception) -> UserError:
+    """What to raise of a file that cannot be read."""
     return UserError(f"{path}: missing or damaged ({error}); resume from another checkpoint")
 
 
@@ -138,6 +145,7 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Whole or not at all, and on the disk when this returns."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -7,9 +7,10 @@
     copy   a dense model whose FFN is copied into every expert (Komatsuzaki et al. 2023, sparse upcycling),
            so that experts whose weights sum to 1 are the dense FFN
 
-The layout that saved the checkpoint does not matter: its experts are put together and dealt anew. Tensors
-are read one by one, and of the experts a rank's own alone. What is taken are the model's weights: a bf16 run
-has saved them in bf16, and its optimiser's fp32 copies are left behind with the optimiser.
+The expert-parallel size and the ZeRO stage that saved the checkpoint do not matter: its experts are put
+together and dealt anew. What tensor parallelism has cut is refused. Tensors are read one by one, and of the
+experts a rank's own alone. What is taken are the model's weights: a bf16 run has saved them in bf16, and its
+optimiser's fp32 copies are left behind with the optimiser.
 """
 
 from collections.abc import Iterator
@@ -85,7 +86,8 @@ class _SavedModel:
         for key in ("parallel.tensor", "parallel.expert_tensor"):
             if layout.get(key, 1) > 1:
                 raise UserError(
-                    f"{path}: saved with {key} {layout[key]}, weights can be taken from 1 alone yet"
+                    f"{path}: saved with {key} {layout[key]}, but weights can be taken from one saved with 1 "
+                    "alone yet; start from such a one, or go on with this by checkpoint.resume at its layout"
                 )
         self._dense = _open(path / DENSE, files)
         self.experts: list[Any] = []
