@@ -221,6 +221,7 @@ class CheckpointConfig:
     __pydantic_config__ = STRICT
     every: NonNegativeInt = 0  # steps; 0: only at the end
     keep: PositiveInt = 2
+    background: bool = True  # write while training goes on, from a copy in host memory
     save_at_end: bool = True
     init: InitConfig = field(default_factory=InitConfig)
     resume: str = "never"  # never | auto (the latest of this run, if any) | a checkpoint's folder

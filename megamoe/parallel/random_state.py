@@ -6,7 +6,7 @@ import numpy
 import torch
 from torch import Tensor
 
-_PREFIX = "random/"
+_NUMPY_KEYS = 624  # of the Mersenne Twister
 
 
 def seed(number: int) -> None:
@@ -32,17 +32,22 @@ def capture(device: torch.device) -> dict[str, Tensor]:
     }
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
-    return {_PREFIX + name: tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def restore(tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what `capture` returned."""
-    found = {name[len(_PREFIX) :]: tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
-    torch.set_rng_state(found["torch"])
-    position, has_gauss = found["numpy_place"].tolist()
-    keys = found["numpy"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, position, has_gauss, float(found["numpy_gauss"])))
-    gauss_next = float(found["python_gauss"])
-    random.setstate((3, tuple(found["python"].tolist()), None if gauss_next != gauss_next else gauss_next))
-    if device.type == "cuda" and "cuda" in found:
-        torch.cuda.set_rng_state(found["cuda"], device)
+    """Put back what `capture` returned.
+
+    Raises:
+        KeyError, RuntimeError, TypeError, ValueError: if these are no such states.
+    """
+    torch.set_rng_state(tensors["torch"])
+    position, has_gauss = tensors["numpy_place"].tolist()
+    if not 0 <= position <= _NUMPY_KEYS:  # NumPy does not look
+        raise ValueError(f"position {position} of {_NUMPY_KEYS}")
+    keys = tensors["numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, float(tensors["numpy_gauss"])))
+    gauss_next = float(tensors["python_gauss"])
+    random.setstate((3, tuple(tensors["python"].tolist()), None if gauss_next != gauss_next else gauss_next))
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)

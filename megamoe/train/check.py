@@ -106,12 +106,6 @@ def _check_start(config: RunConfig) -> None:
     dense = not moe_layer_numbers(moe, config.model.num_layers)
     if moe.frozen and dense:
         raise UserError(f"moe.frozen: found {', '.join(moe.frozen)}, but no block is MoE (moe.layers)")
-    cut = max(config.parallel.tensor, config.parallel.expert_tensor)
-    if config.checkpoint.init.path is not None and cut > 1:
-        raise UserError(
-            f"checkpoint.init.path: a run with parallel.tensor {config.parallel.tensor} and parallel."
-            f"expert_tensor {config.parallel.expert_tensor} cannot start from a checkpoint yet; set both to 1"
-        )
     if experts == "same":
         return
     if config.checkpoint.init.path is None:

@@ -67,7 +67,8 @@ class Loop:
             if reason is not None:
                 self._say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
             if self.config.checkpoint.save_at_end or reason is not None:
-                self._save()
+                self._begin_save()
+            self._finish_save()
         if self.is_first and self.config.log.report:
             print(f"report: {write_report(folder.path)}")
 
@@ -97,27 +98,39 @@ class Loop:
         if evaluates or reason is not None or _is_due(step, self.config.log.every):
             self._record(metrics)
         if _is_due(step, self.config.checkpoint.every):
-            self._save()
+            self._begin_save()
         return None if last else reason
 
     def _agreed_reason(self) -> str | None:
-        """All ranks stop together, if any has a reason."""
+        """All ranks stop together, if any has a reason; and publish a save together, if all have written."""
         mine = self.stop_rule.reason()
-        votes = torch.tensor([0.0 if mine is None else 1.0], device=self.trainer.world.device)
+        writes = not self.trainer.checkpoints.is_written
+        votes = torch.tensor([float(mine is not None), float(writes)], device=self.trainer.world.device)
         dist.all_reduce(votes)
-        if float(votes) == 0:
+        stops, writing = votes.tolist()
+        if not writing:
+            self._finish_save()
+        if not stops:
             return None
         return mine or "another rank was told to stop"
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
         return self.trainer.evaluate(at_end) if self.config.evaluation.batches else {}
 
-    def _save(self) -> None:
+    def _begin_save(self) -> None:
         if self.trainer.progress.step == self.saved_step:
             return
-        path = self.trainer.save()
+        self._finish_save()
+        self.trainer.begin_save()
         self.saved_step = self.trainer.progress.step
-        self._say(f"saved {path}")
+        if not self.config.checkpoint.background:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the save under way, if any."""
+        checkpoints = self.trainer.checkpoints
+        if checkpoints.under_way:
+            self._say(f"saved {checkpoints.finish()}")
 
     def _record(self, metrics: dict[str, Any]) -> None:
         if self.recorder is not None and self.line is not None:

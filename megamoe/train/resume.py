@@ -1,5 +1,5 @@
-"""Whether a checkpoint is one that this run can go on from (same layout, same model, same data), or one
-whose weights it can start from."""
+"""Whether a checkpoint is one that this run can go on from (same model, same data, any layout), or one whose
+weights it can start from."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,8 @@ from typing import Any
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError
 from megamoe.model.size import moe_layer_numbers, part_shapes
-from megamoe.parallel.checkpoints.files import check_layout, dense_shapes, layout, read_meta
-from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.deepspeed_config import resolve_precision, zero_stage
+from megamoe.parallel.checkpoints.meta import Index, read_index, read_meta
+from megamoe.parallel.checkpoints.saved import WEIGHT
 
 # Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps
 # state is compared by itself. The rest may change.
@@ -49,17 +48,13 @@ INIT_WAY_OUT = "start with the model's configuration that saved it"
 Tree = dict[str, Any]
 
 
-def check_resume(
-    config: RunConfig, vocabulary: int, ranks: Layout, deepspeed: dict[str, Any], path: Path
-) -> None:
+def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
     """Refuse before anything is built.
 
     Raises:
         UserError: naming the first key that differs, both values, and the way out.
     """
     meta = read_meta(path)
-    now = layout(ranks, zero_stage(deepspeed), resolve_precision(config, deepspeed))
-    check_layout(path, meta, now)
     _same(path, "vocabulary", meta["vocabulary"], vocabulary)
     saved, current = meta["config"], to_dict(config)
     for section, keys in SAME.items():
@@ -68,18 +63,25 @@ def check_resume(
             if key not in FREE:
                 _same(path, f"{section}.{key}".lstrip("."), before.get(key), after[key])
     if moe_layer_numbers(config.moe, config.model.num_layers):
-        _same_state(path, saved["moe"], current["moe"], part_shapes(config, vocabulary))
+        now = part_shapes(config, vocabulary)
+        _same_state(path, saved["moe"], current["moe"], _saved_part_shapes(read_index(path)), now)
 
 
-def _same_state(path: Path, saved: Tree, current: Tree, shapes: dict[str, list[int]]) -> None:
+def _saved_part_shapes(index: Index) -> dict[str, list[int]]:
+    """Of the router's and the losses' tensors, by their names inside a layer."""
+    found = [(PART_TENSOR.search(name), tensor) for name, tensor in index["tensors"].items()]
+    return {match[1]: tensor["shape"] for match, tensor in found if match and match.string.startswith(WEIGHT)}
+
+
+def _same_state(
+    path: Path, saved: Tree, current: Tree, known: dict[str, list[int]], shapes: dict[str, list[int]]
+) -> None:
     """What the router and the losses have learned must have its place, with its meaning.
 
-    shapes: of the present parts' tensors, by name.
+    known: shapes of the parts' tensors that were saved, by name; shapes: of the present ones.
     """
     scorers = [moe["router"]["scorer"]["name"] for moe in (saved, current)]
     _same(path, "moe.router.scorer", *scorers)
-    found = [(PART_TENSOR.search(name), shape) for name, shape in dense_shapes(path).items()]
-    known = {match[1]: shape for match, shape in found if match}
     for name in sorted(known.keys() | shapes.keys()):
         if known.get(name) != shapes.get(name):
             room, part, _ = name.split(".", maxsplit=2)

@@ -9,7 +9,10 @@ from typing import Any
 
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.run import Checkpoints
+from megamoe.parallel.checkpoints import integrity
+from megamoe.parallel.checkpoints.files import damaged
+from megamoe.parallel.checkpoints.meta import read_meta
+from megamoe.parallel.checkpoints.run import candidates
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -19,13 +22,29 @@ SUMMARY = "summary.json"
 class RunFolder:
     """Where a run writes.
 
-    resume_from: the checkpoint that it goes on from; None: it starts from step 0. continues: the records
-    in the folder are this run's and are appended to; otherwise what is there is replaced.
+    candidates: checkpoints to go on from, of which the first intact one is taken; none: it starts from step
+    0. continues: the records in the folder are this run's and are appended to; otherwise what is there is
+    replaced.
     """
 
     path: Path
-    resume_from: Path | None
+    candidates: tuple[Path, ...]
     continues: bool
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The first candidate whose JSON is intact.
+
+        Raises:
+            UserError: if there are candidates and none is.
+        """
+        for path in self.candidates:
+            if integrity.first(integrity.small_problems(path)) is None:
+                return path
+        for path in self.candidates:
+            read_meta(path)  # says it better where it can
+            raise damaged(path, integrity.first(integrity.small_problems(path)))
+        return None
 
     @property
     def checkpoints(self) -> Path:
@@ -44,11 +63,11 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     resume = config.checkpoint.resume
     checkpoints = path / "checkpoints"
     if resume == "auto":
-        latest = Checkpoints(checkpoints, config.checkpoint.keep).latest()
-        if latest is not None:
-            return RunFolder(path, latest, continues=True)
-    explicit = None if resume in ("auto", "never") else Path(resume)
-    if explicit is not None and explicit.resolve().is_relative_to(checkpoints.resolve()):
+        found = tuple(candidates(checkpoints))
+        if found:
+            return RunFolder(path, found, continues=True)
+    explicit = () if resume in ("auto", "never") else (Path(resume),)
+    if explicit and explicit[0].resolve().is_relative_to(checkpoints.resolve()):
         return RunFolder(path, explicit, continues=True)
     if path.is_file() or (path.exists() and any(path.iterdir())):
         if not (path / CONFIG).is_file():

@@ -17,7 +17,9 @@ from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.agreement import agree, attempt
 from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
-from megamoe.parallel.checkpoints.run import Checkpoints
+from megamoe.parallel.checkpoints.run import Checkpoints, first_intact, load
+from megamoe.parallel.checkpoints.saved import Saved
+from megamoe.parallel.checkpoints.state import load_weights
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.experts import hosted_layer_factory
 from megamoe.parallel.groups import data_group, start_groups
@@ -64,8 +66,9 @@ class Trainer:
         # For its refusals alone; the engine, which comes after the ranks' start, does it again.
         content = read_deepspeed_config(config.parallel.deepspeed)
         fill_in(config, content, self.layout.data, self.schedule.accumulation_at(0))
-        if self.folder.resume_from is not None:
-            check_resume(config, self.vocabulary.size, self.layout, content, self.folder.resume_from)
+        resume_from = self.folder.resume_from
+        if resume_from is not None:
+            check_resume(config, self.vocabulary.size, resume_from)
         elif config.checkpoint.init.path is not None:
             check_init(config, self.vocabulary.size, self.folder.path)
         launch.start(self.world, config.parallel.timeout_minutes)
@@ -76,17 +79,19 @@ class Trainer:
         )
         make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
         model = build_gpt(config, self.vocabulary.size, make_moe_layer)
-        self.checkpoints = Checkpoints(self.folder.checkpoints, config.checkpoint.keep)
-        if self.folder.resume_from is None:
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.background
+        )
+        saved = self._open_checkpoint(resume_from)
+        if saved is None:
             self._begin_from(model)
         else:
-            self.checkpoints.load_weights(self.folder.resume_from, model, self.layout, self.world.rank)
+            agree(attempt(lambda: load_weights(saved, model, self.layout, self.world.rank)))
         self.engine = Engine(config, model, self.world, self.schedule.accumulation_at(0))
-        # After the build, which every rank draws alike; dropout differs from one micro batch to another.
-        random_state.seed(config.seed + 1 + self.layout.data_rank(self.world.rank))
         self.progress = Progress()
-        if self.folder.resume_from is not None:
-            self._resume(self.folder.resume_from)
+        self._seed()
+        if saved is not None:
+            self._resume(saved)
         self.engine.train(True)
         self._stream = self._open_stream()
 
@@ -143,7 +148,12 @@ class Trainer:
             return evaluate(self.engine, self.context, itertools.islice(stream, micro_batches))
 
     def save(self) -> Path:
-        """Write a checkpoint of the present step."""
+        """Write a checkpoint of the present step; returns when it is whole."""
+        self.begin_save()
+        return self.checkpoints.finish()
+
+    def begin_save(self) -> None:
+        """The same, but by `checkpoint.background` the files may still be being written."""
         state = {
             "samples": self.progress.samples,
             "micro_batches": self.progress.micro_batches,
@@ -152,11 +162,12 @@ class Trainer:
             "vocabulary": self.vocabulary.size,
             "config": to_dict(self.config),
         }
-        return self.checkpoints.save(self.engine, self.progress.step, state)
+        self.checkpoints.begin(self.engine, self.progress.step, state)
 
     def close(self) -> None:
         """End the loader processes and leave the process group."""
         self._stream.close()
+        self.checkpoints.close()
         launch.stop()
 
     def _after_step(self, record: StepRecord) -> None:
@@ -199,9 +210,14 @@ class Trainer:
             if frozen:
                 self._say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")
             return
-        path, expert_rank = Path(init.path), self.layout.expert_rank(self.world.rank)
-        kept: list[str] = []
-        agree(attempt(lambda: kept.extend(load_initial_weights(model, path, init.experts, expert_rank))))
+        path, kept = Path(init.path), []
+        agree(
+            attempt(
+                lambda: kept.extend(
+                    load_initial_weights(model, path, init.experts, self.layout, self.world.rank)
+                )
+            )
+        )
         rest = f"; of the MoE layers as drawn: {', '.join(kept)}" if kept else ""
         self._say(f"weights from {path}, experts: {init.experts}{rest}")
 
@@ -209,16 +225,29 @@ class Trainer:
         if self.world.is_first:
             print(line)
 
-    def _resume(self, path: Path) -> None:
-        meta = self.checkpoints.load(path, self.engine)
-        # Earlier checkpoints do not have this count.
-        estimate = meta["samples"] // self.schedule.unit * self.layout.data
-        self.progress = Progress(
-            meta["step"],
-            meta["samples"],
-            meta.get("micro_batches", estimate),
-            meta.get("skipped_steps", 0),
-        )
+    def _open_checkpoint(self, checked: Path | None) -> Saved | None:
+        """The first intact candidate; `checked`: the one that was found to fit this run."""
+        if checked is None:
+            return None
+        path = first_intact(list(self.folder.candidates), self._say)
+        if path != checked:
+            check_resume(self.config, self.vocabulary.size, path)
+        if path != self.folder.candidates[0]:
+            self._say(f"going on from {path}")
+        return Saved(path)
+
+    def _resume(self, saved: Saved) -> None:
+        meta = saved.meta
+        with saved:
+            has_random = load(saved, self.engine)
+        self.progress = Progress(meta["step"], meta["samples"], meta["micro_batches"], meta["skipped_steps"])
+        if not has_random:
+            self._seed()
+
+    def _seed(self) -> None:
+        """This data-parallel rank's draws (dropout), at this step; the model was drawn by all ranks alike."""
+        data_rank = self.layout.data_rank(self.world.rank)
+        random_state.seed(self.config.seed + 1 + data_rank + 1_000_003 * self.progress.step)
 
     def _open_stream(self) -> BatchStream:
         return self._stream_of(self.datasets.train, self.progress.samples, self.config.data.workers)

@@ -25,7 +25,8 @@ from megamoe.moe.experts import grouped
 from megamoe.moe.experts.grouped import GroupedExperts, Products, loop_experts
 from megamoe.moe.router import Router
 from megamoe.parallel import launch
-from megamoe.parallel.checkpoints.files import model_tensors
+from megamoe.parallel.checkpoints.state import weight_pieces
+from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero import apex_adamw
 from megamoe.train.check import check_run as refuse
 from tests.distributed.runs import ds_config, small_run
@@ -66,10 +67,10 @@ def check_loss_gradients_start_and_names_are_those_of_the_torch_backend() -> Non
     for name, overrides in MODELS.items():
         plain, engine = both(*overrides)
         calls()
-        (expected, experts), (found, their_experts) = model_tensors(plain), model_tensors(engine)
-        assert (list(found), list(their_experts)) == (list(expected), list(experts)), name
-        for key, tensor in {**expected, **experts}.items():
-            assert torch.equal(tensor, {**found, **their_experts}[key]), (name, key)
+        expected, found = ([*weight_pieces(model, Layout(1), 0)] for model in (plain, engine))
+        assert [(p.name, p.box) for p in found] == [(p.name, p.box) for p in expected], name
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one.tensor, other.tensor), (name, one.name)
         losses = [loss_of(model) for model in (plain, engine)]
         torch.testing.assert_close(losses[1], losses[0])
         for loss in losses:

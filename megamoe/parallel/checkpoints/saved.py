@@ -1,0 +1,152 @@
+"""A checkpoint on the disk, read: any box of any tensor, whatever boxes it was saved in.
+
+Which chunks a box needs is worked out by torch.distributed.checkpoint; what is read are slices of
+safetensors files.
+"""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megamoe.errors import UserError
+from megamoe.parallel.checkpoints.boxes import Box, Piece, narrowed
+from megamoe.parallel.checkpoints.files import damaged, shard_file
+from megamoe.parallel.checkpoints.meta import Index, read_index, read_meta
+
+WEIGHT = "model/"  # before a parameter's or buffer's name
+STEP = "step/"  # Adam's count of a parameter's updates
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def moment_name(moment: str, parameter: str) -> str:
+    """Of the tensor that holds Adam's moment of a parameter."""
+    return f"{moment}/{parameter}"
+
+
+class Saved:
+    """A checkpoint, opened. Its files are read when they are asked for; `close` lets go of them.
+
+    Raises (when built):
+        UserError: if its JSON is missing, damaged or of another format.
+    """
+
+    def __init__(self, path: Path, key: str = "checkpoint.resume") -> None:
+        self.path = path
+        self.meta = read_meta(path, key)
+        self.index: Index = read_index(path)
+        self._open = ExitStack()
+        self._files: dict[int, Any] = {}
+
+    def __enter__(self) -> "Saved":
+        return self
+
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._files.clear()
+        self._open.close()
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Of the tensors whose name begins so."""
+        return [name for name in self.index["tensors"] if name.startswith(prefix)]
+
+    def shape(self, name: str) -> list[int]:
+        """Of a tensor that is there."""
+        return self.index["tensors"][name]["shape"]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor that is there."""
+        dtype: torch.dtype = getattr(torch, self.index["tensors"][name]["dtype"])
+        return dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU."""
+        shape = tuple(self.shape(name))
+        filled = torch.empty(shape, dtype=self.dtype(name))
+        self.fill([Piece(name, shape, Box((0,) * len(shape), shape), filled)])
+        return filled
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Copy into each piece what its tensor has there, cast to the piece's dtype.
+
+        Raises:
+            UserError: if a tensor is missing or of another shape, or a file missing or damaged.
+        """
+        by_name: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            by_name.setdefault(piece.name, []).append(piece)
+        for name, wanted in by_name.items():
+            self._check(wanted[0])
+            self._fill(name, wanted)
+
+    def _check(self, piece: Piece) -> None:
+        what = piece.name.removeprefix(WEIGHT)
+        if piece.name not in self.index["tensors"]:
+            raise UserError(f"{self.path}: {what} is missing; the checkpoint is of another model")
+        if self.shape(piece.name) != list(piece.shape):
+            raise UserError(
+                f"{self.path}: {what} has shape {self.shape(piece.name)}, this model needs "
+                f"{list(piece.shape)}; use the configuration that saved it"
+            )
+
+    def _fill(self, name: str, wanted: list[Piece]) -> None:
+        meta = self.index["tensors"][name]
+        stored = TensorStorageMetadata(
+            TensorProperties(dtype=self.dtype(name)),
+            torch.Size(meta["shape"]),
+            [_chunk(Box(tuple(offsets), tuple(sizes))) for _, offsets, sizes in meta["chunks"]],
+        )
+        missing = sum(piece.box.numel for piece in wanted)
+        for item in create_read_items_for_chunk_list(name, stored, [_chunk(piece.box) for piece in wanted]):
+            piece = wanted[item.dest_index.index or 0]
+            narrowed(piece.tensor, Box(tuple(item.dest_offsets), tuple(item.lengths))).copy_(
+                self._read(name, item)
+            )
+            missing -= item.lengths.numel()
+        if missing:
+            raise damaged(self.path, f"{missing} elements of {name} are in no shard")
+
+    def _read(self, name: str, item: ReadItem) -> Tensor:
+        number, offsets, sizes = self.index["tensors"][name]["chunks"][item.storage_index.index or 0]
+        key = chunk_key(name, self.shape(name), offsets, sizes)
+        path = self.path / shard_file(number)
+        try:
+            if number not in self._files:
+                self._files[number] = self._open.enter_context(safe_open(str(path), framework="pt"))
+            file = self._files[number]
+            held = file.get_slice(key)
+            if held.get_shape() != list(sizes):
+                raise damaged(path, f"{key} has shape {held.get_shape()}, expected {list(sizes)}")
+            if not sizes:
+                whole: Tensor = file.get_tensor(key)
+                return whole
+            ends = [o + length for o, length in zip(item.storage_offsets, item.lengths, strict=True)]
+            part: Tensor = held[tuple(map(slice, item.storage_offsets, ends))]
+            return part
+        except (OSError, SafetensorError) as error:
+            raise damaged(path, error) from None
+
+
+def chunk_key(name: str, shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]) -> str:
+    """Under which a shard holds a box: the tensor's name where it is the whole, else with its place."""
+    return name if list(shape) == list(sizes) else f"{name}@{','.join(map(str, offsets))}"
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

@@ -1,0 +1,110 @@
+"""One save under way: copied at once, written by a thread of its own, published when all ranks have written.
+
+The thread of a rank writes that rank's file and its checksum, and talks to nobody. The ranks agree in their
+main threads, at a step that the training loop chooses, so that no collective runs beside those of training.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megamoe.parallel.agreement import attempt
+from megamoe.parallel.checkpoints.boxes import Piece
+from megamoe.parallel.checkpoints.files import META, shard_file, sync
+from megamoe.parallel.checkpoints.integrity import sha256
+from megamoe.parallel.checkpoints.planning import Plan, place_of
+from megamoe.parallel.checkpoints.saved import chunk_key
+
+LOWEST_PRIORITY = 19  # of a thread, on Linux: training goes first
+
+
+class Staging:
+    """Copies in host memory, which the next save uses again; pinned where they come from a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, groups: Iterable[list[Piece]], plan: Plan) -> dict[str, Tensor]:
+        """This rank's part of the plan, by the keys of its file."""
+        taken: dict[str, Tensor] = {}
+        on_device = False
+        for pieces in groups:
+            for piece in pieces:
+                if place_of(piece) in plan.mine:
+                    key = chunk_key(piece.name, piece.shape, piece.box.offsets, piece.box.sizes)
+                    taken[key] = self._buffer(key, piece.tensor)
+                    taken[key].copy_(piece.tensor, non_blocking=piece.tensor.is_cuda)
+                    on_device = on_device or piece.tensor.is_cuda
+            if on_device:  # the next group may take this one's memory
+                torch.cuda.synchronize()
+        self._buffers = taken  # what is saved no more is let go
+        return taken
+
+    def _buffer(self, key: str, tensor: Tensor) -> Tensor:
+        known = self._buffers.get(key)
+        if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
+            return known
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+class Save:
+    """Writing a rank's tensors, and on the first rank the JSON beside them; `wait`, then ask `problem`."""
+
+    def __init__(self, folder: Path, final: Path, rank: int) -> None:
+        self.folder = folder
+        self.final = final
+        self.sums: dict[str, str] = {}
+        self.problem: str | None = None
+        self._shard = folder / shard_file(rank)
+        self._thread: threading.Thread | None = None
+
+    def start(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
+        """Begin to write in a thread."""
+        self._thread = threading.Thread(
+            target=lambda: self.run(tensors, texts, after=_give_way), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def run(
+        self, tensors: dict[str, Tensor], texts: dict[str, object], after: Callable[[], None] | None = None
+    ) -> None:
+        """Write; texts: what goes into the JSON files, by name. after: called first, in this thread."""
+        if after is not None:
+            after()
+        self.problem = attempt(lambda: self._write(tensors, texts))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has written, or failed to."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until this rank has written, or failed to."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
+        if tensors:
+            save_file(tensors, str(self._shard))
+            os.chmod(self._shard, self.folder.stat().st_mode & 0o666)  # safetensors lets nobody else read
+            self._finish(self._shard)
+        for name, content in texts.items():
+            path = self.folder / name
+            path.write_text(json.dumps(content, indent=1 if name == META else None) + "\n", "utf-8")
+            self._finish(path)
+
+    def _finish(self, path: Path) -> None:
+        sync(path)
+        self.sums[path.name] = sha256(path)
+
+
+def _give_way() -> None:
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
