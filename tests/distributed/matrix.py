@@ -129,7 +129,8 @@ def every_case(zero_stages: Iterable[int] = (0, 1, 2, 3)) -> list[Case]:
 
 
 def covering(cases: list[T]) -> list[T]:
-    """Few of these flat dataclasses, in which every two values of two fields that occur together at all do so; greedily."""
+    """Few of these flat dataclasses, in which every two values of two fields that occur together at all do
+    so; greedily."""
     pairs_of = {case: set(_pairs(case)) for case in cases}
     left = set().union(*pairs_of.values())
     chosen = []
