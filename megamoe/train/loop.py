@@ -44,6 +44,7 @@ class Loop:
         self.is_first = trainer.world.is_first
         self.stop_rule = StopRule(self.config.train)
         self.saved_step = trainer.progress.step
+        self.save_is_due = False
         self.recorder: Recorder | None = None
         self.line: ProgressLine | None = None
 
@@ -87,7 +88,9 @@ class Loop:
     def _one_step(self) -> str | None:
         """Step, evaluate and save when due, record; returns the reason to stop, if any."""
         trainer = self.trainer
-        _, metrics = trainer.step()
+        step_record, metrics = trainer.step()
+        if step_record.told:
+            self._say(step_record.told)
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == self.config.train.steps
         reason = self._agreed_reason()
@@ -96,7 +99,9 @@ class Loop:
             metrics.update(self._evaluate(at_end=last))
         if evaluates or reason is not None or _is_due(step, self.config.log.every):
             self._record(metrics)
-        if _is_due(step, self.config.checkpoint.every):
+        self.save_is_due |= _is_due(step, self.config.checkpoint.every)
+        # Not while steps are broken: the weights may be why, and their copies would push out good ones.
+        if self.save_is_due and not trainer.broken_steps.in_a_row:
             self._save()
         return None if last else reason
 
@@ -117,6 +122,7 @@ class Loop:
             return
         path = self.trainer.save()
         self.saved_step = self.trainer.progress.step
+        self.save_is_due = False
         self._say(f"saved {path}")
 
     def _record(self, metrics: dict[str, Any]) -> None:
