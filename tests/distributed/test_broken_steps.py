@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megamoe.errors import UserError
 from megamoe.parallel.engine import Engine
+from megamoe.parallel.zero.optimizer import global_grad_norm
 from megamoe.train.trainer import Trainer
 from tests.distributed.fp16 import with_fp16
 from tests.distributed.pool import Pool
@@ -139,6 +140,21 @@ def test_a_broken_step_is_as_if_never_tried(
         for word in ("losses", "norms", "states"):
             assert mine[word] == other[word], word
         assert all(math.isfinite(value) for value in mine["norms"])
+
+
+def norm_with_one_broken(**changes: Any) -> float:
+    """Job: the norm of a gradient that all tensor ranks hold whole, but that is broken on the last one."""
+    trainer = Trainer(small_run(**changes))
+    value = math.inf if trainer.world.rank == trainer.world.size - 1 else 1.0
+    norm = global_grad_norm([(torch.nn.Parameter(torch.zeros(3)), torch.full((3,), value))])
+    trainer.close()
+    return float(norm)
+
+
+def test_a_rank_that_is_broken_alone_is_seen_by_all(pool: Pool) -> None:
+    """Else one would skip the step and the others take it."""
+    norms = pool.run(norm_with_one_broken, parallel__tensor=2, ranks=2)
+    assert not any(map(math.isfinite, norms))
 
 
 def end_of_a_run(first: int, what: str, **changes: Any) -> tuple[int, str]:

@@ -217,8 +217,8 @@ def test_broken_steps_are_told_counted_and_not_saved(
     assert checkpoints(tmp_path / "run") == ["latest", *(f"step_{n:08d}" for n in (2, 6, 8))]
     told = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
     assert told == [
-        f"step {step}: train/lm_loss is nan; samples {a} to {b}; not finite: {a}, {b} (rank 0, micro batch 1); "
-        "skipped"
+        f"step {step}: train/lm_loss is nan; samples {a} to {b}; "
+        f"not finite: {a}, {b} (rank 0, micro batch 1); skipped"
         for step, a, b in ((4, 6, 7), (5, 8, 9))
     ]
 
