@@ -113,8 +113,8 @@ CASES = [
     (2, PAIR, "zero1_bf16"),
     *((4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, f"zero{n}_bf16") for n in range(4)),
 ]
-# ZeRO 1 and 2 in fp32 have one path; so has offload at both.
-SPARED = {"zero2_fp32", "zero1_bf16_offload", "zero2_fp16"}
+# ZeRO 1 and 2 in fp32 have one path, offload at both another, ZeRO 3 one for all precisions.
+SPARED = {"zero2_fp32", "zero1_bf16_offload", "zero2_fp16", "zero3_fp32", "zero3_fp16"}
 
 
 @pytest.mark.parametrize(
