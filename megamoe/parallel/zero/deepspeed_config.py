@@ -90,6 +90,7 @@ def fill_in(
     if stage not in STAGES:
         raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
     _check_zero(where, content.get("zero_optimization", {}), stage)
+    _check_overflow_checks(where, content)
     check_offload(where, content, stage)
     for section, owner in OF_THE_YAML.items():
         if section in content:
@@ -142,6 +143,16 @@ def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
             raise UserError(
                 f"{where}: zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; "
                 "leave it out"
+            )
+
+
+def _check_overflow_checks(where: str, content: dict[str, Any]) -> None:
+    """By these DeepSpeed sees a gradient that is not finite, and leaves the weights alone."""
+    for section, key in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
+        if content.get(section, {}).get(key, True) is not True:
+            raise UserError(
+                f"{where}: {section}.{key} is {content[section][key]!r}, so a broken gradient would reach "
+                "the weights; leave it out"
             )
 
 

@@ -121,6 +121,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
         "zero_hpz_partition_size is 2, which DeepSpeed does not do with experts",
     ),
+    "no gradient norm": (
+        {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+        "zero_optimization.compute_grad_norm is False, so a broken gradient would reach the weights",
+    ),
+    "no check of gradients": (
+        {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "check_grad_overflow": False}},
+        "bf16.check_grad_overflow is False, so a broken gradient would reach the weights",
+    ),
     "fp16 at stage 0": ({"fp16": {"enabled": True}}, "fp16 at zero_optimization.stage 0 has no fp32 masters"),
     "both precisions": (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
