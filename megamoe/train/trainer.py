@@ -185,6 +185,8 @@ class Trainer:
         """A broken step ends the run on every rank, before anything of it is saved."""
         if math.isfinite(record.lm_loss) and (math.isfinite(record.grad_norm) or record.skipped):
             return
+        if self.checkpoints.under_way:  # of a step before; nothing else would publish it
+            self.checkpoints.finish()
         last = self.checkpoints.latest()
         way_out = f"go on from {last}" if last else "begin anew"
         raise UserError(
