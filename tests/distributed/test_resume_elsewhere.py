@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
@@ -172,7 +173,8 @@ def without_random(tensors: Tensors) -> Tensors:
 
 
 def assert_random(saved: Tensors, moved: Tensors, before: Place, after: Place) -> None:
-    """Each data-parallel rank has the state of the one that saved; where there was none, one of its own."""
+    """Each data-parallel rank has the state of the one that saved; where there was none, one of its own,
+    which is not that of a run's first step either."""
     (old_ranks, old_layout, *_), (ranks, layout, *_) = before, after
     old_tensor, tensor = old_layout.get("tensor", 1), layout.get("tensor", 1)
     states = [random_of(moved, rank) for rank in range(ranks)]
@@ -182,7 +184,9 @@ def assert_random(saved: Tensors, moved: Tensors, before: Place, after: Place) -
             taken = data_rank * old_tensor + min(rank % tensor, old_tensor - 1)
             assert_same_bits(state, random_of(saved, taken))
         else:
-            known = [saved["random/00000/torch"], *(s["torch"] for s in states[: data_rank * tensor])]
+            begun = torch.Generator().manual_seed(small_run().seed + 1 + data_rank).get_state()
+            others = [random_of(saved, 0), *states[: data_rank * tensor]]
+            known = [begun, *(other["torch"] for other in others)]
             assert not any(state["torch"].equal(other) for other in known)
 
 
