@@ -249,7 +249,7 @@ def test_an_attempt_without_a_checkpoint_is_set_aside_on_resuming(tmp_path: Path
         ("seed=7", "saved with seed 1234, this run has 7"),
         ("data.document_aware=true", "saved with data.document_aware False, this run has True"),
         ("moe.num_experts=8", "saved with moe.num_experts 4, this run has 8"),
-        ("parallel.precision=bf16", "saved with precision fp32, this run has bf16"),
+        ("data.sequence_length=16", "saved with data.sequence_length 8, this run has 16"),
     ],
 )
 def test_a_run_goes_on_only_as_what_it_was(tmp_path: Path, change: str, message: str) -> None:
