@@ -130,16 +130,19 @@ class Engine:
 
     def loss_scaler_state(self) -> dict[str, float]:
         """What a dynamic loss scale has learned, for a checkpoint; empty where there is none."""
-        if self.precision != "fp16":
-            return {}
-        scaler = self._engine.optimizer.loss_scaler
-        return {name: getattr(scaler, name) for name in LOSS_SCALER if hasattr(scaler, name)}
+        scaler = self._dynamic_scaler()
+        return {name: getattr(scaler, name) for name in LOSS_SCALER} if scaler is not None else {}
 
     def restore_loss_scaler(self, state: dict[str, float]) -> None:
-        """Go on from `loss_scaler_state`."""
-        scaler = self._engine.optimizer.loss_scaler if state else None
-        for name, value in state.items():
-            setattr(scaler, name, value)
+        """Go on from `loss_scaler_state`; a static scale is the file's, whatever was learned."""
+        scaler = self._dynamic_scaler()
+        for name in LOSS_SCALER:
+            if scaler is not None and name in state:
+                setattr(scaler, name, state[name])
+
+    def _dynamic_scaler(self) -> Any:
+        scaler = self._engine.optimizer.loss_scaler if self.precision == "fp16" else None
+        return scaler if scaler is not None and scaler.dynamic else None
 
     def step(self, lr: float, rest: bool = False) -> float:
         """Clip, update the weights, clear the gradients; returns the gradient norm before clipping.

@@ -84,6 +84,7 @@ def test_a_static_scale_stays(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_the_scale_is_resumed(pool: Pool, tmp_path: Path) -> None:
+    """Unless it has become a static one, which is the file's."""
     path = _path(tmp_path, 2, initial_scale_power=24, hysteresis=1)
     run = {**RUN, "parallel__deepspeed": path}
     whole = pool.run(scaled_steps, 14, **run, output=tmp_path / "whole", ranks=2)[0]
@@ -93,3 +94,7 @@ def test_the_scale_is_resumed(pool: Pool, tmp_path: Path) -> None:
     for word in ("lm_loss", "grad_norm", "loss_scale", "skipped_steps"):
         assert first[word] + second[word] == whole[word], word
     assert whole["skipped_steps"][3] == 4
+    static = {**cut, "parallel__deepspeed": _path(tmp_path, 2, loss_scale=512)}
+    assert pool.run(scaled_steps, 1, True, **static, ranks=2)[0]["loss_scale"] == [512.0]
+    dynamic = {**cut, "parallel__deepspeed": _path(tmp_path, 2, initial_scale_power=10)}
+    assert pool.run(scaled_steps, 1, **dynamic, ranks=2)[0]["loss_scale"] == [1024.0]

@@ -25,6 +25,7 @@ RUN: Run = {
         "gate": {"name": "sigmoid", "bias_update": 0.01},
     },
     "optimizer__lr": 1e-2,
+    "train__global_batch_size": 4,
 }
 EP2, TP2, CUT_TWICE = {"expert": 2}, {"tensor": 2}, {"tensor": 2, "expert_tensor": 2}
 TP2_EP2, EVERY_WAY = {"tensor": 2, "expert": 2}, {"tensor": 2, "expert": 2, "expert_tensor": 2}
@@ -44,7 +45,7 @@ SOURCES: dict[str, Place] = {
 MOVES: list[tuple[str, Place]] = [
     ("fp32", (1, {}, "zero0_fp32", {})),
     ("fp32", (2, {}, "zero2_fp32", {})),
-    ("fp32", (4, TP2_EP2, "zero1_fp32", {})),
+    ("fp32", (4, EVERY_WAY, "zero1_fp32", {})),
     ("fp32", (4, {"expert": 4}, "zero3_fp32", {})),
     ("cut fp32", (1, {}, "zero1_fp32", {})),
     ("cut fp32", (2, {"tensor": 2, "sequence": True, "expert": 2}, "zero0_fp32", {})),
@@ -54,10 +55,8 @@ MOVES: list[tuple[str, Place]] = [
     ("fp32", (4, EP2, "zero3_bf16", {})),
     ("bf16", (1, {}, "zero0_fp32", {})),
     ("bf16", (2, EP2, "zero3_fp32", {})),
-    ("bf16", (4, EVERY_WAY, "zero1_bf16", {})),
     ("bf16 of one", (2, {}, "zero2_fp32", {})),
     ("bf16 of one", (2, CUT_TWICE, "zero3_bf16", {})),
-    ("bf16 at ZeRO 3", (1, {}, "zero0_bf16", {})),
     ("bf16 at ZeRO 3", (2, EP2, "zero0_fp32", {})),
     ("fp16", (1, {}, "zero1_fp16", {})),
     ("fp16", (2, EP2, "zero2_bf16", {})),
@@ -65,8 +64,8 @@ MOVES: list[tuple[str, Place]] = [
     ("bf16", (2, {}, "zero1_fp16", {})),
     # Random states.
     ("dropout", (1, {}, "zero0_fp32", DROPOUT)),
-    ("dropout", (4, EP2, "zero2_fp32", DROPOUT)),
-    ("dropout", (4, TP2_EP2, "zero1_fp32", DROPOUT)),
+    ("dropout", (4, TP2_EP2, "zero2_fp32", DROPOUT)),
+    ("dropout", (4, {}, "zero0_fp32", DROPOUT)),
 ]
 
 
@@ -241,9 +240,8 @@ def test_so_at_every_layout_and_file(
     tmp_path: Path,
     layout: tuple[int, dict[str, Any]],
 ) -> None:
-    moves = [
-        (source, (*layout, file, {})) for source in SOURCES if source != "dropout" for file in PLAIN_FILES
-    ]
+    saved = ("fp32", "cut fp32", "bf16")
+    moves = [(source, (*layout, file, {})) for source in saved for file in PLAIN_FILES]
     found = move_all(pool, sources, moves, tmp_path)
     for (source, place), after in zip(moves, found, strict=True):
         assert_moved(source, place, sources[source], after)
