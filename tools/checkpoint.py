@@ -132,6 +132,8 @@ def _convert(options: argparse.Namespace) -> int:
         if value is not None:
             wanted = "--ranks" if options.consolidated else "--consolidated"
             raise UserError(f"--{name.replace('_', '-')}: is for {wanted} only")
+    if find_checkpoints(options.source)[1]:
+        raise UserError(f"{options.source}: a run's folder; name one of its checkpoints, a step_* folder")
     if options.consolidated:
         consolidate(options.source, options.path, options.dtype, options.optimizer)
     else:
