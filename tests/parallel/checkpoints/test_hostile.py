@@ -18,9 +18,12 @@ from megamoe.errors import UserError
 from megamoe.parallel.checkpoints import integrity, verify
 from megamoe.parallel.checkpoints.describe import state_of
 from megamoe.parallel.checkpoints.files import INDEX, META, SUMS
+from megamoe.parallel.checkpoints.folder import candidates, find_checkpoints
 from megamoe.parallel.checkpoints.overlap import first_overlap
 from megamoe.parallel.checkpoints.saved import Saved
+from megamoe.train.resume import check_init, check_resume
 from tests.parallel.checkpoints import checkpoint
+from tests.tiny import VOCABULARY, tiny
 
 SHARD = "shard_00000.safetensors"
 Harm = Callable[[Path], None]
@@ -365,3 +368,37 @@ def test_many_chunks_are_compared_in_time() -> None:
     columns = [([0, at], [100, 1]) for at in range(10_000)]
     assert first_overlap(columns) is None
     assert first_overlap([*columns, ([50, 777], [1, 1])]) == ([0, 777], [50, 777])
+
+
+CONFIGS: list[Any] = [
+    {},
+    {"model": 3, "data": 3, "moe": 3},
+    {"model": {}, "data": {}, "moe": {"router": [], "losses": {}}},
+    {"model": {}, "data": {}, "moe": {"router": {"scorer": {}}, "losses": None}},
+    {"model": {"num_layers": "x\n" * 1000}, "data": {}, "moe": {"router": {"scorer": {}}, "losses": {}}},
+    {"model": [], "seed": [[[]]]},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_configuration_that_is_none_is_refused_by_a_resume(folder: Path, config: Any) -> None:
+    setting(config=config, vocabulary=VOCABULARY)(folder)
+    start = tiny(f"checkpoint.init.path={folder}")
+    for check in (
+        lambda: check_resume(tiny(), VOCABULARY, folder),
+        lambda: check_init(start, VOCABULARY, folder / "elsewhere"),
+    ):
+        with pytest.raises(UserError) as refusal:
+            check()
+        assert str(refusal.value).isprintable() and len(str(refusal.value)) < 1000
+
+
+def test_what_killed_saves_and_hands_left_in_a_run(folder: Path) -> None:
+    """`latest` as a pipe, steps that are links in a circle, files and pipes."""
+    run = folder.parent
+    os.mkfifo(run / "latest")
+    (run / "step_00000008").symlink_to("step_00000008")
+    (run / "step_00000009").touch()
+    os.mkfifo(run / "step_00000010")
+    assert candidates(run) == [folder]
+    assert [state_of(path) == "intact" for path in find_checkpoints(run)[0]] == [True, False, False, False]
