@@ -139,6 +139,29 @@ def test_a_resume_with_none_intact_ends_in_one_line(pool: Pool, folder: Path) ->
     assert "no intact checkpoint is left to go on from" in told[0][0] and told[0][0].isprintable()
 
 
+def start_from(**changes: Any) -> str:
+    """Job: what the user is told of a run that starts from weights."""
+    try:
+        Trainer(small_run(**changes)).close()
+    except UserError as error:
+        return str(error)
+    return "started"
+
+
+def test_damaged_weights_are_no_start(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    """One byte of a weight, in a file that one of the ranks has checked."""
+    path = folder / "step_00000002"
+    shard = path / "shard_00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    changes = {**RUN, "output": tmp_path / "new", "checkpoint__init": {"path": str(path)}}
+    told = pool.run(start_from, **changes, ranks=2)
+    assert told[0] == told[1]
+    assert "shard_00001.safetensors: damaged, its SHA-256" in told[0] and told[0].isprintable()
+    shard.write_bytes(content)
+    assert pool.run(start_from, **changes, ranks=2) == ["started", "started"]
+
+
 LAYOUTS = [
     (Layout(1), 0, "zero0_fp32"),
     (Layout(2), 2, "zero2_fp32"),

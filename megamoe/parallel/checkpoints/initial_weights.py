@@ -20,7 +20,9 @@ from torch import nn
 from megamoe.errors import UserError
 from megamoe.moe.experts.grouped import GroupedExperts, up_width
 from megamoe.moe.layer import MoELayer
+from megamoe.parallel.checkpoints import integrity
 from megamoe.parallel.checkpoints.boxes import Box, Piece
+from megamoe.parallel.checkpoints.files import damaged
 from megamoe.parallel.checkpoints.placements import Sharding, shardings
 from megamoe.parallel.checkpoints.saved import WEIGHT, Saved
 from megamoe.parallel.checkpoints.state import load_weights, weight_pieces
@@ -43,6 +45,9 @@ def load_initial_weights(
             `experts` expects.
     """
     with Saved(path, KEY) as saved:
+        problem = integrity.first(integrity.problems(path, rank, ranks.ranks))  # the ranks deal out the files
+        if problem is not None:
+            raise damaged(path, problem)
         cuts = shardings(model)
         _check_kind(saved, any(cut.expert for cut in cuts.values()), experts)
         if experts == "same":

@@ -173,7 +173,7 @@ class Saved:
         path = self.path / shard_file(number)
         try:
             if number not in self._files:
-                if False:
+                if not is_plain(path):
                     raise damaged(path, "not a plain file")
                 self._files[number] = self._open.enter_context(safe_open(str(path), framework="pt"))
             return self._files[number]

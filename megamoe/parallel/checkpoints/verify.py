@@ -73,4 +73,5 @@ def _header_misfits(name: str, found: Header, wanted: Header) -> Iterator[str]:
         yield f"{name}: {INDEX} knows nothing of {printable(key)}"
     for key in sorted(found.keys() & wanted.keys()):
         if found[key] != wanted[key]:
-            yield f"{name}: {printable(key)} is {found[key]}, expected {wanted[key]}"
+            (dtype, shape), (right, size) = found[key], wanted[key]
+            yield f"{name}: {printable(key)} is {dtype} {shape}, expected {right} {size}"

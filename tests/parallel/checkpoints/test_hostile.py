@@ -182,7 +182,7 @@ FORGED: dict[str, Harm] = {
     "large shape": of_tensor(EMBEDDING, shape=[VAST], chunks=[[0, [0], [VAST]]]),
     "large scalar": of_tensor("step/norm", shape=[VAST], chunks=[[0, [0], [VAST]]]),
     "empty but vast": of_tensor(EMBEDDING, shape=[0, 1 << 60, 1 << 60], chunks=[]),
-    "many dimensions": of_tensor(EMBEDDING, shape=[1 << 62] * 10_000, chunks=[]),
+    "many dimensions": of_tensor(EMBEDDING, shape=[1 << 62] * 200_000, chunks=[]),
     "shape of floats": of_tensor(EMBEDDING, shape=[12.0, 4.0]),
     "shape of words": of_tensor(EMBEDDING, shape=["12", "4"]),
     "shape beyond 64 bits": of_tensor(EMBEDDING, shape=[1 << 80, 4]),
@@ -245,13 +245,29 @@ def test_what_is_not_asked_for_is_seen_by_verify(folder: Path, harm: Harm) -> No
     assert state_of(folder).startswith("damaged: shard_0000")
 
 
-@pytest.mark.parametrize("harm", FORGED.values(), ids=FORGED.keys())
-def test_what_fits_its_checksums_is_refused_for_what_it_says(folder: Path, harm: Harm) -> None:
-    harm(folder)
+# Of those that something else would refuse too, by what they must be.
+TOLD = {
+    "overlap": "overlap",
+    "the same twice": "overlap",
+    "a hole": "chunks of 24 elements for shape",
+    "outside": "outside shape",
+    "a shard of no rank": "is in shard 2, saved by 2 ranks",
+    "astronomic shape": "too many elements",
+    "empty but vast": "too many elements",
+    "a tensor twice": "stands there twice",
+    "step twice": "stands there twice",
+    "deep config": "nested too deeply",
+    "another dtype": "is F32 [6, 4], expected F64 [6, 4]",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_fits_its_checksums_is_refused_for_what_it_says(folder: Path, name: str) -> None:
+    FORGED[name](folder)
     checkpoint.seal(folder)
     tracemalloc.start()
     try:
-        assert_refused(folder)
+        assert TOLD.get(name, "") in assert_refused(folder)
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
     finally:
         tracemalloc.stop()
