@@ -325,13 +325,13 @@ def test_a_run_its_folder_and_its_checkpoint(
         ("--resume", "moe.num_experts=8"): "saved with moe.num_experts 4, this run has 8",
         ("--resume", "data.sequence_length=16"): "saved with data.sequence_length 8, this run has 16",
         ("--resume", "model.vocab_size=64"): "saved with vocabulary 48, this run has 64",
-        ("--resume", "parallel.precision=bf16"): "saved with precision fp32, this run has bf16",
+        ("--resume", "seed=7"): "saved with seed 1234, this run has 7",
     }
     for arguments, message in refusals.items():
         assert pretrain(*arguments, aligned) == 2
         assert message in told(capsys)
         assert contents(tmp_path / "runs") == before
-    assert pretrain("--resume", "train.steps=2", aligned) == 0
+    assert pretrain("--resume", "train.steps=2", aligned, "parallel.precision=bf16") == 0
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()
     ]

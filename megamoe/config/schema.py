@@ -181,6 +181,16 @@ class ProfilerConfig:
 
 
 @dataclass
+class LossSpikeConfig:
+    """A step whose loss is far above those before it is not applied: OLMo 2's rule."""
+
+    __pydantic_config__ = STRICT
+    sigmas: PositiveFloat | None = None  # above the mean by so many standard deviations; None: off
+    window: Annotated[int, Field(ge=2)] = 128  # applied steps before, all of which there must be
+    action: Literal["skip", "stop"] = "skip"  # leave its batch out, or end the run
+
+
+@dataclass
 class TrainConfig:
     """How long and how large. Batch sizes count sequences."""
 
@@ -192,6 +202,8 @@ class TrainConfig:
     label_smoothing: Fraction = 0.0  # share of the target given to the other words
     exit_after_steps: PositiveInt | None = None  # save and stop, of this launch
     exit_after_minutes: PositiveFloat | None = None
+    max_skipped_in_a_row: PositiveInt = 10  # so many broken steps (not finite, or a spike) end the run
+    loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 

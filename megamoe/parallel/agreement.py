@@ -1,6 +1,7 @@
 """One answer on every rank: what goes wrong on one of them must end them all alike."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,10 +21,16 @@ def attempt(action: Callable[[], object]) -> str | None:
     return None
 
 
+def from_all_ranks(mine: Any) -> list[Any]:
+    """What each rank has; small, picklable."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def first_problem(problem: str | None) -> tuple[int, str] | None:
     """The first rank that has a problem, and what it is: the same answer on all ranks."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = from_all_ranks(problem)
     return next(((rank, found) for rank, found in enumerate(problems) if found), None)
 
 

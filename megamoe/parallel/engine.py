@@ -5,13 +5,13 @@ What it settles, so that training is the same under every layout:
   data-parallel size (its mean over ranks), never by the accumulation steps;
 - the accumulation boundary is told, not counted, so a batch may change its size between steps;
 - clipping is over dense and expert parameters together at every stage (see `optimizer`);
-- in fp16 a step whose gradients overflow is skipped, and told (`step_skipped`).
+- a step whose gradients are not finite, or that is told to rest, moves nothing, and tells (`step_skipped`).
 """
 
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -37,7 +37,14 @@ from megamoe.parallel.zero.deepspeed_config import (
     zero_stage,
 )
 from megamoe.parallel.zero.offload import read_offload
-from megamoe.parallel.zero.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
+from megamoe.parallel.zero.optimizer import (
+    MasterWeightAdamW,
+    Stage0AdamW,
+    adamw_options,
+    forget_gradients,
+    parameter_groups,
+    resting,
+)
 from megamoe.parallel.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
 # Of DeepSpeed's dynamic loss scaler; its other attributes are the file's.
@@ -47,7 +54,7 @@ LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class Engine:
     """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision.
 
-    step_skipped: whether the last step left the weights as they were, for its fp16 gradients overflowed.
+    step_skipped: whether the last step left weights and moments as they were.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module, world: World, accumulation: int) -> None:
@@ -113,6 +120,14 @@ class Engine:
         """What `backward` multiplies the loss with, lest small gradients vanish in fp16; 1 elsewhere."""
         return float(self._engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
 
+    @property
+    def loss_scale_can_fall(self) -> bool:
+        """Whether an overflow lowers it."""
+        if self.precision != "fp16":
+            return False
+        scaler = self._engine.optimizer.loss_scaler
+        return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
+
     def loss_scaler_state(self) -> dict[str, float]:
         """What a dynamic loss scale has learned, for a checkpoint; empty where there is none."""
         if self.precision != "fp16":
@@ -126,10 +141,10 @@ class Engine:
         for name, value in state.items():
             setattr(scaler, name, value)
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, rest: bool = False) -> float:
         """Clip, update the weights, clear the gradients; returns the gradient norm before clipping.
 
-        inf, where the step is skipped.
+        Where it is not finite, or with `rest`, weights and moments stay; see `step_skipped`.
 
         Raises:
             UserError: in fp16, where gradients overflow at the smallest loss scale.
@@ -139,7 +154,8 @@ class Engine:
         if self._tensor_sums is not None:
             self._tensor_sums.check_all_summed()
         try:
-            self._engine.step()
+            with resting(self._engine.optimizer) if rest else nullcontext():
+                self._engine.step()
         except Exception as error:  # DeepSpeed's dynamic scale knows no narrower one
             if "loss scale already at minimum" not in str(error):
                 raise
@@ -147,11 +163,12 @@ class Engine:
                 f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} (fp16."
                 "min_loss_scale of the DeepSpeed file); lower optimizer.lr, or train in bf16"
             ) from None
-        self.step_skipped = self.precision == "fp16" and not self._engine.was_step_applied()
-        norm = self._engine.get_global_grad_norm()
-        if self.step_skipped:
-            return math.inf
-        return float(norm) if norm is not None else math.nan
+        # Where it is not finite DeepSpeed skips by itself, and says inf; ours at ZeRO 0 says what it is.
+        norm = float(self._engine.get_global_grad_norm())
+        self.step_skipped = rest or not math.isfinite(norm)
+        if not math.isfinite(norm):
+            forget_gradients(self._engine.optimizer)
+        return norm
 
     @torch.no_grad()
     def project(self, constraints: list[Constraint]) -> None:

@@ -43,9 +43,9 @@ def restore(tensors: dict[str, Tensor], device: torch.device) -> None:
     """
     torch.set_rng_state(tensors["torch"])
     position, has_gauss = tensors["numpy_place"].tolist()
-    if not 0 <= position <= _NUMPY_KEYS:  # NumPy does not look
-        raise ValueError(f"position {position} of {_NUMPY_KEYS}")
     keys = tensors["numpy"].numpy().astype(numpy.uint32)
+    if not 0 <= position <= _NUMPY_KEYS or keys.shape != (_NUMPY_KEYS,):  # NumPy does not look
+        raise ValueError(f"position {position} of {_NUMPY_KEYS}, keys of shape {list(keys.shape)}")
     numpy.random.set_state(("MT19937", keys, position, has_gauss, float(tensors["numpy_gauss"])))
     gauss_next = float(tensors["python_gauss"])
     random.setstate((3, tuple(tensors["python"].tolist()), None if gauss_next != gauss_next else gauss_next))

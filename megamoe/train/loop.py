@@ -44,6 +44,7 @@ class Loop:
         self.is_first = trainer.world.is_first
         self.stop_rule = StopRule(self.config.train)
         self.saved_step = trainer.progress.step
+        self.save_is_due = False
         self.recorder: Recorder | None = None
         self.line: ProgressLine | None = None
 
@@ -88,7 +89,9 @@ class Loop:
     def _one_step(self) -> str | None:
         """Step, evaluate and save when due, record; returns the reason to stop, if any."""
         trainer = self.trainer
-        _, metrics = trainer.step()
+        step_record, metrics = trainer.step()
+        if step_record.told:
+            self._say(step_record.told)
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == self.config.train.steps
         reason = self._agreed_reason()
@@ -97,7 +100,9 @@ class Loop:
             metrics.update(self._evaluate(at_end=last))
         if evaluates or reason is not None or _is_due(step, self.config.log.every):
             self._record(metrics)
-        if _is_due(step, self.config.checkpoint.every):
+        self.save_is_due |= _is_due(step, self.config.checkpoint.every)
+        # Not while steps are broken: the weights may be why, and their copies would push out good ones.
+        if self.save_is_due and not trainer.broken_steps.in_a_row:
             self._begin_save()
         return None if last else reason
 
@@ -123,14 +128,14 @@ class Loop:
         self._finish_save()
         self.trainer.begin_save()
         self.saved_step = self.trainer.progress.step
+        self.save_is_due = False
         if not self.config.checkpoint.background:
             self._finish_save()
 
     def _finish_save(self) -> None:
         """Wait for the save under way, if any."""
-        checkpoints = self.trainer.checkpoints
-        if checkpoints.under_way:
-            self._say(f"saved {checkpoints.finish()}")
+        if self.trainer.checkpoints.under_way:
+            self._say(f"saved {self.trainer.finish_save()}")
 
     def _record(self, metrics: dict[str, Any]) -> None:
         if self.recorder is not None and self.line is not None:

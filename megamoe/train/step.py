@@ -6,7 +6,8 @@ losses are the mean of their values on the micro batches, summed over layers wit
 engine averages gradients over ranks; both scales below undo that, and nothing else divides.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.parallel.engine import Engine
+from megamoe.train.broken_steps import Problem
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
 
@@ -35,7 +37,8 @@ class StepRecord:
     """The sums of a step; `reduce` makes them the global batch's.
 
     losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
-    weight * loss over all of them. skipped: the fp16 gradients overflowed, and no weight moved.
+    weight * loss over all of them. problem: why the step was not applied. not_finite: of this rank's micro
+    batches, by their places, the samples whose lm loss is not finite. told: what the run says of the step.
     """
 
     lm_sum: float = 0.0
@@ -45,7 +48,9 @@ class StepRecord:
     losses: dict[str, float] = field(default_factory=dict)
     layers: dict[int, LayerLoad] = field(default_factory=dict)
     grad_norm: float = float("nan")
-    skipped: bool = False
+    problem: Problem | None = None
+    not_finite: dict[int, list[int]] = field(default_factory=dict)
+    told: str = ""
 
     def add(self, model: GPT, lm_sum: float, tokens: float) -> None:
         """Take in one micro batch after its forward pass."""
@@ -65,8 +70,11 @@ class StepRecord:
                 known.load_E += seen.load_E
                 known.wanted_E += seen.wanted_E
 
-    def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Sum over the ranks of `group` in one collective; float64 carries counts exactly up to 2^53."""
+    def reduce(self, device: torch.device, copies: int) -> None:
+        """Sum over all ranks in one collective, so that all know the same to the last bit.
+
+        copies: how many ranks have each micro batch. float64 carries counts exactly up to 2^53.
+        """
         names = sorted(self.losses)
         numbers = sorted(self.layers)
         head = [self.lm_sum, self.tokens, float(self.micro_batches), self.weighted]
@@ -75,8 +83,8 @@ class StepRecord:
         packed = torch.cat([torch.tensor(head, dtype=torch.float64)] + [c.double().cpu() for c in counts]).to(
             device
         )
-        dist.all_reduce(packed, group=group)
-        values = packed.cpu()
+        dist.all_reduce(packed)
+        values = packed.cpu() / copies
         self.lm_sum, self.tokens, micro_batches, self.weighted = values[:4].tolist()
         self.micro_batches = round(micro_batches)
         for place, name in enumerate(names):
@@ -92,11 +100,16 @@ class StepRecord:
         """Mean cross entropy of the unmasked tokens, nats."""
         return self.lm_sum / max(self.tokens, 1.0)
 
+    @property
+    def loss(self) -> float:
+        """With the auxiliary losses, weighted and summed over layers."""
+        return self.lm_loss + self.weighted / max(self.micro_batches, 1)
+
     def metrics(self) -> dict[str, Any]:
         """Under metrics.jsonl's names; an auxiliary loss as its mean over layers and micro batches."""
         values: dict[str, Any] = {
             "train/lm_loss": self.lm_loss,
-            "train/loss": self.lm_loss + self.weighted / max(self.micro_batches, 1),
+            "train/loss": self.loss,
         }
         for name, total in self.losses.items():
             values[f"train/{name}"] = total / (self.micro_batches * len(self.layers))
@@ -117,10 +130,12 @@ def train_step(
     lr: float,
     label_smoothing: float,
     micro_batches_before: int = 0,
+    judge: Callable[[float, float], Problem | None] = lambda lm_loss, loss: None,
 ) -> StepRecord:
     """Forward and backward over this rank's micro batches, then one update of the weights.
 
-    micro_batches_before: those of all ranks in the steps before this one.
+    micro_batches_before: those of all ranks in the steps before this one. judge: of the batch's lm loss and
+    loss, whether the weights must stay as they are; they do, too, where the gradient norm is not finite.
     """
     device = engine.world.device
     model = engine.model
@@ -148,11 +163,26 @@ def train_step(
             if layer.objectives:
                 loss = loss + share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
         engine.backward(loss)
-        record.add(model, float(lm_sum.detach()), float(batch.loss_mask_BS.sum()) / rollouts)
-    record.grad_norm = engine.step(lr)
-    record.skipped = engine.step_skipped
-    record.reduce(device, engine.data_group)
+        value = float(lm_sum.detach())
+        record.add(model, value, float(batch.loss_mask_BS.sum()) / rollouts)
+        if not math.isfinite(value):
+            record.not_finite[place] = _samples_not_finite(masked_BS, batch)
+    record.reduce(device, copies=engine.layout.tensor)
+    record.problem = judge(record.lm_loss, record.loss)
+    scale, can_fall = engine.loss_scale, engine.loss_scale_can_fall
+    record.grad_norm = engine.step(lr, rest=record.problem is not None)
+    if record.problem is None and engine.step_skipped:
+        at_scale = f" at loss scale {scale:g}" if engine.precision == "fp16" else ""
+        record.problem = Problem(f"train/grad_norm is {record.grad_norm}{at_scale}", counts=not can_fall)
     return record
+
+
+def _samples_not_finite(losses_BS: Tensor, batch: Batch) -> list[int]:
+    """All of them, where it is only their sum that is not."""
+    finite_B = losses_BS.detach().isfinite().all(1)
+    broken_B = ~finite_B if not finite_B.all() else finite_B
+    samples: list[int] = batch.sample_index_B[broken_B.to(batch.sample_index_B.device)].unique().tolist()
+    return samples
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from megamoe.errors import UserError
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
-from megamoe.parallel.agreement import agree, attempt
+from megamoe.parallel.agreement import agree, attempt, from_all_ranks
 from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
 from megamoe.parallel.checkpoints.run import Checkpoints, first_intact, load
 from megamoe.parallel.checkpoints.saved import Saved
@@ -25,6 +25,7 @@ from megamoe.parallel.experts import hosted_layer_factory
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import fill_in, read_deepspeed_config
+from megamoe.train.broken_steps import BrokenSteps, name_samples
 from megamoe.train.check import check_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
@@ -37,7 +38,7 @@ class Progress:
     """Where the run stands: what a checkpoint must bring back besides tensors.
 
     samples, micro_batches: taken so far, over all ranks. A resumed run may cut its batches otherwise, so the
-    one does not follow from the other. skipped_steps: of the steps, those whose fp16 gradients overflowed.
+    one does not follow from the other. skipped_steps: of the steps, those that were not applied.
     """
 
     step: int = 0
@@ -48,6 +49,8 @@ class Progress:
 
 class Trainer:
     """A run that is ready: one `step` at a time, evaluated and saved when the loop says so.
+
+    last_checkpoint: the one to go on from, written or resumed from in this launch.
 
     Raises (when built):
         UserError: for everything that a user can put right, before ranks are started where possible.
@@ -90,13 +93,19 @@ class Trainer:
         self.engine = Engine(config, model, self.world, self.schedule.accumulation_at(0))
         self.progress = Progress()
         self._seed()
+        self.broken_steps = BrokenSteps(config.train)
+        self.last_checkpoint: Path | None = None
         if saved is not None:
             self._resume(saved)
         self.engine.train(True)
         self._stream = self._open_stream()
 
     def step(self) -> tuple[StepRecord, dict[str, Any]]:
-        """One optimiser step; returns its record and the metrics under the names of metrics.jsonl."""
+        """One optimiser step; returns its record and the metrics under the names of metrics.jsonl.
+
+        Raises:
+            UserError: on every rank, where a step is broken and the run ends with it.
+        """
         started = time.perf_counter()
         size = self.schedule.size_at(self.progress.samples)
         batches = [next(self._stream) for _ in range(size // self.schedule.unit)]
@@ -104,12 +113,15 @@ class Trainer:
         lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
-        record = train_step(self.engine, self.context, batches, lr, smoothing, before)
-        self._check_finite(record)
-        if not record.skipped:
+        judge = self.broken_steps.judge
+        record = train_step(self.engine, self.context, batches, lr, smoothing, before, judge)
+        self.broken_steps.note(record.problem, record.lm_loss)
+        if record.problem is None:
             self._after_step(record)
+        else:
+            self._tell_of_problem(record, size)
         self.progress.step += 1
-        self.progress.skipped_steps += record.skipped
+        self.progress.skipped_steps += record.problem is not None
         self.progress.samples += size
         self.progress.micro_batches += record.micro_batches
         seconds = time.perf_counter() - started
@@ -119,7 +131,7 @@ class Trainer:
             "tokens": self.progress.samples * length,
             "time": time.time(),
             **record.metrics(),
-            **self._scaling_metrics(scale),
+            **self._skipping_metrics(scale),
             "train/lr": lr,
             "train/batch_size": size,
             "perf/tokens_per_s": size * length / seconds,
@@ -127,11 +139,13 @@ class Trainer:
         }
         return record, metrics
 
-    def _scaling_metrics(self, scale: float) -> dict[str, float]:
-        """Of fp16: the step's loss scale, and the steps skipped since the run's start."""
-        if self.engine.precision != "fp16":
-            return {}
-        return {"train/loss_scale": scale, "train/skipped_steps": self.progress.skipped_steps}
+    def _skipping_metrics(self, scale: float) -> dict[str, float]:
+        """Of fp16, the step's loss scale; the steps skipped since the run's start, if any or in fp16."""
+        fp16 = self.engine.precision == "fp16"
+        metrics: dict[str, float] = {"train/loss_scale": scale} if fp16 else {}
+        if fp16 or self.progress.skipped_steps:
+            metrics["train/skipped_steps"] = self.progress.skipped_steps
+        return metrics
 
     def evaluate(self, at_end: bool = False) -> dict[str, float]:
         """Loss of every validation set, and at the end of the test set, under the names of metrics.jsonl."""
@@ -150,7 +164,7 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the present step; returns when it is whole."""
         self.begin_save()
-        return self.checkpoints.finish()
+        return self.finish_save()
 
     def begin_save(self) -> None:
         """The same, but by `checkpoint.background` the files may still be being written."""
@@ -160,9 +174,15 @@ class Trainer:
             "skipped_steps": self.progress.skipped_steps,
             "tokens": self.progress.samples * self.config.data.sequence_length,
             "vocabulary": self.vocabulary.size,
+            "broken_steps": self.broken_steps.state(),
             "config": to_dict(self.config),
         }
         self.checkpoints.begin(self.engine, self.progress.step, state)
+
+    def finish_save(self) -> Path:
+        """Wait for the save under way."""
+        self.last_checkpoint = self.checkpoints.finish()
+        return self.last_checkpoint
 
     def close(self) -> None:
         """End the loader processes and leave the process group."""
@@ -181,15 +201,27 @@ class Trainer:
             constraints += layer.constraints()
         self.engine.project(constraints)
 
-    def _check_finite(self, record: StepRecord) -> None:
-        """A broken step ends the run on every rank, before anything of it is saved."""
-        if math.isfinite(record.lm_loss) and (math.isfinite(record.grad_norm) or record.skipped):
+    def _tell_of_problem(self, record: StepRecord, size: int) -> None:
+        """Write what the run says of a step that was not applied, or end the run.
+
+        Collective where the lm loss is not finite.
+        """
+        assert record.problem is not None
+        first = self.progress.samples
+        told = f"step {self.context.step}: {record.problem.what}; samples {first} to {first + size - 1}"
+        if not math.isfinite(record.lm_loss):
+            found = from_all_ranks(record.not_finite)
+            told += name_samples({rank: found[rank] for rank in range(0, len(found), self.layout.tensor)})
+        reason = self.broken_steps.reason_to_end(record.problem)
+        if reason is None:
+            record.told = f"{told}; skipped" if record.problem.counts else ""
             return
-        last = self.checkpoints.latest()
-        way_out = f"go on from {last}" if last else "begin anew"
+        if self.checkpoints.under_way:  # of the steps before, which were applied
+            self.finish_save()
+        last = self.last_checkpoint
+        way_out = f"go on from the last good checkpoint, {last}" if last else "begin anew (nothing is saved)"
         raise UserError(
-            f"step {self.context.step}: train/lm_loss is {record.lm_loss}, train/grad_norm is "
-            f"{record.grad_norm}; the step was not applied. Lower optimizer.lr or lengthen "
+            f"{told}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
             f"optimizer.warmup_steps, and {way_out}"
         )
 
@@ -241,6 +273,8 @@ class Trainer:
         with saved:
             has_random = load(saved, self.engine)
         self.progress = Progress(meta["step"], meta["samples"], meta["micro_batches"], meta["skipped_steps"])
+        self.broken_steps.restore(meta.get("broken_steps", {}))
+        self.last_checkpoint = saved.path
         if not has_random:
             self._seed()
 

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from megamoe.train.layouts import layout_problems
 from megamoe.train.trainer import Trainer
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, small_run, watched_steps
 
+T = TypeVar("T")
 STEPS = 5
 WORDS = ("lm_loss", "loss", "grad_norm")
 # Tokens enough that in bf16 a near-tie which falls differently moves a norm by less than the tolerance.
@@ -127,8 +128,9 @@ def every_case(zero_stages: Iterable[int] = (0, 1, 2, 3)) -> list[Case]:
     return found
 
 
-def covering(cases: list[Case]) -> list[Case]:
-    """Few of them, in which every two values of two fields that occur together at all do so; greedily."""
+def covering(cases: list[T]) -> list[T]:
+    """Few of these flat dataclasses, in which every two values of two fields that occur together at all do
+    so; greedily."""
     pairs_of = {case: set(_pairs(case)) for case in cases}
     left = set().union(*pairs_of.values())
     chosen = []
@@ -139,7 +141,7 @@ def covering(cases: list[Case]) -> list[Case]:
     return chosen
 
 
-def _pairs(case: Case) -> Iterator[tuple[int, Any, int, Any]]:
+def _pairs(case: Any) -> Iterator[tuple[int, Any, int, Any]]:
     values = list(enumerate(astuple(case)))
     for (first, one), (second, other) in combinations(values, 2):
         yield first, one, second, other

@@ -16,7 +16,7 @@ from megamoe.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 DS_CONFIGS = ROOT / "ds_configs"
-# Those that run anywhere: fp16 needs a GPU, NVMe a compiled op.
+# Those that run anywhere: fp16 needs a device that computes in it, NVMe a compiled op.
 PLAIN_FILES = [
     path.stem for path in sorted(DS_CONFIGS.glob("*.json")) if not path.stem.endswith(("fp16", "nvme"))
 ]

@@ -1,5 +1,6 @@
 """What goes wrong when saving or loading ends in one line on every rank, and costs nothing that was saved."""
 
+import io
 import json
 import os
 import resource
@@ -7,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megamoe.errors import UserError
+from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
+from tests.checkpoint_files import assert_same_bits, read_tensors, seal
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, run_steps, small_run
 
@@ -41,12 +45,20 @@ def save_on_a_full_disk(limited_rank: int | None, **changes: Any) -> str:
     return "saved"
 
 
-def try_to_start(**changes: Any) -> str:
-    """Job: what the user is told when this run is started."""
+def try_each(runs: list[dict[str, Any]]) -> list[str]:
+    """Job: what the user is told when these runs are started, one after the other in one world."""
     try:
-        Trainer(small_run(**changes)).close()
+        return [_try_to_start(**run) for run in runs]
+    finally:
+        launch.stop()
+
+
+def _try_to_start(**changes: Any) -> str:
+    try:
+        trainer = Trainer(small_run(**changes))
     except UserError as error:
         return str(error)
+    trainer._stream.close()
     return "started"
 
 
@@ -117,26 +129,25 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OTHERS = {
-    "more ranks": (4, {}, "ranks 2"),
-    "another EP": (2, {"parallel__expert": 1}, "parallel.expert 2"),
-    "another ZeRO": (2, {"parallel__deepspeed": ds_config("zero2_fp32")}, "ZeRO stage 1"),
-    "another precision": (2, {"parallel__deepspeed": ds_config("zero1_bf16")}, "precision fp32"),
-    "another hidden size": (2, {"model__hidden_size": 64}, "model.hidden_size 32"),
-    "more experts": (2, {"moe__num_experts": 16}, "moe.num_experts 8"),
-    "another sequence length": (2, {"data__sequence_length": 16}, "data.sequence_length 32"),
-    "another vocabulary": (2, {"model__vocab_size": 28}, "vocabulary 21"),
+    "another seed": ({"seed": 7}, "seed 1234"),
+    "another hidden size": ({"model__hidden_size": 64}, "model.hidden_size 32"),
+    "more blocks": ({"model__num_layers": 3}, "model.num_layers 2"),
+    "more experts": ({"moe__num_experts": 16}, "moe.num_experts 8"),
+    "another sequence length": ({"data__sequence_length": 16}, "data.sequence_length 32"),
+    "another vocabulary": ({"model__vocab_size": 28}, "vocabulary 21"),
 }
 
 
-@pytest.mark.parametrize(("ranks", "changes", "named"), OTHERS.values(), ids=OTHERS.keys())
-def test_a_checkpoint_of_another_run_is_refused(
-    pool: Pool, saved: Path, tmp_path: Path, ranks: int, changes: dict[str, Any], named: str
+def test_a_checkpoint_of_another_run_is_refused_whatever_the_layout(
+    pool: Pool, saved: Path, tmp_path: Path
 ) -> None:
-    run = {**LAYOUT, "output": tmp_path, "checkpoint__resume": str(saved), **changes}
-    messages = pool.run(try_to_start, **run, ranks=ranks)
-    assert len(set(messages)) == 1
-    assert messages[0].startswith(f"{saved}: saved with {named}, this run has ")
-    assert "\n" not in messages[0]
+    elsewhere = {"parallel__deepspeed": ds_config("zero2_bf16")}
+    run = {**elsewhere, "output": tmp_path, "checkpoint__resume": str(saved)}
+    messages = pool.run(try_each, [{**run, **changes} for changes, _ in OTHERS.values()], ranks=4)
+    for place, (case, (_, named)) in enumerate(OTHERS.items()):
+        (message,) = {rank[place] for rank in messages}
+        assert message.startswith(f"{saved}: saved with {named}, this run has "), case
+        assert "\n" not in message
 
 
 def _remove(name: str) -> Callable[[Path], None]:
@@ -145,6 +156,17 @@ def _remove(name: str) -> Callable[[Path], None]:
 
 def _cut(name: str) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 1000)
+
+
+def _flip(name: str) -> Callable[[Path], None]:
+    """The last bit of a file."""
+
+    def flip(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+
+    return flip
 
 
 def _change_format(folder: Path) -> None:
@@ -156,37 +178,81 @@ def _spoil_meta(folder: Path) -> None:
     (folder / "checkpoint.json").write_text("{")
 
 
-def _swap_experts(folder: Path) -> None:
-    os.replace(folder / "dense.safetensors", folder / "experts_00001.safetensors")
-    shutil.copy(folder / "experts_00001.safetensors", folder / "dense.safetensors")
+def _swap_shards(folder: Path) -> None:
+    os.replace(folder / SHARDS[0], folder / "aside")
+    os.replace(folder / SHARDS[1], folder / SHARDS[0])
+    os.replace(folder / "aside", folder / SHARDS[1])
 
 
+def _sealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    """With checksums of what is left: what loads the tensors must see it."""
+    return lambda folder: (damage(folder), seal(folder))[1]
+
+
+SHARDS = ("shard_00000.safetensors", "shard_00001.safetensors")
+CHECKSUM = "damaged, its SHA-256 is not the one in SHA256SUMS"
 DAMAGES = {
     "no meta": (_remove("checkpoint.json"), "is not a complete checkpoint"),
     "meta cut short": (_spoil_meta, "is not a complete checkpoint"),
     "another format": (_change_format, "checkpoint format 99"),
-    "no dense file": (_remove("dense.safetensors"), "dense.safetensors: missing or damaged"),
-    "no experts of rank 1": (_remove("experts_00001.safetensors"), "experts_00001.safetensors: missing"),
-    "no state of rank 1": (_remove("rank_00001.safetensors"), "rank_00001.safetensors: missing"),
-    "dense file cut short": (_cut("dense.safetensors"), "dense.safetensors: missing or damaged"),
-    "state of rank 1 cut short": (_cut("rank_00001.safetensors"), "rank_00001.safetensors: missing or"),
-    "a file in another's place": (_swap_experts, "experts.up is missing"),
+    "no index": (_remove("index.json"), "missing or damaged (index.json: missing)"),
+    "no list of files": (_remove("SHA256SUMS"), "missing or damaged (SHA256SUMS: missing or damaged"),
+    "no file of rank 0": (_remove(SHARDS[0]), f"missing or damaged ({SHARDS[0]}: missing)"),
+    "no file of rank 1": (_remove(SHARDS[1]), f"missing or damaged ({SHARDS[1]}: missing)"),
+    "file of rank 0 cut short": (_cut(SHARDS[0]), f"{SHARDS[0]}: {CHECKSUM}; no intact checkpoint is left"),
+    "a bit of rank 1's": (_flip(SHARDS[1]), f"{SHARDS[1]}: {CHECKSUM}; no intact checkpoint is left"),
+    "files in each other's place": (_swap_shards, f"{SHARDS[0]}: {CHECKSUM}"),
     "no folder": (shutil.rmtree, "is not a complete checkpoint"),
+    "never a file of rank 1": (_sealed(_remove(SHARDS[1])), f"{SHARDS[1]}: missing or damaged"),
+    "always in each other's place": (_sealed(_swap_shards), ".safetensors: missing or damaged"),
 }
 
 
-@pytest.mark.parametrize(("damage", "told"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_checkpoint_is_refused_by_all_ranks(
-    pool: Pool, saved: Path, tmp_path: Path, damage: Callable[[Path], None], told: str
-) -> None:
-    copy = tmp_path / saved.name
-    shutil.copytree(saved, copy)
-    damage(copy)
-    run = {**LAYOUT, "output": tmp_path / "out", "checkpoint__resume": str(copy)}
-    messages = pool.run(try_to_start, **run, ranks=2, timeout_s=30)
-    assert len(set(messages)) == 1
-    assert told in messages[0]
-    assert "\n" not in messages[0]
+def test_a_damaged_checkpoint_is_refused_by_all_ranks(pool: Pool, saved: Path, tmp_path: Path) -> None:
+    copies = [tmp_path / str(place) / saved.name for place in range(len(DAMAGES))]
+    for folder, (damage, _) in zip(copies, DAMAGES.values(), strict=True):
+        shutil.copytree(saved, folder)
+        damage(folder)
+    run = {**LAYOUT, "output": tmp_path / "out"}
+    runs = [{**run, "checkpoint__resume": str(folder)} for folder in copies]
+    messages = pool.run(try_each, runs, ranks=2, timeout_s=60)
+    for place, (case, (_, told)) in enumerate(DAMAGES.items()):
+        (message,) = {rank[place] for rank in messages}
+        assert told in message and str(copies[place]) in message, f"{case}: {message}"
+        assert "\n" not in message
+
+
+def resumed(**changes: Any) -> tuple[int, str]:
+    """Job: from which step the run goes on, and what it says; after a step more it is saved."""
+    with redirect_stdout(io.StringIO()) as text:
+        trainer = Trainer(small_run(**changes))
+    step = trainer.progress.step
+    trainer.step()
+    trainer.save()
+    trainer.close()
+    return step, text.getvalue()
+
+
+def test_auto_goes_on_from_the_newest_intact_one_and_says_so(pool: Pool, tmp_path: Path) -> None:
+    """Whoever of the ranks finds the damage."""
+    run = {**LAYOUT, "output": tmp_path, "checkpoint__resume": "auto"}
+    for step in range(2):
+        assert pool.run(resumed, **run, ranks=2) == [(step, "")] * 2
+    folder = tmp_path / "small" / "checkpoints"
+    first, second = folder / "step_00000001", folder / "step_00000002"
+    whole = read_tensors(second)
+    _flip(SHARDS[1])(second)
+    found = pool.run(resumed, **run, ranks=2)
+    told = f"damaged: {second}: {SHARDS[1]}: {CHECKSUM}\ngoing on from {first}\n"
+    assert found == [(1, told), (1, "")]
+    assert_same_bits(read_tensors(second), whole)  # the step was done and saved again
+    _remove("index.json")(second)  # which is seen before the ranks are started
+    (found, _) = pool.run(resumed, **run, ranks=2)
+    assert found == (1, f"damaged: {second}: index.json: missing\ngoing on from {first}\n")
+    for damaged in (first, second):
+        _flip(SHARDS[0])(damaged)
+    ((message,), (same,)) = pool.run(try_each, [run], ranks=2)
+    assert message == same and message.startswith(f"{first}: {SHARDS[0]}: {CHECKSUM}; no intact checkpoint")
 
 
 def test_a_pointer_to_nothing_leads_to_the_newest_complete_one(

@@ -1,4 +1,4 @@
-"""fp16 with loss scaling, on the CPU by PyTorch's half operations: DeepSpeed itself wants a GPU for it."""
+"""fp16 with loss scaling, on the CPU by PyTorch's half operations: on most of them DeepSpeed refuses it."""
 
 from pathlib import Path
 from typing import Any

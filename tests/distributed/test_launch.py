@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint_files import read_index
 from tests.distributed.pool import free_port
 from tests.distributed.runs import ROOT
 
@@ -66,7 +67,7 @@ def _assert_trained(folder: Path, ranks: int) -> list[float]:
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert [step["tokens"] for step in steps] == [32, 64, 96]
     saved = folder / "launched" / "checkpoints" / f"step_{STEPS:08d}"
-    assert len(list(saved.glob("rank_*.safetensors"))) == ranks
+    assert len(list(saved.glob("shard_*.safetensors"))) == ranks
     return [step["train/lm_loss"] for step in steps]
 
 
@@ -84,7 +85,10 @@ def test_torchrun(script: list[str], tmp_path: Path) -> None:
     assert code == 0, output
     _assert_trained(tmp_path, ranks=2)
     saved = tmp_path / "launched" / "checkpoints" / f"step_{STEPS:08d}"
-    assert len(list(saved.glob("experts_*.safetensors"))) == 2
+    meta = json.loads((saved / "checkpoint.json").read_text())
+    assert (meta["layout"]["ranks"], meta["layout"]["expert"]) == (2, 2)
+    experts = [about for name, about in read_index(saved)["tensors"].items() if name.endswith("experts.up")]
+    assert experts and all(len({shard for shard, *_ in about["chunks"]}) == 2 for about in experts)
 
 
 @pytest.mark.full

@@ -160,6 +160,8 @@ def test_refused_in_one_line(case: str) -> None:
         (["moe.layers={every: 1}", "moe.expert_sublayers=2", "moe.num_shared_experts=1"], 1),
         (["optimizer.warmup_steps=9", "optimizer.schedule=constant"], 1),
         (["model.hidden_size=18", "model.position=learned", "moe.layers=none"], 1),
+        (["checkpoint.init={path: a, experts: cut}", "parallel.tensor=2", "parallel.expert_tensor=1"], 2),
+        (["checkpoint.init.path=a", "moe.expert_ffn_hidden_size=16", "parallel.expert_tensor=2"], 2),
     ],
 )
 def test_what_fits_passes(overrides: list[str], world_size: int) -> None:

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from megamoe.errors import UserError
+from megamoe.observe.reading import read_metrics
+from megamoe.parallel.engine import Engine
 from megamoe.train.loop import train
 from megamoe.train.trainer import Trainer
 from tests.tiny import restored_process, tiny
@@ -179,11 +181,58 @@ def test_the_test_set_is_evaluated_once_at_the_end(tmp_path: Path) -> None:
 
 def test_a_step_that_breaks_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
     broken = ["optimizer.lr=1e30", "optimizer.grad_clip=0", "train.steps=9", "checkpoint.every=1"]
-    with pytest.raises(UserError, match=r"^step \d+: train/lm_loss is .*Lower optimizer.lr") as ended:
-        run(tmp_path, *broken)
+    with pytest.raises(UserError, match=r"^step \d+: train/\w+ is .*Lower optimizer.lr") as ended:
+        run(tmp_path, *broken, "train.max_skipped_in_a_row=2")
     (folder,) = tmp_path.iterdir()
-    broken_step = int(str(ended.value).split(":")[0].removeprefix("step "))
-    assert max(checkpoints(folder)) == f"step_{broken_step - 1:08d}"
+    last = int(str(ended.value).split(":")[0].removeprefix("step "))
+    assert max(checkpoints(folder)) == f"step_{last - 2:08d}"
+    assert str(ended.value).endswith(
+        f"go on from the last good checkpoint, {folder}/checkpoints/{max(checkpoints(folder))}"
+    )
+
+
+def test_broken_steps_are_told_counted_and_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of eight steps, 4 and 5 are broken; a checkpoint that falls due then waits for step 6."""
+    forward, calls = Engine.forward, iter(range(1, 9))
+    monkeypatch.setattr(
+        Engine,
+        "forward",
+        lambda *args, **inputs: forward(*args, **inputs) * (math.nan if next(calls) in (4, 5) else 1),
+    )
+    rows = run(tmp_path, "train.steps=8", "checkpoint={every: 2, keep: 9}", "train.max_skipped_in_a_row=3")
+    assert [row.get("train/skipped_steps") for row in rows] == [None, None, None, 1, 2, 2, 2, 2]
+    assert [row["train/lm_loss"] == "NaN" for row in rows] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
+    assert checkpoints(tmp_path / "run") == ["latest", *(f"step_{n:08d}" for n in (2, 6, 8))]
+    told = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    assert told == [
+        f"step {step}: train/lm_loss is nan; samples {a} to {b}; "
+        f"not finite: {a}, {b} (rank 0, micro batch 1); skipped"
+        for step, a, b in ((4, 6, 7), (5, 8, 9))
+    ]
+
+
+def test_a_spike_stops_the_run_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = Engine.forward, iter(range(1, 9))
+    monkeypatch.setattr(
+        Engine, "forward", lambda *args, **inputs: forward(*args, **inputs) * (9 if next(calls) == 4 else 1)
+    )
+    rule = "train.loss_spike={sigmas: 20, window: 3, action: stop}"
+    with pytest.raises(
+        UserError, match=r"^step 4: train/lm_loss is .*samples 6 to 7; train.loss_spike.action is stop"
+    ):
+        run(tmp_path, "train.steps=8", rule)
 
 
 def test_an_attempt_without_a_checkpoint_is_set_aside_on_resuming(tmp_path: Path) -> None:
@@ -200,7 +249,7 @@ def test_an_attempt_without_a_checkpoint_is_set_aside_on_resuming(tmp_path: Path
         ("seed=7", "saved with seed 1234, this run has 7"),
         ("data.document_aware=true", "saved with data.document_aware False, this run has True"),
         ("moe.num_experts=8", "saved with moe.num_experts 4, this run has 8"),
-        ("parallel.precision=bf16", "saved with precision fp32, this run has bf16"),
+        ("data.sequence_length=16", "saved with data.sequence_length 8, this run has 16"),
     ],
 )
 def test_a_run_goes_on_only_as_what_it_was(tmp_path: Path, change: str, message: str) -> None:

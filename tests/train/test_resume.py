@@ -1,6 +1,5 @@
 """What a checkpoint says of the model that it is the start of."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,17 +7,15 @@ import pytest
 from megamoe.config import to_dict
 from megamoe.errors import UserError
 from megamoe.train.resume import check_init
+from tests.checkpoint_files import write_checkpoint
 from tests.tiny import VOCABULARY, tiny
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """What is read of a checkpoint before its tensors."""
-    folder = tmp_path / "elsewhere" / "step_00000001"
-    folder.mkdir(parents=True)
-    meta = {"format": 1, "layout": {}, "vocabulary": VOCABULARY, "config": to_dict(tiny())}
-    (folder / "checkpoint.json").write_text(json.dumps(meta))
-    return folder
+    """A checkpoint, of which its JSON is read before its tensors."""
+    meta = {"vocabulary": VOCABULARY, "config": to_dict(tiny())}
+    return write_checkpoint(tmp_path / "elsewhere" / "step_00000001", {}, **meta)
 
 
 def init_from(saved: Path, run_folder: Path, *overrides: str) -> None:

@@ -1,13 +1,16 @@
 """The run's folder: what is refused, what goes on, and that a refusal touches nothing."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megamoe.errors import UserError
 from megamoe.train.run_folder import RunFolder, choose_run_folder, prepare_run_folder
+from tests.checkpoint_files import META, write_checkpoint
 from tests.tiny import tiny
 
 
@@ -15,21 +18,20 @@ def choose(output: Path, *overrides: str) -> RunFolder:
     return choose_run_folder(tiny(f"output={output}", "name=a", *overrides))
 
 
-def make_run(folder: Path, *steps: int) -> dict[str, str]:
+def make_run(folder: Path, *steps: int) -> dict[str, bytes]:
     """A run's folder with complete checkpoints of `steps`; returns what it holds."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: a\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for step in steps:
-        checkpoint = folder / "checkpoints" / f"step_{step:08d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "checkpoint.json").write_text("{}")
-        (folder / "checkpoints" / "latest").write_text(checkpoint.name)
+        name = f"step_{step:08d}"
+        write_checkpoint(folder / "checkpoints" / name, {"model/a": torch.ones(3)}, step=step)
+        (folder / "checkpoints" / "latest").write_text(name)
     return contents(folder)
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_new_folder(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_a_folder_that_is_no_run_is_never_emptied(tmp_path: Path, override: str)
     (tmp_path / "a" / "thesis.tex").write_text("dear")
     with pytest.raises(UserError, match=r"/a is no run's folder \(it has no config.yaml\)"):
         choose(tmp_path, override)
-    assert contents(tmp_path / "a") == {"thesis.tex": "dear"}
+    assert contents(tmp_path / "a") == {"thesis.tex": b"dear"}
 
 
 def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
@@ -88,6 +90,55 @@ def test_resume_auto_without_a_checkpoint_starts_from_nothing(tmp_path: Path) ->
     assert choose(tmp_path, "checkpoint.resume=auto").resume_from is None
     make_run(tmp_path / "a")  # killed before its first checkpoint
     assert choose(tmp_path, "checkpoint.resume=auto").resume_from is None
+
+
+DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
+    "no list": ("SHA256SUMS", None, r"SHA256SUMS: missing or damaged \(No such file"),
+    "no meta": ("checkpoint.json", None, "is not a complete checkpoint"),
+    "meta cut short": ("checkpoint.json", b"{", "is not a complete checkpoint"),
+    "meta that was changed": (
+        "checkpoint.json",
+        json.dumps(META | {"step": 9}).encode(),
+        "its SHA-256 is not",
+    ),
+    "another format": ("checkpoint.json", json.dumps(META | {"format": 1}).encode(), "checkpoint format 1, "),
+    "no index": ("index.json", None, "index.json: missing"),
+    "no shard": ("shard_00000.safetensors", None, "shard_00000.safetensors: missing"),
+    "something else": ("notes.json", b"{}", "notes.json: not in SHA256SUMS"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_refused_where_it_is_the_only_one(
+    tmp_path: Path, damage: str
+) -> None:
+    """By what can be seen before any tensor is read."""
+    make_run(tmp_path / "a", 5, 10)
+    newest = tmp_path / "a" / "checkpoints" / "step_00000010"
+    older = newest.with_name("step_00000005")
+    file, content, told = DAMAGES[damage]
+    if content is None:
+        (newest / file).unlink()
+    else:
+        (newest / file).write_bytes(content)
+    before = contents(tmp_path)
+    folder = choose(tmp_path, "checkpoint.resume=auto")
+    assert (folder.resume_from, folder.continues) == (older, True)
+    assert folder.candidates == (newest, older)
+    shutil.rmtree(older)
+    for resume in ("auto", newest):
+        with pytest.raises(UserError, match=told) as refusal:
+            assert choose(tmp_path, f"checkpoint.resume={resume}").resume_from
+        assert str(newest) in str(refusal.value) and "\n" not in str(refusal.value)
+    assert contents(tmp_path).keys() == {name for name in before if older.name not in name}
+
+
+def test_a_folder_without_any_of_its_files_is_no_checkpoint(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", 5)
+    left = tmp_path / "a" / "checkpoints" / "step_00000010"
+    left.mkdir()
+    (left / "shard_00000.safetensors").write_bytes(b"")
+    assert choose(tmp_path, "checkpoint.resume=auto").candidates == (left.with_name("step_00000005"),)
 
 
 def test_resume_from_a_named_checkpoint(tmp_path: Path) -> None:

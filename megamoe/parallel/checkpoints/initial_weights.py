@@ -8,8 +8,8 @@
            so that experts whose weights sum to 1 are the dense FFN
 
 The layout and the precision that saved the checkpoint do not matter. Tensors are read box by box, on each
-rank its own alone. What is taken are the weights, in fp32 where the run that saved them had such; its
-optimiser's moments are left behind.
+rank its own alone; of the files' checksums each rank works out its share. What is taken are the weights, in
+fp32 where the run that saved them had such; its optimiser's moments are left behind.
 """
 
 from pathlib import Path
@@ -23,6 +23,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.parallel.checkpoints import integrity
 from megamoe.parallel.checkpoints.boxes import Box, Piece
 from megamoe.parallel.checkpoints.files import damaged
+from megamoe.parallel.checkpoints.meta import read_meta
 from megamoe.parallel.checkpoints.placements import Sharding, shardings
 from megamoe.parallel.checkpoints.saved import WEIGHT, Saved
 from megamoe.parallel.checkpoints.state import load_weights, weight_pieces
@@ -34,7 +35,7 @@ KEY = "checkpoint.init.path"
 def load_initial_weights(
     model: nn.Module, path: Path, experts: Literal["same", "cut", "copy"], ranks: Layout, rank: int
 ) -> list[str]:
-    """Fill the model, which is on the CPU, with what that rank holds.
+    """Fill the model, which is on the CPU, with what that rank holds. No rank may go on where another raises.
 
     Returns the tensors of MoE layers that a dense checkpoint cannot hold and that keep their start (router,
     shared experts, state of the losses), by their names inside the layer; none for `same`.
@@ -44,10 +45,11 @@ def load_initial_weights(
             shape, or that this model has no place for, and a checkpoint that is dense or MoE against what
             `experts` expects.
     """
+    read_meta(path, KEY)  # says what is no checkpoint at all
+    problem = integrity.first(integrity.problems(path, rank, ranks.ranks))
+    if problem is not None:
+        raise damaged(path, problem)
     with Saved(path, KEY) as saved:
-        problem = integrity.first(integrity.problems(path, rank, ranks.ranks))  # the ranks deal out the files
-        if problem is not None:
-            raise damaged(path, problem)
         cuts = shardings(model)
         _check_kind(saved, any(cut.expert for cut in cuts.values()), experts)
         if experts == "same":

@@ -90,6 +90,7 @@ def fill_in(
     if stage not in STAGES:
         raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
     _check_zero(where, content.get("zero_optimization", {}), stage)
+    _check_overflow_checks(where, content)
     check_offload(where, content, stage)
     for section, owner in OF_THE_YAML.items():
         if section in content:
@@ -145,6 +146,16 @@ def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
             )
 
 
+def _check_overflow_checks(where: str, content: dict[str, Any]) -> None:
+    """By these DeepSpeed sees a gradient that is not finite, and leaves the weights alone."""
+    for section, key in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
+        if content.get(section, {}).get(key, True) is not True:
+            raise UserError(
+                f"{where}: {section}.{key} is {content[section][key]!r}, so a broken gradient would reach "
+                "the weights; leave it out"
+            )
+
+
 def _check_precision(where: str, precision: Precision, stage: int) -> None:
     """fp16 needs ZeRO, whose optimiser scales the loss, and a device that computes in it."""
     if precision != "fp16":
@@ -157,8 +168,9 @@ def _check_precision(where: str, precision: Precision, stage: int) -> None:
         )
     if not get_accelerator().is_fp16_supported():
         raise UserError(
-            f"{where}: fp16 needs a GPU, and DeepSpeed found the accelerator {get_accelerator()._name!r}; "
-            "use bf16 or fp32 (ds_configs/zero*_bf16.json, zero*_fp32.json)"
+            f"{where}: fp16 needs a device that computes in it, and by DeepSpeed the accelerator "
+            f"{get_accelerator()._name!r} here does not; use bf16 or fp32 (ds_configs/zero*_bf16.json, "
+            "zero*_fp32.json)"
         )
 
 

@@ -1,7 +1,8 @@
 """AdamW, its parameter groups, and global-norm clipping where DeepSpeed's own is wrong."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def global_grad_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
-    """L2 norm of the whole model's gradient, fp32 scalar, the same on every rank.
+    """L2 norm of the whole model's gradient, fp32 scalar, the same on every rank, finite or not.
 
     Each parameter once: what all ranks hold whole counts here; what tensor parallelism cuts is summed over
     its group, and an expert over the ranks that hold all experts once between them.
@@ -64,6 +65,7 @@ def global_grad_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor
     sums += [(expert[name], groups._get_expert_parallel_group(name)) for name in sorted(expert)]
     for tensors, group in sums:
         squares = _sum_of_squares(tensors)
+        squares += 0 * total.to(squares.device)  # NaN where that is not finite: all ranks must see it
         dist.all_reduce(squares, group=group)
         total = total.to(squares.device) + squares
     return total.sqrt().float()
@@ -80,12 +82,13 @@ class Stage0AdamW(torch.optim.AdamW):
     """AdamW for ZeRO 0, which clips by the global norm itself.
 
     DeepSpeed's clipping at stage 0 averages norms over data-parallel ranks, which hold different
-    experts. The engine reads `_global_grad_norm` after each step.
+    experts. The engine reads `_global_grad_norm` after each step. rests: of `resting`.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
         super().__init__(param_groups, **options)
         self.grad_clip = grad_clip
+        self.rests = False
         self._global_grad_norm: float | None = None
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -103,7 +106,7 @@ class Stage0AdamW(torch.optim.AdamW):
         gradients = self._gradients()
         norm = global_grad_norm(gradients)
         self._global_grad_norm = float(norm)
-        if not math.isfinite(self._global_grad_norm):
+        if self.rests or not math.isfinite(self._global_grad_norm):
             return
         if self.grad_clip > 0:
             factor = min(1.0, self.grad_clip / (self._global_grad_norm + 1e-6))
@@ -180,3 +183,37 @@ class MasterWeightAdamW(Stage0AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The masters' gradients are cleared by `step`; the engine clears the model's."""
+
+
+def forget_gradients(optimizer: Any) -> None:
+    """After a step that DeepSpeed skipped.
+
+    At ZeRO 1 and 2 with the optimiser offloaded it keeps the sums that are not finite and adds to them, so
+    that every later step is skipped too (0.19.8).
+    """
+    getattr(optimizer, "averaged_gradients", {}).clear()
+
+
+@contextmanager
+def resting(optimizer: Any) -> Iterator[None]:
+    """Inside, a step moves no weight, master or moment; norm, loss scale, clearing and swapping go their way.
+
+    optimizer: DeepSpeed's around ours or its own, or ours by itself at ZeRO 0.
+    """
+    if isinstance(optimizer, Stage0AdamW):
+        optimizer.rests = True
+        try:
+            yield
+        finally:
+            optimizer.rests = False
+        return
+    # The second steps on what ZeRO 3 leaves on the device where it offloads a part alone.
+    inner = [optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)]
+    stepping = [each for each in inner if each is not None]
+    for each in stepping:
+        each.step = lambda *unused, **also_unused: None
+    try:
+        yield
+    finally:
+        for each in stepping:
+            del each.step

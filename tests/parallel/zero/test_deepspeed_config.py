@@ -121,6 +121,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
         "zero_hpz_partition_size is 2, which DeepSpeed does not do with experts",
     ),
+    "no gradient norm": (
+        {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+        "zero_optimization.compute_grad_norm is False, so a broken gradient would reach the weights",
+    ),
+    "no check of gradients": (
+        {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "check_grad_overflow": False}},
+        "bf16.check_grad_overflow is False, so a broken gradient would reach the weights",
+    ),
     "fp16 at stage 0": ({"fp16": {"enabled": True}}, "fp16 at zero_optimization.stage 0 has no fp32 masters"),
     "both precisions": (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
@@ -130,9 +138,9 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"zero_optimization": {"stage": "two"}},
         "zero_optimization.stage is 'two', expected 0",
     ),
-    "fp16 without a GPU": (
+    "fp16 where nothing computes in it": (
         {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}},
-        "fp16 needs a GPU, and DeepSpeed found the accelerator 'cpu'; use bf16 or fp32",
+        "fp16 needs a device that computes in it, and by DeepSpeed the accelerator 'cpu' here does not; use",
     ),
     "bf16 in words": (
         {"bf16": {"enabled": "yes"}},
@@ -144,7 +152,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_contradictions_are_refused(case: str) -> None:
     content, pattern = CONTRADICTIONS[case]
-    with pytest.raises(UserError, match=f"^ds.json: .*{pattern}"):
+    with with_fp16(supported=False), pytest.raises(UserError, match=f"^ds.json: .*{pattern}"):
         fill(content)
 
 

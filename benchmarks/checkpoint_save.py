@@ -1,0 +1,100 @@
+"""What a save costs training: in the background, and where training waits for it.
+
+    python benchmarks/checkpoint_save.py [--config examples/demo.yaml] [--rounds 15] [section.key=value ...]
+
+Each round times steps one by one, on mock data: some without a save, then one that begins a save and those
+beside which it is written, then a save that is waited for. Printed, as the median of the rounds with its 90 %
+interval and in units of the round's median plain step: what the step that begins a save takes longer, what
+each of the steps beside the writing does, all of them together, and the save that is waited for.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from megamoe.vendors import settle_vendors
+
+settle_vendors()
+
+from megamoe.config import RunConfig, load_config  # noqa: E402
+from megamoe.errors import UserError  # noqa: E402
+from megamoe.train.trainer import Trainer  # noqa: E402
+
+PLAIN_STEPS, MOST_STEPS = 6, 30  # of a round; those beside the writing at most
+WARM_UP_ROUNDS = 2
+
+
+def main() -> int:
+    """Measure and print; 2 for a mistake of the user's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=str(Path(__file__).parent.parent / "examples/demo.yaml"))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    try:
+        with tempfile.TemporaryDirectory(dir=".") as output:
+            common = ["data.mock=true", f"output={output}", "data.workers=0", "evaluation.batches=0"]
+            common += ["optimizer.schedule=constant", "checkpoint.keep=1", "train.steps=1000000"]
+            report(load_config(arguments.config, [*common, *arguments.overrides]), arguments.rounds)
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    return 0
+
+
+def report(config: RunConfig, rounds: int) -> None:
+    """Train, save and print."""
+    trainer = Trainer(config)
+    found: dict[str, list[float]] = {}
+    for number in range(WARM_UP_ROUNDS + rounds):
+        measured = _round(trainer)
+        for name, value in measured.items() if number >= WARM_UP_ROUNDS else ():
+            found.setdefault(name, []).append(value)
+    path = trainer.checkpoints.latest()
+    assert path is not None
+    written = sum(file.stat().st_size for file in path.iterdir())
+    state = 12 * sum(parameter.numel() for parameter in trainer.engine.model.parameters())
+    trainer.close()
+    print(f"a plain step: {statistics.median(found.pop('plain')):.3f} s")
+    print(f"a checkpoint: {written / 1e6:.1f} MB, {written / state:.4f} of fp32 weights and moments")
+    for name, values in found.items():
+        ordered = sorted(values)
+        low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
+        print(f"{name}: {statistics.median(ordered):.3f} ({low:.3f} to {high:.3f})")
+
+
+def _round(trainer: Trainer) -> dict[str, float]:
+    checkpoints = trainer.checkpoints
+    plain = [_seconds(trainer.step) for _ in range(PLAIN_STEPS)]
+    begins = _seconds(trainer.begin_save) + _seconds(trainer.step)
+    beside = []
+    while not checkpoints.is_written and len(beside) < MOST_STEPS:
+        beside.append(_seconds(trainer.step))
+    publishes = _seconds(checkpoints.finish)
+    checkpoints.close()
+    plain += [_seconds(trainer.step) for _ in range(PLAIN_STEPS)]
+    waited = _seconds(trainer.save)
+    checkpoints.close()
+    step = statistics.median(plain)
+    return {
+        "plain": step,
+        "longer, the step that begins a save": begins / step - 1,
+        "longer, each step beside the writing": statistics.mean(beside or [step]) / step - 1,
+        "longer, all of them and publishing": (begins + sum(beside) + publishes) / step - 1 - len(beside),
+        "steps beside the writing": float(len(beside)),
+        "a save that is waited for": waited / step,
+    }
+
+
+def _seconds(action) -> float:  # type: ignore[no-untyped-def]
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

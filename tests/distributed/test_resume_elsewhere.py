@@ -1,0 +1,249 @@
+"""A checkpoint saved at one layout, ZeRO stage and precision goes on at any other."""
+
+import gc
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.parallel import launch
+from megamoe.train.trainer import Trainer
+from tests.checkpoint_files import Tensors, assert_same_bits, read_tensors
+from tests.distributed.fp16 import with_fp16
+from tests.distributed.pool import Pool
+from tests.distributed.runs import CUT_ALL, PLAIN_FILES, ds_config, ds_variant, small_run
+
+Run = dict[str, Any]
+Found = dict[str, Any]
+STEPS = 2  # before the save, and after
+# The gate's bias is a buffer, which learns outside the gradient.
+RUN: Run = {
+    "moe__router": {
+        "scorer": {"name": "linear", "jitter": 0.1},
+        "gate": {"name": "sigmoid", "bias_update": 0.01},
+    },
+    "optimizer__lr": 1e-2,
+}
+EP2, TP2, CUT_TWICE = {"expert": 2}, {"tensor": 2}, {"tensor": 2, "expert_tensor": 2}
+TP2_EP2, EVERY_WAY = {"tensor": 2, "expert": 2}, {"tensor": 2, "expert": 2, "expert_tensor": 2}
+DROPOUT: Run = {"model__hidden_dropout": 0.1}
+SCALE = 13  # of fp16: 2^13 is not the files' first one
+# (ranks, layout, DeepSpeed file, what else)
+Place = tuple[int, dict[str, Any], str, Run]
+SOURCES: dict[str, Place] = {
+    "fp32": (2, EP2, "zero1_fp32", {}),
+    "bf16": (2, CUT_TWICE, "zero2_bf16", {}),
+    "fp16": (2, EP2, "zero2_fp16", {}),
+    "dropout": (2, EP2, "zero1_fp32", DROPOUT),
+    "bf16 of one": (1, {}, "zero0_bf16", {}),
+    "cut fp32": (4, EVERY_WAY, "zero3_fp32", {}),
+    "bf16 at ZeRO 3": (4, {"expert": 4}, "zero3_bf16", {}),
+}
+MOVES: list[tuple[str, Place]] = [
+    ("fp32", (1, {}, "zero0_fp32", {})),
+    ("fp32", (2, {}, "zero2_fp32", {})),
+    ("fp32", (4, TP2_EP2, "zero1_fp32", {})),
+    ("fp32", (4, {"expert": 4}, "zero3_fp32", {})),
+    ("cut fp32", (1, {}, "zero1_fp32", {})),
+    ("cut fp32", (2, {"tensor": 2, "sequence": True, "expert": 2}, "zero0_fp32", {})),
+    # Precision, to and from each of ZeRO 0, 2 and 3.
+    ("fp32", (1, {}, "zero2_bf16", {})),
+    ("fp32", (2, TP2, "zero0_bf16", {})),
+    ("fp32", (4, EP2, "zero3_bf16", {})),
+    ("bf16", (1, {}, "zero0_fp32", {})),
+    ("bf16", (2, EP2, "zero3_fp32", {})),
+    ("bf16", (4, EVERY_WAY, "zero1_bf16", {})),
+    ("bf16 of one", (2, {}, "zero2_fp32", {})),
+    ("bf16 of one", (2, CUT_TWICE, "zero3_bf16", {})),
+    ("bf16 at ZeRO 3", (1, {}, "zero0_bf16", {})),
+    ("bf16 at ZeRO 3", (2, EP2, "zero0_fp32", {})),
+    ("fp16", (1, {}, "zero1_fp16", {})),
+    ("fp16", (2, EP2, "zero2_bf16", {})),
+    ("fp16", (4, TP2, "zero3_fp16", {})),
+    ("bf16", (2, {}, "zero1_fp16", {})),
+    # Random states.
+    ("dropout", (1, {}, "zero0_fp32", DROPOUT)),
+    ("dropout", (4, EP2, "zero2_fp32", DROPOUT)),
+    ("dropout", (4, TP2_EP2, "zero1_fp32", DROPOUT)),
+]
+
+
+def go_on_each(runs: list[Run]) -> list[Found]:
+    """Job: of several runs, one after the other: steps, a checkpoint, steps.
+
+    Each shows the loss scale that it began with and the losses after its checkpoint. first: steps before it.
+    """
+    gc.freeze()  # what is imported need not be searched after each run
+    try:
+        with with_fp16():
+            return [_go_on(**run) for run in runs]
+    finally:
+        launch.stop()
+
+
+def _go_on(first: int, **changes: Any) -> Found:
+    trainer = Trainer(small_run(**changes))
+    scale = trainer.engine.loss_scale
+    for _ in range(first):
+        trainer.step()
+    trainer.save()
+    after = [trainer.step()[1]["train/lm_loss"] for _ in range(STEPS)]
+    trainer.checkpoints.close()
+    trainer._stream.close()
+    del trainer
+    gc.collect()  # an engine and its parameters know each other
+    return {"scale": scale, "after": after}
+
+
+def run_at(place: Place, output: Path, **changes: Any) -> Run:
+    """A run of its own folder."""
+    _, layout, file, other = place
+    output.mkdir()
+    path = ds_config(file)
+    if "zero3" in file:
+        path = ds_variant(output, file, zero_optimization=CUT_ALL)
+    output = output / "runs"
+    return {**RUN, **other, "parallel": layout, "parallel__deepspeed": path, "output": output, **changes}
+
+
+def run_all(pool: Pool, runs: list[tuple[Place, Run]]) -> list[list[Found]]:
+    """What each rank of each showed; those of as many ranks in one world."""
+    found: dict[int, list[Found]] = {}
+    for ranks in sorted({place[0] for place, _ in runs}):
+        numbers = [number for number, (place, _) in enumerate(runs) if place[0] == ranks]
+        by_rank = pool.run(go_on_each, [runs[number][1] for number in numbers], ranks=ranks, timeout_s=900)
+        for place, number in enumerate(numbers):
+            found[number] = [rank[place] for rank in by_rank]
+    return [found[number] for number in range(len(runs))]
+
+
+def checkpoint_of(run: Run) -> Path:
+    return run["output"] / "small" / "checkpoints" / f"step_{STEPS:08d}"
+
+
+@pytest.fixture(scope="module")
+def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Found]]]:
+    """By name, a checkpoint and what its run showed as it went on."""
+    folder = tmp_path_factory.mktemp("sources")
+    runs = []
+    for number, place in enumerate(SOURCES.values()):
+        run = run_at(place, folder / str(number), first=STEPS)
+        if place[2].endswith("fp16"):
+            scale = {"initial_scale_power": SCALE}
+            run["parallel__deepspeed"] = ds_variant(folder / str(number), place[2], fp16=scale)
+        runs.append((place, run))
+    found = run_all(pool, runs)
+    return {name: (checkpoint_of(runs[n][1]), found[n]) for n, name in enumerate(SOURCES)}
+
+
+def move_all(
+    pool: Pool, sources: dict[str, tuple[Path, list[Found]]], moves: list[tuple[str, Place]], folder: Path
+) -> list[tuple[Path, list[Found]]]:
+    """Each is resumed, saved at once, and goes on."""
+    runs = [
+        (place, run_at(place, folder / str(n), first=0, checkpoint__resume=str(sources[source][0])))
+        for n, (source, place) in enumerate(moves)
+    ]
+    found = run_all(pool, runs)
+    return [(checkpoint_of(run), shown) for (_, run), shown in zip(runs, found, strict=True)]
+
+
+def assert_moved(
+    source: str, place: Place, before: tuple[Path, list[Found]], after: tuple[Path, list[Found]]
+) -> None:
+    """Every weight, buffer and moment is there in every bit, and the run goes on as the other did."""
+    (old, expected), (new, found) = before, after
+    saved, moved = read_tensors(old), read_tensors(new)
+    assert_same_bits(without_random(moved), without_random(saved))
+    assert {
+        tensor.dtype.is_floating_point and tensor.itemsize for tensor in without_random(saved).values()
+    } <= {4}
+    assert_random(saved, moved, SOURCES[source], place)
+    exact = SOURCES[source][2].endswith("fp32") and place[2].endswith("fp32")
+    for rank in found:
+        assert rank["after"] == found[0]["after"] and all(map(math.isfinite, rank["after"]))
+        if not place[3]:
+            assert rank["after"] == pytest.approx(expected[0]["after"], rel=1e-5 if exact else 1e-2)
+
+
+def without_random(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("random/")}
+
+
+def assert_random(saved: Tensors, moved: Tensors, before: Place, after: Place) -> None:
+    """Each data-parallel rank has the state of the one that saved; where there was none, one of its own,
+    which is not that of a run's first step either."""
+    (old_ranks, old_layout, *_), (ranks, layout, *_) = before, after
+    old_tensor, tensor = old_layout.get("tensor", 1), layout.get("tensor", 1)
+    states = [random_of(moved, rank) for rank in range(ranks)]
+    for rank, state in enumerate(states):
+        data_rank = rank // tensor
+        if data_rank < old_ranks // old_tensor:
+            taken = data_rank * old_tensor + min(rank % tensor, old_tensor - 1)
+            assert_same_bits(state, random_of(saved, taken))
+        else:
+            begun = torch.Generator().manual_seed(small_run().seed + 1 + data_rank).get_state()
+            others = [random_of(saved, 0), *states[: data_rank * tensor]]
+            known = [begun, *(other["torch"] for other in others)]
+            assert not any(state["torch"].equal(other) for other in known)
+
+
+def random_of(tensors: Tensors, rank: int) -> Tensors:
+    prefix = f"random/{rank:05d}/"
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+@pytest.fixture(scope="module")
+def moved(
+    pool: Pool, sources: dict[str, tuple[Path, list[Found]]], tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[Path, list[Found]]]:
+    return move_all(pool, sources, MOVES, tmp_path_factory.mktemp("moved"))
+
+
+@pytest.mark.parametrize("number", range(len(MOVES)), ids=[str(move) for move in MOVES])
+def test_it_goes_on_elsewhere(
+    sources: dict[str, tuple[Path, list[Found]]], moved: list[tuple[Path, list[Found]]], number: int
+) -> None:
+    source, place = MOVES[number]
+    assert_moved(source, place, sources[source], moved[number])
+
+
+def test_the_loss_scale_goes_on_in_fp16_and_begins_where_there_was_none(
+    moved: list[tuple[Path, list[Found]]],
+) -> None:
+    for (source, place), (_, found) in zip(MOVES, moved, strict=True):
+        scales = {rank["scale"] for rank in found}
+        if not place[2].endswith("fp16"):
+            assert scales == {1.0}
+        else:
+            assert (scales == {2.0**SCALE}) == (source == "fp16") and scales != {1.0}
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, EP2),
+    (2, CUT_TWICE),
+    (4, {}),
+    (4, {"expert": 4}),
+    (4, {"expert_tensor": 4}),
+    (4, TP2_EP2),
+    (4, EVERY_WAY),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_so_at_every_layout_and_file(
+    pool: Pool,
+    sources: dict[str, tuple[Path, list[Found]]],
+    tmp_path: Path,
+    layout: tuple[int, dict[str, Any]],
+) -> None:
+    moves = [
+        (source, (*layout, file, {})) for source in SOURCES if source != "dropout" for file in PLAIN_FILES
+    ]
+    found = move_all(pool, sources, moves, tmp_path)
+    for (source, place), after in zip(moves, found, strict=True):
+        assert_moved(source, place, sources[source], after)
