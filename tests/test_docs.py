@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from megamoe.moe.check import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import build_part
 from tests.moe.build import make_hidden, make_layer
+from tests.parallel.checkpoints import checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,6 +86,17 @@ def test_the_yaml_of_parts_is_valid(block: str, tmp_path: Path) -> None:
     plugin = str(ROOT / "examples/own_router.py")
     (tmp_path / "run.yaml").write_text(block.replace("[own_router.py]", f"[{plugin}]"))
     check_parts(load_config(tmp_path / "run.yaml").moe, expert_parallel=1)
+
+
+def test_a_tensor_is_found_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks_of("docs/checkpoints.md", "python")
+    folder, name = re.findall(r'"([\w./]+)"', block.split("folder, name = ")[1])[:2]
+    checkpoint.write(tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    for mine, tensor in checkpoint.tensors().items():
+        if tensor.dtype is torch.float32:
+            (tmp_path / "by_hand.py").write_text(block.replace(name, mine))
+            assert torch.equal(runpy.run_path("by_hand.py")["whole"], tensor)
 
 
 def test_the_page_of_all_parts_is_what_the_tool_says() -> None:

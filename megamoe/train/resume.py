@@ -8,7 +8,8 @@ from typing import Any
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError
 from megamoe.model.size import moe_layer_numbers, part_shapes
-from megamoe.parallel.checkpoints.meta import Index, read_index, read_meta
+from megamoe.parallel.checkpoints.files import META, damaged, printable
+from megamoe.parallel.checkpoints.meta import Index, Meta, read_index, read_meta
 from megamoe.parallel.checkpoints.saved import WEIGHT
 
 # Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps
@@ -27,6 +28,7 @@ SAME = {
     ),
     "data": ("sources", "split", "mock", "sequence_length", "document_aware"),
 }
+SECTIONS = (("model",), ("data",), ("moe", "router", "scorer"), ("moe", "losses"))
 FREE = (
     "hidden_dropout",
     "attention_dropout",
@@ -56,7 +58,7 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
     """
     meta = read_meta(path)
     _same(path, "vocabulary", meta["vocabulary"], vocabulary)
-    saved, current = meta["config"], to_dict(config)
+    saved, current = _saved_config(path, meta), to_dict(config)
     for section, keys in SAME.items():
         before, after = (saved[section], current[section]) if section else (saved, current)
         for key in after if keys == ("*",) else keys:
@@ -65,6 +67,17 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
     if moe_layer_numbers(config.moe, config.model.num_layers):
         now = part_shapes(config, vocabulary)
         _same_state(path, saved["moe"], current["moe"], _saved_part_shapes(read_index(path)), now)
+
+
+def _saved_config(path: Path, meta: Meta) -> Tree:
+    """The configuration that a checkpoint holds, of which the sections are there that are compared."""
+    for keys in SECTIONS:
+        node: Any = meta["config"]
+        for key in keys:
+            node = node.get(key) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise damaged(path / META, f"config has no section {'.'.join(keys)}")
+    return meta["config"]
 
 
 def _saved_part_shapes(index: Index) -> dict[str, list[int]]:
@@ -80,7 +93,7 @@ def _same_state(
 
     known: shapes of the parts' tensors that were saved, by name; shapes: of the present ones.
     """
-    scorers = [moe["router"]["scorer"]["name"] for moe in (saved, current)]
+    scorers = [moe["router"]["scorer"].get("name") for moe in (saved, current)]
     _same(path, "moe.router.scorer", *scorers)
     for name in sorted(known.keys() | shapes.keys()):
         if known.get(name) != shapes.get(name):
@@ -94,8 +107,8 @@ def _differing(before: Any, after: Any) -> tuple[Any, Any]:
     """Two parts' trees; of the same part, only the options that differ."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return before, after
-    if before["name"] != after["name"]:
-        return before["name"], after["name"]
+    if before.get("name") != after["name"]:
+        return before.get("name"), after["name"]
     keys = [key for key in after if before.get(key) != after[key]]
     return {key: before.get(key) for key in keys}, {key: after[key] for key in keys}
 
@@ -116,7 +129,7 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
         )
     _same(path, "vocabulary", meta["vocabulary"], vocabulary, INIT_WAY_OUT)
     # The tensors' names and shapes tell the sizes, when they are read.
-    saved, current = meta["config"]["model"], to_dict(config)["model"]
+    saved, current = _saved_config(path, meta)["model"], to_dict(config)["model"]
     for key in SAME_FUNCTION:
         _same(path, f"model.{key}", saved.get(key), current[key], INIT_WAY_OUT)
 
@@ -127,5 +140,4 @@ def _same(path: Path, key: str, before: Any, after: Any, way_out: str = RESUME_W
 
 
 def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) < 60 else text[:57] + "..."
+    return printable(value, 60)

@@ -11,8 +11,8 @@ from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
 from megamoe.parallel.checkpoints import integrity
 from megamoe.parallel.checkpoints.files import damaged
+from megamoe.parallel.checkpoints.folder import candidates
 from megamoe.parallel.checkpoints.meta import read_meta
-from megamoe.parallel.checkpoints.run import candidates
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"

@@ -8,11 +8,10 @@ import hashlib
 import mmap
 import os
 import re
-import stat
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from megamoe.parallel.checkpoints.files import META, SUMS, write_text
+from megamoe.parallel.checkpoints.files import META, SUMS, is_plain, printable, read_bytes, write_text
 
 NAME = re.compile(r"[a-z0-9_]+\.(?:json|safetensors)")
 LINE = re.compile(rf"([0-9a-f]{{64}})  ({NAME.pattern})")
@@ -62,9 +61,9 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
     """Yields problems; returns the sums by name, or None where there is no telling."""
     path = folder / SUMS
     try:
-        content = path.read_bytes().decode("ascii")
+        content = read_bytes(path).decode("ascii")
         found = sorted(entry.name for entry in os.scandir(folder) if entry.name != SUMS)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         yield f"{SUMS}: missing or damaged ({_reason(error)})"
         return None
     lines = content.split("\n")
@@ -78,18 +77,18 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
         return None
     for name in found:
         if name not in sums:
-            yield f"{name}: not in {SUMS}"
+            yield f"{printable(name)}: not in {SUMS}"
     for name in sums:
         if name not in found:
             yield f"{name}: missing"
-        elif not stat.S_ISREG(os.lstat(folder / name).st_mode):
+        elif not is_plain(folder / name):
             yield f"{name}: not a plain file"
     return sums
 
 
 def _check_file(path: Path, expected: str) -> Iterator[str]:
     try:
-        if stat.S_ISREG(os.lstat(path).st_mode) and sha256(path) != expected:
+        if is_plain(path) and sha256(path) != expected:
             yield f"{path.name}: damaged, its SHA-256 is not the one in {SUMS}"
     except FileNotFoundError:
         pass  # told already
@@ -98,7 +97,7 @@ def _check_file(path: Path, expected: str) -> Iterator[str]:
 
 
 def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+    return printable((isinstance(error, OSError) and error.strerror) or error)
 
 
 def first(found: Iterable[str]) -> str | None:

@@ -1,16 +1,32 @@
 """What a checkpoint's JSON says, checked: it may come from anywhere."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.files import FORMAT, INDEX, META, damaged, read_json
+from megamoe.parallel.checkpoints.files import (
+    FORMAT,
+    INDEX,
+    META,
+    damaged,
+    parse_json,
+    printable,
+    read_bytes,
+    read_json,
+)
+from megamoe.parallel.checkpoints.overlap import first_overlap
 
-PositiveNumber = Annotated[int, Field(gt=0)]
-Numbers = list[NonNegativeInt]
+LARGEST = (1 << 63) - 1  # that a tensor's size or a count can be
+Number = Annotated[int, Field(ge=0, le=LARGEST)]
+PositiveNumber = Annotated[int, Field(gt=0, le=LARGEST)]
+Numbers = Annotated[list[Number], Field(max_length=64)]  # PyTorch's limit of dimensions
+ScalerName = Annotated[
+    str, Field(pattern="^(cur_scale|cur_iter|last_overflow_iter|cur_hysteresis)$")
+]  # attributes of DeepSpeed's dynamic scaler
 DType = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
@@ -23,34 +39,45 @@ class LayoutMeta(TypedDict):
     tensor: PositiveNumber
     expert: PositiveNumber
     expert_tensor: PositiveNumber
-    zero_stage: NonNegativeInt
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
     precision: Literal["fp32", "bf16", "fp16"]
 
 
-class Meta(TypedDict):
-    """checkpoint.json. step, samples, micro_batches, tokens: so far, over all ranks."""
+class RandomLayout(TypedDict):
+    """Of the ranks whose random states are in the checkpoint."""
 
-    format: NonNegativeInt
+    ranks: PositiveNumber
+    tensor: PositiveNumber
+
+
+class Meta(TypedDict):
+    """checkpoint.json. step, samples, micro_batches, tokens: so far, over all ranks.
+
+    random_layout: of whom the random states are, where the checkpoint was cut anew for another `layout`.
+    """
+
+    format: Number
     saved_at: str
-    step: NonNegativeInt
-    samples: NonNegativeInt
-    micro_batches: NonNegativeInt
-    skipped_steps: NonNegativeInt
-    tokens: NonNegativeInt
+    step: Number
+    samples: Number
+    micro_batches: Number
+    skipped_steps: Number
+    tokens: Number
     vocabulary: PositiveNumber
     layout: LayoutMeta
-    loss_scaler: dict[str, FiniteFloat]
+    loss_scaler: dict[ScalerName, FiniteFloat]
     config: dict[str, Any]
     broken_steps: NotRequired[dict[str, Any]]
+    random_layout: NotRequired[RandomLayout]
 
 
 class ShardingMeta(TypedDict):
     """See `placements.Sharding`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    tensor: NotRequired[tuple[NonNegativeInt, PositiveNumber]]
+    tensor: NotRequired[tuple[Number, PositiveNumber]]
     expert: NotRequired[bool]
-    slices: NotRequired[tuple[NonNegativeInt, PositiveNumber]]
+    slices: NotRequired[tuple[Number, PositiveNumber]]
 
 
 class TensorMeta(TypedDict):
@@ -58,7 +85,7 @@ class TensorMeta(TypedDict):
 
     dtype: DType
     shape: Numbers
-    chunks: list[tuple[NonNegativeInt, Numbers, Numbers]]
+    chunks: list[tuple[Number, Numbers, Numbers]]
 
 
 class Index(TypedDict):
@@ -79,14 +106,16 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> Meta:
     """
     try:
         content = read_json(path / META)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        problem = str(error) if type(error) is ValueError else f"no readable {META}"
         raise UserError(
-            f"{key}: {path} is not a complete checkpoint (no readable {META}); name a step_* folder"
+            f"{key}: {path} is not a complete checkpoint ({printable(problem)}); name a step_* folder"
             + (", or auto" if key == "checkpoint.resume" else "")
         ) from None
-    if content.get("format") != FORMAT:
+    found = content.get("format")
+    if found != FORMAT:
         raise UserError(
-            f"{path}: checkpoint format {content.get('format')}, this version reads {FORMAT}; load it with "
+            f"{path}: checkpoint format {printable(found, 40)}, this version reads {FORMAT}; load it with "
             "the version that saved it"
         )
     try:
@@ -96,43 +125,45 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> Meta:
 
 
 def read_index(path: Path) -> Index:
-    """Which tensors a checkpoint has, and where.
+    """Which tensors a checkpoint has, and where: each is filled by its chunks, which do not overlap.
 
     Raises:
         UserError: if it cannot be read, or is no such index.
     """
     try:
-        index = _INDEX.validate_json((path / INDEX).read_bytes())
+        text = read_bytes(path / INDEX)
+        parse_json(text)  # which sees keys that stand there twice
+        index = _INDEX.validate_json(text, strict=True)
     except ValidationError as error:
         raise damaged(path / INDEX, _words(error)) from None
     except OSError as error:
         raise damaged(path / INDEX, error.strerror) from None
+    except ValueError as error:
+        raise damaged(path / INDEX, error) from None
     for name, tensor in index["tensors"].items():
         problem = _misfit(tensor)
         if problem:
-            raise damaged(path / INDEX, f"{name}: {problem}")
+            raise damaged(path / INDEX, f"{printable(name, 120)}: {problem}")
     return index
 
 
 def _misfit(tensor: TensorMeta) -> str | None:
     """Why the chunks are not the tensor's, which they must fill."""
     shape, filled = tensor["shape"], 0
+    if math.prod(size or 1 for size in shape) > LARGEST >> 4:  # in bytes
+        return f"shape {shape} has too many elements"
     for _, offsets, sizes in tensor["chunks"]:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return f"a chunk of {len(offsets)} dimensions in shape {shape}"
+            return f"a chunk of {len(offsets)} offsets and {len(sizes)} sizes in shape {shape}"
         if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
             return f"a chunk at {offsets} of {sizes} outside shape {shape}"
-        filled += _volume(sizes)
-    return None if filled == _volume(shape) else f"chunks of {filled} elements for shape {shape}"
-
-
-def _volume(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+        filled += math.prod(sizes)
+    if filled != math.prod(shape):
+        return f"chunks of {filled} elements for shape {shape}"
+    pair = first_overlap([(offsets, sizes) for _, offsets, sizes in tensor["chunks"]])
+    return f"chunks at {pair[0]} and {pair[1]} overlap" if pair else None
 
 
 def _words(error: ValidationError) -> str:
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return f"{printable('.'.join(map(str, first['loc'])), 120)}: {first['msg']}"

@@ -1,14 +1,10 @@
 """The checkpoints of a run: every rank's state, whole or not at all, to be loaded at any layout.
 
-    checkpoints/step_00000100/     see `files`
-    checkpoints/latest             the name of the newest complete one
-
 Everything is written under a temporary name and renamed when all ranks are done; `latest` moves after that.
 Nothing is pickled.
 """
 
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,44 +17,15 @@ import torch.distributed as dist
 from megamoe.errors import UserError
 from megamoe.parallel.agreement import agree, attempt, first_problem
 from megamoe.parallel.checkpoints import integrity
-from megamoe.parallel.checkpoints.files import FORMAT, INDEX, META, SUMS, sync, write_text
-from megamoe.parallel.checkpoints.meta import Meta
+from megamoe.parallel.checkpoints.files import FORMAT, INDEX, META, sync, write_text
+from megamoe.parallel.checkpoints.folder import DELETING, LATEST, REPLACED, SAVING, candidates, hide, remove
+from megamoe.parallel.checkpoints.meta import Meta, RandomLayout
 from megamoe.parallel.checkpoints.placements import shardings
 from megamoe.parallel.checkpoints.planning import Plan, agree_on_plan, fingerprint
 from megamoe.parallel.checkpoints.saved import Saved
 from megamoe.parallel.checkpoints.saving import Save, Staging
 from megamoe.parallel.checkpoints.state import EngineState, load_random
 from megamoe.parallel.engine import Engine
-
-LATEST = "latest"
-SAVING, REPLACED, DELETING = ".saving_", ".replaced_", ".deleting_"  # before a checkpoint's name
-
-
-def candidates(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run's folder, the one to go on from first: what `latest` names, then by
-    the time of saving (a run resumed from an earlier step has newer ones with smaller numbers)."""
-    found = list(folder.glob("step_*"))
-    # Between two renames of a step that was saved again, the earlier one is there under this name alone.
-    found += [
-        path
-        for path in folder.glob(f"{REPLACED}step_*")
-        if not path.with_name(path.name.removeprefix(REPLACED)).exists()
-    ]
-    dated = [(date, path) for path in found if (date := _saved_at(path))]
-    named = _named_by_latest(folder)
-    return [path for _, path in sorted(dated, key=lambda pair: (pair[1].name != named, -pair[0]))]
-
-
-def _saved_at(path: Path) -> int:
-    """When its last file was written, in ns; 0 where it is no checkpoint. Either file may be missing."""
-    return max((file.stat().st_mtime_ns for file in (path / META, path / SUMS) if file.is_file()), default=0)
-
-
-def _named_by_latest(folder: Path) -> str | None:
-    try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def first_intact(paths: list[Path], say: Callable[[str], None]) -> Path:
@@ -264,7 +231,8 @@ def load(saved: Saved, engine: Engine) -> bool:
     """
     agree(attempt(lambda: EngineState(engine).load(saved)))
     _restore_loss_scaler(engine, saved.meta)
-    before, now, rank = saved.meta["layout"], engine.layout, engine.world.rank
+    before: RandomLayout = saved.meta.get("random_layout", saved.meta["layout"])
+    now, rank = engine.layout, engine.world.rank
     if now.data_rank(rank) >= before["ranks"] // before["tensor"]:
         agree(None)
         return False
@@ -278,19 +246,6 @@ def _restore_loss_scaler(engine: Engine, meta: Meta) -> None:
         engine.restore_loss_scaler(meta["loss_scaler"])
 
 
-def hide(path: Path) -> Path:
-    """A checkpoint under a name that nobody loads, for `remove`: half deleted it would look damaged."""
-    gone = path.with_name(f"{DELETING}{path.name.lstrip('.')}")
-    remove(gone)
-    os.replace(path, gone)
-    return gone
-
-
 def _remove_all(paths: list[Path]) -> None:
     for path in paths:
         remove(path)
-
-
-def remove(path: Path) -> None:
-    """A folder, if it is there."""
-    shutil.rmtree(path, ignore_errors=True)

@@ -23,12 +23,24 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megamoe.errors import UserError
 from megamoe.parallel.checkpoints.boxes import Box, Piece, narrowed
-from megamoe.parallel.checkpoints.files import damaged, shard_file
+from megamoe.parallel.checkpoints.files import INDEX, damaged, is_plain, shard_file
 from megamoe.parallel.checkpoints.meta import Index, read_index, read_meta
 
 WEIGHT = "model/"  # before a parameter's or buffer's name
 STEP = "step/"  # Adam's count of a parameter's updates
 MOMENTS = ("exp_avg", "exp_avg_sq")
+IN_SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 def moment_name(moment: str, parameter: str) -> str:
@@ -40,13 +52,14 @@ class Saved:
     """A checkpoint, opened. Its files are read when they are asked for; `close` lets go of them.
 
     Raises (when built):
-        UserError: if its JSON is missing, damaged or of another format.
+        UserError: if its JSON is missing, damaged or of another format, or names a shard of no rank.
     """
 
     def __init__(self, path: Path, key: str = "checkpoint.resume") -> None:
         self.path = path
         self.meta = read_meta(path, key)
         self.index: Index = read_index(path)
+        _check_shards(path, self.index, self.meta["layout"]["ranks"])
         self._open = ExitStack()
         self._files: dict[int, Any] = {}
 
@@ -75,8 +88,14 @@ class Saved:
         return dtype
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU."""
+        """A whole tensor, on the CPU.
+
+        Raises:
+            UserError: if a file is missing or damaged; before memory is taken for what is in none.
+        """
         shape = tuple(self.shape(name))
+        for number in range(len(self.index["tensors"][name]["chunks"])):
+            self._chunk(name, number)
         filled = torch.empty(shape, dtype=self.dtype(name))
         self.fill([Piece(name, shape, Box((0,) * len(shape), shape), filled)])
         return filled
@@ -123,24 +142,50 @@ class Saved:
             raise damaged(self.path, f"{missing} elements of {name} are in no shard")
 
     def _read(self, name: str, item: ReadItem) -> Tensor:
-        number, offsets, sizes = self.index["tensors"][name]["chunks"][item.storage_index.index or 0]
-        key = chunk_key(name, self.shape(name), offsets, sizes)
+        chunk, path = self._chunk(name, item.storage_index.index or 0)
+        ends = [o + length for o, length in zip(item.storage_offsets, item.lengths, strict=True)]
+        try:
+            part: Tensor = chunk[tuple(map(slice, item.storage_offsets, ends)) or ...]
+        except (OSError, SafetensorError) as error:
+            raise damaged(path, error) from None
+        return part
+
+    def _chunk(self, name: str, number: int) -> tuple[Any, Path]:
+        """One of a tensor's chunks, to be sliced, and the file that has it as the index says."""
+        shard, offsets, sizes = self.index["tensors"][name]["chunks"][number]
+        key, dtype = chunk_key(name, self.shape(name), offsets, sizes), self.index["tensors"][name]["dtype"]
+        file, path = self.shard(shard), self.path / shard_file(shard)
+        try:
+            chunk = file.get_slice(key)
+        except SafetensorError as error:
+            raise damaged(path, error) from None
+        found, expected = (chunk.get_dtype(), chunk.get_shape()), (IN_SAFETENSORS[dtype], list(sizes))
+        if found != expected:
+            raise damaged(path, f"{key} is {found[0]} {found[1]}, expected {expected[0]} {expected[1]}")
+        return chunk, path
+
+    def shard(self, number: int) -> Any:
+        """A file of tensors, opened by safetensors.
+
+        Raises:
+            UserError: if it is missing or damaged.
+        """
         path = self.path / shard_file(number)
         try:
             if number not in self._files:
+                if not is_plain(path):
+                    raise damaged(path, "not a plain file")
                 self._files[number] = self._open.enter_context(safe_open(str(path), framework="pt"))
-            file = self._files[number]
-            held = file.get_slice(key)
-            if held.get_shape() != list(sizes):
-                raise damaged(path, f"{key} has shape {held.get_shape()}, expected {list(sizes)}")
-            if not sizes:
-                whole: Tensor = file.get_tensor(key)
-                return whole
-            ends = [o + length for o, length in zip(item.storage_offsets, item.lengths, strict=True)]
-            part: Tensor = held[tuple(map(slice, item.storage_offsets, ends))]
-            return part
+            return self._files[number]
         except (OSError, SafetensorError) as error:
-            raise damaged(path, error) from None
+            raise damaged(path, (isinstance(error, OSError) and error.strerror) or error) from None
+
+
+def _check_shards(path: Path, index: Index, ranks: int) -> None:
+    for name, tensor in index["tensors"].items():
+        for shard, _, _ in tensor["chunks"]:
+            if shard >= ranks:
+                raise damaged(path / INDEX, f"{name} is in shard {shard}, saved by {ranks} ranks")
 
 
 def chunk_key(name: str, shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]) -> str:

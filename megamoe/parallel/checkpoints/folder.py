@@ -1,0 +1,76 @@
+"""A run's folder of checkpoints: which are there, and which is the one to go on from.
+
+checkpoints/step_00000100/     see `files`
+checkpoints/latest             the name of the newest complete one
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from megamoe.errors import UserError
+from megamoe.parallel.checkpoints.files import META, SUMS, read_bytes
+
+LATEST = "latest"
+SAVING, REPLACED, DELETING = ".saving_", ".replaced_", ".deleting_"  # before a checkpoint's name
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run's folder, the one to go on from first: what `latest` names, then by
+    the time of saving (a run resumed from an earlier step has newer ones with smaller numbers)."""
+    found = list(folder.glob("step_*"))
+    # Between two renames of a step that was saved again, the earlier one is there under this name alone.
+    found += [
+        path
+        for path in folder.glob(f"{REPLACED}step_*")
+        if not path.with_name(path.name.removeprefix(REPLACED)).exists()
+    ]
+    dated = [(date, path) for path in found if (date := _saved_at(path))]
+    named = _named_by_latest(folder)
+    return [path for _, path in sorted(dated, key=lambda pair: (pair[1].name != named, -pair[0]))]
+
+
+def _saved_at(path: Path) -> int:
+    """When its last file was written, in ns; 0 where it is no checkpoint. Either file may be missing."""
+    return max((file.stat().st_mtime_ns for file in (path / META, path / SUMS) if file.is_file()), default=0)
+
+
+def _named_by_latest(folder: Path) -> str | None:
+    try:
+        return read_bytes(folder / LATEST).decode("utf-8").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def find_checkpoints(path: Path) -> tuple[list[Path], bool]:
+    """(all in a run's folder, or in its folder `checkpoints`, by name; True), or (that checkpoint, False).
+
+    Also what is no complete checkpoint, if its name is one's.
+
+    Raises:
+        UserError: if there is neither.
+    """
+    if path.is_dir() and any(os.path.lexists(path / name) for name in (META, SUMS)):
+        return [path], False
+    for folder in (path / "checkpoints", path):
+        found = {*folder.glob("step_*"), *candidates(folder)}
+        if found:
+            return sorted(found, key=lambda path: path.name.removeprefix(REPLACED)), True
+    if path.is_dir() and path.name.startswith("step_"):
+        return [path], False
+    raise UserError(
+        f"{path}: no checkpoint and no run's folder with one; name a step_* folder, or runs/<name>"
+    )
+
+
+def hide(path: Path) -> Path:
+    """A checkpoint under a name that nobody loads, for `remove`: half deleted it would look damaged."""
+    gone = path.with_name(f"{DELETING}{path.name.lstrip('.')}")
+    remove(gone)
+    os.replace(path, gone)
+    return gone
+
+
+def remove(path: Path) -> None:
+    """A folder, if it is there."""
+    shutil.rmtree(path, ignore_errors=True)

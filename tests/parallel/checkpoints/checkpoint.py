@@ -1,0 +1,100 @@
+"""A small checkpoint made by hand: every kind of tensor, cut and whole, in two shards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megamoe.parallel.checkpoints.boxes import Box, narrowed
+from megamoe.parallel.checkpoints.files import INDEX, META, SUMS, shard_file
+from megamoe.parallel.checkpoints.integrity import sha256, write_sums
+from megamoe.parallel.checkpoints.saved import chunk_key
+
+META_CONTENT: dict[str, Any] = {
+    "format": 2,
+    "saved_at": "2026-01-01T00:00:00+00:00",
+    "step": 7,
+    "samples": 56,
+    "micro_batches": 28,
+    "skipped_steps": 0,
+    "tokens": 448,
+    "vocabulary": 12,
+    "layout": {
+        "ranks": 2,
+        "tensor": 1,
+        "expert": 2,
+        "expert_tensor": 1,
+        "zero_stage": 1,
+        "precision": "fp32",
+    },
+    "loss_scaler": {},
+    "config": {
+        "name": "by_hand",
+        "model": {"num_attention_heads": 4},
+        "parallel": {"tensor": 1, "expert": 2, "expert_tensor": 1, "sequence": False},
+    },
+}
+SHARDINGS: dict[str, Any] = {
+    "embedding": {"tensor": [0, 1]},
+    "fc1": {"tensor": [0, 2]},
+    "norm": {},
+    "up": {"expert": True, "slices": [1, 2]},
+    "down": {"expert": True, "slices": [2, 1]},
+}
+SHAPES = {"embedding": (12, 4), "fc1": (16, 4), "norm": (5,), "up": (4, 8, 4), "down": (4, 4, 4)}
+
+
+def tensors() -> dict[str, Tensor]:
+    """Every tensor, whole."""
+    found: dict[str, Tensor] = {}
+    for number, (name, shape) in enumerate(SHAPES.items()):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+        found |= {f"model/{name}": values, f"exp_avg/{name}": values / 3, f"exp_avg_sq/{name}": values**2}
+        found[f"step/{name}"] = torch.tensor(7.0)
+    found["model/bias"] = torch.linspace(0, 1, 4, dtype=torch.float64)
+    found["model/table"] = torch.arange(6).reshape(2, 3)
+    return found | {f"random/0000{rank}/torch": torch.arange(8).to(torch.uint8) + rank for rank in range(2)}
+
+
+def write(folder: Path, step: int = 7) -> Path:
+    """A valid checkpoint: tensors of two dimensions and more are cut in two along the first."""
+    folder.mkdir(parents=True)
+    shards: list[dict[str, Tensor]] = [{}, {}]
+    index: dict[str, Any] = {}
+    for number, (name, tensor) in enumerate(tensors().items()):
+        chunks = []
+        half = len(tensor) // 2 if tensor.dim() > 1 else 0
+        bounds = [(0, half), (half, len(tensor))] if half else [(0, tensor.shape[0] if tensor.dim() else 1)]
+        for rank, (start, stop) in enumerate(bounds, number % 2 if len(bounds) == 1 else 0):
+            shape = tuple(tensor.shape)
+            box = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])) if shape else Box((), ())
+            key = chunk_key(name, shape, box.offsets, box.sizes)
+            shards[rank][key] = narrowed(tensor, box).contiguous() if shape else tensor
+            chunks.append([rank, list(box.offsets), list(box.sizes)])
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        index[name] = {"dtype": dtype, "shape": list(tensor.shape), "chunks": chunks}
+    for rank, shard in enumerate(shards):
+        save_file(shard, folder / shard_file(rank))
+    dump(folder / INDEX, {"tensors": index, "shardings": SHARDINGS})
+    dump(folder / META, {**META_CONTENT, "step": step})
+    seal(folder)
+    return folder
+
+
+def seal(folder: Path) -> None:
+    """Checksums of whatever is there now, as one who forges a checkpoint would write them."""
+    names = [path.name for path in folder.iterdir() if path.name != SUMS]
+    write_sums(folder, {name: sha256(folder / name) for name in names})
+
+
+def load(path: Path) -> Any:
+    """JSON of a file."""
+    return json.loads(path.read_text())
+
+
+def dump(path: Path, content: Any) -> None:
+    """JSON into a file."""
+    path.write_text(json.dumps(content))

@@ -1,0 +1,244 @@
+"""tools/checkpoint.py: what it prints, and with which exit code it ends."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from megamoe.config import dump_yaml, load_config, to_dict
+from tests.parallel.checkpoints import checkpoint
+from tests.tiny import tiny
+
+ROOT = Path(__file__).parents[1]
+Told = tuple[int, str, str]  # exit code, stdout, stderr
+Tool = Callable[..., Told]
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    spec: Any = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools/checkpoint.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tool(module: Any, capsys: pytest.CaptureFixture[str]) -> Tool:
+    def call(*arguments: str | Path) -> Told:
+        capsys.readouterr()
+        code = module.main([str(it) for it in arguments])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps 7 and 8, of which 8 is damaged."""
+    folder = tmp_path / "run" / "checkpoints"
+    checkpoint.write(folder / "step_00000007")
+    damaged = checkpoint.write(folder / "step_00000008", step=8) / "shard_00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    (folder / "latest").write_text("step_00000008")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def step(run: Path) -> Path:
+    return run / "checkpoints" / "step_00000007"
+
+
+def refused(told: Told) -> str:
+    code, out, err = told
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+def test_a_checkpoint_is_described(tool: Tool, step: Path) -> None:
+    code, out, _ = tool("inspect", step)
+    assert code == 0
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines()[1:])
+    assert rows["step"] == "7; 448 tokens, 56 sequences"
+    assert rows["parameters"] == "309, 192 of them in routed experts"
+    assert rows["layout"] == "2 ranks: tensor 1, expert 2, expert_tensor 1; ZeRO 1, fp32"
+    assert rows["saved"] == "2026-01-01T00:00:00+00:00"
+    assert (rows["run"], rows["integrity"]) == ("by_hand", "intact")
+    sizes = sum(path.stat().st_size for path in step.iterdir())
+    assert rows["files"] == f"5, {sizes / 1000:.3g} kB"
+
+
+def test_as_data(tool: Tool, step: Path) -> None:
+    code, out, _ = tool("inspect", step, "--json", "--tensors")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["parameters"] == {"total": 309, "experts": 192}
+    assert facts["bytes"] == sum(path.stat().st_size for path in step.iterdir())
+    assert facts["index"]["step/norm"]["shape"] == []
+    assert facts["integrity"] == "intact"
+
+
+def test_a_run_is_a_table_and_the_one_that_a_resume_takes(tool: Tool, run: Path, step: Path) -> None:
+    code, out, _ = tool("inspect", run)
+    table, details = out.split("\n\n")
+    assert code == 0
+    assert table.splitlines()[1].startswith("* step_00000007 ")
+    assert table.splitlines()[2].startswith("  step_00000008 ")
+    assert "damaged: shard_00001.safetensors: damaged" in table.splitlines()[2]
+    assert details.splitlines()[0] == str(step)
+    _, out, _ = tool("inspect", run, "--json")
+    assert [row["resume"] for row in json.loads(out)["checkpoints"]] == [True, False]
+    assert json.loads(out)["resume"]["step"] == 7
+
+
+def test_quick_reads_no_tensors(tool: Tool, run: Path) -> None:
+    _, out, _ = tool("inspect", run, "--quick")
+    assert "tensors not read" in out and "damaged" not in out
+    assert out.splitlines()[2].startswith("* step_00000008")
+
+
+def test_tensors(tool: Tool, step: Path) -> None:
+    _, out, _ = tool("inspect", step, "--tensors")
+    rows = [line.split() for line in out.split("\n\n")[1].splitlines()]
+    assert ["float32", "[12,", "4]", "0,1", "model/embedding"] in rows
+    assert len(rows) == 1 + len(checkpoint.tensors())
+
+
+def test_the_configuration_is_one_for_pretrain(tool: Tool, step: Path, tmp_path: Path) -> None:
+    config = tiny("moe.router=deepseek_v3", "moe.num_shared_experts=1", "optimizer.lr=1e-5")
+    meta = checkpoint.load(step / "checkpoint.json")
+    checkpoint.dump(step / "checkpoint.json", {**meta, "config": to_dict(config)})
+    checkpoint.seal(step)
+    code, out, _ = tool("inspect", step, "--config")
+    (tmp_path / "run.yaml").write_text(out)
+    assert code == 0
+    assert dump_yaml(load_config(tmp_path / "run.yaml")) == dump_yaml(config)
+
+
+def test_what_a_configuration_names_is_not_run(tool: Tool, step: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    (tmp_path / "plugin.py").write_text(f"open({str(marker)!r}, 'w')")
+    meta = checkpoint.load(step / "checkpoint.json")
+    config = {
+        "plugins": [str(tmp_path / "plugin.py")],
+        "name": "a\x1b[2Jb",
+        "x": "!!python/object/apply:os.abort []",
+    }
+    checkpoint.dump(step / "checkpoint.json", {**meta, "config": config})
+    checkpoint.seal(step)
+    for arguments in (["inspect", step], ["inspect", step, "--config"], ["verify", step]):
+        exit_code, out, _ = tool(*arguments)
+        assert exit_code == 0 and "\x1b" not in out
+    assert yaml.safe_load(tool("inspect", step, "--config")[1]) == config
+    assert tool("convert", step, tmp_path / "out", "--ranks", "1")[0] == 0
+    assert not marker.exists()
+
+
+def test_verify_tells_each_and_ends_with_1(tool: Tool, run: Path, step: Path) -> None:
+    assert tool("verify", step) == (0, f"{step}: intact\n", "")
+    code, out, _ = tool("verify", step, run)
+    lines = out.splitlines()
+    assert code == 1
+    assert lines[:2] == [f"{step}: intact"] * 2
+    assert lines[2].startswith(
+        f"{step.with_name('step_00000008')}: damaged: shard_00001.safetensors: damaged, its"
+    )
+    (step / "notes").touch()
+    os.truncate(step / "index.json", 100)
+    code, out, _ = tool("verify", step)
+    assert (code, out.count("\n")) == (1, 1)
+    assert out.endswith("damaged: notes: not in SHA256SUMS (and 1 more)\n")
+
+
+def test_weights_in_one_file(tool: Tool, step: Path, tmp_path: Path) -> None:
+    out = tmp_path / "weights"
+    code, said, _ = tool("convert", step, out, "--consolidated", "--dtype", "bf16", "--optimizer")
+    assert code == 0 and said.startswith(f"{out}: 4 files, ")
+    assert load_file(out / "model.safetensors")["up"].dtype is torch.bfloat16
+
+
+def test_another_layout(tool: Tool, run: Path, step: Path) -> None:
+    out = run / "checkpoints" / "step_00000009"
+    code, said, _ = tool(
+        *("convert", step, out, "--ranks", 4, "--tensor", 2, "--expert", 2, "--expert-tensor", 2),
+        *("--zero-stage", 0),
+    )
+    assert code == 0 and said.startswith(f"{out}: 7 files, ")
+    assert "4 ranks: tensor 2, expert 2, expert_tensor 2; ZeRO 0, fp32" in tool("inspect", out)[1]
+
+
+MISTAKES = [
+    (["convert", "STEP", "OUT"], "say either --consolidated or --ranks R"),
+    (["convert", "STEP", "OUT", "--consolidated", "--ranks", "2"], "say either"),
+    (["convert", "STEP", "OUT", "--consolidated", "--tensor", "2"], "--tensor: is for --ranks only"),
+    (["convert", "STEP", "OUT", "--consolidated", "--zero-stage", "0"], "--zero-stage: is for --ranks only"),
+    (["convert", "STEP", "OUT", "--ranks", "2", "--dtype", "bf16"], "--dtype: is for --consolidated only"),
+    (["convert", "STEP", "OUT", "--ranks", "2", "--optimizer"], "--optimizer: is for --consolidated only"),
+    (["convert", "STEP", "OUT", "--ranks", "3", "--expert", "3"], "--expert: 3 does not divide the 4 rows"),
+    (["convert", "STEP", "STEP", "--ranks", "1"], "exists"),
+    (["convert", "RUN", "OUT", "--ranks", "1"], "a run's folder; name one of its checkpoints"),
+    (["inspect", "OUT"], "no checkpoint and no run's folder"),
+    (["verify", "OUT"], "no checkpoint and no run's folder"),
+    (["prune", "RUN", "--keep", "0"], "would leave no checkpoint"),
+    (["prune", "STEP", "--keep", "1"], "a single checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), MISTAKES)
+def test_mistakes_are_one_line(
+    tool: Tool, run: Path, step: Path, tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    names = {"STEP": step, "RUN": run, "OUT": tmp_path / "out"}
+    assert told in refused(tool(*(names.get(it, it) for it in arguments)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_description_is_one_line(tool: Tool, step: Path) -> None:
+    (step / "checkpoint.json").write_text("{")
+    assert "is not a complete checkpoint" in refused(tool("inspect", step))
+
+
+def test_a_place_that_cannot_be_written(tool: Tool, step: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused(tool("convert", step, tmp_path / "file" / "out", "--ranks", "1"))
+
+
+def test_old_ones_go(tool: Tool, run: Path) -> None:
+    shutil.copytree(run / "checkpoints" / "step_00000007", run / "checkpoints" / "step_00000006")
+    os.utime(run / "checkpoints" / "step_00000006" / "SHA256SUMS", (1, 1))
+    os.utime(run / "checkpoints" / "step_00000006" / "checkpoint.json", (1, 1))
+    code, dry, _ = tool("prune", run, "--keep", "1", "--dry-run")
+    assert code == 0 and "would delete" in dry and "step_00000006 (old)" in dry
+    code = tool("prune", run, "--keep", "1")[0]
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert code == 0 and names == ["latest", "step_00000007", "step_00000008"]
+    assert tool("prune", run, "--keep", "1", "--damaged")[0] == 0
+    assert not (run / "checkpoints" / "step_00000008").exists()
+
+
+def test_a_closed_pipe_and_a_quiet_start(run: Path) -> None:
+    """`| head`: no traceback; and no word of any library."""
+    index = run / "checkpoints" / "step_00000007"
+    command = [
+        sys.executable,
+        str(ROOT / "tools/checkpoint.py"),
+        "inspect",
+        str(index),
+        "--tensors",
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        told = process.stderr.read()
+    assert (told, process.returncode) == ("", 141)
