@@ -192,6 +192,7 @@ class TrainConfig:
     label_smoothing: Fraction = 0.0  # share of the target given to the other words
     exit_after_steps: PositiveInt | None = None  # save and stop, of this launch
     exit_after_minutes: PositiveFloat | None = None
+    hang_minutes: NonNegativeFloat = 10.0  # without progress of any rank, until the run is ended; 0: never
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 

@@ -1,10 +1,14 @@
 """One answer on every rank: what goes wrong on one of them must end them all alike."""
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megamoe.errors import UserError
+
+Value = TypeVar("Value")
 
 
 def attempt(action: Callable[[], object]) -> str | None:
@@ -36,3 +40,24 @@ def agree(problem: str | None) -> None:
     found = first_problem(problem)
     if found is not None:
         raise UserError(found[1])
+
+
+def agree_quickly(problem: str | None, device: torch.device) -> None:
+    """`agree` for every step: where nobody has a problem, one number is summed and no object sent.
+
+    Raises:
+        UserError: on every rank, with the first rank's problem.
+    """
+    if dist.get_world_size() > 1:
+        count = torch.tensor([float(problem is not None)], device=device)
+        dist.all_reduce(count)
+        if float(count) == 0:
+            return
+    agree(problem)
+
+
+def gather(value: Value) -> list[Value]:
+    """Each rank's small value, in their order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

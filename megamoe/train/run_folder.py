@@ -10,6 +10,7 @@ from typing import Any
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
 from megamoe.parallel.checkpoints.run import Checkpoints
+from megamoe.train.restarts import LAUNCH, Launch, mark
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -20,12 +21,14 @@ class RunFolder:
     """Where a run writes.
 
     resume_from: the checkpoint that it goes on from; None: it starts from step 0. continues: the records
-    in the folder are this run's and are appended to; otherwise what is there is replaced.
+    in the folder are this run's and are appended to; otherwise what is there is replaced. restarted: this
+    launch has made the folder, or gone on in it, and was started again (`megamoe.train.restarts`).
     """
 
     path: Path
     resume_from: Path | None
     continues: bool
+    restarted: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -43,13 +46,17 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     path = Path(config.output) / config.name
     resume = config.checkpoint.resume
     checkpoints = path / "checkpoints"
-    if resume == "auto":
+    launch = Launch.restarted(path)
+    latest = None
+    if resume == "auto" or launch is not None:
         latest = Checkpoints(checkpoints, config.checkpoint.keep).latest()
-        if latest is not None:
-            return RunFolder(path, latest, continues=True)
+    if latest is not None and (resume == "auto" or (launch is not None and mark(latest) != launch.latest)):
+        return RunFolder(path, latest, continues=True, restarted=launch is not None)
     explicit = None if resume in ("auto", "never") else Path(resume)
     if explicit is not None and explicit.resolve().is_relative_to(checkpoints.resolve()):
-        return RunFolder(path, explicit, continues=True)
+        return RunFolder(path, explicit, continues=True, restarted=launch is not None)
+    if launch is not None:
+        return RunFolder(path, explicit, continues=False, restarted=True)
     if path.is_file() or (path.exists() and any(path.iterdir())):
         if not (path / CONFIG).is_file():
             raise UserError(f"output: {path} is no run's folder (it has no {CONFIG}); choose another name")
@@ -61,31 +68,56 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     return RunFolder(path, explicit, continues=False)
 
 
-def prepare_run_folder(folder: RunFolder, config: RunConfig, summary: dict[str, Any]) -> None:
+def prepare_run_folder(
+    folder: RunFolder, config: RunConfig, summary: dict[str, Any], launch: Launch | None = None
+) -> None:
     """Make the folder (emptied unless the run continues in it), with config.yaml and summary.json.
+
+    launch: whose workers may be started again and must then know the folder.
 
     Raises:
         UserError: if it cannot be written.
     """
+    path = folder.path
     try:
-        if not folder.continues and folder.path.exists():
-            _clear(folder.path, delete=config.overwrite)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        _write(folder.path / CONFIG, dump_yaml(config))
-        _write(folder.path / SUMMARY, json.dumps(summary, indent=1))
+        if folder.continues:
+            _fill(path, config, summary)
+            if not folder.restarted:  # else it is there, and says what was there when the launch began
+                _write_launch(path, launch)
+            return
+        # Whole or not at all, whenever this process is killed.
+        fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        _fill(fresh, config, summary)
+        _write_launch(fresh, launch)
+        if path.exists() and any(path.iterdir()):
+            os.replace(path, old if config.overwrite and not folder.restarted else _aside(path))
+        os.replace(fresh, path)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"output: cannot write the run folder {folder.path}: {error.strerror}") from None
+        raise UserError(f"output: cannot write the run folder {path}: {error.strerror}") from None
 
 
-def _clear(path: Path, delete: bool) -> None:
-    """Delete what may be overwritten; set aside an attempt that left no checkpoint."""
-    if delete or not any(path.iterdir()):
-        shutil.rmtree(path)
-        return
+def _aside(path: Path) -> Path:
+    """Where an attempt goes that left no checkpoint."""
     number = 1
     while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
         number += 1
-    os.replace(path, aside)
+    return aside
+
+
+def _fill(path: Path, config: RunConfig, summary: dict[str, Any]) -> None:
+    _write(path / CONFIG, dump_yaml(config))
+    _write(path / SUMMARY, json.dumps(summary, indent=1))
+
+
+def _write_launch(path: Path, launch: Launch | None) -> None:
+    if launch is None:
+        (path / LAUNCH).unlink(missing_ok=True)
+    else:
+        _write(path / LAUNCH, launch.dump())
 
 
 def _write(path: Path, text: str) -> None:

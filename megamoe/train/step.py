@@ -18,6 +18,7 @@ from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.parallel.engine import Engine
+from megamoe.parallel.progress import tick
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
 
@@ -149,6 +150,7 @@ def train_step(
                 loss = loss + share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
         engine.backward(loss)
         record.add(model, float(lm_sum.detach()), float(batch.loss_mask_BS.sum()) / rollouts)
+        tick()
     record.grad_norm = engine.step(lr)
     record.skipped = engine.step_skipped
     record.reduce(device, engine.data_group)
@@ -167,6 +169,7 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
         tell(context, batch, _number(engine, place))
         losses_BS = model(**model_inputs(batch))
         sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
+        tick()
     engine.train(True)
     sums = sums.to(engine.world.device)
     dist.all_reduce(sums, group=engine.data_group)

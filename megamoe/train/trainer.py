@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig, to_dict
-from megamoe.data.batches import BatchStream
+from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
-from megamoe.parallel.agreement import agree, attempt
+from megamoe.parallel.agreement import agree, agree_quickly, attempt
 from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
 from megamoe.parallel.checkpoints.run import Checkpoints
 from megamoe.parallel.engine import Engine
@@ -94,7 +94,7 @@ class Trainer:
         """One optimiser step; returns its record and the metrics under the names of metrics.jsonl."""
         started = time.perf_counter()
         size = self.schedule.size_at(self.progress.samples)
-        batches = [next(self._stream) for _ in range(size // self.schedule.unit)]
+        batches = self._take(self._stream, size // self.schedule.unit)
         self.context.step = self.progress.step + 1
         lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
@@ -140,7 +140,19 @@ class Trainer:
     def _loss_on(self, dataset: Any) -> float:
         micro_batches = self.config.evaluation.batches * self.schedule.final // self.schedule.unit
         with self._stream_of(dataset, start_sample=0, workers=0) as stream:
-            return evaluate(self.engine, self.context, itertools.islice(stream, micro_batches))
+            batches = (self._take(stream, 1)[0] for _ in range(micro_batches))
+            return evaluate(self.engine, self.context, batches)
+
+    def _take(self, stream: BatchStream, count: int) -> list[Batch]:
+        """This rank's next micro batches; where any rank cannot read its own, all end alike."""
+        batches: list[Batch] = []
+        problem = None
+        try:
+            batches += itertools.islice(stream, count)
+        except UserError as error:
+            problem = str(error)
+        agree_quickly(problem, self.world.device)
+        return batches
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
