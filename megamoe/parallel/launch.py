@@ -84,13 +84,33 @@ def start(world: World, timeout_minutes: float) -> None:
     _export(world)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    timeout = timedelta(minutes=timeout_minutes)
+    if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        _join_again(world, timeout, attempt)
     deepspeed.init_distributed(
         dist_backend=world.backend,
         auto_mpi_discovery=False,
         verbose=False,
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=timeout,
         rank=world.rank,
         world_size=world.size,
+    )
+
+
+def _join_again(world: World, timeout: timedelta, attempt: str) -> None:
+    """After a restart by torchrun, whose store may still hold the addresses of the ranks that are gone.
+
+    It is a new one with `--standalone` and `--rdzv-backend`, not with `--master-addr` or neither.
+    """
+    import torch.distributed as dist
+
+    store, rank, size = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+    dist.init_process_group(
+        world.backend,
+        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
     )
 
 

@@ -8,6 +8,7 @@ On each rank a thread looks at the time of the last `tick()`. When that is too l
 - all end with ExitCode.HANG.
 """
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -30,7 +31,7 @@ POLL_S = 1.0
 GRACE_S = 5.0  # for the other ranks to notice too
 DUMP_S = 2.0  # for the signal's handler to write
 HEADING = "no progress for"
-PRINTING_S = 60.0  # the longest that a rank waits for the one that prints
+PRINTING_S = 15.0  # the longest that a rank waits for the one that prints
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Watchdog:
         if (
             self._fired.is_set()
         ):  # peers were killed, and this rank's work failed of it: not what is to be told
-            time.sleep(PRINTING_S + GRACE_S)
+            time.sleep(4 * PRINTING_S)
         faulthandler.unregister(signal.SIGUSR2)
         self._file.close()
         with suppress(OSError):
@@ -111,23 +112,25 @@ class Watchdog:
             faulthandler.dump_traceback(file=self._file, all_threads=True)
         time.sleep(GRACE_S)
         answered = [member for member in self._local if member.answered()]
-        first = answered[0] if answered else self._me
-        if first == self._me:
-            self._report([member for member in self._local if member not in answered])
-        else:
-            _wait_for(first.process)
+        silent = [member for member in self._local if member not in answered]
+        for member in answered:
+            if member == self._me:
+                self._report(silent)
+                break
+            if _ends(member.process):
+                break
+            silent.append(member)  # it has answered and then stopped
         os._exit(ExitCode.HANG)
 
     def _report(self, silent: list[Member]) -> None:
-        """Have the silent ranks' stacks written, print everybody's, end the silent ones."""
+        """Have the silent ranks' stacks written, end these ranks, print everybody's stacks."""
         for member in silent:
-            _signal(member.process, signal.SIGUSR2)
+            _ask_for_stacks(member.process)
             _signal(member.process, signal.SIGCONT)
-        time.sleep(DUMP_S if silent else 0)
+            _wait_for_the_end_of(member.file)
+            _signal(member.process, signal.SIGKILL)  # before it gets on with its work
         sys.stderr.write(self._message(silent))
         sys.stderr.flush()
-        for member in silent:
-            _signal(member.process, signal.SIGKILL)
 
     def _message(self, silent: list[Member]) -> str:
         minutes = f"{self.limit_s / 60:g} minutes (train.hang_minutes)"
@@ -139,7 +142,7 @@ class Watchdog:
             line = f"no rank of {self._me.process.host} made progress for {minutes}; all of them answered"
         text = f"error: {line}; stacks of all ranks: {folder}\n"
         for member in self._local:
-            state = "did not answer" if member in silent else "waits"
+            state = "did not answer" if member in silent else "answered"
             text += f"--- {member}: {state}\n{_read(member.file)}\n"
         return text
 
@@ -163,14 +166,32 @@ def _read(file: str) -> str:
         return f"({error.strerror})\n"
 
 
+def _ask_for_stacks(process: Process) -> None:
+    """By the main thread, which takes the signal before it goes on; any other would after it has gone on."""
+    try:
+        ctypes.CDLL(None).tgkill(process.pid, process.pid, int(signal.SIGUSR2))
+    except AttributeError:  # another C library
+        _signal(process, signal.SIGUSR2)
+
+
 def _signal(process: Process, number: signal.Signals) -> None:
     with suppress(OSError):
         if process.is_alive():
             os.kill(process.pid, number)
 
 
-def _wait_for(process: Process) -> None:
-    """Until it has printed everything and ended."""
+def _wait_for_the_end_of(file: str) -> None:
+    """Until something was written into it and nothing more comes."""
+    until, size, before = time.monotonic() + DUMP_S, 0, -1
+    while time.monotonic() < until and (size == 0 or size != before):
+        time.sleep(0.1)
+        with suppress(OSError):
+            size, before = os.path.getsize(file), size
+
+
+def _ends(process: Process) -> bool:
+    """Whether it does, when it has printed everything."""
     until = time.monotonic() + PRINTING_S
     while process.is_alive() and time.monotonic() < until:
         time.sleep(0.1)
+    return not process.is_alive()
