@@ -38,7 +38,7 @@ def play(folder: str, arguments: list[str], trouble: Trouble | None) -> None:
     output = os.open(f"{folder}/rank_{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    ending.PATIENCE_S, watchdog.GRACE_S, watchdog.DUMP_S, watchdog.PRINTING_S = 2, 2.5, 2, 5
+    ending.PATIENCE_S, watchdog.GRACE_S, watchdog.DUMP_S, watchdog.PRINTING_S = 1, 2.5, 2, 5
     if trouble is not None:
         step = Trainer.step
 

@@ -60,6 +60,7 @@ def test_a_stopped_rank_is_named_shown_and_ended(pool: Pool, tmp_path: Path) -> 
     assert (tmp_path / "runs/a/checkpoints/latest").read_text() >= "step_00000002"
 
 
+@pytest.mark.full
 def test_a_rank_that_holds_the_interpreters_lock(pool: Pool, tmp_path: Path) -> None:
     found = endings(pool, tmp_path, HANG, trouble=hold_the_lock_on_rank_1)
     assert found.codes == [ExitCode.HANG, -signal.SIGKILL]
