@@ -134,3 +134,13 @@ def test_the_readmes_router_is_a_plugin(tmp_path: Path) -> None:
     config = load_config(tmp_path / "run.yaml")
     scorer = build_part(config.moe.router.scorer, Dims(hidden_size=4, num_experts=3))
     assert scorer(torch.randn(5, 4), StepContext()).shape == (5, 3)
+
+
+def test_the_tests_named_on_the_page_of_faults_exist() -> None:
+    rows = re.findall(
+        r"^\|.*\| `(tests/[^`]*)` \|$", (ROOT / "docs/faults.md").read_text(), flags=re.MULTILINE
+    )
+    assert rows
+    for row in rows:
+        file, _, name = row.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), flags=re.MULTILINE), row

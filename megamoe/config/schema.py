@@ -204,6 +204,7 @@ class TrainConfig:
     exit_after_minutes: PositiveFloat | None = None
     max_skipped_in_a_row: PositiveInt = 10  # so many broken steps (not finite, or a spike) end the run
     loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    hang_minutes: NonNegativeFloat = 10.0  # without progress of any rank, until the run is ended; 0: never
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 

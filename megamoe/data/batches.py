@@ -8,6 +8,8 @@ they never touch the accelerator. Make streams early, and close them.
 """
 
 import atexit
+import contextlib
+import ctypes
 import signal
 import weakref
 from collections.abc import Iterator
@@ -20,8 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from megamoe.errors import UserError
 
 PREFETCH_PER_WORKER = 4
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
 # A loader process that hangs becomes an error, not a run that stands still.
-WORKER_TIMEOUT_S = 600
+WORKER_TIMEOUT_S = 540  # before train.hang_minutes, by default, ends the run with less to tell
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,11 @@ class BatchStream:
             prefetch_factor=PREFETCH_PER_WORKER if workers else None,
             multiprocessing_context="fork" if workers else None,
             timeout=WORKER_TIMEOUT_S if workers else 0,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_begin_worker,
             # The loader draws a seed; from the default generator it would shift the run's random numbers.
             generator=torch.Generator(),
         )
-        self._batches: Iterator[Batch] | None = iter(loader)
+        self._batches: Iterator[Batch | str] | None = iter(loader)
         self._finalizer = weakref.finalize(self, _shut_down, self._batches)
         # At exit multiprocessing waits for workers that are still there, so they must end before that:
         # what is registered last runs first, which finalize's own hook does not ensure.
@@ -109,12 +112,15 @@ class BatchStream:
         """The next micro batch.
 
         Raises:
-            UserError: if the dataset has run out; on every rank at the same micro batch.
+            UserError: if the dataset has run out, on every rank at the same micro batch; if a sample cannot
+                be read, on the ranks that need it.
             StopIteration: if the stream is closed.
         """
         if self._batches is None:
             raise StopIteration
         batch = next(self._batches, None)
+        if isinstance(batch, str):
+            raise UserError(batch)
         if batch is None:
             asked = self._start_sample + (self._num_taken + 1) * self._stride
             raise UserError(
@@ -152,18 +158,28 @@ class _MicroBatchIndices:
             yield list(range(first + self.offset, first + self.offset + self.size))
 
 
-class _Numbered(Dataset[tuple[int, dict[str, torch.Tensor]]]):
-    """Each sample with its number."""
+class _Numbered(Dataset[tuple[int, dict[str, torch.Tensor] | str]]):
+    """Each sample with its number; in place of one that cannot be read, why.
+
+    What is raised in a loader process arrives as the text of its traceback.
+    """
 
     def __init__(self, dataset: Dataset[dict[str, torch.Tensor]]) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, index: int) -> tuple[int, dict[str, torch.Tensor]]:
-        return index, self._dataset[index]
+    def __getitem__(self, index: int) -> tuple[int, dict[str, torch.Tensor] | str]:
+        try:
+            return index, self._dataset[index]
+        except UserError as error:
+            return index, str(error)
 
 
-def _collate(samples: list[tuple[int, dict[str, torch.Tensor]]]) -> Batch:
-    items = [item for _, item in samples]
+def _collate(samples: list[tuple[int, dict[str, torch.Tensor] | str]]) -> Batch | str:
+    items = []
+    for _, item in samples:
+        if isinstance(item, str):
+            return item
+        items.append(item)
 
     def stack(name: str) -> torch.Tensor:
         return torch.stack([item[name] for item in items])
@@ -178,10 +194,16 @@ def _collate(samples: list[tuple[int, dict[str, torch.Tensor]]]) -> Batch:
     )
 
 
-def _ignore_signals(_: int) -> None:
-    """A signal to the whole job (a preemption, Ctrl-C) is for the training process to answer."""
+def _begin_worker(_: int) -> None:
+    """A signal to the whole job (a preemption, Ctrl-C) is for the training process to answer.
+
+    With that process this one must end at once: it has inherited its connections, and as long as they are
+    open the other ranks do not notice that it is gone. By itself it would look for it every 5 seconds.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _shut_down(batches: Any) -> None:

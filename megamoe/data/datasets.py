@@ -30,6 +30,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
 from megamoe.data.card import DataFiles, load_card
+from megamoe.data.mapped_files import CheckedDataset
 from megamoe.data.mock import MockDataset
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
@@ -149,7 +150,8 @@ def _build(
     for path in paths:
         _check_room(path, config)
     with _writable_cache(cache):
-        return _Builder(GPTDataset, sizes, lambda: True, config).build()
+        built = _Builder(GPTDataset, sizes, lambda: True, config).build()
+    return [None if dataset is None else CheckedDataset(dataset) for dataset in built]
 
 
 def _check_room(path: str, config: GPTDatasetConfig) -> None:

@@ -1,11 +1,14 @@
 """One answer on every rank: what goes wrong on one of them must end them all alike."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megamoe.errors import UserError
+
+Value = TypeVar("Value")
 
 
 def attempt(action: Callable[[], object]) -> str | None:
@@ -21,16 +24,16 @@ def attempt(action: Callable[[], object]) -> str | None:
     return None
 
 
-def from_all_ranks(mine: Any) -> list[Any]:
-    """What each rank has; small, picklable."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+def gather(value: Value) -> list[Value]:
+    """Each rank's small value, in their order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def first_problem(problem: str | None) -> tuple[int, str] | None:
     """The first rank that has a problem, and what it is: the same answer on all ranks."""
-    problems = from_all_ranks(problem)
+    problems = gather(problem)
     return next(((rank, found) for rank, found in enumerate(problems) if found), None)
 
 
@@ -43,3 +46,17 @@ def agree(problem: str | None) -> None:
     found = first_problem(problem)
     if found is not None:
         raise UserError(found[1])
+
+
+def agree_quickly(problem: str | None, device: torch.device) -> None:
+    """`agree` for every step: where nobody has a problem, one number is summed and no object sent.
+
+    Raises:
+        UserError: on every rank, with the first rank's problem.
+    """
+    if dist.get_world_size() > 1:
+        count = torch.tensor([float(problem is not None)], device=device)
+        dist.all_reduce(count)
+        if float(count) == 0:
+            return
+    agree(problem)

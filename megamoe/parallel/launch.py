@@ -1,14 +1,19 @@
 """Who am I among the ranks: torchrun, the deepspeed launcher, SLURM, or one process alone."""
 
+import ctypes
 import importlib
 import os
+import signal
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 
 from megamoe.errors import UserError
+
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,37 @@ def start(world: World, timeout_minutes: float) -> None:
     import deepspeed
 
     _without_shared_memory_op()
+    _end_with_launcher()
     _export(world)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    timeout = timedelta(minutes=timeout_minutes)
+    if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        _join_again(world, timeout, attempt)
     deepspeed.init_distributed(
         dist_backend=world.backend,
         auto_mpi_discovery=False,
         verbose=False,
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=timeout,
         rank=world.rank,
         world_size=world.size,
+    )
+
+
+def _join_again(world: World, timeout: timedelta, attempt: str) -> None:
+    """After a restart by torchrun, whose store may still hold the addresses of the ranks that are gone.
+
+    It is a new one with `--standalone` and `--rdzv-backend`, not with `--master-addr` or neither.
+    """
+    import torch.distributed as dist
+
+    store, rank, size = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+    dist.init_process_group(
+        world.backend,
+        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
     )
 
 
@@ -128,6 +154,16 @@ def _export(world: World) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port()) if world.size == 1 else "29500"
+
+
+def _end_with_launcher() -> None:
+    """Where torchrun's agent or DeepSpeed's launcher is killed, its ranks are told to stop (SIGTERM).
+
+    They would else train on, watched by nobody. A shell that starts a rank may end as it likes.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_RANK" in os.environ:  # the latter is DeepSpeed's
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def _free_port() -> int:

@@ -8,31 +8,32 @@ import torch
 import torch.distributed as dist
 
 from megamoe.config import RunConfig, to_dict
+from megamoe.errors import ExitCode
 from megamoe.observe import ProgressLine, Recorder, print_summary, write_report
 from megamoe.parallel import launch
 from megamoe.parallel.agreement import agree, attempt
+from megamoe.parallel.progress import tick
+from megamoe.train.ending import closing
 from megamoe.train.profile import ProfilerWindow
+from megamoe.train.restarts import Launch
 from megamoe.train.run_folder import prepare_run_folder
 from megamoe.train.stopping import StopRule
 from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
+from megamoe.train.watchdog import Watchdog
 
 
-def train(config: RunConfig) -> None:
+def train(config: RunConfig) -> ExitCode:
     """Train the run that `config` describes, to its end or until it is told to stop.
 
     Raises:
         UserError: for everything that a user can put right.
     """
-    try:
+    with closing() as cleanup:
+        cleanup.callback(launch.stop)  # the ranks may have been started, however far the next line comes
         trainer = Trainer(config)
-    except BaseException:
-        launch.stop()  # the ranks may have been started
-        raise
-    try:
-        Loop(trainer).run()
-    finally:
-        trainer.close()
+        cleanup.callback(trainer.close)
+        return Loop(trainer).run()
 
 
 class Loop:
@@ -47,36 +48,47 @@ class Loop:
         self.save_is_due = False
         self.recorder: Recorder | None = None
         self.line: ProgressLine | None = None
+        self.told_to_stop = False  # by a signal, to any rank
 
-    def run(self) -> None:
-        """From the present step to the end."""
-        trainer, folder = self.trainer, self.trainer.folder
-        first_step = trainer.progress.step
-        with ExitStack() as cleanup:
-            # The folder is there before any rank writes into it, and no rank goes on if it cannot be.
-            agree(attempt(lambda: self._open(cleanup, first_step)) if self.is_first else None)
+    def run(self) -> ExitCode:
+        """From the present step to the end, or to a reason to stop."""
+        hang_minutes = self.config.train.hang_minutes
+        with closing() as cleanup:
+            # When each rank knows whose the launch is, all have started, and none dies of a signal any more.
+            this_launch = Launch.gathered(self.trainer.checkpoints.latest())
             self.stop_rule.listen()
-            profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
-            if self.config.evaluation.at_start and first_step == 0:
-                self._record({"step": 0, "tokens": 0, **self._evaluate()})
-            reason = None
-            while trainer.progress.step < self.config.train.steps and reason is None:
-                profiler.before_step(trainer.progress.step + 1)
-                reason = self._one_step()
-                self._say_trace(profiler.after_step(trainer.progress.step))
-            self._say_trace(profiler.finish())
-            if reason is not None:
-                self._say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
-            if self.config.checkpoint.save_at_end or reason is not None:
-                self._begin_save()
-            self._finish_save()
+            # The folder is there before any rank writes into it, and no rank goes on if it cannot be.
+            agree(attempt(lambda: self._open(cleanup, this_launch)) if self.is_first else None)
+            with Watchdog(self.trainer.folder.path, self.trainer.world.rank, hang_minutes):
+                self._run_steps()
         if self.is_first and self.config.log.report:
-            print(f"report: {write_report(folder.path)}")
+            print(f"report: {write_report(self.trainer.folder.path)}")
+        if not self.told_to_stop:
+            return ExitCode.FINISHED
+        dist.barrier()  # a launcher ends the others as soon as one rank has ended with this code
+        return ExitCode.STOPPED
 
-    def _open(self, cleanup: ExitStack, first_step: int) -> None:
+    def _run_steps(self) -> None:
         trainer, folder = self.trainer, self.trainer.folder
+        profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
+        if self.config.evaluation.at_start and trainer.progress.step == 0:
+            self._record({"step": 0, "tokens": 0, **self._evaluate()})
+        reason = None
+        while trainer.progress.step < self.config.train.steps and reason is None:
+            profiler.before_step(trainer.progress.step + 1)
+            reason = self._one_step()
+            self._say_trace(profiler.after_step(trainer.progress.step))
+        self._say_trace(profiler.finish())
+        if reason is not None:
+            self._say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
+        if self.config.checkpoint.save_at_end or reason is not None:
+            self._begin_save()
+        self._finish_save()
+
+    def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
+        trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
         record = summary_record(self.config, trainer.vocabulary, trainer.engine)
-        prepare_run_folder(folder, self.config, record)
+        prepare_run_folder(folder, self.config, record, this_launch)
         rows = summary_rows(self.config, trainer.vocabulary, trainer.engine, trainer.schedule, first_step)
         print_summary(rows)
         resumed_step = first_step if folder.continues else None
@@ -90,6 +102,7 @@ class Loop:
         """Step, evaluate and save when due, record; returns the reason to stop, if any."""
         trainer = self.trainer
         step_record, metrics = trainer.step()
+        tick()
         if step_record.told:
             self._say(step_record.told)
         self.stop_rule.step_done()
@@ -104,19 +117,23 @@ class Loop:
         # Not while steps are broken: the weights may be why, and their copies would push out good ones.
         if self.save_is_due and not trainer.broken_steps.in_a_row:
             self._begin_save()
+        self.told_to_stop = self.told_to_stop and not last
         return None if last else reason
 
     def _agreed_reason(self) -> str | None:
-        """All ranks stop together, if any has a reason; and publish a save together, if all have written."""
+        """All ranks stop together, if any has a reason, a signal before a plan; and publish a save together,
+        if all have written."""
         mine = self.stop_rule.reason()
+        vote = 0.0 if mine is None else 2.0 if self.stop_rule.signalled else 1.0
         writes = not self.trainer.checkpoints.is_written
-        votes = torch.tensor([float(mine is not None), float(writes)], device=self.trainer.world.device)
-        dist.all_reduce(votes)
+        votes = torch.tensor([vote, float(writes)], device=self.trainer.world.device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         stops, writing = votes.tolist()
         if not writing:
             self._finish_save()
         if not stops:
             return None
+        self.told_to_stop = stops == 2
         return mine or "another rank was told to stop"
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
@@ -127,6 +144,7 @@ class Loop:
             return
         self._finish_save()
         self.trainer.begin_save()
+        tick()
         self.saved_step = self.trainer.progress.step
         self.save_is_due = False
         if not self.config.checkpoint.background:

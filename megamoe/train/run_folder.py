@@ -13,6 +13,7 @@ from megamoe.parallel.checkpoints import integrity
 from megamoe.parallel.checkpoints.files import damaged
 from megamoe.parallel.checkpoints.folder import candidates
 from megamoe.parallel.checkpoints.meta import read_meta
+from megamoe.train.restarts import LAUNCH, Launch, mark
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -24,12 +25,14 @@ class RunFolder:
 
     candidates: checkpoints to go on from, of which the first intact one is taken; none: it starts from step
     0. continues: the records in the folder are this run's and are appended to; otherwise what is there is
-    replaced.
+    replaced. restarted: this launch has made the folder, or gone on in it, and was started again
+    (`megamoe.train.restarts`).
     """
 
     path: Path
     candidates: tuple[Path, ...]
     continues: bool
+    restarted: bool = False
 
     @property
     def resume_from(self) -> Path | None:
@@ -62,13 +65,15 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     path = Path(config.output) / config.name
     resume = config.checkpoint.resume
     checkpoints = path / "checkpoints"
-    if resume == "auto":
-        found = tuple(candidates(checkpoints))
-        if found:
-            return RunFolder(path, found, continues=True)
+    launch = Launch.restarted(path)
+    found = tuple(candidates(checkpoints)) if resume == "auto" or launch is not None else ()
+    if found and (resume == "auto" or (launch is not None and mark(found[0]) != launch.latest)):
+        return RunFolder(path, found, continues=True, restarted=launch is not None)
     explicit = () if resume in ("auto", "never") else (Path(resume),)
     if explicit and explicit[0].resolve().is_relative_to(checkpoints.resolve()):
-        return RunFolder(path, explicit, continues=True)
+        return RunFolder(path, explicit, continues=True, restarted=launch is not None)
+    if launch is not None:
+        return RunFolder(path, explicit, continues=False, restarted=True)
     if path.is_file() or (path.exists() and any(path.iterdir())):
         if not (path / CONFIG).is_file():
             raise UserError(f"output: {path} is no run's folder (it has no {CONFIG}); choose another name")
@@ -80,31 +85,56 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     return RunFolder(path, explicit, continues=False)
 
 
-def prepare_run_folder(folder: RunFolder, config: RunConfig, summary: dict[str, Any]) -> None:
+def prepare_run_folder(
+    folder: RunFolder, config: RunConfig, summary: dict[str, Any], launch: Launch | None = None
+) -> None:
     """Make the folder (emptied unless the run continues in it), with config.yaml and summary.json.
+
+    launch: whose workers may be started again and must then know the folder.
 
     Raises:
         UserError: if it cannot be written.
     """
+    path = folder.path
     try:
-        if not folder.continues and folder.path.exists():
-            _clear(folder.path, delete=config.overwrite)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        _write(folder.path / CONFIG, dump_yaml(config))
-        _write(folder.path / SUMMARY, json.dumps(summary, indent=1))
+        if folder.continues:
+            _fill(path, config, summary)
+            if not folder.restarted:  # else it is there, and says what was there when the launch began
+                _write_launch(path, launch)
+            return
+        # Whole or not at all, whenever this process is killed.
+        fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        _fill(fresh, config, summary)
+        _write_launch(fresh, launch)
+        if path.exists() and any(path.iterdir()):
+            os.replace(path, old if config.overwrite and not folder.restarted else _aside(path))
+        os.replace(fresh, path)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"output: cannot write the run folder {folder.path}: {error.strerror}") from None
+        raise UserError(f"output: cannot write the run folder {path}: {error.strerror}") from None
 
 
-def _clear(path: Path, delete: bool) -> None:
-    """Delete what may be overwritten; set aside an attempt that left no checkpoint."""
-    if delete or not any(path.iterdir()):
-        shutil.rmtree(path)
-        return
+def _aside(path: Path) -> Path:
+    """Where an attempt goes that left no checkpoint."""
     number = 1
     while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
         number += 1
-    os.replace(path, aside)
+    return aside
+
+
+def _fill(path: Path, config: RunConfig, summary: dict[str, Any]) -> None:
+    _write(path / CONFIG, dump_yaml(config))
+    _write(path / SUMMARY, json.dumps(summary, indent=1))
+
+
+def _write_launch(path: Path, launch: Launch | None) -> None:
+    if launch is None:
+        (path / LAUNCH).unlink(missing_ok=True)
+    else:
+        _write(path / LAUNCH, launch.dump())
 
 
 def _write(path: Path, text: str) -> None:

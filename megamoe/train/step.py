@@ -19,6 +19,7 @@ from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.parallel.engine import Engine
+from megamoe.parallel.progress import tick
 from megamoe.train.broken_steps import Problem
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
@@ -167,6 +168,7 @@ def train_step(
         record.add(model, value, float(batch.loss_mask_BS.sum()) / rollouts)
         if not math.isfinite(value):
             record.not_finite[place] = _samples_not_finite(masked_BS, batch)
+        tick()
     record.reduce(device, copies=engine.layout.tensor)
     record.problem = judge(record.lm_loss, record.loss)
     scale, can_fall = engine.loss_scale, engine.loss_scale_can_fall
@@ -197,6 +199,7 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
         tell(context, batch, _number(engine, place))
         losses_BS = model(**model_inputs(batch))
         sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
+        tick()
     engine.train(True)
     sums = sums.to(engine.world.device)
     dist.all_reduce(sums, group=engine.data_group)

@@ -20,13 +20,18 @@ class StopRule:
         self._signal: int | None = None
 
     def listen(self) -> None:
-        """From now on SIGTERM and SIGUSR1 mean: save after this step and end."""
+        """From now on SIGTERM and SIGUSR1 mean: save after this step and end. Before, they end at once."""
         for number in SIGNALS:
             signal.signal(number, self._heard)
 
     def step_done(self) -> None:
         """Count a step of this launch."""
         self._done += 1
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal told this rank to stop; a second one changes nothing."""
+        return self._signal is not None
 
     def reason(self) -> str | None:
         """Why to end now, or None."""
@@ -39,4 +44,4 @@ class StopRule:
         return None
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        self._signal = self._signal or number

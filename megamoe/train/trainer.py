@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig, to_dict
-from megamoe.data.batches import BatchStream
+from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
-from megamoe.parallel.agreement import agree, attempt, from_all_ranks
+from megamoe.parallel.agreement import agree, agree_quickly, attempt, gather
 from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
 from megamoe.parallel.checkpoints.run import Checkpoints, first_intact, load
 from megamoe.parallel.checkpoints.saved import Saved
@@ -108,7 +108,7 @@ class Trainer:
         """
         started = time.perf_counter()
         size = self.schedule.size_at(self.progress.samples)
-        batches = [next(self._stream) for _ in range(size // self.schedule.unit)]
+        batches = self._take(self._stream, size // self.schedule.unit)
         self.context.step = self.progress.step + 1
         lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
@@ -159,7 +159,19 @@ class Trainer:
     def _loss_on(self, dataset: Any) -> float:
         micro_batches = self.config.evaluation.batches * self.schedule.final // self.schedule.unit
         with self._stream_of(dataset, start_sample=0, workers=0) as stream:
-            return evaluate(self.engine, self.context, itertools.islice(stream, micro_batches))
+            batches = (self._take(stream, 1)[0] for _ in range(micro_batches))
+            return evaluate(self.engine, self.context, batches)
+
+    def _take(self, stream: BatchStream, count: int) -> list[Batch]:
+        """This rank's next micro batches; where any rank cannot read its own, all end alike."""
+        batches: list[Batch] = []
+        problem = None
+        try:
+            batches += itertools.islice(stream, count)
+        except UserError as error:
+            problem = str(error)
+        agree_quickly(problem, self.world.device)
+        return batches
 
     def save(self) -> Path:
         """Write a checkpoint of the present step; returns when it is whole."""
@@ -210,7 +222,7 @@ class Trainer:
         first = self.progress.samples
         told = f"step {self.context.step}: {record.problem.what}; samples {first} to {first + size - 1}"
         if not math.isfinite(record.lm_loss):
-            found = from_all_ranks(record.not_finite)
+            found = gather(record.not_finite)
             told += name_samples({rank: found[rank] for rank in range(0, len(found), self.layout.tensor)})
         reason = self.broken_steps.reason_to_end(record.problem)
         if reason is None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megamoe.errors import UserError
+from megamoe.errors import ExitCode, UserError
 from megamoe.observe.reading import read_metrics
 from megamoe.parallel.engine import Engine
 from megamoe.train.loop import train
@@ -32,10 +32,10 @@ WHOLE = [
 LASTING = ("time", "perf/tokens_per_s", "perf/step_s")
 
 
-def run(output: Path, *overrides: str) -> list[dict[str, Any]]:
+def run(output: Path, *overrides: str, code: ExitCode = ExitCode.FINISHED) -> list[dict[str, Any]]:
     """Train; returns the lines of metrics.jsonl."""
     with restored_process():
-        train(tiny(f"output={output}", *overrides))
+        assert train(tiny(f"output={output}", *overrides)) == code
     return [json.loads(line) for line in next(output.glob("*/metrics.jsonl")).read_text().splitlines()]
 
 
@@ -116,7 +116,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
             return step(self)
 
         monkeypatch.setattr(Trainer, "step", step_and_signal)
-    assert [row["step"] for row in run(tmp_path, *WHOLE, *stop)] == [0, 1, 2, 3]
+    code = ExitCode.STOPPED if way == "signal" else ExitCode.FINISHED
+    assert [row["step"] for row in run(tmp_path, *WHOLE, *stop, code=code)] == [0, 1, 2, 3]
     assert (tmp_path / "a/checkpoints/latest").read_text() == "step_00000003"
     monkeypatch.undo()
     rows = run(tmp_path, *WHOLE, "checkpoint.resume=auto")

@@ -1,0 +1,83 @@
+"""Memory-mapped data that changes while it is read: an error of one line, where the kernel would kill.
+
+A read past the end of a mapped file that was cut short is SIGBUS. So before each sample the sizes of its
+files are looked at, which takes a microsecond each. Another file in a mapped one's place, or none, changes
+nothing: the map keeps the old one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from megamoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """An open map of a file, and the size that the file had."""
+
+    name: str
+    map: Any
+    size: int
+
+    @classmethod
+    def of(cls, array: Any) -> "list[_Mapped]":
+        """Of a numpy.memmap; none of an array in memory."""
+        mapped = getattr(array, "_mmap", None)
+        return [] if mapped is None else [cls(str(array.filename), mapped, mapped.size())]
+
+    def check(self) -> None:
+        try:
+            size = self.map.size()  # of the file, by fstat
+        except OSError as error:
+            raise UserError(f"data: {self.name} can no longer be read: {error.strerror}; {WAY_OUT}") from None
+        if size != self.size:
+            raise UserError(f"data: {self.name} had {self.size} bytes and now has {size}; {WAY_OUT}")
+
+
+WAY_OUT = "prepare it again under another name, or put it back, and go on with --resume"
+
+
+class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
+    """A GPTDataset, or a blend of several, that looks at a sample's files before it reads the sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._blended = hasattr(dataset, "datasets")
+        self._own = _of(dataset, "dataset_index", "dataset_sample_index") if self._blended else []
+        self._parts = [_files(part) for part in (dataset.datasets if self._blended else [dataset])]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Sample `index`.
+
+        Raises:
+            UserError: if a file has another size than at the start.
+        """
+        for file in self._own:
+            file.check()
+        part = int(self._dataset.dataset_index[index]) if self._blended else 0
+        for file in self._parts[part]:
+            file.check()
+        sample: dict[str, torch.Tensor] = self._dataset[index]
+        return sample
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _files(dataset: Any) -> list[_Mapped]:
+    """The tokens, their index, and the cached order of the samples."""
+    indexed = dataset.dataset
+    tokens = _Mapped.of(indexed.bin_reader._bin_buffer_mmap) + _Mapped.of(indexed.index.bin_buffer_mmap)
+    return tokens + _of(dataset, "document_index", "sample_index", "shuffle_index")
+
+
+def _of(dataset: Any, *names: str) -> list[_Mapped]:
+    return [file for name in names for file in _Mapped.of(getattr(dataset, name))]

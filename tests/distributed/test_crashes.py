@@ -1,0 +1,178 @@
+"""A rank that crashes or finds that it cannot go on: all end at once, each with a line, and with a code."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megamoe.data.prepare import Preparation, prepare
+from megamoe.errors import ExitCode
+from megamoe.train.trainer import Trainer
+from tests.distributed.endings import endings
+from tests.distributed.pool import Pool
+
+LOADER = "data.workers=1"  # a loader process inherits its rank's connections
+
+
+def kill_rank_1(trainer: Trainer) -> None:
+    if trainer.progress.step == 3 and trainer.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_on_rank_1(trainer: Trainer) -> None:
+    if trainer.progress.step == 3 and trainer.world.rank == 1:
+        raise ZeroDivisionError("nobody expected it")
+
+
+def kill_the_loader_of_rank_1(trainer: Trainer) -> None:
+    if trainer.progress.step == 3 and trainer.world.rank == 1:
+        (loader,) = trainer._stream._batches._workers  # type: ignore[union-attr]
+        os.kill(loader.pid, signal.SIGKILL)
+        time.sleep(0.5)
+
+
+def test_a_killed_rank_ends_the_others_at_once(pool: Pool, tmp_path: Path) -> None:
+    started = time.monotonic()
+    found = endings(pool, tmp_path, LOADER, "checkpoint.every=2", trouble=kill_rank_1, ranks=3)
+    assert time.monotonic() - started < 25  # and gloo's own limit is 30 minutes
+    assert found.codes == [ExitCode.UNEXPECTED, -signal.SIGKILL, ExitCode.UNEXPECTED]
+    for rank in (0, 2):
+        (line,) = found.errors()[rank]
+        assert line.startswith(f"error: rank {rank}: lost contact with another rank (")
+    assert (tmp_path / "runs/a/checkpoints/latest").read_text() == "step_00000002"
+
+
+def test_an_exception_has_its_traceback_on_its_rank_alone(pool: Pool, tmp_path: Path) -> None:
+    found = endings(pool, tmp_path, LOADER, trouble=fail_on_rank_1)
+    assert found.codes == [ExitCode.UNEXPECTED, ExitCode.UNEXPECTED]
+    other, own = found.errors()
+    assert len(other) == 1 and other[0].startswith("error: rank 0: lost contact with another rank (")
+    assert own[-1] == "[rank1]: ZeroDivisionError: nobody expected it"
+    assert own[0] == "[rank1]: Traceback (most recent call last):"
+
+
+@pytest.mark.full
+def test_a_killed_loader_process_is_told_in_a_line(pool: Pool, tmp_path: Path) -> None:
+    found = endings(pool, tmp_path, LOADER, trouble=kill_the_loader_of_rank_1)
+    assert found.codes == [ExitCode.UNEXPECTED, ExitCode.UNEXPECTED]
+    (line,) = found.errors()[1]
+    assert line.startswith("error: rank 1: a loader process died (data.workers): DataLoader worker (pid ")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared dataset of bytes: its path without an ending."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text("to be or not to be, " * 4000)
+    prepare(Preparation(str(folder / "train"), [str(folder / "text.txt")], progress=False))
+    return folder / "train"
+
+
+def shrink_the_data(trainer: Trainer) -> None:
+    if trainer.progress.step == 3 and trainer.world.rank == 1:
+        path = Path(trainer.config.data.sources[0].path + ".bin")
+        os.truncate(path, path.stat().st_size // 2)
+
+
+def replace_the_data(trainer: Trainer) -> None:
+    if trainer.progress.step == 3 and trainer.world.rank == 1:
+        path = Path(trainer.config.data.sources[0].path + ".bin")
+        path.unlink()
+        path.write_bytes(b"another")
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_data_that_shrinks_ends_all_ranks_with_one_line(
+    pool: Pool, tmp_path: Path, corpus: Path, workers: int
+) -> None:
+    shutil.copytree(corpus.parent, tmp_path / "data")
+    size = (tmp_path / "data/train.bin").stat().st_size
+    data = f"data={{mock: false, sources: [{tmp_path}/data/train], split: [1, 0, 0], workers: {workers}}}"
+    arguments = [data, "model.vocab_size=null", "train.steps=400", "checkpoint.every=3"]
+    found = endings(pool, tmp_path, *arguments, trouble=shrink_the_data)
+    assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
+    expected = f"error: data: {tmp_path}/data/train.bin had {size} bytes and now has {size // 2}; prepare it "
+    for lines in found.errors():  # of both, for no launcher has ended the second meanwhile
+        assert len(lines) == 1 and lines[0].startswith(expected)
+    assert (tmp_path / "runs/a/checkpoints/latest").is_file()
+
+
+@pytest.mark.full
+def test_data_that_is_replaced_is_read_on(pool: Pool, tmp_path: Path, corpus: Path) -> None:
+    shutil.copytree(corpus.parent, tmp_path / "data")
+    data = f"data={{mock: false, sources: [{tmp_path}/data/train], split: [1, 0, 0], workers: 0}}"
+    found = endings(pool, tmp_path, data, "model.vocab_size=null", trouble=replace_the_data)
+    assert found.codes == [ExitCode.FINISHED, ExitCode.FINISHED], found.outputs
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB, as <tmp_path>/runs."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system takes root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with pytest.raises(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def fill_the_disk(trainer: Trainer) -> None:
+    if trainer.progress.step == 20 and trainer.world.rank == 0:
+        fill(trainer.folder.path.parent)
+
+
+@pytest.mark.full
+def test_a_disk_that_fills_up_ends_the_run_with_a_line(pool: Pool, tmp_path: Path, small_disk: Path) -> None:
+    """metrics.jsonl is written by the first rank alone; its last page holds some steps more."""
+    arguments = ["checkpoint.every=20", "train.steps=400", "data.workers=1"]
+    found = endings(pool, tmp_path, *arguments, trouble=fill_the_disk)
+    assert found.codes == [ExitCode.MISTAKE, ExitCode.UNEXPECTED]
+    first, second = found.errors()
+    assert len(first) == len(second) == 1, found.outputs
+    assert "No space left on device" in first[0] and "go on with --resume" in first[0]
+    assert second[0].startswith("error: rank 1: lost contact with another rank (")
+    assert (small_disk / "a/checkpoints/latest").is_file()
+
+
+def full_disk(folder: Path) -> None:
+    fill(folder)
+
+
+def read_only(folder: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("spoil", "told"), [(full_disk, "No space left on device"), (read_only, "Read-only file system")]
+)
+def test_an_unwritable_folder_is_told_at_the_start(
+    pool: Pool, tmp_path: Path, small_disk: Path, spoil: object, told: str
+) -> None:
+    assert callable(spoil)
+    spoil(small_disk)
+    found = endings(pool, tmp_path, LOADER)
+    assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
+    for (line,) in found.errors():
+        assert line == f"error: output: cannot write the run folder {small_disk}/a: {told}"
+
+
+@pytest.mark.full
+def test_a_file_in_the_outputs_place_is_told_at_the_start(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    found = endings(pool, tmp_path)
+    assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
+    for (line,) in found.errors():
+        assert line == f"error: output: cannot write the run folder {tmp_path}/runs/a: Not a directory"
