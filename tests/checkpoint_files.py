@@ -70,7 +70,8 @@ def write_checkpoint(
         save_file(held, folder / f"shard_{number:05d}.safetensors")
     content = {"tensors": index, "shardings": dict(shardings or {})}
     (folder / "index.json").write_text(json.dumps(content))
-    (folder / "checkpoint.json").write_text(json.dumps(META | meta))
+    layout = {**META["layout"], "ranks": max(shards) + 1}
+    (folder / "checkpoint.json").write_text(json.dumps({**META, "layout": layout, **meta}))
     seal(folder)
     return folder
 

@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from megamoe.config import dump_yaml, load_config, to_dict
+from tests.checkpoint_files import seal
 from tests.parallel.checkpoints import checkpoint
 from tests.tiny import tiny
 
@@ -118,7 +119,7 @@ def test_the_configuration_is_one_for_pretrain(tool: Tool, step: Path, tmp_path:
     config = tiny("moe.router=deepseek_v3", "moe.num_shared_experts=1", "optimizer.lr=1e-5")
     meta = checkpoint.load(step / "checkpoint.json")
     checkpoint.dump(step / "checkpoint.json", {**meta, "config": to_dict(config)})
-    checkpoint.seal(step)
+    seal(step)
     code, out, _ = tool("inspect", step, "--config")
     (tmp_path / "run.yaml").write_text(out)
     assert code == 0
@@ -135,7 +136,7 @@ def test_what_a_configuration_names_is_not_run(tool: Tool, step: Path, tmp_path:
         "x": "!!python/object/apply:os.abort []",
     }
     checkpoint.dump(step / "checkpoint.json", {**meta, "config": config})
-    checkpoint.seal(step)
+    seal(step)
     for arguments in (["inspect", step], ["inspect", step, "--config"], ["verify", step]):
         exit_code, out, _ = tool(*arguments)
         assert exit_code == 0 and "\x1b" not in out

@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megamoe.parallel.checkpoints.boxes import Box, narrowed
-from megamoe.parallel.checkpoints.files import INDEX, META, SUMS, shard_file
-from megamoe.parallel.checkpoints.integrity import sha256, write_sums
-from megamoe.parallel.checkpoints.saved import chunk_key
+from tests.checkpoint_files import Chunk, grid, write_checkpoint
 
 META_CONTENT: dict[str, Any] = {
     "format": 2,
@@ -61,33 +57,13 @@ def tensors() -> dict[str, Tensor]:
 
 def write(folder: Path, step: int = 7) -> Path:
     """A valid checkpoint: tensors of two dimensions and more are cut in two along the first."""
-    folder.mkdir(parents=True)
-    shards: list[dict[str, Tensor]] = [{}, {}]
-    index: dict[str, Any] = {}
+    chunks: dict[str, list[Chunk]] = {}
     for number, (name, tensor) in enumerate(tensors().items()):
-        chunks = []
-        half = len(tensor) // 2 if tensor.dim() > 1 else 0
-        bounds = [(0, half), (half, len(tensor))] if half else [(0, tensor.shape[0] if tensor.dim() else 1)]
-        for rank, (start, stop) in enumerate(bounds, number % 2 if len(bounds) == 1 else 0):
-            shape = tuple(tensor.shape)
-            box = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])) if shape else Box((), ())
-            key = chunk_key(name, shape, box.offsets, box.sizes)
-            shards[rank][key] = narrowed(tensor, box).contiguous() if shape else tensor
-            chunks.append([rank, list(box.offsets), list(box.sizes)])
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        index[name] = {"dtype": dtype, "shape": list(tensor.shape), "chunks": chunks}
-    for rank, shard in enumerate(shards):
-        save_file(shard, folder / shard_file(rank))
-    dump(folder / INDEX, {"tensors": index, "shardings": SHARDINGS})
-    dump(folder / META, {**META_CONTENT, "step": step})
-    seal(folder)
-    return folder
-
-
-def seal(folder: Path) -> None:
-    """Checksums of whatever is there now, as one who forges a checkpoint would write them."""
-    names = [path.name for path in folder.iterdir() if path.name != SUMS]
-    write_sums(folder, {name: sha256(folder / name) for name in names})
+        cut = grid(tuple(tensor.shape), 2 if tensor.dim() > 1 else 1)
+        chunks[name] = cut if len(cut) > 1 else [(number % 2, *cut[0][1:])]
+    return write_checkpoint(
+        folder, tensors(), chunks=chunks, shardings=SHARDINGS, **{**META_CONTENT, "step": step}
+    )
 
 
 def load(path: Path) -> Any:

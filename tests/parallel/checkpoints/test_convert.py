@@ -20,6 +20,7 @@ from megamoe.parallel.checkpoints.relayout import relayout
 from megamoe.parallel.checkpoints.saved import Saved
 from megamoe.parallel.checkpoints.sharding import Sharding
 from megamoe.parallel.layout import Layout
+from tests.checkpoint_files import seal
 from tests.parallel.checkpoints import checkpoint
 
 
@@ -162,7 +163,7 @@ def test_a_dense_model_has_no_experts_to_cut(source: Path, tmp_path: Path) -> No
     index = checkpoint.load(source / INDEX)
     index["shardings"] = {name: {} for name in index["shardings"]}
     checkpoint.dump(source / INDEX, index)
-    checkpoint.seal(source)
+    seal(source)
     with pytest.raises(UserError, match="is of a dense model"):
         relayout(source, tmp_path / "out", Layout(2, 1, 2))
 
@@ -170,7 +171,7 @@ def test_a_dense_model_has_no_experts_to_cut(source: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("shardings", [{"norm": {"tensor": [1, 1]}}, {"norm": {"tensor": [0, 2]}}])
 def test_a_forged_cut_is_refused(source: Path, tmp_path: Path, shardings: dict[str, Any]) -> None:
     checkpoint.dump(source / INDEX, {**checkpoint.load(source / INDEX), "shardings": shardings})
-    checkpoint.seal(source)
+    seal(source)
     with pytest.raises(UserError, match="model/norm of shape|exp_avg/norm of shape"):
         relayout(source, tmp_path / "out", Layout(1))
 

@@ -22,6 +22,7 @@ from megamoe.parallel.checkpoints.folder import candidates, find_checkpoints
 from megamoe.parallel.checkpoints.overlap import first_overlap
 from megamoe.parallel.checkpoints.saved import Saved
 from megamoe.train.resume import check_init, check_resume
+from tests.checkpoint_files import seal
 from tests.parallel.checkpoints import checkpoint
 from tests.tiny import VOCABULARY, tiny
 
@@ -241,7 +242,7 @@ FORGED_FOR_VERIFY: dict[str, Harm] = {
 @pytest.mark.parametrize("harm", FORGED_FOR_VERIFY.values(), ids=FORGED_FOR_VERIFY.keys())
 def test_what_is_not_asked_for_is_seen_by_verify(folder: Path, harm: Harm) -> None:
     harm(folder)
-    checkpoint.seal(folder)
+    seal(folder)
     assert state_of(folder).startswith("damaged: shard_0000")
 
 
@@ -264,7 +265,7 @@ TOLD = {
 @pytest.mark.parametrize("name", FORGED)
 def test_what_fits_its_checksums_is_refused_for_what_it_says(folder: Path, name: str) -> None:
     FORGED[name](folder)
-    checkpoint.seal(folder)
+    seal(folder)
     tracemalloc.start()
     try:
         assert TOLD.get(name, "") in assert_refused(folder)
@@ -289,7 +290,7 @@ def test_nothing_is_unpickled(folder: Path, tmp_path: Path, name: str, sealed: b
     marker = tmp_path / "marker"
     torch.save(Bomb(marker), folder / name)
     if sealed and name != SUMS:
-        checkpoint.seal(folder)
+        seal(folder)
     assert_refused(folder)
     assert not marker.exists()
     os.replace(folder / name, tmp_path / "bomb.pt")
