@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megamoe.errors import UserError
 from megamoe.parallel.checkpoints.boxes import Box, Piece, narrowed
-from megamoe.parallel.checkpoints.files import INDEX, damaged, is_plain, shard_file
+from megamoe.parallel.checkpoints.files import damaged, is_plain, shard_file
 from megamoe.parallel.checkpoints.meta import Index, read_index, read_meta
 
 WEIGHT = "model/"  # before a parameter's or buffer's name
@@ -52,14 +52,13 @@ class Saved:
     """A checkpoint, opened. Its files are read when they are asked for; `close` lets go of them.
 
     Raises (when built):
-        UserError: if its JSON is missing, damaged or of another format, or names a shard of no rank.
+        UserError: if its JSON is missing, damaged or of another format.
     """
 
     def __init__(self, path: Path, key: str = "checkpoint.resume") -> None:
         self.path = path
         self.meta = read_meta(path, key)
         self.index: Index = read_index(path)
-        _check_shards(path, self.index, self.meta["layout"]["ranks"])
         self._open = ExitStack()
         self._files: dict[int, Any] = {}
 
@@ -179,13 +178,6 @@ class Saved:
             return self._files[number]
         except (OSError, SafetensorError) as error:
             raise damaged(path, (isinstance(error, OSError) and error.strerror) or error) from None
-
-
-def _check_shards(path: Path, index: Index, ranks: int) -> None:
-    for name, tensor in index["tensors"].items():
-        for shard, _, _ in tensor["chunks"]:
-            if shard >= ranks:
-                raise damaged(path / INDEX, f"{name} is in shard {shard}, saved by {ranks} ranks")
 
 
 def chunk_key(name: str, shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]) -> str:
