@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints import describe
-from megamoe.parallel.checkpoints.consolidate import DTYPES, consolidate
-from megamoe.parallel.checkpoints.folder import find_checkpoints
-from megamoe.parallel.checkpoints.prune import prune
-from megamoe.parallel.checkpoints.relayout import relayout
+from megamoe.parallel.checkpoints.stored.folder import find_checkpoints
+from megamoe.parallel.checkpoints.upkeep import describe
+from megamoe.parallel.checkpoints.upkeep.consolidate import DTYPES, consolidate
+from megamoe.parallel.checkpoints.upkeep.prune import prune
+from megamoe.parallel.checkpoints.upkeep.relayout import relayout
 from megamoe.parallel.layout import Layout
 
 DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141

@@ -9,10 +9,10 @@ from typing import Any
 
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints import integrity
-from megamoe.parallel.checkpoints.files import damaged
-from megamoe.parallel.checkpoints.folder import candidates
-from megamoe.parallel.checkpoints.meta import read_meta
+from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.files import damaged
+from megamoe.parallel.checkpoints.stored.folder import candidates
+from megamoe.parallel.checkpoints.stored.meta import read_meta
 from megamoe.train.restarts import LAUNCH, Launch, mark
 
 CONFIG = "config.yaml"

@@ -18,8 +18,8 @@ from megamoe.parallel import launch, random_state
 from megamoe.parallel.agreement import agree, agree_quickly, attempt, gather
 from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
 from megamoe.parallel.checkpoints.run import Checkpoints, first_intact, load
-from megamoe.parallel.checkpoints.saved import Saved
 from megamoe.parallel.checkpoints.state import load_weights
+from megamoe.parallel.checkpoints.stored.saved import Saved
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.experts import hosted_layer_factory
 from megamoe.parallel.groups import data_group, start_groups
@@ -273,7 +273,8 @@ class Trainer:
         """The first intact candidate; `checked`: the one that was found to fit this run."""
         if checked is None:
             return None
-        path = first_intact(list(self.folder.candidates), self._say)
+        path, damaged = first_intact(list(self.folder.candidates), self._say)
+        self.checkpoints.damaged.update(damaged)
         if path != checked:
             check_resume(self.config, self.vocabulary.size, path)
         if path != self.folder.candidates[0]:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.parallel.checkpoints import integrity, run, saving
-from megamoe.parallel.checkpoints.saved import Saved
+from megamoe.parallel.checkpoints import run, saving
+from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.saved import Saved
 from megamoe.train.loop import train
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import ds_config, small_run

@@ -20,13 +20,13 @@ from torch import nn
 from megamoe.errors import UserError
 from megamoe.moe.experts.grouped import GroupedExperts, up_width
 from megamoe.moe.layer import MoELayer
-from megamoe.parallel.checkpoints import integrity
-from megamoe.parallel.checkpoints.boxes import Box, Piece
-from megamoe.parallel.checkpoints.files import damaged
-from megamoe.parallel.checkpoints.meta import read_meta
 from megamoe.parallel.checkpoints.placements import Sharding, shardings
-from megamoe.parallel.checkpoints.saved import WEIGHT, Saved
 from megamoe.parallel.checkpoints.state import load_weights, weight_pieces
+from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.boxes import Box, Piece
+from megamoe.parallel.checkpoints.stored.files import damaged
+from megamoe.parallel.checkpoints.stored.meta import read_meta
+from megamoe.parallel.checkpoints.stored.saved import WEIGHT, Saved
 from megamoe.parallel.layout import Layout
 
 KEY = "checkpoint.init.path"

@@ -4,8 +4,8 @@ from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
 from megamoe.moe.experts.grouped import GroupedExperts
-from megamoe.parallel.checkpoints.boxes import Placement
-from megamoe.parallel.checkpoints.sharding import Sharding
+from megamoe.parallel.checkpoints.stored.boxes import Placement
+from megamoe.parallel.checkpoints.stored.sharding import Sharding
 from megamoe.parallel.layout import Layout
 
 

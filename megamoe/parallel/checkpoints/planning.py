@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megamoe.parallel.checkpoints.boxes import Piece, Shape
+from megamoe.parallel.checkpoints.stored.boxes import Piece, Shape
 
 Place = tuple[str, Shape]  # a box by its tensor's name and offsets
 

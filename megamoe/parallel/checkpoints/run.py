@@ -13,23 +13,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamoe.errors import UserError
 from megamoe.parallel.agreement import agree, attempt, first_problem
-from megamoe.parallel.checkpoints import integrity
-from megamoe.parallel.checkpoints.files import FORMAT, INDEX, META, sync, write_text
-from megamoe.parallel.checkpoints.folder import DELETING, LATEST, REPLACED, SAVING, candidates, hide, remove
-from megamoe.parallel.checkpoints.meta import Meta, RandomLayout
 from megamoe.parallel.checkpoints.placements import shardings
 from megamoe.parallel.checkpoints.planning import Plan, agree_on_plan, fingerprint
-from megamoe.parallel.checkpoints.saved import Saved
 from megamoe.parallel.checkpoints.saving import Save, Staging
 from megamoe.parallel.checkpoints.state import EngineState, load_random
+from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.files import FORMAT, INDEX, META, sync, write_text
+from megamoe.parallel.checkpoints.stored.folder import (
+    DELETING,
+    LATEST,
+    REPLACED,
+    SAVING,
+    candidates,
+    hide,
+    remove,
+)
+from megamoe.parallel.checkpoints.stored.meta import Meta, RandomLayout
+from megamoe.parallel.checkpoints.stored.saved import Saved
 from megamoe.parallel.engine import Engine
 
 
-def first_intact(paths: list[Path], say: Callable[[str], None]) -> Path:
-    """The first of the first rank's `paths` of which every byte is as it was saved; collective.
+def first_intact(paths: list[Path], say: Callable[[str], None]) -> tuple[Path, list[Path]]:
+    """The first of the first rank's `paths` of which every byte is as it was saved, and the damaged ones before
+    it; collective.
 
     The ranks deal out the files among them. say: told, on the first rank, of each that is damaged.
 
@@ -39,11 +49,12 @@ def first_intact(paths: list[Path], say: Callable[[str], None]) -> Path:
     told: list[Any] = [paths]
     dist.broadcast_object_list(told)
     rank, size = dist.get_rank(), dist.get_world_size()
-    problem = ""
+    problem, damaged = "", []
     for path in told[0]:
         found = first_problem(integrity.first(integrity.problems(path, rank, size)))
         if found is None:
-            return Path(path)
+            return path, damaged
+        damaged.append(path)
         problem = f"{path}: {found[1]}"
         if rank == 0:
             say(f"damaged: {problem}")
@@ -56,13 +67,15 @@ def first_intact(paths: list[Path], say: Callable[[str], None]) -> Path:
 class Checkpoints:
     """The checkpoints of one run, in `folder`, of which the newest `keep` stay.
 
-    background: whether `begin` returns while the files are still being written.
+    background: whether `begin` returns while the files are still being written. damaged: those found so, which
+    are neither counted nor deleted.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
         self.folder = folder
         self.keep = keep
         self.background = background
+        self.damaged: set[Path] = set()
         self._save: Save | None = None
         self._staging = Staging()
         self._state: EngineState | None = None
@@ -104,17 +117,14 @@ class Checkpoints:
         self._agree(attempt(lambda: self._make(temporary)) if engine.world.is_first else None, temporary)
         if self._state is None or self._state.engine is not engine:
             self._state = EngineState(engine)
-        mine, source = self._state, [piece for group in self._state.pieces() for piece in group]
-        plan = self._plan_for(source)
-        del source
-        copied: list[Any] = []
-        self._agree(attempt(lambda: copied.append(self._staging.copy(mine.pieces(), plan))), temporary)
-        texts = self._texts(engine, step, state, plan) if engine.world.is_first else {}
+        mine, copied = self._state, {}
+        self._agree(attempt(lambda: copied.update(self._copy(mine))), temporary)
+        texts = self._texts(engine, step, state) if engine.world.is_first else {}
         self._save = Save(temporary, final, engine.world.rank)
         if self.background:
-            self._save.start(copied[0], texts)
+            self._save.start(copied, texts)
         else:
-            self._save.run(copied[0], texts)
+            self._save.run(copied, texts)
             self._staging = Staging()
 
     def finish(self) -> Path:
@@ -135,15 +145,15 @@ class Checkpoints:
         self._agree(problem, save.folder)
         return save.final
 
-    def _plan_for(self, pieces: Any) -> Plan:
-        """The last one, if all ranks have the same pieces as then."""
+    def _copy(self, state: EngineState) -> dict[str, Tensor]:
+        """What this rank writes; by the last plan, if all ranks have the same pieces as then."""
+        pieces = [piece for group in state.pieces() for piece in group]
         mark = fingerprint(pieces)
-        changed = self._plan is None or mark != self._fingerprint
-        if self._plan is None or any_rank(changed):
+        if self._plan is None or any_rank(mark != self._fingerprint):
             self._plan, self._fingerprint = agree_on_plan(pieces), mark
-        return self._plan
+        return self._staging.copy(state.pieces(), self._plan)
 
-    def _texts(self, engine: Engine, step: int, state: dict[str, Any], plan: Plan) -> dict[str, object]:
+    def _texts(self, engine: Engine, step: int, state: dict[str, Any]) -> dict[str, object]:
         layout = {
             **{name: getattr(engine.layout, name) for name in ("ranks", "tensor", "expert", "expert_tensor")},
             "zero_stage": engine.stage,
@@ -158,7 +168,8 @@ class Checkpoints:
             **state,
         }
         cuts = {name: sharding.to_json() for name, sharding in shardings(engine.model).items()}
-        return {META: meta, INDEX: {"tensors": plan.tensors, "shardings": cuts}}
+        assert self._plan is not None
+        return {META: meta, INDEX: {"tensors": self._plan.tensors, "shardings": cuts}}
 
     def _make(self, temporary: Path) -> None:
         """An empty folder to write in; what killed saves have left goes."""
@@ -180,7 +191,9 @@ class Checkpoints:
         sync(self.folder)
         write_text(self.folder / LATEST, save.final.name)
         sync(self.folder)
-        old = [path for path in candidates(self.folder)[self.keep :] if path != save.final]
+        self.damaged.discard(save.final)
+        good = [path for path in candidates(self.folder) if path not in self.damaged]
+        old = [path for path in good[self.keep :] if path != save.final]
         self._delete([*old, *([replaced] if replaced.exists() else [])])
 
     def _delete(self, paths: list[Path]) -> None:

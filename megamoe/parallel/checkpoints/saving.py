@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megamoe.parallel.agreement import attempt
-from megamoe.parallel.checkpoints.boxes import Piece
-from megamoe.parallel.checkpoints.files import META, shard_file, sync
-from megamoe.parallel.checkpoints.integrity import sha256
 from megamoe.parallel.checkpoints.planning import Plan, place_of
-from megamoe.parallel.checkpoints.saved import chunk_key
+from megamoe.parallel.checkpoints.stored.boxes import Piece
+from megamoe.parallel.checkpoints.stored.files import META, shard_file, sync
+from megamoe.parallel.checkpoints.stored.integrity import sha256
+from megamoe.parallel.checkpoints.stored.saved import chunk_key
 
 LOWEST_PRIORITY = 19  # of a thread, on Linux: training goes first
 

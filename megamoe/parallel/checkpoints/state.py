@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megamoe.errors import UserError
 from megamoe.parallel import random_state
-from megamoe.parallel.checkpoints.boxes import Box, Piece, Placement, pieces_of
 from megamoe.parallel.checkpoints.placements import placements
-from megamoe.parallel.checkpoints.saved import MOMENTS, STEP, WEIGHT, Saved, moment_name
+from megamoe.parallel.checkpoints.stored.boxes import Box, Piece, Placement, pieces_of
+from megamoe.parallel.checkpoints.stored.saved import MOMENTS, STEP, WEIGHT, Saved, moment_name
 from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.shards import Fragment, Shard, held_part

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megamoe.parallel.checkpoints.boxes import Cut, Placement
+from megamoe.parallel.checkpoints.stored.boxes import Cut, Placement
 from megamoe.parallel.layout import Layout
 
 

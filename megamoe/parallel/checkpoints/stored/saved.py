@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.boxes import Box, Piece, narrowed
-from megamoe.parallel.checkpoints.files import damaged, is_plain, shard_file
-from megamoe.parallel.checkpoints.meta import Index, read_index, read_meta
+from megamoe.parallel.checkpoints.stored.boxes import Box, Piece, narrowed
+from megamoe.parallel.checkpoints.stored.files import damaged, is_plain, shard_file
+from megamoe.parallel.checkpoints.stored.meta import Index, read_index, read_meta
 
 WEIGHT = "model/"  # before a parameter's or buffer's name
 STEP = "step/"  # Adam's count of a parameter's updates

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.boxes import Box, Piece, boxes_of_range
-from megamoe.parallel.checkpoints.files import sync
-from megamoe.parallel.checkpoints.integrity import sha256, write_sums
-from megamoe.parallel.checkpoints.saved import IN_SAFETENSORS, Saved
+from megamoe.parallel.checkpoints.stored.boxes import Box, Piece, boxes_of_range
+from megamoe.parallel.checkpoints.stored.files import sync
+from megamoe.parallel.checkpoints.stored.integrity import sha256, write_sums
+from megamoe.parallel.checkpoints.stored.saved import IN_SAFETENSORS, Saved
 
 SLAB = 1 << 26  # elements that are in memory at a time
 CONVERTING = ".converting_"  # before the name of a folder that is being written

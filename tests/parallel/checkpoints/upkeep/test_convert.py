@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints import relayout as relayout_module
-from megamoe.parallel.checkpoints import stream, verify
-from megamoe.parallel.checkpoints.boxes import Box
-from megamoe.parallel.checkpoints.consolidate import consolidate
-from megamoe.parallel.checkpoints.files import INDEX, META, SUMS
-from megamoe.parallel.checkpoints.integrity import sha256
-from megamoe.parallel.checkpoints.relayout import relayout
-from megamoe.parallel.checkpoints.saved import Saved
-from megamoe.parallel.checkpoints.sharding import Sharding
+from megamoe.parallel.checkpoints.stored.boxes import Box
+from megamoe.parallel.checkpoints.stored.files import INDEX, META, SUMS
+from megamoe.parallel.checkpoints.stored.integrity import sha256
+from megamoe.parallel.checkpoints.stored.saved import Saved
+from megamoe.parallel.checkpoints.stored.sharding import Sharding
+from megamoe.parallel.checkpoints.upkeep import relayout as relayout_module
+from megamoe.parallel.checkpoints.upkeep import stream, verify
+from megamoe.parallel.checkpoints.upkeep.consolidate import consolidate
+from megamoe.parallel.checkpoints.upkeep.relayout import relayout
 from megamoe.parallel.layout import Layout
 from tests.checkpoint_files import seal
 from tests.parallel.checkpoints import checkpoint

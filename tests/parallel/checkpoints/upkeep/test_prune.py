@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.prune import prune
+from megamoe.parallel.checkpoints.upkeep.prune import prune
 from tests.parallel.checkpoints import checkpoint
 
 Said = list[str]

@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.parallel.checkpoints.boxes import Box, Cut, Placement, Shape, boxes_of_range, narrowed, pieces_of
-from megamoe.parallel.checkpoints.overlap import first_overlap
-from megamoe.parallel.checkpoints.sharding import Sharding
+from megamoe.parallel.checkpoints.stored.boxes import (
+    Box,
+    Cut,
+    Placement,
+    Shape,
+    boxes_of_range,
+    narrowed,
+    pieces_of,
+)
+from megamoe.parallel.checkpoints.stored.overlap import first_overlap
+from megamoe.parallel.checkpoints.stored.sharding import Sharding
 from megamoe.parallel.layout import Layout
 
 

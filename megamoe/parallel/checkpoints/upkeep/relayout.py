@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.boxes import Box, Placement, Shape, boxes_of_range
-from megamoe.parallel.checkpoints.files import INDEX, META, read_json, shard_file
-from megamoe.parallel.checkpoints.saved import MOMENTS, WEIGHT, Saved, chunk_key, moment_name
-from megamoe.parallel.checkpoints.sharding import Sharding
-from megamoe.parallel.checkpoints.stream import Part, new_folder, whole, write_json, write_tensors
-from megamoe.parallel.checkpoints.verify import refuse_damaged
+from megamoe.parallel.checkpoints.stored.boxes import Box, Placement, Shape, boxes_of_range
+from megamoe.parallel.checkpoints.stored.files import INDEX, META, read_json, shard_file
+from megamoe.parallel.checkpoints.stored.saved import MOMENTS, WEIGHT, Saved, chunk_key, moment_name
+from megamoe.parallel.checkpoints.stored.sharding import Sharding
+from megamoe.parallel.checkpoints.upkeep.stream import Part, new_folder, whole, write_json, write_tensors
+from megamoe.parallel.checkpoints.upkeep.verify import refuse_damaged
 from megamoe.parallel.layout import Layout
 
 RANDOM_OF = re.compile(r"random/([0-9]{5,9})/")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from megamoe.parallel.checkpoints.files import META, SUMS, is_plain, printable, read_bytes, write_text
+from megamoe.parallel.checkpoints.stored.files import META, SUMS, is_plain, printable, read_bytes, write_text
 
 NAME = re.compile(r"[a-z0-9_]+\.(?:json|safetensors)")
 LINE = re.compile(rf"([0-9a-f]{{64}})  ({NAME.pattern})")
@@ -62,7 +62,7 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
     path = folder / SUMS
     try:
         content = read_bytes(path).decode("ascii")
-        found = sorted(entry.name for entry in os.scandir(folder) if entry.name != SUMS)
+        names = [entry.name for entry in os.scandir(folder)]
     except (OSError, ValueError) as error:
         yield f"{SUMS}: missing or damaged ({_reason(error)})"
         return None
@@ -75,6 +75,8 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
     if list(sums) != sorted(sums) or len(sums) < len(matches) or META not in sums:
         yield f"{SUMS}: damaged, expected each file once, in order"
         return None
+    # Hidden ones are the file system's (.nfs*); nothing would read them.
+    found = sorted(name for name in names if name != SUMS and not name.startswith("."))
     for name in found:
         if name not in sums:
             yield f"{printable(name)}: not in {SUMS}"

@@ -7,9 +7,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints import integrity
-from megamoe.parallel.checkpoints.files import INDEX, printable, shard_file
-from megamoe.parallel.checkpoints.saved import IN_SAFETENSORS, Saved, chunk_key
+from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.files import INDEX, printable, shard_file
+from megamoe.parallel.checkpoints.stored.saved import IN_SAFETENSORS, Saved, chunk_key
 
 Header = dict[str, tuple[str, list[int]]]  # of a shard: dtype and shape by key
 

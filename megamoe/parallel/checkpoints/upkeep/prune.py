@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints import integrity, verify
-from megamoe.parallel.checkpoints.describe import file_sizes, size
-from megamoe.parallel.checkpoints.folder import (
+from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.folder import (
     DELETING,
     REPLACED,
     SAVING,
@@ -18,7 +17,9 @@ from megamoe.parallel.checkpoints.folder import (
     find_checkpoints,
     hide,
 )
-from megamoe.parallel.checkpoints.stream import CONVERTING
+from megamoe.parallel.checkpoints.upkeep import verify
+from megamoe.parallel.checkpoints.upkeep.describe import file_sizes, size
+from megamoe.parallel.checkpoints.upkeep.stream import CONVERTING
 
 OLD_S = 3600  # after which what a save has left is nobody's
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints import integrity, verify
-from megamoe.parallel.checkpoints.describe import state_of
-from megamoe.parallel.checkpoints.files import INDEX, META, SUMS
-from megamoe.parallel.checkpoints.folder import candidates, find_checkpoints
-from megamoe.parallel.checkpoints.overlap import first_overlap
-from megamoe.parallel.checkpoints.saved import Saved
+from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.files import INDEX, META, SUMS
+from megamoe.parallel.checkpoints.stored.folder import candidates, find_checkpoints
+from megamoe.parallel.checkpoints.stored.overlap import first_overlap
+from megamoe.parallel.checkpoints.stored.saved import Saved
+from megamoe.parallel.checkpoints.upkeep import verify
+from megamoe.parallel.checkpoints.upkeep.describe import state_of
 from megamoe.train.resume import check_init, check_resume
 from tests.checkpoint_files import seal
 from tests.parallel.checkpoints import checkpoint

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.files import META, SUMS, read_bytes
+from megamoe.parallel.checkpoints.stored.files import META, SUMS, read_bytes
 
 LATEST = "latest"
 SAVING, REPLACED, DELETING = ".saving_", ".replaced_", ".deleting_"  # before a checkpoint's name

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megamoe.parallel.checkpoints.saved import MOMENTS, STEP, WEIGHT, Saved, moment_name
-from megamoe.parallel.checkpoints.stream import Part, new_folder, whole, write_line, write_tensors
-from megamoe.parallel.checkpoints.verify import refuse_damaged
+from megamoe.parallel.checkpoints.stored.saved import MOMENTS, STEP, WEIGHT, Saved, moment_name
+from megamoe.parallel.checkpoints.upkeep.stream import Part, new_folder, whole, write_line, write_tensors
+from megamoe.parallel.checkpoints.upkeep.verify import refuse_damaged
 
 WEIGHTS, OPTIMIZER, DESCRIPTION = "model.safetensors", "optimizer.safetensors", "model.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

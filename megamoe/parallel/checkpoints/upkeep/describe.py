@@ -6,11 +6,11 @@ from typing import Any
 import yaml
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints import verify
-from megamoe.parallel.checkpoints.consolidate import count_parameters
-from megamoe.parallel.checkpoints.files import printable
-from megamoe.parallel.checkpoints.folder import candidates
-from megamoe.parallel.checkpoints.saved import MOMENTS, Saved, moment_name
+from megamoe.parallel.checkpoints.stored.files import printable
+from megamoe.parallel.checkpoints.stored.folder import candidates
+from megamoe.parallel.checkpoints.stored.saved import MOMENTS, Saved, moment_name
+from megamoe.parallel.checkpoints.upkeep import verify
+from megamoe.parallel.checkpoints.upkeep.consolidate import count_parameters
 
 INTACT = "intact"
 UNREAD = "list, JSON and headers intact; tensors not read"

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.parallel.checkpoints import integrity, verify
-from megamoe.parallel.checkpoints.describe import INTACT, state_of
-from megamoe.parallel.checkpoints.files import INDEX, META, SUMS
+from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.files import INDEX, META, SUMS
+from megamoe.parallel.checkpoints.upkeep import verify
+from megamoe.parallel.checkpoints.upkeep.describe import INTACT, state_of
 from tests.parallel.checkpoints import checkpoint
 
 SHARDS = ["shard_00000.safetensors", "shard_00001.safetensors"]

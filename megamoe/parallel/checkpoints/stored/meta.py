@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationErro
 from typing_extensions import TypedDict
 
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.files import (
+from megamoe.parallel.checkpoints.stored.files import (
     FORMAT,
     INDEX,
     META,
@@ -18,7 +18,7 @@ from megamoe.parallel.checkpoints.files import (
     read_bytes,
     read_json,
 )
-from megamoe.parallel.checkpoints.overlap import first_overlap
+from megamoe.parallel.checkpoints.stored.overlap import first_overlap
 
 LARGEST = (1 << 63) - 1  # that a tensor's size or a count can be
 Number = Annotated[int, Field(ge=0, le=LARGEST)]

@@ -1,0 +1,1 @@
+"""What is done to checkpoints while nothing trains: verified, described, converted, pruned."""
