@@ -38,10 +38,9 @@ from megamoe.parallel.engine import Engine
 
 
 def first_intact(paths: list[Path], say: Callable[[str], None]) -> tuple[Path, list[Path]]:
-    """The first of the first rank's `paths` of which every byte is as it was saved, and the damaged ones before
-    it; collective.
+    """Of the first rank's `paths` the first of which every byte is as it was saved, and those before it.
 
-    The ranks deal out the files among them. say: told, on the first rank, of each that is damaged.
+    Collective; the ranks deal out the files among them. say: told on the first rank of each that is damaged.
 
     Raises:
         UserError: on every rank, if none is.
@@ -49,7 +48,8 @@ def first_intact(paths: list[Path], say: Callable[[str], None]) -> tuple[Path, l
     told: list[Any] = [paths]
     dist.broadcast_object_list(told)
     rank, size = dist.get_rank(), dist.get_world_size()
-    problem, damaged = "", []
+    problem = ""
+    damaged: list[Path] = []
     for path in told[0]:
         found = first_problem(integrity.first(integrity.problems(path, rank, size)))
         if found is None:
@@ -67,8 +67,8 @@ def first_intact(paths: list[Path], say: Callable[[str], None]) -> tuple[Path, l
 class Checkpoints:
     """The checkpoints of one run, in `folder`, of which the newest `keep` stay.
 
-    background: whether `begin` returns while the files are still being written. damaged: those found so, which
-    are neither counted nor deleted.
+    background: whether `begin` returns while the files are still being written. damaged: those found so,
+    which are neither counted nor deleted.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
