@@ -21,6 +21,7 @@ LAYOUTS = [(1, 1, 1), (1, 1, 2), (1, 1, 3)] + [
     for expert in sizes
     for stage in (0, 1, 2, 3)
 ]
+QUICK = {(1, 1, 3), (2, 1, 1), (2, 2, 0), (4, 2, 2), (4, 4, 3)}  # test_matrix.py has the pairs of choices
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,10 @@ def test_the_run_is_one_that_could_tell(one_rank: dict[str, Any]) -> None:
     assert experts.bincount(minlength=8).min() > 0
 
 
-@pytest.mark.parametrize(("ranks", "expert", "stage"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("ranks", "expert", "stage"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.full) for case in LAYOUTS],
+)
 def test_a_layout_trains_as_one_rank_does(
     pool: Pool, one_rank: dict[str, Any], tmp_path: Path, ranks: int, expert: int, stage: int
 ) -> None:

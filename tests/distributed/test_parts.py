@@ -127,7 +127,10 @@ def save_and_go_on(
     return shown
 
 
-@pytest.mark.parametrize(("ranks", "file", "steps"), [(1, "zero0_fp32", STEPS), (2, "zero2_bf16", 2)])
+@pytest.mark.parametrize(
+    ("ranks", "file", "steps"),
+    [(1, "zero0_fp32", STEPS), pytest.param(2, "zero2_bf16", 2, marks=pytest.mark.full)],
+)
 def test_the_state_of_every_part_survives_a_checkpoint(
     pool: Pool, tmp_path: Path, ranks: int, file: str, steps: int
 ) -> None:

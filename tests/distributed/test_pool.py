@@ -101,6 +101,7 @@ def end_the_parent() -> None:
     time.sleep(600)
 
 
+@pytest.mark.full
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

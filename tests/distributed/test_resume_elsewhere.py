@@ -43,11 +43,7 @@ SOURCES: dict[str, Place] = {
     "bf16 at ZeRO 3": (4, {"expert": 4}, "zero3_bf16", {}),
 }
 MOVES: list[tuple[str, Place]] = [
-    ("fp32", (1, {}, "zero0_fp32", {})),
-    ("fp32", (2, {}, "zero2_fp32", {})),
     ("fp32", (4, EVERY_WAY, "zero1_fp32", {})),
-    ("fp32", (4, {"expert": 4}, "zero3_fp32", {})),
-    ("cut fp32", (1, {}, "zero1_fp32", {})),
     ("cut fp32", (2, {"tensor": 2, "sequence": True, "expert": 2}, "zero0_fp32", {})),
     # Precision, to and from each of ZeRO 0, 2 and 3.
     ("fp32", (1, {}, "zero2_bf16", {})),
@@ -55,7 +51,6 @@ MOVES: list[tuple[str, Place]] = [
     ("fp32", (4, EP2, "zero3_bf16", {})),
     ("bf16", (1, {}, "zero0_fp32", {})),
     ("bf16", (2, EP2, "zero3_fp32", {})),
-    ("bf16 of one", (2, {}, "zero2_fp32", {})),
     ("bf16 of one", (2, CUT_TWICE, "zero3_bf16", {})),
     ("bf16 at ZeRO 3", (2, EP2, "zero0_fp32", {})),
     ("fp16", (1, {}, "zero1_fp16", {})),
