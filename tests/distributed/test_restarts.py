@@ -67,7 +67,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch) -> Launch:
 
 
 def make_run(folder: Path, launch: Launch | None, *steps: int) -> None:
-    prepare_run_folder(RunFolder(folder, None, continues=False), tiny("overwrite=true"), {}, launch)
+    prepare_run_folder(RunFolder(folder, (), continues=False), tiny("overwrite=true"), {}, launch)
     for step in steps:
         save(folder, step)
 
@@ -88,7 +88,7 @@ def choose(output: Path, *overrides: str) -> RunFolder:
 def test_its_own_folder_is_gone_on_with(tmp_path: Path, started_again: Launch, override: str) -> None:
     make_run(tmp_path / "a", started_again, 5)
     expected = tmp_path / "a/checkpoints/step_00000005"
-    assert choose(tmp_path, override) == RunFolder(tmp_path / "a", expected, continues=True, restarted=True)
+    assert choose(tmp_path, override) == RunFolder(tmp_path / "a", (expected,), continues=True, restarted=True)
 
 
 def test_its_own_folder_without_a_checkpoint_is_begun_anew_and_kept(
@@ -97,7 +97,7 @@ def test_its_own_folder_without_a_checkpoint_is_begun_anew_and_kept(
     make_run(tmp_path / "a", started_again)
     (tmp_path / "a/metrics.jsonl").write_text("first")
     folder = choose(tmp_path, "overwrite=true")
-    assert folder == RunFolder(tmp_path / "a", None, continues=False, restarted=True)
+    assert folder == RunFolder(tmp_path / "a", (), continues=False, restarted=True)
     prepare_run_folder(folder, tiny("overwrite=true"), {}, started_again)
     assert (tmp_path / "a.before-1/metrics.jsonl").read_text() == "first"
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
@@ -115,15 +115,15 @@ def test_a_checkpoint_that_was_there_before_is_not_its_own(tmp_path: Path, start
     launch = Launch(
         started_again.run_id, started_again.agents, mark(tmp_path / "a/checkpoints/step_00000010")
     )
-    prepare_run_folder(RunFolder(tmp_path / "a", None, continues=True), tiny(), {}, launch)
+    prepare_run_folder(RunFolder(tmp_path / "a", (), continues=True), tiny(), {}, launch)
     again = choose(tmp_path, back)
-    assert again.resume_from == tmp_path / "a/checkpoints/step_00000005" and again.restarted
+    assert again.candidates == (tmp_path / "a/checkpoints/step_00000005",) and again.restarted
     saved = save(tmp_path / "a", 7)
     again = choose(tmp_path, back)
-    assert again.resume_from == saved
+    assert again.candidates[0] == saved
     later = Launch(launch.run_id, launch.agents, mark(saved))
     prepare_run_folder(again, tiny(), {}, later)
-    assert choose(tmp_path, back).resume_from == saved
+    assert choose(tmp_path, back).candidates[0] == saved
 
 
 @pytest.mark.parametrize("case", ["first start", "another launch", "another agent", "spoilt", "none"])
@@ -141,7 +141,7 @@ def test_the_folder_of_another_launch_is_refused(
         (tmp_path / "a/launch.json").write_text("{")
     with pytest.raises(UserError, match="exists: add --resume"):
         choose(tmp_path)
-    assert choose(tmp_path, "overwrite=true").resume_from is None
+    assert choose(tmp_path, "overwrite=true").candidates == ()
     assert not choose(tmp_path, "overwrite=true").restarted
 
 
