@@ -75,6 +75,7 @@ class Trainer:
         elif config.checkpoint.init.path is not None:
             check_init(config, self.vocabulary.size, self.folder.path)
         launch.start(self.world, config.parallel.timeout_minutes)
+        self._check_all_go_on(resume_from)
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(
@@ -268,6 +269,15 @@ class Trainer:
     def _say(self, line: str) -> None:
         if self.world.is_first:
             print(line)
+
+    def _check_all_go_on(self, resume_from: Path | None) -> None:
+        """Or none: each rank has looked for checkpoints by itself, perhaps on a disk of its machine alone."""
+        goes_on = gather(resume_from is not None)
+        if len(set(goes_on)) > 1:
+            raise UserError(
+                f"{self.folder.checkpoints}: rank {goes_on.index(True)} finds a checkpoint there to go on from, "
+                f"rank {goes_on.index(False)} does not; name as output=... a folder that all machines share"
+            )
 
     def _open_checkpoint(self, checked: Path | None) -> Saved | None:
         """The first intact candidate; `checked`: the one that was found to fit this run."""
