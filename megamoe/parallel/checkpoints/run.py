@@ -7,6 +7,7 @@ Nothing is pickled.
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megamoe.parallel.checkpoints.stored.folder import (
     SAVING,
     candidates,
     hide,
+    is_of_a_run,
     remove,
 )
 from megamoe.parallel.checkpoints.stored.meta import Meta, RandomLayout
@@ -68,7 +70,7 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`, of which the newest `keep` stay.
 
     background: whether `begin` returns while the files are still being written. damaged: those found so,
-    which are neither counted nor deleted.
+    which are neither counted nor deleted. Nor is one deleted that somebody has renamed.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
@@ -175,7 +177,7 @@ class Checkpoints:
         """An empty folder to write in; what killed saves have left goes."""
         self.close()
         for prefix in (SAVING, REPLACED, DELETING):
-            for left in self.folder.glob(f"{prefix}step_*"):
+            for left in self.folder.glob(f"{prefix}*step_*"):  # also .deleting_replaced_step_...
                 if prefix != REPLACED or left.with_name(left.name.removeprefix(REPLACED)).exists():
                     remove(left)
         temporary.mkdir(parents=True)
@@ -193,13 +195,16 @@ class Checkpoints:
         sync(self.folder)
         self.damaged.discard(save.final)
         good = [path for path in candidates(self.folder) if path not in self.damaged]
-        old = [path for path in good[self.keep :] if path != save.final]
+        old = [path for path in good[self.keep :] if path != save.final and is_of_a_run(path)]
         self._delete([*old, *([replaced] if replaced.exists() else [])])
 
     def _delete(self, paths: list[Path]) -> None:
         """Out of sight at once; the files in a thread, for there may be many."""
         self.close()
-        hidden = [hide(path) for path in paths]
+        hidden = []
+        for path in paths:
+            with suppress(FileNotFoundError):  # somebody else has deleted it meanwhile
+                hidden.append(hide(path))
         self._deletion = threading.Thread(target=_remove_all, args=(hidden,), name="delete")
         self._deletion.start()
 

@@ -5,7 +5,9 @@ checkpoints/latest             the name of the newest complete one
 """
 
 import os
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from megamoe.errors import UserError
@@ -13,6 +15,7 @@ from megamoe.parallel.checkpoints.stored.files import META, SUMS, read_bytes
 
 LATEST = "latest"
 SAVING, REPLACED, DELETING = ".saving_", ".replaced_", ".deleting_"  # before a checkpoint's name
+OF_A_RUN = re.compile(rf"(?:{re.escape(REPLACED)})?step_[0-9]{{8,}}")
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -30,9 +33,18 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, path in sorted(dated, key=lambda pair: (pair[1].name != named, -pair[0]))]
 
 
+def is_of_a_run(path: Path) -> bool:
+    """Whether it has the name that a run gives; another is of somebody who wants to keep it."""
+    return OF_A_RUN.fullmatch(path.name) is not None
+
+
 def _saved_at(path: Path) -> int:
     """When its last file was written, in ns; 0 where it is no checkpoint. Either file may be missing."""
-    return max((file.stat().st_mtime_ns for file in (path / META, path / SUMS) if file.is_file()), default=0)
+    times = [0]
+    for file in (path / META, path / SUMS):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            times += [file.stat().st_mtime_ns] if file.is_file() else []
+    return max(times)
 
 
 def _named_by_latest(folder: Path) -> str | None:
