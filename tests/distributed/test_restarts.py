@@ -28,7 +28,7 @@ def step_or_die(self):
         os.kill(os.getpid(), 9)
     return step(self)
 Trainer.step = step_or_die
-Trainer.save = save
+Trainer.begin_save = save
 """
 
 
@@ -89,7 +89,9 @@ def choose(output: Path, *overrides: str) -> RunFolder:
 def test_its_own_folder_is_gone_on_with(tmp_path: Path, started_again: Launch, override: str) -> None:
     make_run(tmp_path / "a", started_again, 5)
     expected = tmp_path / "a/checkpoints/step_00000005"
-    assert choose(tmp_path, override) == RunFolder(tmp_path / "a", (expected,), continues=True, restarted=True)
+    assert choose(tmp_path, override) == RunFolder(
+        tmp_path / "a", (expected,), continues=True, restarted=True
+    )
 
 
 def test_its_own_folder_without_a_checkpoint_is_begun_anew_and_kept(

@@ -26,12 +26,12 @@ import os, pathlib, time
 from megamoe.train.trainer import Trainer
 here = pathlib.Path(__file__).parent
 (here / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
-save = Trainer.save
+save = Trainer.begin_save
 def slowly(self):
     (here / "saving").touch()
     time.sleep(3)
     return save(self)
-Trainer.save = slowly
+Trainer.begin_save = slowly
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -42,13 +42,13 @@ def tell_rank_1(trainer: Trainer) -> None:
     """And again when it is saving."""
     if trainer.progress.step == 2 and trainer.world.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
-        save = trainer.save
+        save = trainer.begin_save
 
-        def told_again() -> Path:
+        def told_again() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            return save()
+            save()
 
-        trainer.save = told_again  # type: ignore[method-assign]
+        trainer.begin_save = told_again  # type: ignore[method-assign]
 
 
 def test_one_rank_is_told_and_all_save_and_end(pool: Pool, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_one_rank_is_told_and_all_save_and_end(pool: Pool, tmp_path: Path) -> No
     assert found.errors() == [[], []]
     assert "stopping after step 3: another rank was told to stop; go on with --resume" in found.outputs[0]
     assert (tmp_path / "runs/a/checkpoints/latest").read_text() == "step_00000003"
-    assert len(list((tmp_path / "runs/a/checkpoints/step_00000003").glob("rank_*"))) == 2
+    assert len(list((tmp_path / "runs/a/checkpoints/step_00000003").glob("shard_*"))) == 2
 
 
 class Launched:
