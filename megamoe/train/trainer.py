@@ -275,7 +275,7 @@ class Trainer:
         goes_on = gather(resume_from is not None)
         if len(set(goes_on)) > 1:
             raise UserError(
-                f"{self.folder.checkpoints}: rank {goes_on.index(True)} finds a checkpoint there to go on from, "
+                f"{self.folder.checkpoints}: rank {goes_on.index(True)} finds a checkpoint to go on from, "
                 f"rank {goes_on.index(False)} does not; name as output=... a folder that all machines share"
             )
 

@@ -274,5 +274,5 @@ def test_no_rank_begins_anew_where_another_goes_on(pool: Pool, saved: Path) -> N
     run = {"output": saved.parents[2], "checkpoint__resume": "auto"}
     messages = pool.run(resumed_where_a_rank_sees_nothing, **LAYOUT, **run, ranks=2, timeout_s=30)
     for message in messages:
-        assert "rank 0 finds a checkpoint there to go on from, rank 1 does not" in message
+        assert "rank 0 finds a checkpoint to go on from, rank 1 does not" in message
         assert "\n" not in message
