@@ -17,6 +17,7 @@ from megamoe.train.ending import closing
 from megamoe.train.profile import ProfilerWindow
 from megamoe.train.restarts import Launch
 from megamoe.train.run_folder import prepare_run_folder
+from megamoe.train.run_lock import locked
 from megamoe.train.stopping import StopRule
 from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
@@ -87,6 +88,7 @@ class Loop:
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
+        cleanup.enter_context(locked(folder.path))
         record = summary_record(self.config, trainer.vocabulary, trainer.engine)
         prepare_run_folder(folder, self.config, record, this_launch)
         rows = summary_rows(self.config, trainer.vocabulary, trainer.engine, trainer.schedule, first_step)
