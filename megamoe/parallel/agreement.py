@@ -11,6 +11,10 @@ from megamoe.errors import UserError
 Value = TypeVar("Value")
 
 
+class AgreedError(UserError):
+    """Raised by every rank alike, so that they may still do something together before they end."""
+
+
 def attempt(action: Callable[[], object]) -> str | None:
     """Do it; None, or what went wrong, in a line."""
     try:
@@ -41,18 +45,18 @@ def agree(problem: str | None) -> None:
     """Return if no rank has a problem.
 
     Raises:
-        UserError: on every rank, with the first rank's problem.
+        AgreedError: on every rank, with the first rank's problem.
     """
     found = first_problem(problem)
     if found is not None:
-        raise UserError(found[1])
+        raise AgreedError(found[1])
 
 
 def agree_quickly(problem: str | None, device: torch.device) -> None:
     """`agree` for every step: where nobody has a problem, one number is summed and no object sent.
 
     Raises:
-        UserError: on every rank, with the first rank's problem.
+        AgreedError: on every rank, with the first rank's problem.
     """
     if dist.get_world_size() > 1:
         count = torch.tensor([float(problem is not None)], device=device)

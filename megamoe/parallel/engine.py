@@ -22,8 +22,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from megamoe.config.schema import RunConfig
-from megamoe.errors import UserError
 from megamoe.moe.part import Constraint
+from megamoe.parallel.agreement import AgreedError
 from megamoe.parallel.groups import ModelParallelUnit, data_group
 from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
@@ -150,7 +150,7 @@ class Engine:
         Where it is not finite, or with `rest`, weights and moments stay; see `step_skipped`.
 
         Raises:
-            UserError: in fp16, where gradients overflow at the smallest loss scale.
+            AgreedError: in fp16, where gradients overflow at the smallest loss scale.
         """
         for group in self.inner_optimizer.param_groups:
             group["lr"] = lr
@@ -162,7 +162,7 @@ class Engine:
         except Exception as error:  # DeepSpeed's dynamic scale knows no narrower one
             if "loss scale already at minimum" not in str(error):
                 raise
-            raise UserError(
+            raise AgreedError(
                 f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} (fp16."
                 "min_loss_scale of the DeepSpeed file); lower optimizer.lr, or train in bf16"
             ) from None

@@ -7,7 +7,7 @@ _count = 0
 
 
 def tick() -> None:
-    """Something was done: a micro batch, a step, a piece of a checkpoint. Costs 0.1 microseconds."""
+    """Something was done: a micro batch, a step, the beginning of a checkpoint. Costs 0.1 microseconds."""
     global _last_s, _count
     _last_s = time.monotonic()
     _count += 1

@@ -8,6 +8,7 @@ out (Chowdhery et al. 2022, section 5.1).
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ class BrokenSteps:
         """For a checkpoint, as plain data."""
         return {"in_a_row": self.in_a_row, "losses": list(self._losses)}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, under another window with the newest losses that it takes."""
         self.in_a_row = state.get("in_a_row", 0)
         self._losses = deque(state.get("losses", []), maxlen=self.spike.window)

@@ -11,12 +11,13 @@ from megamoe.config import RunConfig, to_dict
 from megamoe.errors import ExitCode
 from megamoe.observe import ProgressLine, Recorder, print_summary, write_report
 from megamoe.parallel import launch
-from megamoe.parallel.agreement import agree, attempt
+from megamoe.parallel.agreement import AgreedError, agree, attempt
 from megamoe.parallel.progress import tick
 from megamoe.train.ending import closing
 from megamoe.train.profile import ProfilerWindow
 from megamoe.train.restarts import Launch
 from megamoe.train.run_folder import prepare_run_folder
+from megamoe.train.run_lock import locked
 from megamoe.train.stopping import StopRule
 from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
@@ -74,10 +75,14 @@ class Loop:
         if self.config.evaluation.at_start and trainer.progress.step == 0:
             self._record({"step": 0, "tokens": 0, **self._evaluate()})
         reason = None
-        while trainer.progress.step < self.config.train.steps and reason is None:
-            profiler.before_step(trainer.progress.step + 1)
-            reason = self._one_step()
-            self._say_trace(profiler.after_step(trainer.progress.step))
+        try:
+            while trainer.progress.step < self.config.train.steps and reason is None:
+                profiler.before_step(trainer.progress.step + 1)
+                reason = self._one_step()
+                self._say_trace(profiler.after_step(trainer.progress.step))
+        except AgreedError:
+            self._finish_save()  # what was begun before stays good
+            raise
         self._say_trace(profiler.finish())
         if reason is not None:
             self._say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
@@ -87,6 +92,7 @@ class Loop:
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
+        cleanup.enter_context(locked(folder.path))
         record = summary_record(self.config, trainer.vocabulary, trainer.engine)
         prepare_run_folder(folder, self.config, record, this_launch)
         rows = summary_rows(self.config, trainer.vocabulary, trainer.engine, trainer.schedule, first_step)

@@ -29,12 +29,13 @@ class Launch:
     @classmethod
     def gathered(cls, latest: Path | None) -> "Launch | None":
         """This launch; None, where nobody starts ranks again. Collective."""
-        mine = None if _run_id() is None else _agent()
-        agents = [agent for agent in gather(mine) if agent is not None]
         run_id = _run_id()
+        mine = None if run_id is None else _agent()
+        marked = mark(latest)  # before the ranks have met: then the first may move the folder
+        agents = [agent for agent in gather(mine) if agent is not None]
         if run_id is None:
             return None
-        return cls(run_id, [agent for n, agent in enumerate(agents) if agent not in agents[:n]], mark(latest))
+        return cls(run_id, [agent for n, agent in enumerate(agents) if agent not in agents[:n]], marked)
 
     @classmethod
     def restarted(cls, folder: Path) -> "Launch | None":

@@ -82,6 +82,11 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
                 f"run folder {path} exists: add --resume to go on with it, overwrite=true to begin anew, "
                 "or name=... for another one"
             )
+    if explicit and explicit[0].resolve().is_relative_to(path.resolve()):
+        raise UserError(
+            f"checkpoint.resume: {explicit[0]} lies in the run folder {path}, which overwrite=true would "
+            "delete; set name=... to another one"
+        )
     return RunFolder(path, explicit, continues=False)
 
 

@@ -15,7 +15,7 @@ from megamoe.errors import UserError
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
-from megamoe.parallel.agreement import agree, agree_quickly, attempt, gather
+from megamoe.parallel.agreement import AgreedError, agree, agree_quickly, attempt, gather
 from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
 from megamoe.parallel.checkpoints.run import Checkpoints, first_intact, load
 from megamoe.parallel.checkpoints.state import load_weights
@@ -75,6 +75,7 @@ class Trainer:
         elif config.checkpoint.init.path is not None:
             check_init(config, self.vocabulary.size, self.folder.path)
         launch.start(self.world, config.parallel.timeout_minutes)
+        self._check_all_go_on(resume_from)
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(
@@ -232,7 +233,7 @@ class Trainer:
             self.finish_save()
         last = self.last_checkpoint
         way_out = f"go on from the last good checkpoint, {last}" if last else "begin anew (nothing is saved)"
-        raise UserError(
+        raise AgreedError(
             f"{told}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
             f"optimizer.warmup_steps, and {way_out}"
         )
@@ -268,6 +269,15 @@ class Trainer:
     def _say(self, line: str) -> None:
         if self.world.is_first:
             print(line)
+
+    def _check_all_go_on(self, resume_from: Path | None) -> None:
+        """Or none: each rank has looked for checkpoints by itself, perhaps on a disk of its machine alone."""
+        goes_on = gather(resume_from is not None)
+        if len(set(goes_on)) > 1:
+            raise UserError(
+                f"{self.folder.checkpoints}: rank {goes_on.index(True)} finds a checkpoint to go on from, "
+                f"rank {goes_on.index(False)} does not; name as output=... a folder that all machines share"
+            )
 
     def _open_checkpoint(self, checked: Path | None) -> Saved | None:
         """The first intact candidate; `checked`: the one that was found to fit this run."""

@@ -262,3 +262,17 @@ def test_a_pointer_to_nothing_leads_to_the_newest_complete_one(
     (tmp_path / "small" / "checkpoints" / "latest").write_text("step_00000007")
     found = pool.run(run_steps, 1, **LAYOUT, output=tmp_path, checkpoint__resume="auto", ranks=2)
     assert found[0]["samples"][0][0] == [8]
+
+
+def resumed_where_a_rank_sees_nothing(output: Path, **changes: Any) -> str:
+    """Job: what the user is told where the first rank alone has the run's folder."""
+    mine = output if os.environ["RANK"] == "0" else output / "elsewhere"
+    return try_each([{**changes, "output": mine}])[0]
+
+
+def test_no_rank_begins_anew_where_another_goes_on(pool: Pool, saved: Path) -> None:
+    run = {"output": saved.parents[2], "checkpoint__resume": "auto"}
+    messages = pool.run(resumed_where_a_rank_sees_nothing, **LAYOUT, **run, ranks=2, timeout_s=30)
+    for message in messages:
+        assert "rank 0 finds a checkpoint to go on from, rank 1 does not" in message
+        assert "\n" not in message

@@ -15,10 +15,7 @@ STEPS = 3
 full = pytest.mark.full
 BOTH = ["router", "experts"]
 FROZEN_LAYOUTS = [
-    ("zero0_fp32", 1),
     ("zero0_bf16", 2),
-    ("zero1_fp32", 2),
-    ("zero2_bf16", 1),
     ("zero2_bf16_offload", 2),
     ("zero3_bf16", 2),
 ]

@@ -71,6 +71,7 @@ def _assert_trained(folder: Path, ranks: int) -> list[float]:
     return [step["train/lm_loss"] for step in steps]
 
 
+@pytest.mark.full
 def test_python_alone(script: list[str], tmp_path: Path) -> None:
     code, output = _finish(_start([sys.executable, *script], _environment(), tmp_path))
     assert code == 0, output

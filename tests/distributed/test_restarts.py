@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -126,6 +127,21 @@ def test_a_checkpoint_that_was_there_before_is_not_its_own(tmp_path: Path, start
     later = Launch(launch.run_id, launch.agents, mark(saved))
     prepare_run_folder(again, tiny(), {}, later)
     assert choose(tmp_path, back).candidates[0] == saved
+
+
+def test_the_newest_checkpoint_is_looked_at_before_the_first_rank_may_overwrite_it(
+    tmp_path: Path, started_again: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save(tmp_path / "a", 5)
+    expected = mark(saved)
+
+    def gather(agent: object) -> list[object]:
+        shutil.rmtree(tmp_path / "a")  # by the first rank, which was faster
+        return [agent]
+
+    monkeypatch.setattr(restarts, "gather", gather)
+    launch = Launch.gathered(saved)
+    assert launch is not None and launch.latest == expected
 
 
 @pytest.mark.parametrize("case", ["first start", "another launch", "another agent", "spoilt", "none"])

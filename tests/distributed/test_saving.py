@@ -1,6 +1,7 @@
 """Saving in the background: what is written, when it counts as saved, what happens if a rank cannot write."""
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,48 @@ def test_a_save_in_the_foreground_is_there_at_once(pool: Pool, tmp_path: Path) -
     run = {"output": tmp_path, "checkpoint": {"every": 2, "background": False}, "train__steps": 4}
     pool.run(train_where_a_rank_cannot_write, -1, **run, log__report=False, ranks=2)
     assert (tmp_path / "small" / "checkpoints" / "latest").read_text() == "step_00000004"
+
+
+def folder_with_what_others_left(**changes: Any) -> list[list[str]]:
+    """Job: what the folder holds after each of two saves, of which one checkpoint stays."""
+    trainer = Trainer(small_run(**changes, checkpoint={"keep": 1}))
+    (trainer.folder.checkpoints / ".deleting_replaced_step_00000009").mkdir(parents=True)
+    shown = []
+    for _ in range(2):
+        trainer.step()
+        first = trainer.save()
+        trainer.checkpoints.close()
+        shown.append(_names(trainer))
+        if len(shown) == 1:
+            shutil.copytree(first, first.with_name(f"{first.name}_best"))
+    trainer.close()
+    return shown
+
+
+def test_a_renamed_copy_stays_and_what_a_killed_deletion_left_goes(pool: Pool, tmp_path: Path) -> None:
+    (shown,) = pool.run(folder_with_what_others_left, output=tmp_path, ranks=1)
+    assert shown == [["latest", "step_00000001"], ["latest", "step_00000001_best", "step_00000002"]]
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+def save_where_the_writer_dies(**changes: Any) -> str:
+    """Job: what the user is told where the thread that writes ends without a word."""
+    trainer = Trainer(small_run(**changes))
+    trainer.step()
+    try:
+        with mock.patch.object(saving, "save_file", side_effect=Panic):
+            trainer.save()
+    except UserError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return "saved"
+
+
+def test_a_writer_that_dies_has_not_saved(pool: Pool, tmp_path: Path) -> None:
+    (message,) = pool.run(save_where_the_writer_dies, output=tmp_path, ranks=1)
+    assert "rank 0 cannot write" in message and "writing was broken off" in message
+    assert not list((tmp_path / "small" / "checkpoints").iterdir())

@@ -7,6 +7,7 @@ import whether Transformer Engine is there, so that no test of the main process 
 """
 
 import json
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -342,10 +343,10 @@ def main() -> None:
     say_cuda_is_here()
     launch.start(launch.find_world(), timeout_minutes=1)
     verdicts = {}
-    for name, check in CHECKS.items():
+    for name in sys.argv[1:]:
         verdicts[name] = ""
         try:
-            check()
+            CHECKS[name]()
         except Exception:
             verdicts[name] = traceback.format_exc()
     with suppress(Exception):

@@ -25,10 +25,14 @@ from tests.tiny import tiny
 ROOT = Path(__file__).resolve().parents[2]
 
 
+LONG = "runs_of_two_ranks"
+
+
 @pytest.fixture(scope="module")
-def verdicts() -> dict[str, str]:
+def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
+    asked = [check for check in CHECKS if any(f"[{check}]" in item.name for item in request.session.items)]
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.model.on_stand_ins"],
+        [sys.executable, "-W", "ignore", "-m", "tests.model.on_stand_ins", *asked],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests/stand_ins'}{os.pathsep}{ROOT}"},
         capture_output=True,
@@ -39,7 +43,9 @@ def verdicts() -> dict[str, str]:
     return dict(json.loads(found.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=pytest.mark.full if check == LONG else ()) for check in CHECKS]
+)
 def test_on_stand_ins(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""
 

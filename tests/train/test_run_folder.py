@@ -152,3 +152,13 @@ def test_unwritable_output(tmp_path: Path) -> None:
     config = tiny(f"output={tmp_path / 'file'}", "name=a")
     with pytest.raises(UserError, match=r"output: cannot write the run folder .*/file/a: Not a directory"):
         prepare_run_folder(choose_run_folder(config), config, {})
+
+
+def test_what_is_resumed_from_is_not_overwritten(tmp_path: Path) -> None:
+    """A converted checkpoint beside the run's own."""
+    make_run(tmp_path / "a", 5)
+    converted = write_checkpoint(tmp_path / "a" / "on_4", {"model/a": torch.ones(3)})
+    with pytest.raises(
+        UserError, match=r"on_4 lies in the run folder .*/a, which overwrite=true would delete"
+    ):
+        choose(tmp_path, f"checkpoint.resume={converted}", "overwrite=true")

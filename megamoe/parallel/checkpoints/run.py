@@ -7,6 +7,7 @@ Nothing is pickled.
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megamoe.parallel.checkpoints.planning import Plan, agree_on_plan, fingerpri
 from megamoe.parallel.checkpoints.saving import Save, Staging
 from megamoe.parallel.checkpoints.state import EngineState, load_random
 from megamoe.parallel.checkpoints.stored import integrity
+from megamoe.parallel.checkpoints.stored.boxes import Piece
 from megamoe.parallel.checkpoints.stored.files import FORMAT, INDEX, META, sync, write_text
 from megamoe.parallel.checkpoints.stored.folder import (
     DELETING,
@@ -30,6 +32,7 @@ from megamoe.parallel.checkpoints.stored.folder import (
     SAVING,
     candidates,
     hide,
+    is_of_a_run,
     remove,
 )
 from megamoe.parallel.checkpoints.stored.meta import Meta, RandomLayout
@@ -68,7 +71,7 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`, of which the newest `keep` stay.
 
     background: whether `begin` returns while the files are still being written. damaged: those found so,
-    which are neither counted nor deleted.
+    which are neither counted nor deleted. Nor is one deleted that somebody has renamed.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
@@ -117,8 +120,11 @@ class Checkpoints:
         self._agree(attempt(lambda: self._make(temporary)) if engine.world.is_first else None, temporary)
         if self._state is None or self._state.engine is not engine:
             self._state = EngineState(engine)
-        mine, copied = self._state, {}
-        self._agree(attempt(lambda: copied.update(self._copy(mine))), temporary)
+        mine = self._state
+        pieces: list[Piece] = []
+        copied: dict[str, Tensor] = {}
+        self._agree(attempt(lambda: pieces.extend(p for group in mine.pieces() for p in group)), temporary)
+        self._agree(attempt(lambda: copied.update(self._copy(mine, pieces))), temporary)
         texts = self._texts(engine, step, state) if engine.world.is_first else {}
         self._save = Save(temporary, final, engine.world.rank)
         if self.background:
@@ -145,9 +151,8 @@ class Checkpoints:
         self._agree(problem, save.folder)
         return save.final
 
-    def _copy(self, state: EngineState) -> dict[str, Tensor]:
-        """What this rank writes; by the last plan, if all ranks have the same pieces as then."""
-        pieces = [piece for group in state.pieces() for piece in group]
+    def _copy(self, state: EngineState, pieces: list[Piece]) -> dict[str, Tensor]:
+        """What this rank writes of its pieces; by the last plan, if all ranks have the same as then."""
         mark = fingerprint(pieces)
         if self._plan is None or any_rank(mark != self._fingerprint):
             self._plan, self._fingerprint = agree_on_plan(pieces), mark
@@ -175,7 +180,7 @@ class Checkpoints:
         """An empty folder to write in; what killed saves have left goes."""
         self.close()
         for prefix in (SAVING, REPLACED, DELETING):
-            for left in self.folder.glob(f"{prefix}step_*"):
+            for left in self.folder.glob(f"{prefix}*step_*"):  # also .deleting_replaced_step_...
                 if prefix != REPLACED or left.with_name(left.name.removeprefix(REPLACED)).exists():
                     remove(left)
         temporary.mkdir(parents=True)
@@ -193,13 +198,16 @@ class Checkpoints:
         sync(self.folder)
         self.damaged.discard(save.final)
         good = [path for path in candidates(self.folder) if path not in self.damaged]
-        old = [path for path in good[self.keep :] if path != save.final]
+        old = [path for path in good[self.keep :] if path != save.final and is_of_a_run(path)]
         self._delete([*old, *([replaced] if replaced.exists() else [])])
 
     def _delete(self, paths: list[Path]) -> None:
         """Out of sight at once; the files in a thread, for there may be many."""
         self.close()
-        hidden = [hide(path) for path in paths]
+        hidden = []
+        for path in paths:
+            with suppress(FileNotFoundError):  # somebody else has deleted it meanwhile
+                hidden.append(hide(path))
         self._deletion = threading.Thread(target=_remove_all, args=(hidden,), name="delete")
         self._deletion.start()
 

@@ -61,7 +61,7 @@ class Save:
         self.folder = folder
         self.final = final
         self.sums: dict[str, str] = {}
-        self.problem: str | None = None
+        self.problem: str | None = "writing was broken off"  # as it stays where the thread dies
         self._shard = folder / shard_file(rank)
         self._thread: threading.Thread | None = None
 

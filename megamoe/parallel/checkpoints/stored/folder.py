@@ -5,7 +5,9 @@ checkpoints/latest             the name of the newest complete one
 """
 
 import os
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from megamoe.errors import UserError
@@ -13,26 +15,50 @@ from megamoe.parallel.checkpoints.stored.files import META, SUMS, read_bytes
 
 LATEST = "latest"
 SAVING, REPLACED, DELETING = ".saving_", ".replaced_", ".deleting_"  # before a checkpoint's name
+OF_A_RUN = re.compile(rf"(?:{re.escape(REPLACED)})?step_[0-9]{{8,}}")
 
 
 def candidates(folder: Path) -> list[Path]:
     """The complete checkpoints of a run's folder, the one to go on from first: what `latest` names, then by
-    the time of saving (a run resumed from an earlier step has newer ones with smaller numbers)."""
-    found = list(folder.glob("step_*"))
+    the time of saving (a run resumed from an earlier step has newer ones with smaller numbers).
+
+    Raises:
+        UserError: if the folder cannot be read.
+    """
+    names = _names(folder)
+    found = [folder / name for name in names if name.startswith("step_")]
     # Between two renames of a step that was saved again, the earlier one is there under this name alone.
     found += [
-        path
-        for path in folder.glob(f"{REPLACED}step_*")
-        if not path.with_name(path.name.removeprefix(REPLACED)).exists()
+        folder / name
+        for name in names
+        if name.startswith(f"{REPLACED}step_") and name.removeprefix(REPLACED) not in names
     ]
     dated = [(date, path) for path in found if (date := _saved_at(path))]
     named = _named_by_latest(folder)
     return [path for _, path in sorted(dated, key=lambda pair: (pair[1].name != named, -pair[0]))]
 
 
+def is_of_a_run(path: Path) -> bool:
+    """Whether it has the name that a run gives; another is of somebody who wants to keep it."""
+    return OF_A_RUN.fullmatch(path.name) is not None
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return {entry.name for entry in os.scandir(folder)}
+    except FileNotFoundError:
+        return set()
+    except OSError as error:  # else a run would begin anew
+        raise UserError(f"{folder}: cannot be read ({error.strerror}); make it readable") from None
+
+
 def _saved_at(path: Path) -> int:
     """When its last file was written, in ns; 0 where it is no checkpoint. Either file may be missing."""
-    return max((file.stat().st_mtime_ns for file in (path / META, path / SUMS) if file.is_file()), default=0)
+    times = [0]
+    for file in (path / META, path / SUMS):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            times += [file.stat().st_mtime_ns] if file.is_file() else []
+    return max(times)
 
 
 def _named_by_latest(folder: Path) -> str | None:
@@ -73,4 +99,6 @@ def hide(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """A folder, if it is there."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)

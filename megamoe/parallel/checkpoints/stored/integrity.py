@@ -75,8 +75,8 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
     if list(sums) != sorted(sums) or len(sums) < len(matches) or META not in sums:
         yield f"{SUMS}: damaged, expected each file once, in order"
         return None
-    # Hidden ones are the file system's (.nfs*); nothing would read them.
-    found = sorted(name for name in names if name != SUMS and not name.startswith("."))
+    # NFS keeps a deleted file that is still open under such a name.
+    found = sorted(name for name in names if name != SUMS and not name.startswith(".nfs"))
     for name in found:
         if name not in sums:
             yield f"{printable(name)}: not in {SUMS}"

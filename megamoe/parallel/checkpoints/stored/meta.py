@@ -50,6 +50,13 @@ class RandomLayout(TypedDict):
     tensor: PositiveNumber
 
 
+class BrokenStepsMeta(TypedDict):
+    """What the rules for broken steps remember; losses: of applied steps."""
+
+    in_a_row: NotRequired[Number]
+    losses: NotRequired[list[FiniteFloat]]
+
+
 class Meta(TypedDict):
     """checkpoint.json. step, samples, micro_batches, tokens: so far, over all ranks.
 
@@ -67,7 +74,7 @@ class Meta(TypedDict):
     layout: LayoutMeta
     loss_scaler: dict[ScalerName, FiniteFloat]
     config: dict[str, Any]
-    broken_steps: NotRequired[dict[str, Any]]
+    broken_steps: NotRequired[BrokenStepsMeta]
     random_layout: NotRequired[RandomLayout]
 
 

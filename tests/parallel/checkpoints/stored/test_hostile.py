@@ -170,6 +170,7 @@ FORGED: dict[str, Harm] = {
     "format is a megabyte": setting(format="x" * 1_000_000),
     "format has control characters": setting(format="\x1b[2J\n"),
     "scale is infinite": setting(loss_scaler={"cur_scale": float("inf")}),
+    "losses are words": setting(broken_steps={"losses": ["a", "b"]}),
     "scale is a method": setting(loss_scaler={"update_scale": 1.0}),
     "no layout": of_meta(lambda meta: {key: value for key, value in meta.items() if key != "layout"}),
     "no ranks": of_layout(ranks=0),
