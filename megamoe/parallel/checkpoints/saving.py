@@ -7,7 +7,8 @@ main threads, at a step that the training loop chooses, so that no collective ru
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from megamoe.parallel.checkpoints.stored.files import META, shard_file, sync
 from megamoe.parallel.checkpoints.stored.integrity import sha256
 from megamoe.parallel.checkpoints.stored.saved import chunk_key
 
-LOWEST_PRIORITY = 19  # of a thread, on Linux: training goes first
+PATIENCE_S = 60  # for which a writer takes only the time that training leaves (Linux)
 
 
 class Staging:
@@ -64,26 +65,32 @@ class Save:
         self.problem: str | None = "writing was broken off"  # as it stays where the thread dies
         self._shard = folder / shard_file(rank)
         self._thread: threading.Thread | None = None
+        self._started = 0.0
 
     def start(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
         """Begin to write in a thread."""
+        self._started = time.monotonic()
         self._thread = threading.Thread(
-            target=lambda: self.run(tensors, texts, after=_give_way), name="checkpoint", daemon=True
+            target=lambda: self._run_aside(tensors, texts), name="checkpoint", daemon=True
         )
         self._thread.start()
 
-    def run(
-        self, tensors: dict[str, Tensor], texts: dict[str, object], after: Callable[[], None] | None = None
-    ) -> None:
-        """Write; texts: what goes into the JSON files, by name. after: called first, in this thread."""
-        if after is not None:
-            after()
+    def _run_aside(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
+        _schedule(threading.get_native_id(), "SCHED_IDLE")
+        self.run(tensors, texts)
+
+    def run(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
+        """Write; texts: what goes into the JSON files, by name."""
         self.problem = attempt(lambda: self._write(tensors, texts))
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has written, or failed to."""
-        return self._thread is None or not self._thread.is_alive()
+        """Whether this rank has written, or failed to. Asked at every step."""
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        if time.monotonic() - self._started > PATIENCE_S:  # training leaves it too little
+            _schedule(self._thread.native_id, "SCHED_OTHER")
+        return False
 
     def wait(self) -> None:
         """Until this rank has written, or failed to."""
@@ -105,6 +112,7 @@ class Save:
         self.sums[path.name] = sha256(path)
 
 
-def _give_way() -> None:
+def _schedule(thread: int | None, policy: str) -> None:
+    """SCHED_IDLE: only where a core has nothing else to do. On Linux, by a thread's own number."""
     with suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        os.sched_setscheduler(thread or 0, getattr(os, policy), os.sched_param(0))
