@@ -23,6 +23,7 @@ def locked(run_folder: Path) -> Iterator[None]:
         UserError: if another process is in, or the file cannot be made.
     """
     path = run_folder.with_name(f".{run_folder.name}.lock")
+    was_there = path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _open(path)
@@ -38,6 +39,9 @@ def locked(run_folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+            if not was_there:
+                with suppress(OSError):  # as it was, if nothing came into it
+                    path.parent.rmdir()
 
 
 def _open(path: Path) -> IO[str]:
