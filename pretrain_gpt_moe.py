@@ -1,7 +1,7 @@
 """Pretrain a Mixture-of-Experts GPT.
 
 python pretrain_gpt_moe.py --config examples/demo.yaml [section.key=value ...]
-torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml parallel.expert=2
+torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml train.micro_batch_size=4
 """
 
 import argparse

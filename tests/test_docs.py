@@ -19,6 +19,9 @@ from megamoe.config.parts import PartChoice
 from megamoe.moe.check import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import build_part
+from megamoe.parallel.layout import Layout
+from megamoe.train.check import check_run
+from megamoe.train.schedule import BatchSchedule
 from tests.moe.build import make_hidden, make_layer
 from tests.parallel.checkpoints import checkpoint
 
@@ -144,3 +147,24 @@ def test_the_tests_named_on_the_page_of_faults_exist() -> None:
     for row in rows:
         file, _, name = row.partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), flags=re.MULTILINE), row
+
+
+def commands_on_ranks() -> list[tuple[int, str, list[str]]]:
+    """(ranks, configuration, overrides) of every torchrun command in README and docs."""
+    pattern = re.compile(
+        r"^torchrun .*--nproc-per-node (\d+) .*pretrain_gpt_moe\.py --config (\S+)(.*)$", re.M
+    )
+    pages = [ROOT / "README.md", ROOT / "pretrain_gpt_moe.py", *sorted((ROOT / "docs").glob("*.md"))]
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages]
+    found = [match for text in texts for match in pattern.findall(text)]
+    return [(int(ranks), config, overrides.split()) for ranks, config, overrides in found]
+
+
+@pytest.mark.parametrize(("ranks", "config", "overrides"), commands_on_ranks())
+def test_a_command_on_several_ranks_is_legal_and_its_batch_divides(
+    ranks: int, config: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = load_config(config, overrides)
+    check_run(run, ranks)
+    BatchSchedule.from_config(run.train, Layout.of(run.parallel, ranks).data)
