@@ -48,7 +48,7 @@ def _path(folder: Path, stage: int, **scale: int) -> str:
     return ds_variant(folder, f"zero{stage}_fp16", zero_optimization=zero, fp16=scale)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
 def test_it_trains_as_fp32_does(pool: Pool, tmp_path: Path, stage: int) -> None:
     (plain,) = pool.run(run_steps, STEPS, **{**RUN, "parallel__expert": 1}, ranks=1)
     path = _path(tmp_path, stage, initial_scale_power=12)
@@ -60,7 +60,7 @@ def test_it_trains_as_fp32_does(pool: Pool, tmp_path: Path, stage: int) -> None:
         assert {weight.dtype for weight in found["weights"][0]} >= {torch.float16}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_step_that_overflows_is_skipped_counted_and_teaches_nothing(
     pool: Pool, tmp_path: Path, stage: int
 ) -> None:

@@ -68,6 +68,7 @@ def test_an_exception_is_told_with_its_rank(pool: Pool) -> None:
         pool.run(fail_on_rank_1, ranks=2)
 
 
+@pytest.mark.full
 def test_a_hang_ends_with_the_stack_of_the_rank(pool: Pool) -> None:
     with pytest.raises(RankError, match="rank 0 did not answer\n(.|\n)*hang_on_rank_0"):
         pool.run(hang_on_rank_0, ranks=2, timeout_s=5)

@@ -56,7 +56,7 @@ def test_a_longer_run_learns(pool: Pool, file: str) -> None:
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
 def test_offload_follows_a_batch_that_grows(pool: Pool, stage: int) -> None:
     """DeepSpeed accumulates offloaded gradients by a road of its own; here from 1 micro batch to 4."""
     growth = {"train__batch_rampup": {"start": 2, "increment": 6, "samples": 4}, "parallel__expert": 2}
