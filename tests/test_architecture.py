@@ -23,12 +23,13 @@ MAY_IMPORT = {
     "registry": {"errors"},
     "vendors": set(),
     "config": {"errors", "registry"},
-    "moe": FOUNDATION,
+    "kernels": set(),
+    "moe": FOUNDATION | {"kernels"},
     "data": FOUNDATION | {"megamoe"},
     "observe": FOUNDATION | {"megamoe"},
-    "model": FOUNDATION | {"moe"},
+    "model": FOUNDATION | {"moe", "kernels"},
     "parallel": FOUNDATION | {"moe"},
-    "train": FOUNDATION | {"moe", "data", "observe", "model", "parallel", "megamoe", "vendors"},
+    "train": FOUNDATION | {"moe", "kernels", "data", "observe", "model", "parallel", "megamoe", "vendors"},
 }
 # Each vendor's modules, and the rooms that may know them.
 VENDORS = {

@@ -11,6 +11,7 @@ import torch
 
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.errors import UserError
+from megamoe.kernels.library import find_library
 from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 
 OLDEST_ENGINE = "2.3"  # has every scaling of model.fp8
@@ -122,6 +123,10 @@ def check_backends(config: RunConfig, precision: str) -> None:
             raise UserError(
                 f"model.norm_kernel: found apex, but {find_apex_norms().problem}; set model.norm_kernel: auto"
             )
+    if model.cpu_kernels == "compiled" and find_library()[0] is None:
+        raise UserError(
+            f"model.cpu_kernels: found compiled, but {find_library()[1]}; or set model.cpu_kernels: auto"
+        )
     _check_fp8_options(model)
     if model.fp8 != "none":
         _check_fp8(model, precision)
@@ -195,10 +200,22 @@ def backend_rows(config: RunConfig, apex_optimizer: str) -> dict[str, str]:
     """
     return {
         "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU, gloo",
+        "CPU kernels": _cpu_kernels_row(config),
         "Transformer Engine": _engine_row(config),
         "Apex": ", ".join([*(["norms"] if uses_apex_norms(config.model) else []), apex_optimizer]).strip(", ")
         or "none",
     }
+
+
+def _cpu_kernels_row(config: RunConfig) -> str:
+    if has_cuda():
+        return "none: CUDA"
+    if config.model.cpu_kernels == "plain":
+        return "PyTorch's (model.cpu_kernels: plain)"
+    library, problem = find_library()
+    if library is None:
+        return f"PyTorch's: {problem}"
+    return f"compiled, experts in bf16 by {'AMX' if library.has_tiles else 'PyTorch'}"
 
 
 def _engine_row(config: RunConfig) -> str:

@@ -17,7 +17,7 @@ from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import fp8_format, uses_apex_norms, uses_transformer_engine
 from megamoe.model.engine_products import engine_products
 from megamoe.model.norm import Norm
-from megamoe.moe.experts.grouped import TORCH_PRODUCTS, Products
+from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products
 
 AMAX_HISTORY = 1024  # Transformer Engine's default
 
@@ -29,7 +29,7 @@ class Modules:
     norm: Callable[..., nn.Module] = Norm
     core_attention: type = SDPAttention
     linears: tuple[type, type] | None = None
-    products: Products = TORCH_PRODUCTS
+    products: Products = OWN_PRODUCTS
 
     def put_into(self, spec: ModuleSpec) -> None:
         """Into Megatron-Core's local specification of a block with a dense FFN."""

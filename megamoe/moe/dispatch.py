@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.kernels.rows import RowTokens, combine, gather, permute, sort_by_expert
 from megamoe.moe.groups import rank_in, size_of
 from megamoe.moe.routing import Routing
 
@@ -23,14 +24,13 @@ from megamoe.moe.routing import Routing
 class Plan:
     """How the rows of one micro batch were moved, to bring them back.
 
-    token_N, weight_N: of the pairs, sorted by expert. The rest is the exchange's, None where there is none:
-    rows sent to and received from each expert-parallel rank, rows of each expert-tensor rank, and the order
-    that groups the rows at their end by expert.
+    rows, weight_N: the tokens and weights of the pairs, sorted by expert. The rest is the exchange's, None
+    where there is none: rows sent to and received from each expert-parallel rank, rows of each expert-tensor
+    rank, and the order that groups the rows at their end by expert.
     """
 
-    token_N: Tensor
+    rows: RowTokens
     weight_N: Tensor
-    num_tokens: int
     sent_R: list[int] | None = None
     received_R: list[int] | None = None
     gathered_X: list[int] | None = None
@@ -43,7 +43,7 @@ class LocalDispatch:
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
         """-> rows_NH grouped by expert, their counts_E int64, and the plan for `combine`."""
         plan = _sort_by_expert(routing)
-        return hidden_TH.index_select(0, plan.token_N), routing.counts_E(), plan
+        return gather(hidden_TH, plan.rows), routing.counts_E(), plan
 
     def send_along(self, values_N: Tensor, plan: Plan) -> Tensor:
         """Values of the pairs, in the plan's order -> of the rows that `dispatch` gave, in theirs."""
@@ -51,7 +51,7 @@ class LocalDispatch:
 
     def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor:
         """Each token's weighted sum of its experts' outputs, [T, H]; zero where it has none."""
-        return _weighted_sum(rows_NH, plan)
+        return combine(rows_NH, plan.weight_N, plan.rows)
 
 
 class AllToAllDispatch:
@@ -76,14 +76,14 @@ class AllToAllDispatch:
         """
         plan = _sort_by_expert(routing)
         counts_XSL = self._exchange_counts(routing, plan)
-        rows_NH = self._there(hidden_TH.index_select(0, plan.token_N), plan)
+        rows_NH = self._there(gather(hidden_TH, plan.rows), plan)
         if plan.sent_R is not None or plan.gathered_X is not None:
             local_XSL = torch.arange(counts_XSL.shape[-1], device=hidden_TH.device).expand_as(counts_XSL)
             expert_M = torch.repeat_interleave(
                 local_XSL.reshape(-1), counts_XSL.reshape(-1), output_size=len(rows_NH)
             )
-            plan.by_expert_M = torch.argsort(expert_M, stable=True)
-            rows_NH = rows_NH.index_select(0, plan.by_expert_M)
+            plan.by_expert_M = sort_by_expert(expert_M, counts_XSL.shape[-1])
+            rows_NH = permute(rows_NH, plan.by_expert_M)
         return rows_NH, counts_XSL.sum((0, 1)), plan
 
     def _exchange_counts(self, routing: Routing, plan: Plan) -> Tensor:
@@ -97,7 +97,7 @@ class AllToAllDispatch:
         else:
             counts_SL = sent_RL[self.rank : self.rank + 1]
         if self.expert is not None and routing.stays_home:
-            all_here = counts_SL.sum() == plan.token_N.numel()
+            all_here = counts_SL.sum() == plan.weight_N.numel()
             torch._assert_async(all_here, "stays_home, but a pair's expert is on another rank")
         counts_XSL = counts_SL[None]
         if self.expert_tensor is not None:
@@ -138,25 +138,20 @@ class AllToAllDispatch:
         if plan.by_expert_M is not None:
             home_M = torch.empty_like(plan.by_expert_M)
             home_M[plan.by_expert_M] = torch.arange(home_M.numel(), device=home_M.device)
-            rows_MH = rows_MH.index_select(0, home_M)
+            rows_MH = permute(rows_MH, home_M)
         if plan.gathered_X is not None:
             own_X = [plan.gathered_X[self.slice]] * self.num_slices
             rows_MH = _Exchange.apply(rows_MH, plan.gathered_X, own_X, self.expert_tensor)
             rows_MH = rows_MH.view(self.num_slices, own_X[0], rows_MH.shape[1]).sum(0)
         if plan.sent_R is not None:
             rows_MH = _Exchange.apply(rows_MH, plan.received_R, plan.sent_R, self.expert)
-        return _weighted_sum(rows_MH, plan)
+        return combine(rows_MH, plan.weight_N, plan.rows)
 
 
 def _sort_by_expert(routing: Routing) -> Plan:
-    order_N = torch.argsort(routing.pairs.expert_N, stable=True)
-    return Plan(routing.pairs.token_N[order_N], routing.pairs.weight_N[order_N], routing.num_tokens)
-
-
-def _weighted_sum(rows_NH: Tensor, plan: Plan) -> Tensor:
-    weighted_NH = rows_NH.float() * plan.weight_N[:, None]
-    output_TH = weighted_NH.new_zeros(plan.num_tokens, rows_NH.shape[1])
-    return output_TH.index_add(0, plan.token_N, weighted_NH).to(rows_NH.dtype)
+    order_N = sort_by_expert(routing.pairs.expert_N, routing.num_experts)
+    rows = RowTokens.of(routing.pairs.token_N[order_N], routing.num_tokens)
+    return Plan(rows, permute(routing.pairs.weight_N, order_N))
 
 
 class _Exchange(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
-from megamoe.moe.experts.grouped import TORCH_PRODUCTS, Activation, GroupedExperts, Products, Slice
+from megamoe.moe.experts.grouped import OWN_PRODUCTS, Activation, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.groups import ParallelGroups, TokenSpread, rank_in, size_of
@@ -49,7 +49,7 @@ class LayerShape:
     vocab_size: int | None = None
     norm: NormKind = "rmsnorm"
     norm_eps: float = 1e-5
-    products: Products = TORCH_PRODUCTS
+    products: Products = OWN_PRODUCTS
 
 
 @dataclass
@@ -118,12 +118,13 @@ class MoELayer(nn.Module):
         output, activation = self.dropout
         if not self.training or output == activation == 0:
             return None
-        device = plan.token_N.device
+        token_N = plan.rows.token_N
+        device = token_N.device
         context = self.spread.own_context(self.context, own.num_tokens)
         index_T = context.token_index(own.num_tokens, device)
         experts_E = torch.arange(self.num_experts, device=device)
-        expert_N = torch.repeat_interleave(experts_E, own.counts_E(), output_size=len(plan.token_N))
-        row_N = index_T[plan.token_N] * self.num_experts + expert_N
+        expert_N = torch.repeat_interleave(experts_E, own.counts_E(), output_size=len(token_N))
+        row_N = index_T[token_N] * self.num_experts + expert_N
         draw_key = functools.partial(self.context.draw_key, self.router.dims.layer)
         return ExpertDropout(output, activation, self.dispatcher.send_along(row_N, plan), draw_key)
 

@@ -37,6 +37,7 @@ FREE = (
     *(
         "backend",
         "norm_kernel",
+        "cpu_kernels",
         "fp8",
         "fp8_format",
         "fp8_amax_history",

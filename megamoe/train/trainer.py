@@ -12,6 +12,8 @@ from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
+from megamoe.kernels.library import use_compiled
+from megamoe.kernels.memory import keep_freed_memory
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
@@ -62,6 +64,9 @@ class Trainer:
             launch.order_device_queues()
         self.world = world or launch.find_world()
         check_run(config, self.world.size)
+        use_compiled(config.model.cpu_kernels != "plain")
+        if self.world.device.type == "cpu":
+            keep_freed_memory()
         self.layout = Layout.of(config.parallel, self.world.size)
         self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
         self.folder: RunFolder = choose_run_folder(config)

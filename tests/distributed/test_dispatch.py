@@ -164,7 +164,7 @@ def stray(case: Case) -> str:
 def through(dispatcher: AllToAllDispatch | LocalDispatch, experts: GroupedExperts, problem: Problem) -> dict:
     """Dispatch, experts, combine, and back. along: the number of each row's token over all ranks."""
     rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, problem.routing())
-    along = dispatcher.send_along(plan.token_N + 100 * problem.rank, plan)
+    along = dispatcher.send_along(plan.rows.token_N + 100 * problem.rank, plan)
     output_TH = dispatcher.combine(experts(rows, counts_E), plan)
     output_TH.backward(problem.upstream_TH)
     result = {"output": output_TH.detach(), "rows": rows.detach(), "along": along, "counts": counts_E}

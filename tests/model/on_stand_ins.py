@@ -140,7 +140,7 @@ def check_rows_are_filled_up_to_what_fp8_needs() -> None:
             found_NH = experts(rows_NH, counts_E)
         assert [(call.fp8, call.rows) for call in calls()] == [(True, [unit, 0, 2 * unit])] * 2
         exact_NH = loop_experts(experts.float(), rows_NH.float(), counts_E)
-        torch.testing.assert_close(found_NH.float(), exact_NH, rtol=0.05, atol=0.05)
+        assert (found_NH - exact_NH).norm() < 0.01 * exact_NH.norm()
         found_NH.sum().backward()
         assert rows_NH.grad is not None and rows_NH.grad.any(1).all()
 

@@ -1,25 +1,27 @@
 """Experts: many FFNs of one shape over rows grouped by expert.
 
-Weights are stacked, [experts, out, in] as in nn.Linear, and the product is PyTorch's grouped GEMM, or another
-that is handed in as `Products`. `loop_experts` computes the same by a plain loop; the tests hold the two
+Weights are stacked, [experts, out, in] as in nn.Linear; the product is `kernels.products`, or another that is
+handed in as `Products`. `loop_experts` computes the same by a plain loop; the tests hold the two
 against each other.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamoe.kernels.products import grouped_product, takes_any_count
+from megamoe.kernels.rows import plain_swiglu, swiglu
 from megamoe.moe import draws
 from megamoe.moe.experts.dropout import ExpertDropout
 
 Activation = Literal["swiglu", "gelu"]
-# oneDNN prepares its bf16 kernel anew for every row count, and the counts change at every step: groups
-# padded to a multiple of this meet only a few.
+# Of PyTorch's product in bf16 on the CPU: oneDNN prepares its kernel anew for every row count, and the counts
+# change at every step; groups padded to a multiple of this meet only a few.
 PADDED_ROWS = 64
 
 # (rows [N, in] grouped by expert, weight [experts, out, in], counts [experts] int64) -> [N, out]: each row
@@ -27,36 +29,8 @@ PADDED_ROWS = 64
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def torch_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """PyTorch's grouped GEMM as a `GroupedProduct`."""
-    product_NO: Tensor = _TorchProduct.apply(rows_NI, weight_EOI, counts_E.cumsum(0).to(torch.int32))
-    return product_NO
-
-
-class _TorchProduct(torch.autograd.Function):
-    """PyTorch's own gradient, but it keeps the weight and not a transposed view of it.
-
-    ZeRO 3 takes a weight's memory back after the forward pass and fills it again before the backward one; a
-    view would hold on to what was gathered.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
-        return functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends_E)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows_NI, weight_EOI, ends_E = ctx.saved_tensors
-        gradient_NO = gradients[0].contiguous()
-        to_rows, to_weight, _ = ctx.needs_input_grad
-        rows = functional.grouped_mm(gradient_NO, weight_EOI, offs=ends_E) if to_rows else None
-        weight = functional.grouped_mm(gradient_NO.T, rows_NI, offs=ends_E) if to_weight else None
-        return rows, weight, None
-
-
-def _torch_product_of(num_experts: int, in_size: int, out_size: int) -> GroupedProduct:
-    return torch_product
+def _grouped_product_of(num_experts: int, in_size: int, out_size: int) -> GroupedProduct:
+    return grouped_product
 
 
 @dataclass(frozen=True)
@@ -68,20 +42,19 @@ class Products:
     the products read the counts on the CPU, so that both of an FFN share one copy.
     """
 
-    make: Callable[[int, int, int], GroupedProduct] = _torch_product_of
+    make: Callable[[int, int, int], GroupedProduct] = _grouped_product_of
     row_multiple: int = 1
     host_counts: bool = False
 
 
-TORCH_PRODUCTS = Products()
+OWN_PRODUCTS = Products()
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
     """GELU, or SwiGLU of [gate | value] halves: [..., F or 2F] -> [..., F]."""
     if activation == "gelu":
         return functional.gelu(rows)
-    gate, value = rows.chunk(2, dim=-1)
-    return functional.silu(gate) * value
+    return swiglu(rows)
 
 
 def up_width(ffn_size: int, activation: Activation) -> int:
@@ -126,7 +99,7 @@ class GroupedExperts(nn.Module):
         init_scale: float | None = None,
         sublayer: int = 1,
         cut: Slice = Slice(),
-        products: Products = TORCH_PRODUCTS,
+        products: Products = OWN_PRODUCTS,
     ) -> None:
         super().__init__()
         if ffn_size % cut.count:
@@ -156,7 +129,8 @@ class GroupedExperts(nn.Module):
     def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
         """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
         multiple = self.products.row_multiple
-        if rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16:
+        padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
+        if padded_alike and not takes_any_count(rows_NH, self.up, self.down):
             multiple = math.lcm(multiple, PADDED_ROWS)
         if multiple == 1:
             return self._ffn(rows_NH, counts_E, dropout)
@@ -192,8 +166,9 @@ def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
 
 
 def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
-    """The oracle of `GroupedExperts.forward`: one expert after the other."""
+    """The oracle of `GroupedExperts.forward`: one expert after the other, by PyTorch's operators."""
+    activate_plainly = plain_swiglu if experts.activation == "swiglu" else functional.gelu
     outputs = []
     for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
-        outputs.append(activate(rows @ up.T, experts.activation) @ down.T)
+        outputs.append(activate_plainly(rows @ up.T) @ down.T)
     return torch.cat(outputs)

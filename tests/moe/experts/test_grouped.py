@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megamoe.kernels.products import grouped_product
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import (
-    TORCH_PRODUCTS,
+    OWN_PRODUCTS,
     Activation,
     GroupedExperts,
     GroupedProduct,
@@ -19,7 +20,6 @@ from megamoe.moe.experts.grouped import (
     Slice,
     loop_experts,
     padded_places,
-    torch_product,
 )
 from tests.moe.build import FFN, HIDDEN, make_hidden
 
@@ -29,7 +29,7 @@ def make_experts(
     activation: Activation = "swiglu",
     layer: int = 1,
     seed: int = 0,
-    products: Products = TORCH_PRODUCTS,
+    products: Products = OWN_PRODUCTS,
     **more: Any,
 ) -> GroupedExperts:
     options = {"activation": activation, "seed": seed, "layer": layer, "products": products, **more}
@@ -76,7 +76,7 @@ def test_products_are_handed_in(counts: list[int], multiple: int) -> None:
             assert weight_EOI.shape == (sizes[0], sizes[2], sizes[1])
             assert counts_E.sum() == len(rows_NI)
             seen.append(counts_E.tolist())
-            return torch_product(rows_NI, weight_EOI, counts_E)
+            return grouped_product(rows_NI, weight_EOI, counts_E)
 
         return product
 

@@ -1,0 +1,146 @@
+// What an MoE layer does to rows beside its products: sort, combine, activate. Each pass reads and writes its
+// rows once. Sizes: T tokens, N (token, expert) pairs, H columns, F FFN columns. A row is contiguous.
+#include <cmath>
+#include <cstring>
+
+#include "numbers.h"
+
+// Places of the keys under a stable sort. key [N] in 0 .. size-1 -> order [N], the pairs by key; place [N], where
+// each pair went; ends [size], where each key's pairs end.
+extern "C" void sort_by_key(const int64_t* key, int64_t count, int64_t size, int64_t* order, int64_t* place,
+                            int64_t* ends) {
+  std::memset(ends, 0, size * sizeof(int64_t));
+  for (int64_t n = 0; n < count; n++) ends[key[n]]++;
+  int64_t sum = 0;
+  for (int64_t s = 0; s < size; s++) {
+    int64_t load = ends[s];
+    ends[s] = sum;
+    sum += load;
+  }
+  for (int64_t n = 0; n < count; n++) {
+    place[n] = ends[key[n]]++;
+    order[place[n]] = n;
+  }
+}
+
+// out[t] = sum over t's rows of weight[n] * rows[n], in float. row [N]: the rows by token; ends [T], where each
+// token's end in it; weight [N], or null for 1.
+template <typename number>
+static void combine(const number* rows, const int64_t* row, const int64_t* ends, const float* weight,
+                    int64_t tokens, int64_t width, number* out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t t = 0; t < tokens; t++) {
+    constexpr int64_t block = 256;
+    float sum[block];
+    int64_t first = t ? ends[t - 1] : 0;
+    for (int64_t left = 0; left < width; left += block) {
+      int64_t size = width - left < block ? width - left : block;
+      std::memset(sum, 0, sizeof(sum));
+      for (int64_t n = first; n < ends[t]; n++) {
+        const number* from = rows + row[n] * width + left;
+        float factor = weight ? weight[row[n]] : 1.0f;
+#pragma omp simd
+        for (int64_t h = 0; h < size; h++) sum[h] += factor * to_float(from[h]);
+      }
+#pragma omp simd
+      for (int64_t h = 0; h < size; h++) from_float(sum[h], out[t * width + left + h]);
+    }
+  }
+}
+
+// The gradients of combine: to_rows[n] = weight[n] * gradient[t]; to_weight[n] = <rows[n], gradient[t]>.
+template <typename number>
+static void combine_backward(const number* gradient, const number* rows, const int64_t* row,
+                             const int64_t* ends, const float* weight, int64_t tokens, int64_t width,
+                             number* to_rows, float* to_weight, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t t = 0; t < tokens; t++) {
+    const number* from = gradient + t * width;
+    for (int64_t n = t ? ends[t - 1] : 0; n < ends[t]; n++) {
+      const number* own = rows + row[n] * width;
+      number* to = to_rows + row[n] * width;
+      float factor = weight[row[n]], product = 0;
+#pragma omp simd reduction(+ : product)
+      for (int64_t h = 0; h < width; h++) {
+        float value = to_float(from[h]);
+        product += value * to_float(own[h]);
+        from_float(factor * value, to[h]);
+      }
+      to_weight[row[n]] = product;
+    }
+  }
+}
+
+// 1 / (1 + e^-x), to 2e-7 of the value; without branches, so that it becomes vector code.
+static inline float sigmoid(float x) {
+  float y = -x < -87.0f ? -87.0f : -x;
+  y = y > 88.0f ? 88.0f : y;
+  float whole = std::nearbyint(y * 1.44269504f);
+  float rest = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  float power = 1.9875691500e-4f;
+  power = power * rest + 1.3981999507e-3f;
+  power = power * rest + 8.3334519073e-3f;
+  power = power * rest + 4.1665795894e-2f;
+  power = power * rest + 1.6666665459e-1f;
+  power = power * rest + 5.0000001201e-1f;
+  power = power * rest * rest + rest + 1.0f;
+  uint32_t bits = uint32_t(int32_t(whole) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return 1.0f / (1.0f + power * scale);
+}
+
+// rows [N, 2F] of gate | value -> out [N, F] = gate * sigmoid(gate) * value.
+template <typename number>
+static void swiglu(const number* rows, int64_t count, int64_t width, number* out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t n = 0; n < count; n++) {
+    const number *gates = rows + 2 * n * width, *values = gates + width;
+    number* to = out + n * width;
+#pragma omp simd
+    for (int64_t f = 0; f < width; f++) {
+      float gate = to_float(gates[f]);
+      from_float(gate * sigmoid(gate) * to_float(values[f]), to[f]);
+    }
+  }
+}
+
+template <typename number>
+static void swiglu_backward(const number* gradient, const number* rows, int64_t count, int64_t width,
+                            number* to_rows, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t n = 0; n < count; n++) {
+    const number *gates = rows + 2 * n * width, *values = gates + width, *from = gradient + n * width;
+    number *to_gates = to_rows + 2 * n * width, *to_values = to_gates + width;
+#pragma omp simd
+    for (int64_t f = 0; f < width; f++) {
+      float gate = to_float(gates[f]), value = to_float(values[f]), sent = to_float(from[f]);
+      float share = sigmoid(gate);
+      from_float(sent * gate * share, to_values[f]);
+      from_float(sent * value * share * (1.0f + gate * (1.0f - share)), to_gates[f]);
+    }
+  }
+}
+
+#define FOR_EACH_NUMBER(number, suffix)                                                                       \
+  extern "C" void combine_##suffix(const number* rows, const int64_t* row, const int64_t* ends,             \
+                                   const float* weight, int64_t tokens, int64_t width, number* out,           \
+                                   int threads) {                                                             \
+    combine(rows, row, ends, weight, tokens, width, out, threads);                                          \
+  }                                                                                                           \
+  extern "C" void combine_backward_##suffix(const number* gradient, const number* rows, const int64_t* row, \
+                                            const int64_t* ends, const float* weight, int64_t tokens,         \
+                                            int64_t width, number* to_rows, float* to_weight, int threads) {  \
+    combine_backward(gradient, rows, row, ends, weight, tokens, width, to_rows, to_weight, threads);        \
+  }                                                                                                           \
+  extern "C" void swiglu_##suffix(const number* rows, int64_t count, int64_t width, number* out,              \
+                                  int threads) {                                                              \
+    swiglu(rows, count, width, out, threads);                                                                 \
+  }                                                                                                           \
+  extern "C" void swiglu_backward_##suffix(const number* gradient, const number* rows, int64_t count,         \
+                                           int64_t width, number* to_rows, int threads) {                     \
+    swiglu_backward(gradient, rows, count, width, to_rows, threads);                                          \
+  }
+
+FOR_EACH_NUMBER(float, fp32)
+FOR_EACH_NUMBER(bf16, bf16)

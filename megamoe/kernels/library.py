@@ -1,0 +1,199 @@
+"""The compiled kernels for the CPU: built once for a machine by its C++ compiler, found, never required.
+
+The library is plain C by ctypes, so that it needs no PyTorch headers and takes seconds to build. It is kept
+in $XDG_CACHE_HOME/megamoe (default ~/.cache/megamoe) under a name made of its sources, its compiler and the
+processor; only a file that this user alone can write is loaded.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).parent / "cpu"
+FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared"]
+BUILD_TIMEOUT_S = 300
+
+Pointer, Int, Threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+# The arguments of each function; of those in PER_NUMBER there is one for each number.
+SORT = [Pointer, Int, Int, *[Pointer] * 3]
+PER_NUMBER = {
+    "combine": [*[Pointer] * 4, Int, Int, Pointer, Threads],
+    "combine_backward": [*[Pointer] * 5, Int, Int, Pointer, Pointer, Threads],
+    "swiglu": [Pointer, Int, Int, Pointer, Threads],
+    "swiglu_backward": [Pointer, Pointer, Int, Int, Pointer, Threads],
+}
+PRODUCT = [*[Pointer] * 3, *[Int] * 3, Pointer, Threads]
+PRODUCTS = ("forward", "to_rows", "to_weight")
+
+
+class BuildError(Exception):
+    """Why there is no library."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """functions: of ctypes, by name. sgemm: the address of PyTorch's BLAS, None where it shows none.
+    has_tiles: whether the products in bf16 run here."""
+
+    functions: ctypes.CDLL
+    sgemm: int | None
+    has_tiles: bool
+
+    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None:
+        """The function of that name for numbers of that type; tensors are contiguous and on the CPU."""
+        function = getattr(self.functions, f"{name}_{SUFFIXES[dtype]}")
+        function(*map(_address, arguments), torch.get_num_threads())
+
+    def sort_by_key(self, key_N: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Stable, of int64 keys in 0 .. size-1 -> (order [N], each one's place [N], ends [size]), int64."""
+        order_N, place_N, ends_S = torch.empty_like(key_N), torch.empty_like(key_N), key_N.new_empty(size)
+        arguments = (key_N, key_N.numel(), size, order_N, place_N, ends_S)
+        self.functions.sort_by_key(*map(_address, arguments))
+        return order_N, place_N, ends_S
+
+
+def _address(argument: object) -> int | None:
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument  # type: ignore[return-value]
+
+
+class _Choice:
+    compiled = True
+
+
+def use_compiled(wanted: bool) -> None:
+    """Whether this process uses the library, where there is one."""
+    _Choice.compiled = wanted
+
+
+def library_on(device: torch.device) -> Library | None:
+    """The library, where tensors of that device are its own and it is wanted."""
+    return find_library()[0] if device.type == "cpu" and _Choice.compiled else None
+
+
+def library_for(*tensors: Tensor) -> Library | None:
+    """The library, if it can work on these: on the CPU, of one dtype that it knows, contiguous."""
+    dtype = tensors[0].dtype
+    fits = dtype in SUFFIXES and all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
+    return library_on(tensors[0].device) if fits else None
+
+
+@cache
+def find_library() -> tuple[Library | None, str]:
+    """The library, built at the first call on a machine; or None and why there is none."""
+    try:
+        path = _built()
+        functions = ctypes.CDLL(str(path))
+    except (BuildError, OSError) as error:
+        return None, str(error)
+    _declare(functions)
+    has_tiles = bool(functions.has_tiles())
+    return Library(functions, _sgemm(), has_tiles), ""
+
+
+def _declare(functions: ctypes.CDLL) -> None:
+    declared = {"sort_by_key": SORT, "has_tiles": []}
+    declared |= {
+        f"{name}_{suffix}": kinds for name, kinds in PER_NUMBER.items() for suffix in SUFFIXES.values()
+    }
+    declared |= {f"{name}_fp32": [Pointer, *PRODUCT] for name in PRODUCTS}
+    if functions.has_tiles():
+        declared |= {f"{name}_bf16": PRODUCT for name in PRODUCTS}
+    for name, kinds in declared.items():
+        function = getattr(functions, name)
+        function.argtypes, function.restype = kinds, None
+    functions.has_tiles.restype = ctypes.c_int
+
+
+def _sgemm() -> int | None:
+    """Where PyTorch's own BLAS begins; its shared library is loaded already."""
+    try:
+        blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(blas.sgemm_, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def _built() -> Path:
+    compiler, version = _compiler()
+    sources = sorted(SOURCES.iterdir())
+    parts = [version, " ".join(FLAGS), _processor(), *(path.read_text() for path in sources)]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    folder = _folder()
+    path = folder / f"kernels-{name}.so"
+    if not _is_ours(path):
+        temporary = folder / f".{os.getpid()}-{path.name}"
+        try:
+            _compile(compiler, [path for path in sources if path.suffix == ".cpp"], temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def _compiler() -> tuple[str, str]:
+    """GCC, and its version: PyTorch's threads are GCC's OpenMP's, and a second runtime would fight them."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not compiler:
+        raise BuildError("no C++ compiler was found; install g++")
+    shown = _run([compiler, "--version"])
+    if "Free Software Foundation" not in shown:
+        raise BuildError(f"{compiler} is not GCC; install g++, or name it in CXX")
+    return compiler, shown
+
+
+def _compile(compiler: str, sources: list[Path], path: Path) -> None:
+    _run([compiler, *FLAGS, "-fPIC", *map(str, sources), "-o", str(path)])
+    path.chmod(0o700)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"{command[0]} failed: {said[0] if said else f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def _processor() -> str:
+    """What -march=native looks at: a home may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    shown = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    return "\n".join(shown.get(key, "") for key in ("model name", "flags", "Features"))
+
+
+def _folder() -> Path:
+    """Where libraries are kept; where that cannot be, a folder of this process."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megamoe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _is_ours(folder) and os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    return Path(tempfile.mkdtemp(prefix="megamoe-kernels-"))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it exists, belongs to this user, and nobody else may write it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022

@@ -1,0 +1,105 @@
+"""The grouped product: rows grouped by expert, each times its expert's weight.
+
+By PyTorch's grouped GEMM on every device; on the CPU by the compiled library where there is one, which serves
+any number of rows an expert: in fp32 by PyTorch's own BLAS, many small experts side by side on the threads,
+in bf16 by AMX where the processor has it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megamoe.kernels.library import Library, library_for
+
+TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
+
+
+def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """rows_NI times the transposed weight of each row's expert -> [N, O], in the rows' dtype.
+
+    counts_E: int64, the rows of each expert; an expert, or all of them, may have none.
+    """
+    product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, counts_E.cumsum(0))
+    return product_NO
+
+
+def takes_any_count(rows_NI: Tensor, *weights_EOI: Tensor) -> bool:
+    """Whether the products of these rows cost the same whatever the experts' numbers of rows."""
+    return all(_library_for(rows_NI, weight_EOI.shape) is not None for weight_EOI in weights_EOI)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """It keeps the weight and not a transposed view of it.
+
+    ZeRO 3 takes a weight's memory back after the forward pass and fills it again before the backward one; a
+    view would hold on to what was gathered.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
+        library = _library_for(rows_NI, weight_EOI.shape)
+        if library is None:
+            return functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends_E.to(torch.int32))
+        output_NO = rows_NI.new_empty(len(rows_NI), weight_EOI.shape[1])
+        return _compiled(
+            "forward", library, (rows_NI, weight_EOI.contiguous()), ends_E, weight_EOI, output_NO
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows_NI, weight_EOI, ends_E = ctx.saved_tensors
+        gradient_NO = gradient_NO.contiguous()
+        to_rows, to_weight, _ = ctx.needs_input_grad
+        rows = _to_rows(gradient_NO, weight_EOI, ends_E) if to_rows else None
+        weight = _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E) if to_weight else None
+        return rows, weight, None
+
+
+def _to_rows(gradient_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    library = _library_for(gradient_NO, weight_EOI.shape)
+    if library is None:
+        return functional.grouped_mm(gradient_NO, weight_EOI, offs=ends_E.to(torch.int32))
+    output_NI = gradient_NO.new_empty(len(gradient_NO), weight_EOI.shape[2])
+    return _compiled(
+        "to_rows", library, (gradient_NO, weight_EOI.contiguous()), ends_E, weight_EOI, output_NI
+    )
+
+
+def _to_weight(gradient_NO: Tensor, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    library = _library_for(rows_NI, weight_EOI.shape)
+    if library is None:
+        return functional.grouped_mm(gradient_NO.T, rows_NI, offs=ends_E.to(torch.int32))
+    output_EOI = rows_NI.new_empty(weight_EOI.shape)
+    return _compiled("to_weight", library, (gradient_NO, rows_NI), ends_E, weight_EOI, output_EOI)
+
+
+def _library_for(rows: Tensor, shape: torch.Size) -> Library | None:
+    """The library, if it can work out the products of such rows with stacked weights of that shape."""
+    library = library_for(rows)
+    if library is None:
+        return None
+    if rows.dtype == torch.bfloat16:
+        fits = library.has_tiles and shape[1] % TILE == shape[2] % TILE == 0
+    else:
+        fits = library.sgemm is not None
+    return library if fits else None
+
+
+def _compiled(
+    name: str,
+    library: Library,
+    factors: tuple[Tensor, Tensor],
+    ends_E: Tensor,
+    weight_EOI: Tensor,
+    output: Tensor,
+) -> Tensor:
+    num_experts, out_size, in_size = weight_EOI.shape
+    dtype = output.dtype
+    blas = (library.sgemm,) if dtype == torch.float32 else ()
+    library.call(name, dtype, *blas, *factors, ends_E, num_experts, in_size, out_size, output)
+    return output

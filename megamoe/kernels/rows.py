@@ -1,0 +1,179 @@
+"""Passes over the rows of an MoE layer: to their experts, through the activation, and back to their tokens.
+
+Each exists twice: as PyTorch's operators (`plain_...`), which every device has and the tests take as the
+oracle, and as one pass of the compiled library over the same memory, forward and backward. Rows are fp32 or
+bf16; sums are fp32 in both.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megamoe.kernels.library import find_library, library_for, library_on
+
+
+@dataclass
+class RowTokens:
+    """Which token each row is of.
+
+    token_N: int64. row_N: the rows by token, those of one token in their order; ends_T: where each token's
+    end. The last two are the library's, None without it.
+    """
+
+    token_N: Tensor
+    num_tokens: int
+    row_N: Tensor | None = None
+    ends_T: Tensor | None = None
+
+    @classmethod
+    def of(cls, token_N: Tensor, num_tokens: int) -> "RowTokens":
+        """Of rows in any order."""
+        library = library_on(token_N.device)
+        if library is None:
+            return cls(token_N, num_tokens)
+        row_N, _, ends_T = library.sort_by_key(token_N.contiguous(), num_tokens)
+        return cls(token_N, num_tokens, row_N, ends_T)
+
+
+def sort_by_expert(expert_N: Tensor, num_experts: int) -> Tensor:
+    """The pairs by expert, stable: int64 [N], their numbers in the new order."""
+    library = library_on(expert_N.device)
+    if library is None:
+        return torch.argsort(expert_N, stable=True)
+    return library.sort_by_key(expert_N.contiguous(), num_experts)[0]
+
+
+def permute(values_N: Tensor, order_N: Tensor) -> Tensor:
+    """values_N[order_N] along the first dimension, for an order that holds every number once."""
+    permuted_N: Tensor = _Permute.apply(values_N, order_N)
+    return permuted_N
+
+
+class _Permute(torch.autograd.Function):
+    """Its gradient is written, not summed: no two rows meet."""
+
+    @staticmethod
+    def forward(ctx: Any, values_N: Tensor, order_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return values_N.index_select(0, order_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None]:
+        (order_N,) = ctx.saved_tensors
+        return torch.empty_like(gradient_N).index_copy_(0, order_N, gradient_N), None
+
+
+def gather(hidden_TH: Tensor, rows: RowTokens) -> Tensor:
+    """Each row's hidden state: [T, H] -> [N, H]."""
+    if rows.row_N is None or library_for(hidden_TH) is None:
+        return hidden_TH.index_select(0, rows.token_N)
+    rows_NH: Tensor = _Gather.apply(hidden_TH, rows)
+    return rows_NH
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, rows: RowTokens) -> Tensor:
+        ctx.rows = rows
+        return hidden_TH.index_select(0, rows.token_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NH: Tensor) -> tuple[Tensor, None]:
+        return _compiled_combine(gradient_NH.contiguous(), None, ctx.rows), None
+
+
+def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
+    """Each token's weighted sum of its rows, [T, H] in their dtype; 0 where it has none. weight_N: fp32."""
+    weight_N = weight_N.contiguous()
+    if rows.row_N is None or weight_N.dtype != torch.float32 or library_for(rows_NH) is None:
+        return plain_combine(rows_NH, weight_N, rows)
+    output_TH: Tensor = _Combine.apply(rows_NH, weight_N, rows)
+    return output_TH
+
+
+def plain_combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
+    """`combine` by PyTorch's operators."""
+    weighted_NH = rows_NH.float() * weight_N[:, None]
+    output_TH = weighted_NH.new_zeros(rows.num_tokens, rows_NH.shape[1])
+    return output_TH.index_add(0, rows.token_N, weighted_NH).to(rows_NH.dtype)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
+        ctx.save_for_backward(rows_NH, weight_N)
+        ctx.rows = rows
+        return _compiled_combine(rows_NH, weight_N, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TH: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_NH, weight_N = ctx.saved_tensors
+        rows: RowTokens = ctx.rows
+        to_rows_NH, to_weight_N = torch.empty_like(rows_NH), torch.empty_like(weight_N)
+        _library().call(
+            "combine_backward",
+            rows_NH.dtype,
+            gradient_TH.contiguous(),
+            rows_NH,
+            rows.row_N,
+            rows.ends_T,
+            weight_N,
+            rows.num_tokens,
+            rows_NH.shape[1],
+            to_rows_NH,
+            to_weight_N,
+        )
+        return to_rows_NH, to_weight_N, None
+
+
+def _compiled_combine(rows_NH: Tensor, weight_N: Tensor | None, rows: RowTokens) -> Tensor:
+    output_TH = rows_NH.new_empty(rows.num_tokens, rows_NH.shape[1])
+    arguments = (rows_NH, rows.row_N, rows.ends_T, weight_N, rows.num_tokens, rows_NH.shape[1], output_TH)
+    _library().call("combine", rows_NH.dtype, *arguments)
+    return output_TH
+
+
+def swiglu(rows_N2F: Tensor) -> Tensor:
+    """SwiGLU of [gate | value] halves, silu(gate) * value: [N, 2F] -> [N, F] (Shazeer 2020, section 2)."""
+    if rows_N2F.dim() != 2 or library_for(rows_N2F) is None:
+        return plain_swiglu(rows_N2F)
+    rows_NF: Tensor = _SwiGLU.apply(rows_N2F)
+    return rows_NF
+
+
+def plain_swiglu(rows_N2F: Tensor) -> Tensor:
+    """`swiglu` by PyTorch's operators."""
+    gate, value = rows_N2F.chunk(2, dim=-1)
+    return functional.silu(gate) * value
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_N2F: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_N2F)
+        count, width = rows_N2F.shape
+        rows_NF = rows_N2F.new_empty(count, width // 2)
+        _library().call("swiglu", rows_N2F.dtype, rows_N2F, count, width // 2, rows_NF)
+        return rows_NF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NF: Tensor) -> Tensor:
+        (rows_N2F,) = ctx.saved_tensors
+        to_rows_N2F = torch.empty_like(rows_N2F)
+        arguments = (gradient_NF.contiguous(), rows_N2F, *gradient_NF.shape, to_rows_N2F)
+        _library().call("swiglu_backward", rows_N2F.dtype, *arguments)
+        return to_rows_N2F
+
+
+def _library() -> Any:
+    library, problem = find_library()
+    assert library is not None, problem
+    return library
