@@ -19,7 +19,7 @@ from common.command import mistakes_told, parser_of_a_run  # noqa: E402
 from common.machine import settle_process  # noqa: E402
 from common.rounds import Ratio, in_turn  # noqa: E402
 from megamoe.config import RunConfig, load_config  # noqa: E402
-from megamoe.model.size import expert_ffn_size, num_choices  # noqa: E402
+from megamoe.model.size import expert_ffn_size, mean_choices  # noqa: E402
 from megamoe.train.trainer import Trainer  # noqa: E402
 
 WARM_UP_ROUNDS = 2
@@ -43,8 +43,8 @@ def main() -> int:
 
 def active_ffn_size(config: RunConfig) -> int:
     """FFN size of the dense model: the chosen and the shared experts' together."""
-    routed = num_choices(config) * config.moe.expert_sublayers
-    return (routed + config.moe.num_shared_experts) * expert_ffn_size(config)
+    routed = mean_choices(config) * config.moe.expert_sublayers
+    return round((routed + config.moe.num_shared_experts) * expert_ffn_size(config))
 
 
 def report(moe: RunConfig, dense: RunConfig, rounds: int) -> None:
