@@ -17,6 +17,8 @@ from layers.oracle import TOLERANCE, error_of, expert_counts
 WARM_UP_ROUNDS = 3
 NUM_INPUTS = 5  # the rounds go through them, so that loads change
 INPUT_SEED, UPSTREAM_SEED = 100, 99
+# A candidate whose pass takes both longer than this and so many times the fastest one's is left out.
+MOST_SECONDS, MOST_TIMES = 5.0, 20.0
 
 
 @dataclass
@@ -86,6 +88,8 @@ def measure(shape: Shape, dtype: str, names: list[str], rounds: int) -> Measured
             name: partial(_run, module, inputs[CANDIDATES[name].rows], upstream[CANDIDATES[name].rows])
             for name, module in modules.items()
         }
+        found.left_out |= _too_slow({name: run(0)[1] for name, run in runs.items()})
+        runs = {name: run for name, run in runs.items() if name not in found.left_out}
         seconds = in_turn(runs, rounds, WARM_UP_ROUNDS)
         found.seconds = {name: Seconds.of(pairs) for name, pairs in seconds.items()}
     return found
@@ -129,6 +133,16 @@ def largest_load(shape: Shape, weights: Weights, hidden_TH: Tensor) -> float:
     """Over the mean."""
     counts_E = expert_counts(weights, hidden_TH, shape.choices)
     return float(counts_E.max() / counts_E.float().mean())
+
+
+def _too_slow(seconds: dict[str, float]) -> dict[str, str]:
+    """Who would keep the others waiting, and why."""
+    fastest = min(seconds.values(), default=0.0)
+    return {
+        name: f"a pass takes {took:.1f} s, {took / fastest:.0f} times the fastest candidate's"
+        for name, took in seconds.items()
+        if took > max(MOST_SECONDS, MOST_TIMES * fastest)
+    }
 
 
 def _run(module: nn.Module, inputs: list[Tensor], upstream: Tensor, number: int) -> tuple[float, float]:

@@ -7,13 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from layers.candidate import Shape, Weights
+from layers.candidate import NotMeasured, Shape, Weights
 from layers.world import start_one_rank
 from megamoe.model.cpu import stand_in_for_cuda
 
 
 class MegatronLayer(nn.Module):
-    """`MoELayer` with scores in fp32; its all-gather dispatcher, the one that needs no CUDA stream."""
+    """`MoELayer` with scores in fp32; its all-gather dispatcher, the one that needs no CUDA stream.
+
+    Raises:
+        NotMeasured: if its specification without Transformer Engine has no grouped experts.
+    """
 
     def __init__(self, grouped: bool, shape: Shape, dtype: torch.dtype, weights: Weights) -> None:
         super().__init__()
@@ -29,6 +33,8 @@ class MegatronLayer(nn.Module):
         config = _config(grouped, shape, dtype)
         # A function since 0.19.
         self.layer = spec(config=config) if callable(spec) else build_module(spec, config=config)
+        if grouped and hasattr(self.layer.experts, "local_experts"):
+            raise NotMeasured("has no grouped experts without Transformer Engine")
         self.layer.router.weight.data.copy_(weights.router_EH)
         _copy_experts(self.layer.experts, weights)
 
