@@ -22,7 +22,9 @@ def verdict(what: str, ratio: Ratio, bar: float) -> str:
 
 
 def interval(ratio: Ratio) -> str:
-    """Median and interval."""
+    """Median and interval, if there is one."""
+    if ratio.low == ratio.high:
+        return f"{ratio.median:.3f}"
     return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 

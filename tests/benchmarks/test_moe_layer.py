@@ -9,21 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--shape", "64,32,16,8,2", "--rounds", "2", "--dtypes", "fp32"]
 
 
 @pytest.fixture(name="bench")
-def _bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script as a module; it and its helpers are forgotten afterwards."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def _bench(scripts: None) -> Any:
     import moe_layer
 
-    yield moe_layer
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("moe_layer", "layers", "common"):
-            del sys.modules[name]
+    return moe_layer
 
 
 def wrong_build(build: Any) -> Any:
@@ -86,6 +79,15 @@ def test_uneven_loads_are_what_was_asked_for(bench: Any, tmp_path: Path) -> None
     (case,) = json.loads(file.read_text())["cases"]
     assert case["loads"]["even"] == [1.0] * len(case["loads"]["even"])
     assert case["loads"]["uneven"] == pytest.approx([3.0] * len(case["loads"]["uneven"]), abs=0.05)
+
+
+def test_memory_holds_at_least_the_gradients_of_the_weights(bench: Any) -> None:
+    memory = sys.modules["layers.memory"]
+    shape = bench.Shape(4096, 256, 256, 8, 1)
+    found = memory.measure("limit_grouped", shape, "fp32")
+    weights, rows = 4 * 8 * 3 * 256 * 256, 4 * 4096 * 256
+    # Beside them at least the first product, twice as wide as a row, and at most some dozens of rows.
+    assert weights + 2 * rows < found["peak"] - found["resting"] < weights + 40 * rows
 
 
 @pytest.mark.parametrize(
