@@ -8,19 +8,19 @@ interval and in units of the round's median plain step: what the step that begin
 each of the steps beside the writing does, all of them together, and the save that is waited for.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 from megamoe.vendors import settle_vendors
 
 settle_vendors()
 
+from common.command import mistakes_told, parser_of_a_run  # noqa: E402
+from common.machine import settle_process  # noqa: E402
+from common.rounds import middle_range  # noqa: E402
 from megamoe.config import RunConfig, load_config  # noqa: E402
-from megamoe.errors import UserError  # noqa: E402
 from megamoe.train.trainer import Trainer  # noqa: E402
 
 PLAIN_STEPS, MOST_STEPS = 6, 30  # of a round; those beside the writing at most
@@ -29,20 +29,13 @@ WARM_UP_ROUNDS = 2
 
 def main() -> int:
     """Measure and print; 2 for a mistake of the user's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=str(Path(__file__).parent.parent / "examples/demo.yaml"))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = parser_of_a_run(__doc__, rounds=15)
     arguments = parser.parse_intermixed_args()
-    try:
-        with tempfile.TemporaryDirectory(dir=".") as output:
-            common = ["data.mock=true", f"output={output}", "data.workers=0", "evaluation.batches=0"]
-            common += ["optimizer.schedule=constant", "checkpoint.keep=1", "train.steps=1000000"]
-            report(load_config(arguments.config, [*common, *arguments.overrides]), arguments.rounds)
-    except UserError as error:
-        parser.exit(2, f"error: {error}\n")
+    settle_process()
+    with mistakes_told(parser), tempfile.TemporaryDirectory(dir=".") as output:
+        common = ["data.mock=true", f"output={output}", "data.workers=0", "evaluation.batches=0"]
+        common += ["optimizer.schedule=constant", "checkpoint.keep=1", "train.steps=1000000"]
+        report(load_config(arguments.config, [*common, *arguments.overrides]), arguments.rounds)
     return 0
 
 
@@ -63,7 +56,7 @@ def report(config: RunConfig, rounds: int) -> None:
     print(f"a checkpoint: {written / 1e6:.1f} MB, {written / state:.4f} of fp32 weights and moments")
     for name, values in found.items():
         ordered = sorted(values)
-        low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
+        low, high = middle_range(ordered)
         print(f"{name}: {statistics.median(ordered):.3f} ({low:.3f} to {high:.3f})")
 
 

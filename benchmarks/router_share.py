@@ -14,7 +14,6 @@ whose speed drifts slows all of them; printed are medians of the rounds' ratios,
 stage by itself gets the inputs that it had in the router.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -25,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import parse_config
-from megamoe.config.schema import MoEConfig
+from common.command import mistakes_told, parser_of, positive
+from common.machine import settle_process
+from common.moe_layer import build_layer
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
 from megamoe.moe.experts.grouped import GroupedExperts
-from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Part, StepContext
 from megamoe.registry import get_part, list_parts, nearest_and_all
 
@@ -101,18 +100,15 @@ OPTIONS: dict[tuple[str, str], list[Tree]] = {
 
 def main() -> int:
     """Measure and print; 1 if a part could not be measured or is over the bar, 2 for a mistake."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", help="names, or kind/name, separated by commas; default: all")
-    parser.add_argument("--experts", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--experts", type=positive, default=512)
+    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--rounds", type=positive, default=5)
     arguments = parser.parse_args()
-    try:
+    with mistakes_told(parser):
         cases = list(cases_of(arguments.parts))
-    except UserError as error:
-        parser.exit(2, f"error: {error}\n")
+    settle_process()
     bench = Bench(arguments.experts, arguments.tokens, arguments.rounds)
     size = f"{arguments.tokens} tokens, {arguments.experts} experts of {FFN}, hidden {HIDDEN}, k = {CHOICES}"
     print(f"{size}, {torch.get_num_threads()} threads; shares of the fp32 layer, forward and backward")
@@ -203,13 +199,10 @@ class Bench:
     def _measured(self, tree: Tree) -> Measured:
         key = json.dumps(tree, sort_keys=True)
         if key not in self.known:
-            config = parse_config({"moe": tree}).moe
-            check_parts(config, expert_parallel=1)
-            self.known[key] = self._measure(config)
+            self.known[key] = self._measure(self._layer(tree))
         return self.known[key]
 
-    def _measure(self, config: MoEConfig) -> Measured:
-        layer = self._layer(config)
+    def _measure(self, layer: MoELayer) -> Measured:
         calls = record_calls(layer, lambda: self._route(layer))
         found = Measured({name: [] for name in DTYPES}, [], {stage: [] for stage in STAGES})
         for number in range(WARM_UP_ROUNDS + self.rounds):
@@ -228,10 +221,9 @@ class Bench:
                 found.parts.setdefault(label, []).append(sum(s for other, _, s in by_part if other == label))
         return found
 
-    def _layer(self, config: MoEConfig) -> MoELayer:
+    def _layer(self, tree: Tree) -> MoELayer:
         """A layer of small experts, whose place the shared ones take, and what the training loop tells it."""
-        shape = LayerShape(HIDDEN, CHOICES, 1, "swiglu", 0.02, 0.02, seed=1, vocab_size=VOCAB)
-        layer = MoELayer(config, shape, StepContext(seed=1))
+        layer = build_layer(tree, HIDDEN, ffn=8, vocab_size=VOCAB)
         rollouts = max([part.num_rollouts for part in layer.objectives.values()], default=1)
         token_T = torch.arange(self.num_tokens)
         layer.context.token_index_T = token_T

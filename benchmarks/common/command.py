@@ -1,0 +1,43 @@
+"""The command lines of the benchmarks."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megamoe.errors import UserError
+
+DEMO = Path(__file__).parents[2] / "examples/demo.yaml"
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a script's docstring as it stands."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def parser_of_a_run(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """For a benchmark of training: --config, --rounds and overrides of the configuration."""
+    parser = parser_of(description)
+    parser.add_argument("--config", default=str(DEMO))
+    parser.add_argument("--rounds", type=positive, default=rounds)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"found {number}, expected at least 1")
+    return number
+
+
+@contextmanager
+def mistakes_told(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """A user's mistake is one line and exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")

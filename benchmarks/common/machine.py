@@ -1,0 +1,34 @@
+"""What a measurement was made on, and the process it is made in."""
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "transformers", "deepspeed", "megatron-core")
+
+
+def settle_process() -> None:
+    """Call once before anything is measured: the process-wide settings that training runs under."""
+
+
+def versions() -> dict[str, str | int]:
+    """Versions, the CPU and the number of threads, by name."""
+    found: dict[str, str | int] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found | {"cpu": cpu_model(), "threads": torch.get_num_threads()}
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,83 @@
+"""Memory that one forward and backward pass of a candidate takes, in a process of its own.
+
+    python -m layers.memory ours 2048,512,1024,8,2 fp32        # with benchmarks/ on PYTHONPATH
+
+prints, as JSON, the resident memory before the pass, with weights and inputs but without gradients, and the
+peak during it.
+"""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megamoe.vendors import settle_vendors
+
+settle_vendors()
+
+from common.machine import settle_process  # noqa: E402
+from layers.candidate import NotMeasured, Shape, Weights  # noqa: E402
+from layers.catalogue import CANDIDATES  # noqa: E402
+from layers.measure import build, inputs_of, run_once, upstream_of  # noqa: E402
+
+BENCHMARKS = Path(__file__).parents[1]
+RESET_PEAK = "5"  # see proc(5), clear_refs
+
+
+def bytes_above_rest(name: str, shape: Shape, dtype: str) -> int:
+    """Peak resident memory of one pass above the resting state, in bytes.
+
+    Raises:
+        NotMeasured: if the candidate's process ends with an error.
+    """
+    sizes = ",".join(str(size) for size in vars(shape).values())
+    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "layers.memory", name, sizes, dtype]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    if ended.returncode != 0:
+        raise NotMeasured((ended.stderr.strip().splitlines() or ["no message"])[-1][:120])
+    found = json.loads(ended.stdout.splitlines()[-1])
+    return found["peak"] - found["resting"]
+
+
+def main() -> int:
+    """Measure this process; 1 with a line where a candidate is not measured."""
+    name, sizes, dtype = sys.argv[1:]
+    settle_process()
+    shape = Shape.parse(sizes)
+    try:
+        print(json.dumps(measure(name, shape, dtype)))
+    except NotMeasured as reason:
+        print(reason, file=sys.stderr)
+        return 1
+    return 0
+
+
+def measure(name: str, shape: Shape, dtype: str) -> dict[str, int]:
+    """Bytes `resting` and at the `peak`, after a small pass that loads what the libraries load once."""
+    run(name, Shape(2 * shape.experts, 64, 64, shape.experts, shape.choices), dtype)
+    return run(name, shape, dtype)
+
+
+def run(name: str, shape: Shape, dtype: str) -> dict[str, int]:
+    """One pass of a layer made for it."""
+    candidate = CANDIDATES[name]
+    module = build(candidate, shape, dtype, Weights.draw(shape))
+    rows, upstream = inputs_of(candidate.rows, shape, dtype, 0), upstream_of(candidate.rows, shape, dtype)
+    ctypes.CDLL(None).malloc_trim(0)  # what building has freed is not at rest
+    Path("/proc/self/clear_refs").write_text(RESET_PEAK)
+    resting = status("VmRSS")
+    run_once(module, rows, upstream)
+    return {"resting": resting, "peak": status("VmHWM")}
+
+
+def status(key: str) -> int:
+    """Bytes, from /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
