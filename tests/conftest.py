@@ -9,6 +9,18 @@ from megamoe.vendors import settle_vendors
 settle_vendors()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _early_ranks(request: pytest.FixtureRequest) -> None:
+    """What ranks import takes as long as some tests: begun with the first of any folder, beside the others.
+
+    Not at the end of the collection: what ranks print would then be on the terminal.
+    """
+    if any("pool" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        from tests.distributed.pool import Pool
+
+        Pool().prepare()
+
+
 @pytest.fixture(name="restored_process")
 def _restored_process() -> Iterator[None]:
     from tests.tiny import restored_process

@@ -17,6 +17,8 @@ from megamoe.config.schema import RunConfig
 from megamoe.config.systems import Dropped, expand_system
 from megamoe.errors import UserError
 
+_RUN = TypeAdapter(RunConfig)
+
 
 class _Loader(yaml.SafeLoader):
     """A SafeLoader that reads 1e-4 as a number (YAML 1.2) and refuses a key that stands twice."""
@@ -76,7 +78,7 @@ def parse_config(tree: dict[str, Any], source: str = "configuration") -> RunConf
         raise UserError(f"{source}: {error}") from None
     try:
         # As JSON, because only there may a mapping become a dataclass while numbers stay strict.
-        return TypeAdapter(RunConfig).validate_json(json.dumps(written_out, default=str))
+        return _RUN.validate_json(json.dumps(written_out, default=str))
     except ValidationError as error:
         raise UserError(f"{source}: {first_problem(error, RunConfig)}") from None
 

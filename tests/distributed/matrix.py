@@ -18,7 +18,6 @@ from megamoe.train.trainer import Trainer
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, small_run, watched_steps
 
 T = TypeVar("T")
-STEPS = 5
 WORDS = ("lm_loss", "loss", "grad_norm")
 # Tokens enough that in bf16 a near-tie which falls differently moves a norm by less than the tolerance.
 SEQUENCES = 4  # of a micro batch
@@ -155,14 +154,14 @@ def name(case: Case) -> str:
     return ",".join([case.system, case.precision, *told])
 
 
-def run_cases(cases: list[Case]) -> dict[Case, dict[str, Any]]:
+def run_cases(cases: list[Case], steps: int) -> dict[Case, dict[str, Any]]:
     """Job: what each step of each showed on this rank, all in one world."""
     found = {}
     gc.freeze()  # what is imported need not be searched after each case
     try:
         with TemporaryDirectory() as folder:
             for case in cases:
-                shown = watched_steps(Trainer(small_run(**case.changes(Path(folder)))), STEPS)
+                shown = watched_steps(Trainer(small_run(**case.changes(Path(folder)))), steps)
                 found[case] = {word: shown[word] for word in (*WORDS, "chosen")}
                 gc.collect()  # an engine and its parameters know each other
     finally:
@@ -177,7 +176,7 @@ def assert_as_alone(case: Case, found: list[dict[str, Any]], alone: dict[str, An
         for rank in found:
             assert rank[word] == pytest.approx(alone[word], rel=tolerance), f"{name(case)}: {word}"
     if case.precision == "fp32":
-        for step in range(STEPS):
+        for step in range(len(alone["chosen"])):
             # Every tensor rank knows the whole micro batch's routing; recomputed, a router is asked twice.
             together = in_order([rank["chosen"][step] for rank in found]).unique(dim=0)
             expected = in_order([alone["chosen"][step]]).unique(dim=0)

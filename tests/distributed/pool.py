@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ class Pool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([PRELOAD])
+
+    def prepare(self) -> None:
+        """Begin with the imports, for which the first `run` would wait."""
+        forkserver.ensure_running()
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int, timeout_s: float = 120, **kwargs: Any

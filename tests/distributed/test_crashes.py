@@ -17,6 +17,7 @@ from tests.distributed.endings import endings
 from tests.distributed.pool import Pool
 
 LOADER = "data.workers=1"  # a loader process inherits its rank's connections
+SAVES = ("checkpoint.every=2", "checkpoint.background=false")  # at once: it has published before the end
 
 
 def kill_rank_1(trainer: Trainer) -> None:
@@ -38,7 +39,7 @@ def kill_the_loader_of_rank_1(trainer: Trainer) -> None:
 
 def test_a_killed_rank_ends_the_others_at_once(pool: Pool, tmp_path: Path) -> None:
     started = time.monotonic()
-    found = endings(pool, tmp_path, LOADER, "checkpoint.every=2", trouble=kill_rank_1, ranks=3)
+    found = endings(pool, tmp_path, LOADER, *SAVES, trouble=kill_rank_1, ranks=3)
     assert time.monotonic() - started < 25  # and gloo's own limit is 30 minutes
     assert found.codes == [ExitCode.UNEXPECTED, -signal.SIGKILL, ExitCode.UNEXPECTED]
     for rank in (0, 2):

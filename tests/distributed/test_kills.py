@@ -19,14 +19,12 @@ from megamoe.train.loop import train
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import ds_config, small_run
 
-STEPS = 200
 RUN: dict[str, Any] = {
     "parallel__expert": 2,
     "parallel__deepspeed": ds_config("zero1_fp32"),
     "model__hidden_dropout": 0.1,
     "moe__losses": {"switch_balance": 0.1, "z_loss": 0.01},
     "optimizer__schedule": "cosine",
-    "train__steps": STEPS,
     "train__global_batch_size": 4,
     "checkpoint": {"every": 4, "resume": "auto"},
     "evaluation__batches": 0,
@@ -46,7 +44,9 @@ MOMENTS = [
 ]
 
 
-def train_to_the_end(output: Path, plan: tuple[int, float, int | None, int, bool] | None = None) -> None:
+def train_to_the_end(
+    output: Path, steps: int, plan: tuple[int, float, int | None, int, bool] | None = None
+) -> None:
     """Job: the run, or what is left of it. plan: (rank, seconds, moment, call, after) of its death.
 
     By the clock, so many seconds after the first step; or, with a moment, at that call of it.
@@ -57,7 +57,7 @@ def train_to_the_end(output: Path, plan: tuple[int, float, int | None, int, bool
             _die_by_the_clock(seconds)
         else:
             _die_at_a_call(*MOMENTS[moment], call, after)
-    train(small_run(output, **RUN))
+    train(small_run(output, train__steps=steps, **RUN))
 
 
 def _die(*unused: object) -> None:
@@ -92,7 +92,7 @@ def _die_at_a_call(where: Any, name: str, call: int, after: bool) -> None:
     setattr(where, name, counted)
 
 
-def kill_and_restart(pool: Pool, output: Path, kills: int, seed: int) -> int:
+def kill_and_restart(pool: Pool, output: Path, steps: int, kills: int, seed: int) -> int:
     """Until the run has ended; returns how many kills found it alive."""
     generator, killed = random.Random(seed), 0
     for number in range(kills):
@@ -101,11 +101,11 @@ def kill_and_restart(pool: Pool, output: Path, kills: int, seed: int) -> int:
         rank = 0 if of_first_only else generator.randrange(2)
         plan = (rank, generator.uniform(0, 0.4), moment, generator.randint(1, 4), generator.random() < 0.5)
         try:
-            pool.run(train_to_the_end, output, plan, ranks=2)
+            pool.run(train_to_the_end, output, steps, plan, ranks=2)
         except RankError as error:
             assert "exit code -9" in str(error), error
             killed += 1
-    pool.run(train_to_the_end, output, ranks=2)
+    pool.run(train_to_the_end, output, steps, ranks=2)
     return killed
 
 
@@ -116,21 +116,23 @@ def recorded(output: Path) -> list[tuple[Any, ...]]:
     return [tuple(json.loads(line).get(word) for word in words) for line in lines]
 
 
-def final_tensors(output: Path) -> dict[str, Tensor]:
+def final_tensors(output: Path, steps: int) -> dict[str, Tensor]:
     """Everything in the last checkpoint: weights, moments, random states."""
-    with Saved(output / "small" / "checkpoints" / f"step_{STEPS:08d}") as saved:
+    with Saved(output / "small" / "checkpoints" / f"step_{steps:08d}") as saved:
         return {name: saved.tensor(name) for name in saved.names()}
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
-def test_a_run_that_is_killed_ends_as_one_that_is_not(pool: Pool, tmp_path: Path, kills: int) -> None:
-    pool.run(train_to_the_end, tmp_path / "whole", ranks=2)
-    killed = kill_and_restart(pool, tmp_path / "killed", kills, seed=5)
+@pytest.mark.parametrize(("kills", "steps"), [(5, 80), pytest.param(50, 200, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_ends_as_one_that_is_not(
+    pool: Pool, tmp_path: Path, kills: int, steps: int
+) -> None:
+    pool.run(train_to_the_end, tmp_path / "whole", steps, ranks=2)
+    killed = kill_and_restart(pool, tmp_path / "killed", steps, kills, seed=5)
     assert killed >= 0.6 * kills
     expected, found = recorded(tmp_path / "whole"), recorded(tmp_path / "killed")
-    assert [line[0] for line in found] == list(range(1, STEPS + 1))
+    assert [line[0] for line in found] == list(range(1, steps + 1))
     assert found == expected
-    weights, others = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "killed")
+    weights, others = (final_tensors(tmp_path / name, steps) for name in ("whole", "killed"))
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor.view(-1).view(torch.uint8), others[name].view(-1).view(torch.uint8)), name

@@ -8,29 +8,28 @@ from tests.distributed.matrix import Case, assert_as_alone, covering, every_case
 from tests.distributed.pool import Pool
 
 Found = dict[Case, dict[str, Any]]
+FEW_STEPS, STEPS = 3, 5
 ALL = every_case()
 FEW = covering(ALL)
 LAYOUTS = sorted({(case.ranks, case.tensor, case.expert, case.expert_tensor, case.sequence) for case in ALL})
 
 
-def alone(pool: Pool, cases: list[Case]) -> Found:
+def alone(pool: Pool, cases: list[Case], steps: int) -> Found:
     plain = sorted({case.alone() for case in cases}, key=name)
-    (found,) = pool.run(run_cases, plain, ranks=1, timeout_s=600)
+    (found,) = pool.run(run_cases, plain, steps, ranks=1, timeout_s=600)
     return found
 
 
 @pytest.fixture(scope="module")
 def few_alone(pool: Pool) -> Found:
-    return alone(pool, FEW)
+    return alone(pool, FEW, FEW_STEPS)
 
 
 @pytest.fixture(scope="module")
 def few(pool: Pool) -> dict[int, list[Found]]:
     """By the number of ranks, each in one world."""
-    return {
-        ranks: pool.run(run_cases, [case for case in FEW if case.ranks == ranks], ranks=ranks, timeout_s=600)
-        for ranks in (1, 2, 4)
-    }
+    cases = {ranks: [case for case in FEW if case.ranks == ranks] for ranks in (1, 2, 4)}
+    return {n: pool.run(run_cases, mine, FEW_STEPS, ranks=n, timeout_s=600) for n, mine in cases.items()}
 
 
 @pytest.mark.parametrize("case", FEW, ids=name)
@@ -40,7 +39,7 @@ def test_any_two_choices_together(few: dict[int, list[Found]], few_alone: Found,
 
 @pytest.fixture(scope="module")
 def all_alone(pool: Pool) -> Found:
-    return alone(pool, ALL)
+    return alone(pool, ALL, STEPS)
 
 
 @pytest.mark.full
@@ -51,6 +50,6 @@ def test_all_choices_of_a_layout(pool: Pool, all_alone: Found, layout: tuple[int
         for case in ALL
         if (case.ranks, case.tensor, case.expert, case.expert_tensor, case.sequence) == layout
     ]
-    found = pool.run(run_cases, cases, ranks=cases[0].ranks, timeout_s=3600)
+    found = pool.run(run_cases, cases, STEPS, ranks=cases[0].ranks, timeout_s=3600)
     for case in cases:
         assert_as_alone(case, [rank[case] for rank in found], all_alone[case.alone()])

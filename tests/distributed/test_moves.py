@@ -15,7 +15,7 @@ from tests.distributed.matrix import covering
 from tests.distributed.pool import Pool
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, small_run, watched_steps
 
-BEFORE, AFTER = 2, 5  # steps
+BEFORE, AFTER = 2, 3  # steps
 WORDS = ("lm_loss", "loss", "grad_norm")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),

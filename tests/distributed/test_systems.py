@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS = sorted((ROOT / "examples/systems").glob("*.yaml"))
 NAMES = [path.stem for path in RUNS]
 QUICK_STEPS, FULL_STEPS = 3, 30
+SHORT = ["data.sequence_length=32"]  # of the few steps
 MOCK = ["data.mock=true", "data.sources=[]", "data.workers=0", "model.vocab_size=200", "evaluation.batches=0"]
 # Its assignment is over the tokens of all ranks: one rank takes them as one micro batch.
 TOGETHER = {"base": ["train.micro_batch_size=8"]}
@@ -22,13 +23,13 @@ TOGETHER = {"base": ["train.micro_batch_size=8"]}
 Metrics = list[dict[str, Any]]
 
 
-def train_all(steps: int, ranks: int) -> list[Metrics]:
+def train_all(steps: int, ranks: int, changes: list[str]) -> list[Metrics]:
     """Job: the metrics of every step of every run."""
     found = []
     try:
         for path in RUNS:
             more = TOGETHER.get(path.stem, []) if ranks == 1 else [f"parallel.expert={ranks}"]
-            trainer = Trainer(load_config(path, [*MOCK, *more]))
+            trainer = Trainer(load_config(path, [*MOCK, *changes, *more]))
             found.append([trainer.step()[1] for _ in range(steps)])
             trainer._stream.close()
     finally:
@@ -36,20 +37,20 @@ def train_all(steps: int, ranks: int) -> list[Metrics]:
     return found
 
 
-def both(pool: Pool, steps: int) -> dict[str, tuple[Metrics, Metrics]]:
-    (alone,) = pool.run(train_all, steps, 1, ranks=1, timeout_s=900)
-    first, _ = pool.run(train_all, steps, 2, ranks=2, timeout_s=900)
+def both(pool: Pool, steps: int, changes: list[str]) -> dict[str, tuple[Metrics, Metrics]]:
+    (alone,) = pool.run(train_all, steps, 1, changes, ranks=1, timeout_s=900)
+    first, _ = pool.run(train_all, steps, 2, changes, ranks=2, timeout_s=900)
     return dict(zip(NAMES, zip(alone, first, strict=True), strict=True))
 
 
 @pytest.fixture(scope="module")
 def few(pool: Pool) -> dict[str, tuple[Metrics, Metrics]]:
-    return both(pool, QUICK_STEPS)
+    return both(pool, QUICK_STEPS, SHORT)
 
 
 @pytest.fixture(scope="module")
 def many(pool: Pool) -> dict[str, tuple[Metrics, Metrics]]:
-    return both(pool, FULL_STEPS)
+    return both(pool, FULL_STEPS, [])
 
 
 def test_there_is_a_run_for_every_system_and_three_mixtures() -> None:

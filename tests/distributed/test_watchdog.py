@@ -42,7 +42,8 @@ def wait_for_a_lock(trainer: Trainer) -> None:
 
 def test_a_stopped_rank_is_named_shown_and_ended(pool: Pool, tmp_path: Path) -> None:
     """It is the one that would have ended the others; the next takes its place."""
-    found = endings(pool, tmp_path, HANG, "checkpoint.every=2", trouble=stop_rank_0, ranks=3)
+    saves = ("checkpoint.every=2", "checkpoint.background=false")
+    found = endings(pool, tmp_path, HANG, *saves, trouble=stop_rank_0, ranks=3)
     assert found.codes == [-signal.SIGKILL, ExitCode.HANG, ExitCode.HANG]
     first, second, third = found.outputs
     assert "error: " not in first + third

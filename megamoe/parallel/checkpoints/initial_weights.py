@@ -21,7 +21,7 @@ from megamoe.errors import UserError
 from megamoe.moe.experts.grouped import GroupedExperts, up_width
 from megamoe.moe.layer import MoELayer
 from megamoe.parallel.checkpoints.placements import Sharding, shardings
-from megamoe.parallel.checkpoints.state import load_weights, weight_pieces
+from megamoe.parallel.checkpoints.state import fill_weights, load_weights, weight_pieces
 from megamoe.parallel.checkpoints.stored import integrity
 from megamoe.parallel.checkpoints.stored.boxes import Box, Piece
 from megamoe.parallel.checkpoints.stored.files import damaged
@@ -99,13 +99,7 @@ def _load_dense(
     ]
     for prefix, layer in layers.items():
         pieces += _experts_from_ffn(saved, prefix.removesuffix("layer."), layer, cut, ranks, rank)
-    saved.fill(pieces)
-    left = set(saved.names(WEIGHT)) - {piece.name for piece in pieces}
-    if left:
-        raise UserError(
-            f"{saved.path}: this model has no place for {min(left).removeprefix(WEIGHT)}; start from one of "
-            "the same model, but for what checkpoint.init.experts says"
-        )
+    fill_weights(saved, pieces, "start from one of the same model, but for what checkpoint.init.experts says")
     state = [name for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")]
     kept = [name for name in state if name.startswith(inside) and not (name in cuts and cuts[name].expert)]
     return list(dict.fromkeys(_inside(name, layers) for name in kept))

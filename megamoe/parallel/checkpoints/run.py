@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.parallel.agreement import agree, attempt, first_problem
+from megamoe.parallel.agreement import agree, attempt, first_problem, gather
 from megamoe.parallel.checkpoints.placements import shardings
 from megamoe.parallel.checkpoints.planning import Plan, agree_on_plan, fingerprint
 from megamoe.parallel.checkpoints.saving import Save, Staging
@@ -38,6 +38,7 @@ from megamoe.parallel.checkpoints.stored.folder import (
 from megamoe.parallel.checkpoints.stored.meta import Meta, RandomLayout
 from megamoe.parallel.checkpoints.stored.saved import Saved
 from megamoe.parallel.engine import Engine
+from megamoe.parallel.layout import Layout
 
 
 def first_intact(paths: list[Path], say: Callable[[str], None]) -> tuple[Path, list[Path]]:
@@ -100,11 +101,6 @@ class Checkpoints:
         """Whether this rank has done its part of the save under way."""
         return self._save is None or self._save.is_done
 
-    def save(self, engine: Engine, step: int, state: dict[str, Any]) -> Path:
-        """`begin`, then `finish`."""
-        self.begin(engine, step, state)
-        return self.finish()
-
     def begin(self, engine: Engine, step: int, state: dict[str, Any]) -> None:
         """Copy the state of `step` and write it; `state` is plain data (JSON) that `load` hands back.
 
@@ -144,10 +140,8 @@ class Checkpoints:
         save.wait()
         self._save = None
         self._agree(save.problem, save.folder)
-        sums: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sums, save.sums)
-        merged = {name: digest for mine in sums for name, digest in mine.items()}
-        problem = attempt(lambda: self._publish(save, merged)) if dist.get_rank() == 0 else None
+        sums = {name: digest for mine in gather(save.sums) for name, digest in mine.items()}
+        problem = attempt(lambda: self._publish(save, sums)) if dist.get_rank() == 0 else None
         self._agree(problem, save.folder)
         return save.final
 
@@ -252,14 +246,18 @@ def load(saved: Saved, engine: Engine) -> bool:
     """
     agree(attempt(lambda: EngineState(engine).load(saved)))
     _restore_loss_scaler(engine, saved.meta)
-    before: RandomLayout = saved.meta.get("random_layout", saved.meta["layout"])
-    now, rank = engine.layout, engine.world.rank
-    if now.data_rank(rank) >= before["ranks"] // before["tensor"]:
-        agree(None)
-        return False
-    source = now.data_rank(rank) * before["tensor"] + min(now.tensor_rank(rank), before["tensor"] - 1)
-    agree(attempt(lambda: load_random(saved, source, engine.world.device)))
-    return True
+    source = _random_source(saved.meta, engine.layout, engine.world.rank)
+    agree(None if source is None else attempt(lambda: load_random(saved, source, engine.world.device)))
+    return source is not None
+
+
+def _random_source(meta: Meta, now: Layout, rank: int) -> int | None:
+    """The saved rank whose random states this one takes, or None."""
+    before: RandomLayout = meta.get("random_layout", meta["layout"])
+    data_rank, tensor_rank = now.data_rank(rank), now.tensor_rank(rank)
+    if data_rank >= before["ranks"] // before["tensor"]:
+        return None
+    return data_rank * before["tensor"] + min(tensor_rank, before["tensor"] - 1)
 
 
 def _restore_loss_scaler(engine: Engine, meta: Meta) -> None:

@@ -52,13 +52,20 @@ def load_weights(saved: Saved, model: nn.Module, ranks: Layout, rank: int) -> No
     Raises:
         UserError: if a tensor is missing, of another shape, or one that this model has no place for.
     """
-    pieces = list(weight_pieces(model, ranks, rank))
+    fill_weights(saved, list(weight_pieces(model, ranks, rank)), "use the configuration that saved it")
+
+
+def fill_weights(saved: Saved, pieces: list[Piece], advice: str) -> None:
+    """Fill pieces of weights and buffers, in which every saved one must have a place.
+
+    Raises:
+        UserError: if a tensor is missing or of another shape; with `advice`, if one has no place.
+    """
     saved.fill(pieces)
     left = set(saved.names(WEIGHT)) - {piece.name for piece in pieces}
     if left:
         raise UserError(
-            f"{saved.path}: this model has no place for {min(left).removeprefix(WEIGHT)}; use the "
-            "configuration that saved it"
+            f"{saved.path}: this model has no place for {min(left).removeprefix(WEIGHT)}; {advice}"
         )
 
 

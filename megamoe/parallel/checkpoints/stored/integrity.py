@@ -9,6 +9,7 @@ import mmap
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megamoe.parallel.checkpoints.stored.files import META, SUMS, is_plain, printable, read_bytes, write_text
@@ -90,10 +91,9 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
 
 def _check_file(path: Path, expected: str) -> Iterator[str]:
     try:
-        if is_plain(path) and sha256(path) != expected:
-            yield f"{path.name}: damaged, its SHA-256 is not the one in {SUMS}"
-    except FileNotFoundError:
-        pass  # told already
+        with suppress(FileNotFoundError):  # told already
+            if is_plain(path) and sha256(path) != expected:
+                yield f"{path.name}: damaged, its SHA-256 is not the one in {SUMS}"
     except OSError as error:
         yield f"{path.name}: cannot be read ({_reason(error)})"
 

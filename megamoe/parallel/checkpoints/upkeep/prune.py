@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,10 +97,9 @@ def _doomed(path: Path, why: str) -> Doomed:
 
 def _delete(path: Path) -> None:
     try:
-        hidden = path if path.name.startswith(DELETING) else hide(path)
-        shutil.rmtree(hidden)
-    except FileNotFoundError:
-        pass  # by the run itself, meanwhile
+        with suppress(FileNotFoundError):  # deleted by the run itself meanwhile
+            hidden = path if path.name.startswith(DELETING) else hide(path)
+            shutil.rmtree(hidden)
     except OSError as error:
         raise UserError(f"{path}: cannot be deleted: {error.strerror}") from None
     if os.path.lexists(path):
