@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared"]
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-std=c++17",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+]
 BUILD_TIMEOUT_S = 300
 
 Pointer, Int, Threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -29,7 +38,7 @@ SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 SORT = [Pointer, Int, Int, *[Pointer] * 3]
 PER_NUMBER = {
     "combine": [*[Pointer] * 4, Int, Int, Pointer, Threads],
-    "combine_backward": [*[Pointer] * 5, Int, Int, Pointer, Pointer, Threads],
+    "combine_backward": [*[Pointer] * 4, Int, Int, Pointer, Pointer, Threads],
     "swiglu": [Pointer, Int, Int, Pointer, Threads],
     "swiglu_backward": [Pointer, Pointer, Int, Int, Pointer, Threads],
 }

@@ -117,19 +117,8 @@ class _Combine(torch.autograd.Function):
         rows_NH, weight_N = ctx.saved_tensors
         rows: RowTokens = ctx.rows
         to_rows_NH, to_weight_N = torch.empty_like(rows_NH), torch.empty_like(weight_N)
-        _library().call(
-            "combine_backward",
-            rows_NH.dtype,
-            gradient_TH.contiguous(),
-            rows_NH,
-            rows.row_N,
-            rows.ends_T,
-            weight_N,
-            rows.num_tokens,
-            rows_NH.shape[1],
-            to_rows_NH,
-            to_weight_N,
-        )
+        arguments = (gradient_TH.contiguous(), rows_NH, rows.token_N, weight_N, *rows_NH.shape)
+        _library().call("combine_backward", rows_NH.dtype, *arguments, to_rows_NH, to_weight_N)
         return to_rows_NH, to_weight_N, None
 
 

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <vector>
 
 #include "numbers.h"
 
@@ -85,9 +84,8 @@ namespace {
 // A tile is 16 rows of 64 bytes. Of the left matrix: 16 rows x 32 columns. Of the right one: 32 rows x 16
 // columns, two rows interleaved in one. Of the sum: 16 x 16 floats.
 constexpr int64_t TILE = 512;  // numbers of a packed tile
-#ifndef FAR
 constexpr int64_t FAR = 1024;  // rows longer than that stand too far from each other to be read tile by tile
-#endif
+constexpr int64_t LEFT_ROWS = 256;  // of the left matrix, packed at once
 
 struct alignas(64) Tiles {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -283,43 +281,37 @@ extern "C" void to_rows_bf16(const bf16* gradient, const bf16* weight, const int
 
 extern "C" void to_weight_bf16(const bf16* gradient, const bf16* rows, const int64_t* ends, int64_t experts,
                                int64_t in, int64_t out_size, bf16* out, int threads) {
-  // The right matrix of each expert is packed once, its rows filled up to a multiple of 32.
-  int64_t depth = 0, deepest = 0;
-  std::vector<int64_t> starts;
-  for (int64_t e = 0; e < experts; e++) {
-    const int64_t filled = (ends[e] - (e ? ends[e - 1] : 0) + 31) / 32 * 32;
-    starts.push_back(depth);
-    depth += filled;
-    deepest = most(deepest, filled);
-  }
-  Scratch packed(depth * in);
-  const int64_t panel = panel_width(out_size, deepest, experts, threads);
+  int64_t deepest = 0;
+  for (int64_t e = 0; e < experts; e++) deepest = most(deepest, ends[e] - (e ? ends[e - 1] : 0));
+  deepest = (deepest + 31) / 32 * 32;
+  // A task packs the right matrix of its expert whole, so there are few; the left one in parts.
+  const int64_t shares = (8 * threads + experts - 1) / experts;
+  const int64_t share = (out_size / 32 + shares - 1) / shares * 32, part = least(share, LEFT_ROWS);
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles;
     _tile_loadconfig(&tiles);
-    Scratch scratch(panel * deepest);
-    bf16* left = scratch.data;
-    share_panels(experts, in / 32, [=, &packed, &starts](int64_t e, int64_t p) {
+    Scratch scratch((in + part) * deepest);
+    bf16 *right = scratch.data, *left = right + in * deepest;
+    share_panels(experts, (out_size + share - 1) / share, [=](int64_t e, int64_t p) {
       const int64_t first = e ? ends[e - 1] : 0, count = ends[e] - first, steps = (count + 31) / 32;
-      bf16* right = packed.data + starts[e] * in + 2 * p * steps * TILE;
+      const int64_t last = least((p + 1) * share, out_size);
+      if (!count) std::memset(out + (e * out_size + p * share) * in, 0, (last - p * share) * in * sizeof(bf16));
       for (int64_t s = 0; s < steps; s++)
-        pack_right(rows + (first + 32 * s) * in + 32 * p, in, count - 32 * s, right + s * TILE, steps * TILE);
-    });
-    share_panels(experts, (out_size + panel - 1) / panel, [=, &packed, &starts](int64_t e, int64_t p) {
-      const int64_t first = e ? ends[e - 1] : 0, count = ends[e] - first, steps = (count + 31) / 32;
-      const int64_t top = p * panel, height = least(panel, out_size - top);
-      bf16 *to = out + (e * out_size + top) * in, *right = packed.data + starts[e] * in;
-      if (!count) std::memset(to, 0, height * in * sizeof(bf16));
-      for (int64_t s = 0; s < steps; s++) {
-        const bf16* from = gradient + (first + 32 * s) * out_size + top;
+        for (int64_t c = 0; c < in; c += 32)
+          pack_right(rows + (first + 32 * s) * in + c, in, count - 32 * s, right + (c / 16 * steps + s) * TILE,
+                     steps * TILE);
+      for (int64_t top = p * share; count && top < last; top += part) {
+        const int64_t height = least(part, last - top);
+        for (int64_t s = 0; s < steps; s++)
+          for (int64_t i = 0; i < height; i += 32)
+            pack_left_transposed(gradient + (first + 32 * s) * out_size + top + i, out_size, count - 32 * s,
+                                 left + (i / 16 * steps + s) * TILE, steps * TILE);
         for (int64_t i = 0; i < height; i += 32)
-          pack_left_transposed(from + i, out_size, count - 32 * s, left + (i / 16 * steps + s) * TILE, steps * TILE);
+          for (int64_t c = 0; c < in; c += 32)
+            multiply({left + i / 16 * steps * TILE, steps * TILE, TILE, 32, true}, right + c / 16 * steps * TILE,
+                     steps, out + (e * out_size + top + i) * in + c, in, 32);
       }
-      for (int64_t c = 0; count && c < in; c += 32)
-        for (int64_t i = 0; i < height; i += 32)
-          multiply({left + i / 16 * steps * TILE, steps * TILE, TILE, 32, true}, right + c / 16 * steps * TILE, steps,
-                   to + i * in + c, in, 32);
     });
     _tile_release();
   }

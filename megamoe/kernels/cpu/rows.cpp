@@ -23,6 +23,15 @@ extern "C" void sort_by_key(const int64_t* key, int64_t count, int64_t size, int
   }
 }
 
+// Rows stand anywhere in memory: those of the token to come are asked for while this one's are summed.
+template <typename number>
+static void prefetch_rows(const number* rows, const int64_t* row, int64_t first, int64_t last, int64_t width) {
+  for (int64_t n = first; n < last; n++) {
+    const char* from = reinterpret_cast<const char*>(rows + row[n] * width);
+    for (int64_t byte = 0; byte < int64_t(width * sizeof(number)); byte += 64) __builtin_prefetch(from + byte);
+  }
+}
+
 // out[t] = sum over t's rows of weight[n] * rows[n], in float. row [N]: the rows by token; ends [T], where each
 // token's end in it; weight [N], or null for 1.
 template <typename number>
@@ -32,13 +41,14 @@ static void combine(const number* rows, const int64_t* row, const int64_t* ends,
   for (int64_t t = 0; t < tokens; t++) {
     constexpr int64_t block = 256;
     float sum[block];
-    int64_t first = t ? ends[t - 1] : 0;
+    const int64_t first = t ? ends[t - 1] : 0;
+    if (t + 1 < tokens) prefetch_rows(rows, row, ends[t], ends[t + 1], width);
     for (int64_t left = 0; left < width; left += block) {
-      int64_t size = width - left < block ? width - left : block;
+      const int64_t size = width - left < block ? width - left : block;
       std::memset(sum, 0, sizeof(sum));
       for (int64_t n = first; n < ends[t]; n++) {
         const number* from = rows + row[n] * width + left;
-        float factor = weight ? weight[row[n]] : 1.0f;
+        const float factor = weight ? weight[row[n]] : 1.0f;
 #pragma omp simd
         for (int64_t h = 0; h < size; h++) sum[h] += factor * to_float(from[h]);
       }
@@ -48,26 +58,22 @@ static void combine(const number* rows, const int64_t* row, const int64_t* ends,
   }
 }
 
-// The gradients of combine: to_rows[n] = weight[n] * gradient[t]; to_weight[n] = <rows[n], gradient[t]>.
+// The gradients of combine: to_rows[n] = weight[n] * gradient[token[n]]; to_weight[n] = <rows[n], the same row>.
 template <typename number>
-static void combine_backward(const number* gradient, const number* rows, const int64_t* row,
-                             const int64_t* ends, const float* weight, int64_t tokens, int64_t width,
-                             number* to_rows, float* to_weight, int threads) {
+static void combine_backward(const number* gradient, const number* rows, const int64_t* token, const float* weight,
+                             int64_t count, int64_t width, number* to_rows, float* to_weight, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t t = 0; t < tokens; t++) {
-    const number* from = gradient + t * width;
-    for (int64_t n = t ? ends[t - 1] : 0; n < ends[t]; n++) {
-      const number* own = rows + row[n] * width;
-      number* to = to_rows + row[n] * width;
-      float factor = weight[row[n]], product = 0;
+  for (int64_t n = 0; n < count; n++) {
+    const number *from = gradient + token[n] * width, *own = rows + n * width;
+    number* to = to_rows + n * width;
+    float factor = weight[n], product = 0;
 #pragma omp simd reduction(+ : product)
-      for (int64_t h = 0; h < width; h++) {
-        float value = to_float(from[h]);
-        product += value * to_float(own[h]);
-        from_float(factor * value, to[h]);
-      }
-      to_weight[row[n]] = product;
+    for (int64_t h = 0; h < width; h++) {
+      const float value = to_float(from[h]);
+      product += value * to_float(own[h]);
+      from_float(factor * value, to[h]);
     }
+    to_weight[n] = product;
   }
 }
 
@@ -123,15 +129,15 @@ static void swiglu_backward(const number* gradient, const number* rows, int64_t 
 }
 
 #define FOR_EACH_NUMBER(number, suffix)                                                                       \
-  extern "C" void combine_##suffix(const number* rows, const int64_t* row, const int64_t* ends,             \
+  extern "C" void combine_##suffix(const number* rows, const int64_t* row, const int64_t* ends,               \
                                    const float* weight, int64_t tokens, int64_t width, number* out,           \
                                    int threads) {                                                             \
-    combine(rows, row, ends, weight, tokens, width, out, threads);                                          \
+    combine(rows, row, ends, weight, tokens, width, out, threads);                                            \
   }                                                                                                           \
-  extern "C" void combine_backward_##suffix(const number* gradient, const number* rows, const int64_t* row, \
-                                            const int64_t* ends, const float* weight, int64_t tokens,         \
-                                            int64_t width, number* to_rows, float* to_weight, int threads) {  \
-    combine_backward(gradient, rows, row, ends, weight, tokens, width, to_rows, to_weight, threads);        \
+  extern "C" void combine_backward_##suffix(const number* gradient, const number* rows, const int64_t* token, \
+                                            const float* weight, int64_t count, int64_t width,                \
+                                            number* to_rows, float* to_weight, int threads) {                 \
+    combine_backward(gradient, rows, token, weight, count, width, to_rows, to_weight, threads);               \
   }                                                                                                           \
   extern "C" void swiglu_##suffix(const number* rows, int64_t count, int64_t width, number* out,              \
                                   int threads) {                                                              \
