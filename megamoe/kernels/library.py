@@ -20,16 +20,8 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = [
-    "-O3",
-    "-march=native",
-    "-mprefer-vector-width=512",
-    "-std=c++17",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-]
+FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS_OF = {"x86_64": ["-mprefer-vector-width=512"]}  # GCC would take half of AVX-512's
 BUILD_TIMEOUT_S = 300
 
 Pointer, Int, Threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -136,7 +128,7 @@ def _sgemm() -> int | None:
 def _built() -> Path:
     compiler, version = _compiler()
     sources = sorted(SOURCES.iterdir())
-    parts = [version, " ".join(FLAGS), _processor(), *(path.read_text() for path in sources)]
+    parts = [version, " ".join(_flags()), _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = _folder()
     path = folder / f"kernels-{name}.so"
@@ -161,8 +153,12 @@ def _compiler() -> tuple[str, str]:
     return compiler, shown
 
 
+def _flags() -> list[str]:
+    return FLAGS + FLAGS_OF.get(platform.machine(), [])
+
+
 def _compile(compiler: str, sources: list[Path], path: Path) -> None:
-    _run([compiler, *FLAGS, "-fPIC", *map(str, sources), "-o", str(path)])
+    _run([compiler, *_flags(), "-shared", "-fPIC", *map(str, sources), "-o", str(path)])
     path.chmod(0o700)
 
 

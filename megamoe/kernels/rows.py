@@ -39,33 +39,47 @@ class RowTokens:
         return cls(token_N, num_tokens, row_N, ends_T)
 
 
-def sort_by_expert(expert_N: Tensor, num_experts: int) -> Tensor:
-    """The pairs by expert, stable: int64 [N], their numbers in the new order."""
-    library = library_on(expert_N.device)
-    if library is None:
-        return torch.argsort(expert_N, stable=True)
-    return library.sort_by_key(expert_N.contiguous(), num_experts)[0]
+@dataclass
+class Order:
+    """An order of rows and the way back. order_N: the rows as they now stand; place_N: where each went."""
+
+    order_N: Tensor
+    place_N: Tensor
+
+    @classmethod
+    def by_key(cls, key_N: Tensor, size: int) -> "Order":
+        """Stable, by int64 keys in 0 .. size-1."""
+        library = library_on(key_N.device)
+        if library is not None:
+            return cls(*library.sort_by_key(key_N.contiguous(), size)[:2])
+        order_N = torch.argsort(key_N, stable=True)
+        place_N = torch.empty_like(order_N)
+        place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+        return cls(order_N, place_N)
+
+    def back(self) -> "Order":
+        """The one that undoes it."""
+        return Order(self.place_N, self.order_N)
 
 
-def permute(values_N: Tensor, order_N: Tensor) -> Tensor:
-    """values_N[order_N] along the first dimension, for an order that holds every number once."""
-    permuted_N: Tensor = _Permute.apply(values_N, order_N)
+def permute(values_N: Tensor, order: Order) -> Tensor:
+    """values_N[order_N] along the first dimension."""
+    permuted_N: Tensor = _Permute.apply(values_N, order)
     return permuted_N
 
 
 class _Permute(torch.autograd.Function):
-    """Its gradient is written, not summed: no two rows meet."""
+    """Its gradient is read from where each row went, not summed: no two rows meet."""
 
     @staticmethod
-    def forward(ctx: Any, values_N: Tensor, order_N: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N)
-        return values_N.index_select(0, order_N)
+    def forward(ctx: Any, values_N: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return values_N.index_select(0, order.order_N)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None]:
-        (order_N,) = ctx.saved_tensors
-        return torch.empty_like(gradient_N).index_copy_(0, order_N, gradient_N), None
+        return gradient_N.index_select(0, ctx.order.place_N), None
 
 
 def gather(hidden_TH: Tensor, rows: RowTokens) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.kernels.rows import RowTokens, combine, gather, permute, sort_by_expert
+from megamoe.kernels.rows import Order, RowTokens, combine, gather, permute
 from megamoe.moe.groups import rank_in, size_of
 from megamoe.moe.routing import Routing
 
@@ -34,7 +34,7 @@ class Plan:
     sent_R: list[int] | None = None
     received_R: list[int] | None = None
     gathered_X: list[int] | None = None
-    by_expert_M: Tensor | None = None
+    by_expert_M: Order | None = None
 
 
 class LocalDispatch:
@@ -82,7 +82,7 @@ class AllToAllDispatch:
             expert_M = torch.repeat_interleave(
                 local_XSL.reshape(-1), counts_XSL.reshape(-1), output_size=len(rows_NH)
             )
-            plan.by_expert_M = sort_by_expert(expert_M, counts_XSL.shape[-1])
+            plan.by_expert_M = Order.by_key(expert_M, counts_XSL.shape[-1])
             rows_NH = permute(rows_NH, plan.by_expert_M)
         return rows_NH, counts_XSL.sum((0, 1)), plan
 
@@ -131,14 +131,12 @@ class AllToAllDispatch:
         """
         if plan.by_expert_M is None:
             return values_N
-        return self._there(values_N[:, None], plan)[:, 0].index_select(0, plan.by_expert_M)
+        return self._there(values_N[:, None], plan)[:, 0].index_select(0, plan.by_expert_M.order_N)
 
     def combine(self, rows_MH: Tensor, plan: Plan) -> Tensor:
         """The rows go home, then as in `LocalDispatch`: [T, H]."""
         if plan.by_expert_M is not None:
-            home_M = torch.empty_like(plan.by_expert_M)
-            home_M[plan.by_expert_M] = torch.arange(home_M.numel(), device=home_M.device)
-            rows_MH = permute(rows_MH, home_M)
+            rows_MH = permute(rows_MH, plan.by_expert_M.back())
         if plan.gathered_X is not None:
             own_X = [plan.gathered_X[self.slice]] * self.num_slices
             rows_MH = _Exchange.apply(rows_MH, plan.gathered_X, own_X, self.expert_tensor)
@@ -149,9 +147,9 @@ class AllToAllDispatch:
 
 
 def _sort_by_expert(routing: Routing) -> Plan:
-    order_N = sort_by_expert(routing.pairs.expert_N, routing.num_experts)
-    rows = RowTokens.of(routing.pairs.token_N[order_N], routing.num_tokens)
-    return Plan(rows, permute(routing.pairs.weight_N, order_N))
+    by_expert_N = Order.by_key(routing.pairs.expert_N, routing.num_experts)
+    token_N = routing.pairs.token_N.index_select(0, by_expert_N.order_N)
+    return Plan(RowTokens.of(token_N, routing.num_tokens), permute(routing.pairs.weight_N, by_expert_N))
 
 
 class _Exchange(torch.autograd.Function):
