@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "data": FOUNDATION | {"megamoe"},
     "observe": FOUNDATION | {"megamoe"},
     "model": FOUNDATION | {"moe", "kernels"},
-    "parallel": FOUNDATION | {"moe"},
+    "parallel": FOUNDATION | {"moe", "kernels"},
     "train": FOUNDATION | {"moe", "kernels", "data", "observe", "model", "parallel", "megamoe", "vendors"},
 }
 # Each vendor's modules, and the rooms that may know them.

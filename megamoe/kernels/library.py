@@ -12,9 +12,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +65,36 @@ class Library:
         self.functions.sort_by_key(*map(_address, arguments))
         return order_N, place_N, ends_S
 
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> float:
+        """Of fp32 tensors."""
+        counts = (Int * len(tensors))(*(tensor.numel() for tensor in tensors))
+        arguments = (_addresses(tensors), counts, len(tensors), torch.get_num_threads())
+        return float(self.functions.sum_of_squares(*arguments))
+
+    def adamw(
+        self,
+        states: Sequence[Sequence[Tensor]],
+        rounded: Sequence[Tensor] | None,
+        corrections: Sequence[Sequence[float]],
+        numbers: Sequence[float],
+    ) -> None:
+        """One update of many fp32 tensors.
+
+        states: weights, gradients, first and second moments. rounded: see `adamw.cpp`. corrections: of each
+        tensor, for the first and for the second moment. numbers: factor, lr, beta1, beta2, eps, decay.
+        """
+        size = len(states[0])
+        counts = (Int * size)(*(weight.numel() for weight in states[0]))
+        targets = None if rounded is None else _addresses(rounded)
+        corrected = [(ctypes.c_double * size)(*values) for values in corrections]
+        pointers = map(_addresses, states)
+        threads = torch.get_num_threads()
+        self.functions.adamw(*pointers, targets, counts, *corrected, size, *numbers, threads)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (Pointer * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
 
 def _address(argument: object) -> int | None:
     return argument.data_ptr() if isinstance(argument, Tensor) else argument  # type: ignore[return-value]
@@ -103,7 +135,9 @@ def find_library() -> tuple[Library | None, str]:
 
 
 def _declare(functions: ctypes.CDLL) -> None:
-    declared = {"sort_by_key": SORT, "has_tiles": []}
+    declared: dict[str, list[Any]] = {"sort_by_key": SORT, "has_tiles": []}
+    declared["sum_of_squares"] = [Pointer, Pointer, Int, Threads]
+    declared["adamw"] = [*[Pointer] * 8, Int, *[ctypes.c_double] * 6, Threads]
     declared |= {
         f"{name}_{suffix}": kinds for name, kinds in PER_NUMBER.items() for suffix in SUFFIXES.values()
     }
@@ -114,6 +148,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         function = getattr(functions, name)
         function.argtypes, function.restype = kinds, None
     functions.has_tiles.restype = ctypes.c_int
+    functions.sum_of_squares.restype = ctypes.c_double
 
 
 def _sgemm() -> int | None:

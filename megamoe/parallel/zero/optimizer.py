@@ -13,6 +13,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from megamoe.config.schema import OptimizerConfig
+from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.parallel.groups import ModelParallelUnit
 
 
@@ -74,11 +75,10 @@ def global_grad_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
-    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
-    return norms.double().square().sum()
+    return sum_of_squares(tensors)
 
 
-class Stage0AdamW(torch.optim.AdamW):
+class Stage0AdamW(AdamW):
     """AdamW for ZeRO 0, which clips by the global norm itself.
 
     DeepSpeed's clipping at stage 0 averages norms over data-parallel ranks, which hold different
@@ -108,11 +108,13 @@ class Stage0AdamW(torch.optim.AdamW):
         self._global_grad_norm = float(norm)
         if self.rests or not math.isfinite(self._global_grad_norm):
             return
-        if self.grad_clip > 0:
-            factor = min(1.0, self.grad_clip / (self._global_grad_norm + 1e-6))
-            if factor < 1.0:
-                torch._foreach_mul_([gradient for _, gradient in gradients], factor)
-        super().step()
+        clips = self.grad_clip > 0
+        factor = min(1.0, self.grad_clip / (self._global_grad_norm + 1e-6)) if clips else 1.0
+        self.update(factor, self._rounded())
+
+    def _rounded(self) -> dict[Tensor, Tensor] | None:
+        """By parameter, where its value is written in bf16."""
+        return None
 
 
 class MasterWeightAdamW(Stage0AdamW):
@@ -168,18 +170,15 @@ class MasterWeightAdamW(Stage0AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step on the masters, then round them into the model."""
+        """Step on the masters, which are rounded into the model; clear their gradients."""
         super().step()
-        self.write_model()
-        for master in self.masters():
-            assert master.grad is not None
-            master.grad.zero_()
+        if self.rests or not math.isfinite(self._global_grad_norm or 0.0):
+            for master in self.masters():
+                assert master.grad is not None
+                master.grad.zero_()
 
-    @torch.no_grad()
-    def write_model(self) -> None:
-        """Model weights := masters, rounded to bf16."""
-        for parameter, master in zip(self.model_parameters, self.masters(), strict=True):
-            parameter.copy_(master)
+    def _rounded(self) -> dict[Tensor, Tensor]:
+        return dict(zip(self.masters(), self.model_parameters, strict=True))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The masters' gradients are cleared by `step`; the engine clears the model's."""

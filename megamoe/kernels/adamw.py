@@ -1,0 +1,85 @@
+"""The optimiser's passes over all parameters: the gradient's norm, and AdamW's update with the clipping."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.kernels.library import Library, library_for
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Of all numbers of fp32 or bf16 tensors on one device: fp64 scalar; not finite where one is not."""
+    library = library_for(*tensors) if tensors[0].dtype == torch.float32 else None
+    if library is not None:
+        return torch.tensor(library.sum_of_squares(tensors), dtype=torch.float64)
+    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
+    return norms.double().square().sum()
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's AdamW; on the CPU, in fp32, its step is one pass over all tensors together."""
+
+    @torch.no_grad()
+    def update(self, factor: float, rounded: dict[Tensor, Tensor] | None = None) -> None:
+        """One step by `factor` times the gradients.
+
+        rounded: by parameter, where its value is written in bf16; the gradients are zeroed then.
+        """
+        tensors = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        library = library_for(*tensors, *(p.grad for p in tensors)) if tensors else None
+        if library is None or tensors[0].dtype != torch.float32:
+            self._update_plainly(tensors, factor, rounded)
+            return
+        for group in self.param_groups:
+            columns = self._columns(group)
+            if columns.weights:
+                _update(library, columns, group, factor, rounded)
+
+    def _columns(self, group: dict[str, Any]) -> "_Columns":
+        """A group's tensors that have a gradient, and their moments, which the first step makes."""
+        columns = _Columns([], [], [], [], [], [])
+        self._init_group(group, *vars(columns).values())
+        return columns
+
+    def _update_plainly(
+        self, parameters: list[Tensor], factor: float, rounded: dict[Tensor, Tensor] | None
+    ) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        torch.optim.AdamW.step(self)
+        for parameter in parameters if rounded is not None else ():
+            assert rounded is not None and parameter.grad is not None
+            rounded[parameter].copy_(parameter)
+            parameter.grad.zero_()
+
+
+@dataclass
+class _Columns:
+    """In the order of torch.optim.Adam._init_group."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    means: list[Tensor]
+    squares: list[Tensor]
+    largest_squares: list[Tensor]
+    steps: list[Tensor]
+
+
+def _update(
+    library: Library,
+    columns: _Columns,
+    group: dict[str, Any],
+    factor: float,
+    rounded: dict[Tensor, Tensor] | None,
+) -> None:
+    torch._foreach_add_(columns.steps, 1.0)
+    counts = [float(step) for step in columns.steps]
+    library.adamw(
+        [columns.weights, columns.gradients, columns.means, columns.squares],
+        None if rounded is None else [rounded[weight] for weight in columns.weights],
+        [[1 - beta**count for count in counts] for beta in group["betas"]],
+        [factor, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]],
+    )
