@@ -20,7 +20,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
     "around a tile": ([31, 32, 33, 16, 17], 96, 96),
     "long rows": ([3, 64, 33], 1056, 32),
     "long gradients": ([3, 64, 33], 96, 1056),
-    "parts of a left matrix": ([2, 0, 40, 1] * 8, 32, 1056),
+    "parts of a left matrix": ([2, 0, 40, 1] * 4, 32, 1056),
     "many experts": ([i % 4 for i in range(80)], 64, 32),
     "many rows": ([1100], 32, 32),
 }
@@ -108,19 +108,20 @@ def test_any_size_in_fp32(sizes: tuple[int, int]) -> None:
     check(run(*inputs, counts), exact(*inputs, counts))
 
 
-@pytest.mark.parametrize("case", ["around a tile", "long rows", "parts of a left matrix", "many experts"])
+@pytest.mark.parametrize("case", ["around a tile", "long gradients", "many experts"])
 @pytest.mark.usefixtures("threads")
 def test_any_number_of_threads_gives_the_same(case: str, dtype: torch.dtype) -> None:
     """The same bits, where the sums are our own; PyTorch's BLAS cuts them by its threads."""
     inputs = make(*CASES[case], dtype)
-    found = {}
-    for number in (1, 2, 3):
+    found = []
+    for number in (1, 2, 2, 3):
         torch.set_num_threads(number)
-        found[number] = run(*inputs, CASES[case][0])
-        assert all(map(torch.equal, run(*inputs, CASES[case][0]), found[number]))
+        found.append(run(*inputs, CASES[case][0]))
+    assert all(map(torch.equal, found[1], found[2]))
+    for other in found[1:]:
         if dtype == torch.bfloat16:
-            assert all(map(torch.equal, found[number], found[1]))
-        check(found[number], [tensor.double() for tensor in found[1]])
+            assert all(map(torch.equal, found[0], other))
+        check(other, [tensor.double() for tensor in found[0]])
 
 
 def test_one_gradient_alone(dtype: torch.dtype) -> None:
