@@ -5,6 +5,7 @@ in $XDG_CACHE_HOME/megamoe (default ~/.cache/megamoe) under a name made of its s
 processor; only a file that this user alone can write is loaded.
 """
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -59,10 +60,16 @@ class Library:
         function(*map(_address, arguments), torch.get_num_threads())
 
     def sort_by_key(self, key_N: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Stable, of int64 keys in 0 .. size-1 -> (order [N], each one's place [N], ends [size]), int64."""
+        """Stable, of keys in 0 .. size-1 -> (order [N], each one's place [N], ends [size]), int64.
+
+        Raises:
+            IndexError: if a key is none of these.
+        """
+        key_N = key_N.to(torch.int64).contiguous()
         order_N, place_N, ends_S = torch.empty_like(key_N), torch.empty_like(key_N), key_N.new_empty(size)
         arguments = (key_N, key_N.numel(), size, order_N, place_N, ends_S)
-        self.functions.sort_by_key(*map(_address, arguments))
+        if not self.functions.sort_by_key(*map(_address, arguments)):
+            raise IndexError(f"a key is not one of 0 .. {size - 1}")
         return order_N, place_N, ends_S
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> float:
@@ -125,13 +132,21 @@ def library_for(*tensors: Tensor) -> Library | None:
 def find_library() -> tuple[Library | None, str]:
     """The library, built at the first call on a machine; or None and why there is none."""
     try:
-        path = _built()
-        functions = ctypes.CDLL(str(path))
+        functions = _loaded()
     except (BuildError, OSError) as error:
         return None, str(error)
     _declare(functions)
     has_tiles = bool(functions.has_tiles())
     return Library(functions, _sgemm(), has_tiles), ""
+
+
+def _loaded() -> ctypes.CDLL:
+    path = _built()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # a file broken since it was built
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_built()))
 
 
 def _declare(functions: ctypes.CDLL) -> None:
@@ -147,7 +162,7 @@ def _declare(functions: ctypes.CDLL) -> None:
     for name, kinds in declared.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = kinds, None
-    functions.has_tiles.restype = ctypes.c_int
+    functions.has_tiles.restype = functions.sort_by_key.restype = ctypes.c_int
     functions.sum_of_squares.restype = ctypes.c_double
 
 
@@ -168,12 +183,10 @@ def _built() -> Path:
     folder = _folder()
     path = folder / f"kernels-{name}.so"
     if not _is_ours(path):
-        temporary = folder / f".{os.getpid()}-{path.name}"
-        try:
-            _compile(compiler, [path for path in sources if path.suffix == ".cpp"], temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as own:
+            fresh = Path(own) / path.name
+            _compile(compiler, [path for path in sources if path.suffix == ".cpp"], fresh)
+            fresh.replace(path)
     return path
 
 
@@ -219,15 +232,17 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    """Where libraries are kept; where that cannot be, a folder of this process."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megamoe"
+    """Where libraries are kept; where that cannot be, a folder of this process, which goes with it."""
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megamoe"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if _is_ours(folder) and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):
         pass
-    return Path(tempfile.mkdtemp(prefix="megamoe-kernels-"))
+    folder = Path(tempfile.mkdtemp(prefix="megamoe-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _is_ours(path: Path) -> bool:

@@ -35,7 +35,7 @@ class RowTokens:
         library = library_on(token_N.device)
         if library is None:
             return cls(token_N, num_tokens)
-        row_N, _, ends_T = library.sort_by_key(token_N.contiguous(), num_tokens)
+        row_N, _, ends_T = library.sort_by_key(token_N, num_tokens)
         return cls(token_N, num_tokens, row_N, ends_T)
 
 
@@ -48,10 +48,10 @@ class Order:
 
     @classmethod
     def by_key(cls, key_N: Tensor, size: int) -> "Order":
-        """Stable, by int64 keys in 0 .. size-1."""
+        """Stable, by integer keys in 0 .. size-1; the compiled sort raises IndexError for others."""
         library = library_on(key_N.device)
         if library is not None:
-            return cls(*library.sort_by_key(key_N.contiguous(), size)[:2])
+            return cls(*library.sort_by_key(key_N, size)[:2])
         order_N = torch.argsort(key_N, stable=True)
         place_N = torch.empty_like(order_N)
         place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)

@@ -5,6 +5,7 @@
 //   forward    out [N, O] = rows [N, I] * weight^T          to_rows    out [N, I] = gradient [N, O] * weight
 //   to_weight  out [E, O, I] = gradient^T * rows, each expert's
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -87,18 +88,30 @@ constexpr int64_t TILE = 512;  // numbers of a packed tile
 constexpr int64_t FAR = 1024;  // rows longer than that stand too far from each other to be read tile by tile
 constexpr int64_t LEFT_ROWS = 256;  // of the left matrix, packed at once
 
+// GCC's tile instructions do not say that they read memory: what was written before is written here.
+void settle(const void* memory) { __asm__ volatile("" ::"r"(memory) : "memory"); }
+
 struct alignas(64) Tiles {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
   Tiles() {
     for (int i = 0; i < 8; i++) bytes[i] = 64, rows[i] = 16;
+    settle(this);
+    _tile_loadconfig(this);
   }
+  ~Tiles() { _tile_release(); }
 };
 
 struct Scratch {
   bf16* data = nullptr;
-  explicit Scratch(int64_t numbers) : data(static_cast<bf16*>(std::aligned_alloc(64, (numbers * 2 + 63) / 64 * 64))) {}
+  explicit Scratch(int64_t numbers) : data(static_cast<bf16*>(std::aligned_alloc(64, (numbers * 2 + 63) / 64 * 64))) {
+    if (!data && numbers) {
+      std::fputs("megamoe: no memory is left for the experts' products\n", stderr);
+      std::abort();
+    }
+    settle(data);
+  }
   ~Scratch() { std::free(data); }
   Scratch(const Scratch&) = delete;
 };
@@ -177,6 +190,7 @@ struct Left {
 // packed tiles, one for every step.
 void multiply(Left left, const bf16* right, int64_t steps, bf16* out, int64_t stride, int64_t rows) {
   const bf16 *left0 = left.data, *left1 = left.data + left.tile, *right1 = right + steps * TILE;
+  settle(right);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -234,7 +248,6 @@ void rows_product(const bf16* left, const int64_t* ends, int64_t experts, int64_
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles;
-    _tile_loadconfig(&tiles);
     Scratch scratch((panel + 32) * depth);
     bf16 *right = scratch.data, *block = right + panel * depth;
     share_panels(experts, (width + panel - 1) / panel, [=](int64_t e, int64_t p) {
@@ -252,7 +265,6 @@ void rows_product(const bf16* left, const int64_t* ends, int64_t experts, int64_
           multiply(tiles, right + c * depth, steps, out + n * width + start + c, width, rows);
       }
     });
-    _tile_release();
   }
 }
 
@@ -290,7 +302,6 @@ extern "C" void to_weight_bf16(const bf16* gradient, const bf16* rows, const int
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles;
-    _tile_loadconfig(&tiles);
     Scratch scratch((in + part) * deepest);
     bf16 *right = scratch.data, *left = right + in * deepest;
     share_panels(experts, (out_size + share - 1) / share, [=](int64_t e, int64_t p) {
@@ -313,7 +324,6 @@ extern "C" void to_weight_bf16(const bf16* gradient, const bf16* rows, const int
                      steps, out + (e * out_size + top + i) * in + c, in, 32);
       }
     });
-    _tile_release();
   }
 }
 

@@ -6,11 +6,14 @@
 #include "numbers.h"
 
 // Places of the keys under a stable sort. key [N] in 0 .. size-1 -> order [N], the pairs by key; place [N], where
-// each pair went; ends [size], where each key's pairs end.
-extern "C" void sort_by_key(const int64_t* key, int64_t count, int64_t size, int64_t* order, int64_t* place,
-                            int64_t* ends) {
+// each pair went; ends [size], where each key's pairs end. Returns 1, or 0 where a key is another number.
+extern "C" int sort_by_key(const int64_t* key, int64_t count, int64_t size, int64_t* order, int64_t* place,
+                           int64_t* ends) {
   std::memset(ends, 0, size * sizeof(int64_t));
-  for (int64_t n = 0; n < count; n++) ends[key[n]]++;
+  for (int64_t n = 0; n < count; n++) {
+    if (uint64_t(key[n]) >= uint64_t(size)) return 0;
+    ends[key[n]]++;
+  }
   int64_t sum = 0;
   for (int64_t s = 0; s < size; s++) {
     int64_t load = ends[s];
@@ -21,6 +24,7 @@ extern "C" void sort_by_key(const int64_t* key, int64_t count, int64_t size, int
     place[n] = ends[key[n]]++;
     order[place[n]] = n;
   }
+  return 1;
 }
 
 // Rows stand anywhere in memory: those of the token to come are asked for while this one's are summed.
@@ -77,7 +81,8 @@ static void combine_backward(const number* gradient, const number* rows, const i
   }
 }
 
-// 1 / (1 + e^-x), to 2e-7 of the value; without branches, so that it becomes vector code.
+// 1 / (1 + e^-x), to 2e-7 of the value; 0 from -88 down, where no float of full precision is left. Without branches,
+// so that it becomes vector code.
 static inline float sigmoid(float x) {
   float y = -x < -87.0f ? -87.0f : -x;
   y = y > 88.0f ? 88.0f : y;
@@ -93,7 +98,7 @@ static inline float sigmoid(float x) {
   uint32_t bits = uint32_t(int32_t(whole) + 127) << 23;
   float scale;
   std::memcpy(&scale, &bits, 4);
-  return 1.0f / (1.0f + power * scale);
+  return x < -88.0f ? 0.0f : 1.0f / (1.0f + power * scale);
 }
 
 // rows [N, 2F] of gate | value -> out [N, F] = gate * sigmoid(gate) * value.

@@ -1,0 +1,87 @@
+"""The optimiser's passes against PyTorch's optimiser and float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.kernels.adamw import AdamW, sum_of_squares
+from megamoe.kernels.library import use_compiled
+
+SHAPES = [(3,), (1,), (257, 131), (4, 16, 33), (0,)]
+OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(draw(shape, number)) for number, shape in enumerate(SHAPES)]
+
+
+def groups_of(parameters: list[torch.nn.Parameter]) -> list[dict[str, object]]:
+    return [{"params": parameters[:2], "weight_decay": 0.0}, {"params": parameters[2:]}]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_the_update_is_adamws(compiled: bool, factor: float) -> None:
+    """Four steps, one parameter without a gradient in the second of them; state under PyTorch's names."""
+    use_compiled(compiled)
+    found, exact = make_parameters(), [torch.nn.Parameter(p.detach().double()) for p in make_parameters()]
+    optimizer = AdamW(groups_of(found), fused=True, **OPTIONS)
+    oracle = torch.optim.AdamW(groups_of(exact), foreach=False, **OPTIONS)
+    for step in range(4):
+        for number, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
+            gradient = draw(ours.shape, 100 * step + number)
+            absent = step == 1 and number == 2
+            ours.grad = None if absent else gradient.clone()
+            theirs.grad = None if absent else gradient.double() * factor
+        optimizer.update(factor)
+        oracle.step()
+    for ours, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+        state, expected = optimizer.state[ours], oracle.state[theirs]
+        assert float(state["step"]) == float(expected["step"]) == (3 if ours is found[2] else 4)
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(state[name].double(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_models_weights_are_the_rounded_ones(compiled: bool) -> None:
+    use_compiled(compiled)
+    parameters = make_parameters()
+    rounded = {p: torch.full_like(p, 7.0, dtype=torch.bfloat16) for p in parameters}
+    for number, parameter in enumerate(parameters):
+        parameter.grad = draw(parameter.shape, number)
+    AdamW(groups_of(parameters), fused=True, **OPTIONS).update(1.0, rounded)
+    for parameter, target in rounded.items():
+        assert torch.equal(target, parameter.detach().bfloat16())
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_sum_of_squares(compiled: bool) -> None:
+    use_compiled(compiled)
+    tensors = [draw(shape, number) for number, shape in enumerate([*SHAPES, (3, 50_000)])]
+    expected = sum(tensor.double().square().sum() for tensor in tensors)
+    torch.testing.assert_close(sum_of_squares(tensors), expected, rtol=1e-5, atol=0.0)
+    in_bf16 = [tensor.bfloat16() for tensor in tensors]
+    expected = sum(tensor.double().square().sum() for tensor in in_bf16)
+    torch.testing.assert_close(sum_of_squares(in_bf16), expected, rtol=1e-5, atol=0.0)
+    for bad in (float("nan"), float("inf")):
+        tensors[2][5, 5] = bad
+        assert not sum_of_squares(tensors).isfinite()
+
+
+def test_threads_change_nothing() -> None:
+    tensors = [draw((70_001,), 1), draw((33, 77), 2)]
+    threads = torch.get_num_threads()
+    try:
+        sums = set()
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            sums.add(float(sum_of_squares(tensors)))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(sums) == 1
