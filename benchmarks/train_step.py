@@ -10,17 +10,17 @@ bf16 its weights and moments are bf16, as such users have them; ours keeps fp32 
 fused update of a flat fp32 tensor of as many parameters; ours is the engine's step, with the gradients' norm,
 clipping and clearing.
 
-Printed are medians over the rounds, and medians of the rounds' ratios with their 90 % interval. Then come
-rounds with hooks, which show where the time of a step goes: of the backward pass of an MoE layer, the experts'
-part alone stands apart.
+Printed are medians over the rounds, and medians of the rounds' ratios with their 90 % interval. Rounds with
+hooks, after the others, show where the time of a step goes; of the backward pass of an MoE layer, the
+experts' part alone stands apart.
 
 --ranks N: the same over N ranks of this machine, which share the batch and its cores: parallel.expert=N for
 `moe`, data parallelism for `dense`. Times are the first rank's. --memory: peak resident memory of a process
 that trains one of them alone, libraries and all. --startup: seconds from the start of pretrain_gpt_moe.py to
 the end of its first step, on mock data, without evaluation.
 
-Bars are for one process at the two shapes, start-up for the demo's. A bar holds where the interval reaches it.
-Ends with 1 if one does not hold, with 2 for a mistake.
+Bars are for one process at the two shapes, start-up's for the demo's; one holds where the interval reaches
+it. Ends with 1 if one does not hold, with 2 for a mistake.
 """
 
 import argparse

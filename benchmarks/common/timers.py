@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+HAS_GPU = torch.cuda.is_available()
+
 
 def clock() -> float:
     """Seconds; of a GPU, after all that it was given to do."""
-    if torch.cuda.is_available():
+    if HAS_GPU:
         torch.cuda.synchronize()
     return time.perf_counter()
 

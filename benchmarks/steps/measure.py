@@ -1,5 +1,6 @@
 """Steps of all candidates in turn, then the parts of ours."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ Parts = dict[tuple[str, str], float]
 
 @dataclass
 class Measured:
-    """By candidate, times of every round; of ours, in `parts`, a step and its parts in every round with hooks.
+    """By candidate, times of every round; of ours, in `parts`, step and parts in every round with hooks.
 
     parameters, updated: numbers of parameters, see `Candidate`. tokens: of a step, over all ranks.
     """
@@ -91,7 +92,7 @@ def transformers_model(config: RunConfig, device: torch.device, ranks: int) -> T
     return TransformersModel(config, device)
 
 
-def _step_in_parts(model: Ours):  # noqa: ANN202
+def _step_in_parts(model: Ours) -> Callable[[int], tuple[StepTime, Parts]]:
     timers = PartTimers(model.model)
 
     def run(number: int) -> tuple[StepTime, Parts]:

@@ -1,6 +1,6 @@
 """Resident memory of a candidate's steps, in a process of its own.
 
-    python -m steps.memory moe examples/demo.yaml [section.key=value ...]      # with benchmarks/ on PYTHONPATH
+    python -m steps.memory moe examples/demo.yaml [section.key=value ...]    # with benchmarks/ on PYTHONPATH
 
 prints, as JSON, the bytes before the first step, with libraries and weights, and the most in a few steps.
 """

@@ -19,8 +19,8 @@ from megamoe.errors import UserError
 from steps.child import ROOT, environment
 
 # Nothing after the step that is measured, and no evaluation before it.
-OVERRIDES = ["data.mock=true", "train.steps=1", "evaluation.at_start=false", "evaluation.batches=0"]
-OVERRIDES += ["checkpoint.save_at_end=false", "log.report=false"]
+OVERRIDES = ["data.mock=true", "train.steps=1", "optimizer.warmup_steps=0", "evaluation.at_start=false"]
+OVERRIDES += ["evaluation.batches=0", "checkpoint.save_at_end=false", "log.report=false"]
 
 
 def seconds(config: str, overrides: list[str]) -> dict[str, float]:

@@ -114,13 +114,17 @@ def refuse_what_it_lacks(config: RunConfig, precision: str) -> None:
     wanted = _flat(to_dict(parse_config({"moe": {"layers": {"every": 1}}})))
     found = _flat(to_dict(config))
     for key, value in found.items():
-        section = key.split(".")[0] in ("model", "moe") and not key.startswith("moe.losses")
-        if (section and key not in FREE) or key in ("data.document_aware", "train.label_smoothing"):
-            if value != wanted.get(key):
-                raise NotMeasured(f"{key} is {value}, a Mixtral has {wanted.get(key)}")
+        if _matters(key) and value != wanted.get(key):
+            raise NotMeasured(f"{key} is {value}, a Mixtral has {wanted.get(key)}")
     names = {choice.name for choice in config.moe.losses.values()}
     if names - LOSSES:
         raise NotMeasured(f"it has no loss {sorted(names - LOSSES)[0]}")
+
+
+def _matters(key: str) -> bool:
+    if key.startswith(("model.", "moe.")):
+        return key not in FREE and not key.startswith("moe.losses")
+    return key in ("data.document_aware", "train.label_smoothing")
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
