@@ -26,7 +26,7 @@ class StepTime:
 
 
 class Candidate(Protocol):
-    """A model and its optimiser. parameters: this process's; updated: those that its optimiser steps."""
+    """A model and its optimiser. parameters: of the model; updated: those that this process steps on."""
 
     parameters: int
     updated: int

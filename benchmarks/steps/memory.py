@@ -18,6 +18,7 @@ settle_vendors()
 from common import resident  # noqa: E402
 from common.machine import settle_process  # noqa: E402
 from layers.candidate import NotMeasured  # noqa: E402
+from megamoe.errors import ExitCode, UserError  # noqa: E402
 from megamoe.parallel.launch import find_world  # noqa: E402
 from steps.candidate import Candidate  # noqa: E402
 from steps.child import environment  # noqa: E402
@@ -33,17 +34,19 @@ def peak_of(name: str, asked: Asked) -> dict[str, int]:
 
     Raises:
         NotMeasured: if the candidate's process ends with an error.
+        UserError: if that is a mistake in the configuration.
     """
     command = [sys.executable, "-m", "steps.memory", name, asked.config, *asked.overrides]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment())
     if ended.returncode != 0:
-        raise NotMeasured((ended.stderr.strip().splitlines() or ["no message"])[-1][:120])
+        told = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(told) if ended.returncode == ExitCode.MISTAKE else NotMeasured(told[:120])
     found: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
 def main() -> int:
-    """Measure this process; 1 with a line where the candidate is not measured."""
+    """Measure this process; 1 with a line where the candidate is not measured, 2 for a user's mistake."""
     name, config, *overrides = sys.argv[1:]
     settle_process()
     try:
@@ -52,6 +55,9 @@ def main() -> int:
     except NotMeasured as reason:
         print(reason, file=sys.stderr)
         return 1
+    except UserError as mistake:
+        print(mistake, file=sys.stderr)
+        return ExitCode.MISTAKE
     return 0
 
 

@@ -15,9 +15,10 @@ class Ours:
     def __init__(self, config: RunConfig) -> None:
         self.trainer = Trainer(config)
         engine = self.trainer.engine
-        groups = engine.inner_optimizer.param_groups
-        self.parameters = sum(parameter.numel() for parameter in engine.model.parameters())
-        self.updated = sum(parameter.numel() for group in groups for parameter in group["params"])
+        # At ZeRO 3 a parameter is empty where nobody gathers it.
+        sizes = [getattr(weight, "ds_numel", weight.numel()) for weight in engine.model.parameters()]
+        self.parameters: int = sum(sizes)
+        self.updated = sum(part.numel for shard in engine.optimizer_shards() for part in shard.fragments)
         self.timers = Timers()
         self.timers.watch(self.trainer, "_take", "data")
         for method, name in {"forward": "forward", "backward": "backward", "step": "optimizer"}.items():

@@ -2,6 +2,7 @@
 
 The backward pass of a module lasts from the gradient of its output to that of its input. A router gives no
 tensor but a Routing, and rows are moved by no module: their backward passes are in the MoE layer's alone.
+Nor is the output words' timed: the hook's view of the logits would forbid the loss to overwrite them.
 What no part has is the embedding, norms, the loss and sums over ranks.
 """
 
@@ -18,7 +19,7 @@ from megamoe.model.gpt import GPT
 # In the order of the table; the second level is inside what stands before it.
 FORWARD = ("attention", "FFN", "MoE layer", "MoE layer: router", "MoE layer: dispatch")
 FORWARD += ("MoE layer: experts", "MoE layer: combine", "output words")
-BACKWARD = ("attention", "FFN", "MoE layer", "MoE layer: experts", "output words")
+BACKWARD = ("attention", "FFN", "MoE layer", "MoE layer: experts")
 
 
 class PartTimers:
@@ -32,7 +33,7 @@ class PartTimers:
             self._watch(block.mlp, "MoE layer" if isinstance(block.mlp, MoEBlock) else "FFN")
             if block.inserted is not None:
                 self._watch(block.inserted, "MoE layer")
-        self._watch(model.model.output_layer, "output words")
+        self._watch(model.model.output_layer, "output words", backward=False)
         for _, layer in model.moe_layers():
             self._watch(layer.experts, "MoE layer: experts")
             self._watch(layer.router, "MoE layer: router", backward=False)
