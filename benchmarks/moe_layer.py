@@ -31,6 +31,7 @@ from megamoe.vendors import settle_vendors
 
 settle_vendors()
 
+from common.bars import holds, verdict  # noqa: E402
 from common.command import mistakes_told, parser_of, positive  # noqa: E402
 from common.machine import settle_process, versions  # noqa: E402
 from common.rounds import Ratio  # noqa: E402
@@ -39,7 +40,7 @@ from layers.catalogue import YARDSTICKS, candidates_of  # noqa: E402
 from layers.loads import measure_uneven  # noqa: E402
 from layers.measure import measure  # noqa: E402
 from layers.memory import bytes_above_rest  # noqa: E402
-from layers.report import as_data, holds, show, verdict  # noqa: E402
+from layers.report import as_data, show  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
 
 SHAPES = {

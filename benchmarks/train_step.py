@@ -1,71 +1,156 @@
-"""Time of one training step of an MoE model against the dense one of equal active FLOPs.
+"""Whole training steps: an MoE model, the dense one of equal active FLOPs, and transformers' Mixtral.
 
-    python benchmarks/train_step.py [--config examples/demo.yaml] [--rounds 15] [section.key=value ...]
+    python benchmarks/train_step.py [--config examples/demo.yaml] [--shape demo | large] [--rounds 15]
+                                    [--ranks N | --memory | --startup] [--json FILE] [section.key=value ...]
 
-Both models are trained in one process on mock data, a step of each in turn, so that a machine whose speed
-drifts slows both. The dense model's FFN is as large as the experts that one token meets. Printed: the
-median time of a step, tokens/s, and the median of the rounds' ratios with its 90 % interval.
+All are trained in one process on mock data, a step of each in turn, so that a machine whose speed drifts
+slows all. `dense`: its FFN is as large as the experts that one token meets. `transformers`: the same sizes,
+sdpa, experts by grouped_mm, its balance loss; cross entropy, backward, clipping, fused AdamW, one process. In
+bf16 its weights and moments are bf16, as such users have them; ours keeps fp32 masters. `flat AdamW`: one
+fused update of a flat fp32 tensor of as many parameters; ours is the engine's step, with the gradients' norm,
+clipping and clearing.
+
+Printed are medians over the rounds, and medians of the rounds' ratios with their 90 % interval. Rounds with
+hooks, after the others, show where the time of a step goes; of the backward pass of an MoE layer, the
+experts' part alone stands apart.
+
+--ranks N: the same over N ranks of this machine, which share the batch and its cores: parallel.expert=N for
+`moe`, data parallelism for `dense`. Times are the first rank's. --memory: peak resident memory of a process
+that trains one of them alone, libraries and all. --startup: seconds from the start of pretrain_gpt_moe.py to
+the end of its first step, on mock data, without evaluation.
+
+Bars are for one process at the two shapes, start-up's for the demo's; one holds where the interval reaches
+it. Ends with 1 if one does not hold, with 2 for a mistake.
 """
 
+import argparse
+import json
 import statistics
+import sys
 import tempfile
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 from megamoe.vendors import settle_vendors
 
 settle_vendors()
 
-from common.command import mistakes_told, parser_of_a_run  # noqa: E402
-from common.machine import settle_process  # noqa: E402
-from common.rounds import Ratio, in_turn  # noqa: E402
-from megamoe.config import RunConfig, load_config  # noqa: E402
-from megamoe.model.size import expert_ffn_size, mean_choices  # noqa: E402
-from megamoe.train.trainer import Trainer  # noqa: E402
+from common.command import mistakes_told, parser_of_a_run, positive  # noqa: E402
+from common.machine import settle_process, versions  # noqa: E402
+from common.rounds import Ratio, median_interval  # noqa: E402
+from layers.candidate import NotMeasured  # noqa: E402
+from megamoe.errors import UserError  # noqa: E402
+from steps import memory, startup  # noqa: E402
+from steps.child import is_first, is_rank_of, run_ranks  # noqa: E402
+from steps.configs import Asked  # noqa: E402
+from steps.measure import measure, steps_needed  # noqa: E402
+from steps.report import Judged, as_data, judge, show  # noqa: E402
+from steps.shapes import SHAPES, STARTUP_BAR, name_of  # noqa: E402
 
-WARM_UP_ROUNDS = 2
-
-
-def main() -> int:
-    """Measure and print; 2 for a mistake of the user's."""
-    parser = parser_of_a_run(__doc__, rounds=15)
-    arguments = parser.parse_intermixed_args()
-    settle_process()
-    with mistakes_told(parser), tempfile.TemporaryDirectory() as output:
-        common = ["data.mock=true", f"output={output}", "data.workers=0", "evaluation.batches=0"]
-        common += ["optimizer.schedule=constant", *arguments.overrides]
-        common += [f"train.steps={arguments.rounds + WARM_UP_ROUNDS}"]
-        moe = load_config(arguments.config, common)
-        width = active_ffn_size(moe)
-        dense = load_config(arguments.config, [*common, "moe.layers=none", f"model.ffn_hidden_size={width}"])
-        report(moe, dense, arguments.rounds)
-    return 0
+ROUNDS, STARTUP_ROUNDS = 15, 3
 
 
-def active_ffn_size(config: RunConfig) -> int:
-    """FFN size of the dense model: the chosen and the shared experts' together."""
-    routed = mean_choices(config) * config.moe.expert_sublayers
-    return round((routed + config.moe.num_shared_experts) * expert_ffn_size(config))
+class Bench:
+    """One call of the command: what it measures, and what came out.
+
+    Raises:
+        UserError: for what the user must put right, before anything is measured.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        if arguments.memory and arguments.rounds:
+            raise UserError("--rounds: --memory takes a few steps in each process; leave one of them out")
+        shape = SHAPES[arguments.shape].overrides() if arguments.shape else []
+        self.asked = Asked(arguments.config, [*shape, *arguments.overrides], arguments.ranks)
+        self.rounds = arguments.rounds or (STARTUP_ROUNDS if arguments.startup else ROUNDS)
+        with tempfile.TemporaryDirectory() as output:
+            self.moe = self.asked.moe_and_dense(1, output)["moe"]
+        self.shape = name_of(self.moe)
+        self.json = arguments.json and Path(arguments.json)
+        self.data: dict[str, Any] = {"versions": versions(), "shape": self.shape, **vars(self.asked)}
+        self.passes = True
+        self.write()
+
+    def steps(self) -> None:
+        """Of all candidates in turn."""
+        with tempfile.TemporaryDirectory() as output:
+            configs = self.asked.moe_and_dense(steps_needed(self.rounds), output)
+            found = measure(configs, self.rounds, self.asked.ranks)
+        judged = judge(found, self.shape if self.asked.ranks == 1 else None)
+        self.passes = all(each.holds for each in judged)
+        self.data["steps"] = as_data(found, judged)
+        if is_first():
+            print(f"{self.rounds} rounds, {found.tokens:,} tokens a step, {found.precision}")
+            show(found, judged)
+            self.write()
+
+    def memory(self) -> None:
+        """Of a process for each candidate."""
+        print("MB, resident; a process for each")
+        print(f"{'':14}{'before':>12}{'peak':>12}")
+        found: dict[str, Any] = {}
+        for name in ("moe", "dense", "transformers"):
+            try:
+                found[name] = memory.peak_of(name, self.asked)
+                resting, peak = (found[name][key] / 1e6 for key in ("resting", "peak"))
+                print(f"{name:14}{resting:12,.1f}{peak:12,.1f}", flush=True)
+            except NotMeasured as reason:
+                found[name] = {"not measured": str(reason)}
+                self.passes &= name == "transformers"
+                print(f"{name:14} left out: {reason}", flush=True)
+        self.data["memory"] = found
+        self.write()
+
+    def startup(self) -> None:
+        """Of processes that train one step."""
+        found = [startup.seconds(self.asked.config, self.asked.overrides) for _ in range(self.rounds)]
+        for name in found[0]:
+            print(f"{name:12}{statistics.median(each[name] for each in found):8.2f} s")
+        totals = sorted(each["total"] for each in found)
+        seconds = Ratio(statistics.median(totals), *median_interval(totals))
+        bar = STARTUP_BAR if self.shape == "demo" else None
+        judged = Judged("start-up, s", seconds, bar)
+        print(judged.line())
+        self.passes = judged.holds
+        self.data["startup"] = {"seconds": found, **judged.as_data()}
+        self.write()
+
+    def write(self) -> None:
+        """The file as a whole; UserError if it cannot be."""
+        if self.json and is_first():
+            try:
+                self.json.write_text(json.dumps(self.data, indent=1) + "\n")
+            except OSError as error:
+                raise UserError(f"--json: {self.json} cannot be written: {error.strerror}") from error
 
 
-def report(moe: RunConfig, dense: RunConfig, rounds: int) -> None:
-    """Train both in turn and print the table."""
-    trainers = {"moe": Trainer(moe), "dense": Trainer(dense)}
-    runs = {name: partial(_seconds, trainer) for name, trainer in trainers.items()}
-    seconds = in_turn(runs, rounds, WARM_UP_ROUNDS)
-    trainers["moe"].close()
-    tokens = trainers["moe"].schedule.final * moe.data.sequence_length
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        print(f"{name:6} {1000 * median:8.1f} ms a step {tokens / median:10,.0f} tokens/s")
-    ratio = Ratio.of(seconds["moe"], seconds["dense"])
-    interval = f"{ratio.low:.3f} to {ratio.high:.3f}"
-    print(f"ratio moe / dense: {ratio.median:.3f} (90 % interval of the median {interval})")
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    arguments = parser.parse_intermixed_args(argv)
+    with mistakes_told(parser):
+        bench = Bench(arguments)
+        if arguments.ranks > 1 and not is_rank_of(arguments.ranks):
+            return run_ranks(Path(__file__), argv, arguments.ranks)
+        settle_process()
+        if is_first():
+            print(", ".join(f"{name} {value}" for name, value in bench.data["versions"].items()))
+        run = bench.memory if arguments.memory else bench.startup if arguments.startup else bench.steps
+        run()
+    return 0 if bench.passes else 1
 
 
-def _seconds(trainer: Trainer, _: int) -> float:
-    _, metrics = trainer.step()
-    return metrics["perf/step_s"]
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of_a_run(__doc__, rounds=None)
+    parser.add_argument("--shape", choices=SHAPES, help="set the sizes; default: as the configuration says")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--ranks", type=positive, default=1)
+    kind.add_argument("--memory", action="store_true")
+    kind.add_argument("--startup", action="store_true")
+    parser.add_argument("--json", metavar="FILE")
+    return parser
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -17,8 +17,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def parser_of_a_run(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """For a benchmark of training: --config, --rounds and overrides of the configuration."""
+def parser_of_a_run(description: str | None, rounds: int | None) -> argparse.ArgumentParser:
+    """For a benchmark of training: --config, --rounds (by default so many) and overrides."""
     parser = parser_of(description)
     parser.add_argument("--config", default=str(DEMO))
     parser.add_argument("--rounds", type=positive, default=rounds)

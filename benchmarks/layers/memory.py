@@ -17,13 +17,13 @@ from megamoe.vendors import settle_vendors
 
 settle_vendors()
 
+from common import resident  # noqa: E402
 from common.machine import settle_process  # noqa: E402
 from layers.candidate import NotMeasured, Shape, Weights  # noqa: E402
 from layers.catalogue import CANDIDATES  # noqa: E402
 from layers.measure import build, inputs_of, run_once, upstream_of  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[1]
-RESET_PEAK = "5"  # see proc(5), clear_refs
 
 
 def bytes_above_rest(name: str, shape: Shape, dtype: str) -> int:
@@ -67,16 +67,10 @@ def run(name: str, shape: Shape, dtype: str) -> dict[str, int]:
     module = build(candidate, shape, dtype, Weights.draw(shape))
     rows, upstream = inputs_of(candidate.rows, shape, dtype, 0), upstream_of(candidate.rows, shape, dtype)
     ctypes.CDLL(None).malloc_trim(0)  # what building has freed is not at rest
-    Path("/proc/self/clear_refs").write_text(RESET_PEAK)
-    resting = status("VmRSS")
+    resident.forget_peak()
+    resting = resident.now()
     run_once(module, rows, upstream)
-    return {"resting": resting, "peak": status("VmHWM")}
-
-
-def status(key: str) -> int:
-    """Bytes, from /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+    return {"resting": resting, "peak": resident.peak()}
 
 
 if __name__ == "__main__":

@@ -4,28 +4,11 @@ import dataclasses
 import statistics
 from typing import Any
 
-from common.rounds import Ratio
+from common.bars import interval
 from layers.catalogue import CANDIDATES, YARDSTICKS
 from layers.measure import Measured
 
 DIRECTIONS = {"forward": "fwd", "both": "fwd+bwd"}
-
-
-def holds(ratio: Ratio, bar: float) -> bool:
-    """Whether the interval reaches under the bar."""
-    return ratio.low < bar
-
-
-def verdict(what: str, ratio: Ratio, bar: float) -> str:
-    """The line of a bar."""
-    return f"{what}: {interval(ratio)}, bar {bar}: {'pass' if holds(ratio, bar) else 'over'}"
-
-
-def interval(ratio: Ratio) -> str:
-    """Median and interval, if there is one."""
-    if ratio.low == ratio.high:
-        return f"{ratio.median:.3f}"
-    return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def show(title: str, found: Measured) -> None:

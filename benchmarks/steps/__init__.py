@@ -1,0 +1,1 @@
+"""Whole training steps: who takes them, and what is measured of one."""
