@@ -36,6 +36,9 @@ PER_NUMBER = {
     "combine_backward": [*[Pointer] * 4, Int, Int, Pointer, Pointer, Threads],
     "swiglu": [Pointer, Int, Int, Pointer, Threads],
     "swiglu_backward": [Pointer, Pointer, Int, Int, Pointer, Threads],
+    "rms_norm": [Pointer, Pointer, Int, Int, ctypes.c_double, Pointer, Pointer, Threads],
+    "rms_norm_backward": [*[Pointer] * 4, Int, Int, Pointer, Pointer, Threads],
+    "rotate": [*[Pointer, Int, Int, Int] * 2, *[Int] * 4, Pointer, Pointer, ctypes.c_double, Threads],
 }
 PRODUCT = [*[Pointer] * 3, *[Int] * 3, Pointer, Threads]
 PRODUCTS = ("forward", "to_rows", "to_weight")
@@ -54,8 +57,8 @@ class Library:
     sgemm: int | None
     has_tiles: bool
 
-    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None:
-        """The function of that name for numbers of that type; tensors are contiguous and on the CPU."""
+    def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
+        """The function of that name for numbers of that type; tensors on the CPU, and numbers."""
         function = getattr(self.functions, f"{name}_{SUFFIXES[dtype]}")
         function(*map(_address, arguments), torch.get_num_threads())
 

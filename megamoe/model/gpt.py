@@ -12,11 +12,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.model.attention import BlockConfig, SDPAttention
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.cpu import stand_in_for_cuda
 from megamoe.model.loss import token_losses
@@ -33,6 +33,7 @@ from megamoe.moe import draws
 from megamoe.moe.layer import LayerShape, MoELayer
 
 MoEFactory = Callable[[LayerShape], MoELayer]
+POSITIONS = {"rope": "rope", "learned": "learned_absolute"}  # Megatron-Core's names
 
 
 class GPT(nn.Module):
@@ -85,25 +86,28 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
     torch.manual_seed(config.seed)
     model = config.model
     use_one_stream()
-    transformer = _transformer_config(config)
+    modules = choose_modules(config)
+    turns_itself = model.position == "rope" and modules.core_attention is SDPAttention
+    transformer = _transformer_config(config, model.rope_base if turns_itself else None)
     padded = padded_vocab_size(vocab_size, model.vocab_multiple)
     return GPT(
         GPTModel(
             transformer,
-            _block_specs(config, transformer, padded, make_moe_layer),
+            _block_specs(config, modules, transformer, padded, make_moe_layer),
             vocab_size=padded,
             max_sequence_length=config.data.sequence_length,
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
+            position_embedding_type="none" if turns_itself else POSITIONS[model.position],
             rotary_base=model.rope_base,
         )
     )
 
 
-def _transformer_config(config: RunConfig) -> TransformerConfig:
+def _transformer_config(config: RunConfig, own_rotary_base: int | None) -> BlockConfig:
     model, parallel = config.model, config.parallel
-    return TransformerConfig(
+    return BlockConfig(
+        own_rotary_base=own_rotary_base,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -146,10 +150,14 @@ def _init_methods(model: ModelConfig, seed: int) -> dict[str, Callable[[Tensor],
 
 
 def _block_specs(
-    config: RunConfig, transformer: TransformerConfig, vocab_size: int, make_moe_layer: MoEFactory
+    config: RunConfig,
+    modules: Modules,
+    transformer: BlockConfig,
+    vocab_size: int,
+    make_moe_layer: MoEFactory,
 ) -> TransformerBlockSubmodules:
     moe_blocks = set(moe_block_numbers(config.moe, config.model.num_layers))
-    recompute, modules = config.model.recompute, choose_modules(config)
+    recompute = config.model.recompute
     specs = []
     for number in range(1, config.model.num_layers + 1):
         build = _builder(make_moe_layer, _layer_shape(config, modules, number, vocab_size))
@@ -166,7 +174,7 @@ def _block_specs(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=modules.norm)
 
 
-def _norm(modules: Modules, transformer: TransformerConfig) -> nn.Module:
+def _norm(modules: Modules, transformer: BlockConfig) -> nn.Module:
     size, eps = transformer.hidden_size, transformer.layernorm_epsilon
     norm: nn.Module = modules.norm(config=transformer, hidden_size=size, eps=eps)
     return norm

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamoe.kernels.block import rms_norm
+
 
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension, by Megatron-Core's configuration.
@@ -26,5 +28,5 @@ class Norm(nn.Module):
         """[..., H] -> the same."""
         shape = self.weight.shape
         if self.bias is None:
-            return functional.rms_norm(hidden, shape, self.weight, self.eps)
+            return rms_norm(hidden, self.weight, self.eps)
         return functional.layer_norm(hidden, shape, self.weight, self.bias, self.eps)

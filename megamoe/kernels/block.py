@@ -1,0 +1,97 @@
+"""Passes of a transformer block beside its products, each with a plain form: RMSNorm, rotary positions."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megamoe.kernels.library import SUFFIXES, Library, library_for, library_on
+
+
+def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, [..., H] -> the same (Zhang and Sennrich 2019, eq. 4)."""
+    library = library_for(hidden, weight_H)
+    if library is None:
+        return functional.rms_norm(hidden, weight_H.shape, weight_H, eps)
+    normed: Tensor = _RMSNorm.apply(hidden, weight_H, eps, library)
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight_H: Tensor, eps: float, library: Library) -> Tensor:
+        count, width = hidden.numel() // len(weight_H), len(weight_H)
+        normed, scale_N = torch.empty_like(hidden), hidden.new_empty(count, dtype=torch.float32)
+        library.call("rms_norm", hidden.dtype, hidden, weight_H, count, width, eps, normed, scale_N)
+        ctx.save_for_backward(hidden, weight_H, scale_N)
+        ctx.library = library
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight_H, scale_N = ctx.saved_tensors
+        to_hidden, to_weight_H = torch.empty_like(hidden), torch.empty_like(weight_H, dtype=torch.float32)
+        arguments = (gradient.contiguous(), hidden, weight_H, scale_N, len(scale_N), len(weight_H))
+        ctx.library.call("rms_norm_backward", hidden.dtype, *arguments, to_hidden, to_weight_H)
+        return to_hidden, to_weight_H.to(weight_H.dtype), None, None
+
+
+def rotary(heads_SBND: Tensor, base: float) -> Tensor:
+    """Queries or keys turned by their positions 0 .. S-1, in halves of a head as Megatron-Core does.
+
+    [S, B, heads, D] -> the same, as a view of [B, heads, S, D] in memory where the library made it. Angles
+    and arithmetic are fp32. Source: Su et al. 2021 (RoFormer), section 3.2.2.
+    """
+    cosine_SD, sine_SD = angles(heads_SBND.shape[0], heads_SBND.shape[-1], float(base), heads_SBND.device)
+    library = library_on(heads_SBND.device)
+    if library is None or heads_SBND.dtype not in SUFFIXES:
+        return plain_rotary(heads_SBND, cosine_SD, sine_SD)
+    turned_SBND: Tensor = _Rotary.apply(heads_SBND, cosine_SD, sine_SD, library)
+    return turned_SBND
+
+
+@lru_cache(maxsize=8)
+def angles(length: int, size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position s times base^(-2i / size), fp32 [S, size / 2]."""
+    powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+    angle_SD = torch.outer(torch.arange(length, device=device, dtype=torch.float32), 1.0 / base**powers)
+    return angle_SD.cos(), angle_SD.sin()
+
+
+def plain_rotary(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tensor:
+    """`rotary` by PyTorch's operators."""
+    first, second = heads_SBND.float().chunk(2, dim=-1)
+    cosine, sine = cosine_SD[:, None, None], sine_SD[:, None, None]
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.to(heads_SBND.dtype)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: Library) -> Tensor:
+        ctx.angles, ctx.library = (cosine_SD, sine_SD), library
+        length, batch, heads, size = heads_SBND.shape
+        turned_BNSD = heads_SBND.new_empty(batch, heads, length, size)
+        return _rotate(heads_SBND, turned_BNSD.permute(2, 0, 1, 3), ctx.angles, 1.0, library)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_SBND: Tensor) -> tuple[Tensor, None, None, None]:
+        output_SBND = gradient_SBND.new_empty(gradient_SBND.shape)
+        return _rotate(gradient_SBND, output_SBND, ctx.angles, -1.0, ctx.library), None, None, None
+
+
+def _rotate(
+    heads_SBND: Tensor, output_SBND: Tensor, angles: tuple[Tensor, Tensor], turn: float, library: Library
+) -> Tensor:
+    if heads_SBND.stride(-1) != 1:
+        heads_SBND = heads_SBND.contiguous()
+    length, batch, heads, size = heads_SBND.shape
+    sizes = (length, batch, heads, size // 2)
+    sides = (heads_SBND, *heads_SBND.stride()[:3], output_SBND, *output_SBND.stride()[:3])
+    library.call("rotate", heads_SBND.dtype, *sides, *sizes, *angles, turn)
+    return output_SBND
