@@ -64,7 +64,8 @@ def angles(length: int, size: int, base: float, device: torch.device) -> tuple[T
 
 def plain_rotary(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tensor:
     """`rotary` by PyTorch's operators."""
-    first, second = heads_SBND.float().chunk(2, dim=-1)
+    wide = torch.promote_types(heads_SBND.dtype, torch.float32)
+    first, second = heads_SBND.to(wide).chunk(2, dim=-1)
     cosine, sine = cosine_SD[:, None, None], sine_SD[:, None, None]
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.to(heads_SBND.dtype)

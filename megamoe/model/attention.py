@@ -36,7 +36,7 @@ class SDPAttention(nn.Module):
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
-        self.rotary_base: int | None = config.own_rotary_base
+        self.rotary_base: int | None = getattr(config, "own_rotary_base", None)
 
     def forward(
         self,

@@ -36,10 +36,24 @@ MoEFactory = Callable[[LayerShape], MoELayer]
 POSITIONS = {"rope": "rope", "learned": "learned_absolute"}  # Megatron-Core's names
 
 
+class Decoder(GPTModel):
+    """Megatron-Core's model with our loss, which it hands the logits as they are: [S, B, this rank's words].
+
+    label_smoothing: of the coming forward pass.
+    """
+
+    label_smoothing = 0.0
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """int64 [B, S] and [S, B, words] -> fp32 [B, S]; writes into fp32 logits."""
+        labels_SB = labels.transpose(0, 1).contiguous()
+        return token_losses(logits.float(), labels_SB, self.label_smoothing).transpose(0, 1)
+
+
 class GPT(nn.Module):
     """A decoder-only language model that returns the loss of each token."""
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: Decoder) -> None:
         super().__init__()
         self.model = model
 
@@ -56,10 +70,9 @@ class GPT(nn.Module):
         attention_mask: bool [B, 1, S, S], True where masked out, or None: causal. Label smoothing gives
         a share of the target to all the other words evenly, as Megatron-Core does.
         """
-        logits_BSV = self.logits(tokens_BS, position_ids_BS, attention_mask)
-        logits_SBV = logits_BSV.transpose(0, 1).float().contiguous()
-        labels_SB = labels_BS.transpose(0, 1).contiguous()
-        return token_losses(logits_SBV, labels_SB, label_smoothing).transpose(0, 1)
+        self.model.label_smoothing = label_smoothing
+        losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, attention_mask, labels=labels_BS)
+        return losses_BS
 
     def logits(
         self, tokens_BS: Tensor, position_ids_BS: Tensor, attention_mask: Tensor | None = None
@@ -91,7 +104,7 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
     transformer = _transformer_config(config, model.rope_base if turns_itself else None)
     padded = padded_vocab_size(vocab_size, model.vocab_multiple)
     return GPT(
-        GPTModel(
+        Decoder(
             transformer,
             _block_specs(config, modules, transformer, padded, make_moe_layer),
             vocab_size=padded,

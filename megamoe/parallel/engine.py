@@ -82,6 +82,10 @@ class Engine:
                 model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
             )
 
+        if self.stage == 0 and world.size == 1:
+            # There is nobody to sum with, but DeepSpeed would copy all gradients into buckets and back.
+            self._engine.enable_backward_allreduce = False
+
     @property
     def model(self) -> nn.Module:
         """The model, as it was given."""
