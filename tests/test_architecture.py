@@ -39,6 +39,7 @@ VENDORS = {
     "deepspeed": {"parallel"},
     "transformer_engine": {"model"},
     "apex": {"model", "parallel"},
+    "triton": {"kernels"},
     "wandb": {"observe"},
 }
 DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -73,6 +73,9 @@ class ModelConfig:
     backend: Literal["auto", "torch", "transformer_engine"] = "auto"  # auto: the last if it and CUDA exist
     norm_kernel: Literal["auto", "torch", "apex"] = "auto"  # under `torch`; auto: Apex's if installed
     cpu_kernels: Literal["auto", "plain", "compiled"] = "auto"  # auto: compiled if GCC is there
+    gpu_kernels: Literal["plain", "triton"] = (
+        "plain"  # passes over an MoE layer's rows; no GPU has run triton
+    )
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # FP8 products: scales
     fp8_format: Literal["hybrid", "e4m3"] | None = None  # default: e4m3 for blockwise and mxfp8, else hybrid
     fp8_amax_history: PositiveInt | None = None  # of `delayed`: passes that set a scale; default: 1024

@@ -13,11 +13,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class Library:
     functions: ctypes.CDLL
     sgemm: int | None
     has_tiles: bool
+    dtypes: ClassVar[Collection[torch.dtype]] = SUFFIXES
 
     def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
         """The function of that name for numbers of that type; tensors on the CPU, and numbers."""
@@ -74,6 +75,15 @@ class Library:
         if not self.functions.sort_by_key(*map(_address, arguments)):
             raise IndexError(f"a key is not one of 0 .. {size - 1}")
         return order_N, place_N, ends_S
+
+    def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Tokens in 0 .. num_tokens-1 -> (the rows by token [N], where each token's end [T]), int64.
+
+        Raises:
+            IndexError: if one is none of these.
+        """
+        row_N, _, ends_T = self.sort_by_key(token_N, num_tokens)
+        return row_N, ends_T
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> float:
         """Of fp32 tensors."""

@@ -1,19 +1,56 @@
 """Passes over the rows of an MoE layer: to their experts, through the activation, and back to their tokens.
 
 Each exists twice: as PyTorch's operators (`plain_...`), which every device has and the tests take as the
-oracle, and as one pass of the compiled library over the same memory, forward and backward. Rows are fp32 or
-bf16; sums are fp32 in both.
+oracle, and as one pass over the same memory, forward and backward: of the compiled library on the CPU, of
+Triton's kernels on CUDA. Sums are fp32 in all of them.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.library import find_library, library_for, library_on
+from megamoe.kernels.library import library_on
+
+
+class Kernels(Protocol):
+    """What works these passes out: `Library`, or `TritonKernels`; each says what it does."""
+
+    @property
+    def dtypes(self) -> Collection[torch.dtype]: ...
+
+    def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]: ...
+
+    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None: ...
+
+
+class _Choice:
+    triton = False
+
+
+def use_triton(wanted: bool) -> None:
+    """Whether this process takes Triton's kernels on CUDA; triton is then imported at the first pass."""
+    _Choice.triton = wanted
+
+
+def kernels_on(device: torch.device) -> Kernels | None:
+    """What is there and wanted for tensors of that device; None: PyTorch's operators."""
+    if device.type == "cuda" and _Choice.triton:
+        from megamoe.kernels.triton_rows import TritonKernels
+
+        return TritonKernels()
+    return library_on(device)
+
+
+def kernels_for(rows: Tensor) -> Kernels | None:
+    """The same, if it can work on these rows: contiguous, of a dtype that it knows."""
+    kernels = kernels_on(rows.device)
+    fits = kernels is not None and rows.dtype in kernels.dtypes and rows.is_contiguous()
+    return kernels if fits else None
 
 
 @dataclass
@@ -21,7 +58,7 @@ class RowTokens:
     """Which token each row is of.
 
     token_N: int64. row_N: the rows by token, those of one token in their order; ends_T: where each token's
-    end. The last two are the library's, None without it.
+    end. The last two are the kernels', None without any.
     """
 
     token_N: Tensor
@@ -32,11 +69,10 @@ class RowTokens:
     @classmethod
     def of(cls, token_N: Tensor, num_tokens: int) -> "RowTokens":
         """Of rows in any order."""
-        library = library_on(token_N.device)
-        if library is None:
+        kernels = kernels_on(token_N.device)
+        if kernels is None:
             return cls(token_N, num_tokens)
-        row_N, _, ends_T = library.sort_by_key(token_N, num_tokens)
-        return cls(token_N, num_tokens, row_N, ends_T)
+        return cls(token_N, num_tokens, *kernels.rows_by_token(token_N, num_tokens))
 
 
 @dataclass
@@ -84,30 +120,32 @@ class _Permute(torch.autograd.Function):
 
 def gather(hidden_TH: Tensor, rows: RowTokens) -> Tensor:
     """Each row's hidden state: [T, H] -> [N, H]."""
-    if rows.row_N is None or library_for(hidden_TH) is None:
+    kernels = kernels_for(hidden_TH)
+    if rows.row_N is None or kernels is None:
         return hidden_TH.index_select(0, rows.token_N)
-    rows_NH: Tensor = _Gather.apply(hidden_TH, rows)
+    rows_NH: Tensor = _Gather.apply(hidden_TH, rows, kernels)
     return rows_NH
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, rows: RowTokens) -> Tensor:
-        ctx.rows = rows
+    def forward(ctx: Any, hidden_TH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
+        ctx.rows, ctx.kernels = rows, kernels
         return hidden_TH.index_select(0, rows.token_N)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NH: Tensor) -> tuple[Tensor, None]:
-        return _compiled_combine(gradient_NH.contiguous(), None, ctx.rows), None
+    def backward(ctx: Any, gradient_NH: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_rows(gradient_NH.contiguous(), None, ctx.rows, ctx.kernels), None, None
 
 
 def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
     """Each token's weighted sum of its rows, [T, H] in their dtype; 0 where it has none. weight_N: fp32."""
     weight_N = weight_N.contiguous()
-    if rows.row_N is None or weight_N.dtype != torch.float32 or library_for(rows_NH) is None:
+    kernels = kernels_for(rows_NH)
+    if rows.row_N is None or weight_N.dtype != torch.float32 or kernels is None:
         return plain_combine(rows_NH, weight_N, rows)
-    output_TH: Tensor = _Combine.apply(rows_NH, weight_N, rows)
+    output_TH: Tensor = _Combine.apply(rows_NH, weight_N, rows, kernels)
     return output_TH
 
 
@@ -120,34 +158,35 @@ def plain_combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
+    def forward(ctx: Any, rows_NH: Tensor, weight_N: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(rows_NH, weight_N)
-        ctx.rows = rows
-        return _compiled_combine(rows_NH, weight_N, rows)
+        ctx.rows, ctx.kernels = rows, kernels
+        return _sum_rows(rows_NH, weight_N, rows, kernels)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_TH: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient_TH: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_NH, weight_N = ctx.saved_tensors
         rows: RowTokens = ctx.rows
         to_rows_NH, to_weight_N = torch.empty_like(rows_NH), torch.empty_like(weight_N)
         arguments = (gradient_TH.contiguous(), rows_NH, rows.token_N, weight_N, *rows_NH.shape)
-        _library().call("combine_backward", rows_NH.dtype, *arguments, to_rows_NH, to_weight_N)
-        return to_rows_NH, to_weight_N, None
+        ctx.kernels.call("combine_backward", rows_NH.dtype, *arguments, to_rows_NH, to_weight_N)
+        return to_rows_NH, to_weight_N, None, None
 
 
-def _compiled_combine(rows_NH: Tensor, weight_N: Tensor | None, rows: RowTokens) -> Tensor:
+def _sum_rows(rows_NH: Tensor, weight_N: Tensor | None, rows: RowTokens, kernels: Kernels) -> Tensor:
     output_TH = rows_NH.new_empty(rows.num_tokens, rows_NH.shape[1])
     arguments = (rows_NH, rows.row_N, rows.ends_T, weight_N, rows.num_tokens, rows_NH.shape[1], output_TH)
-    _library().call("combine", rows_NH.dtype, *arguments)
+    kernels.call("combine", rows_NH.dtype, *arguments)
     return output_TH
 
 
 def swiglu(rows_N2F: Tensor) -> Tensor:
     """SwiGLU of [gate | value] halves, silu(gate) * value: [N, 2F] -> [N, F] (Shazeer 2020, section 2)."""
-    if rows_N2F.dim() != 2 or library_for(rows_N2F) is None:
+    kernels = kernels_for(rows_N2F)
+    if rows_N2F.dim() != 2 or kernels is None:
         return plain_swiglu(rows_N2F)
-    rows_NF: Tensor = _SwiGLU.apply(rows_N2F)
+    rows_NF: Tensor = _SwiGLU.apply(rows_N2F, kernels)
     return rows_NF
 
 
@@ -159,24 +198,19 @@ def plain_swiglu(rows_N2F: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_N2F: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_N2F: Tensor, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(rows_N2F)
+        ctx.kernels = kernels
         count, width = rows_N2F.shape
         rows_NF = rows_N2F.new_empty(count, width // 2)
-        _library().call("swiglu", rows_N2F.dtype, rows_N2F, count, width // 2, rows_NF)
+        kernels.call("swiglu", rows_N2F.dtype, rows_N2F, count, width // 2, rows_NF)
         return rows_NF
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NF: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None]:
         (rows_N2F,) = ctx.saved_tensors
         to_rows_N2F = torch.empty_like(rows_N2F)
         arguments = (gradient_NF.contiguous(), rows_N2F, *gradient_NF.shape, to_rows_N2F)
-        _library().call("swiglu_backward", rows_N2F.dtype, *arguments)
-        return to_rows_N2F
-
-
-def _library() -> Any:
-    library, problem = find_library()
-    assert library is not None, problem
-    return library
+        ctx.kernels.call("swiglu_backward", rows_N2F.dtype, *arguments)
+        return to_rows_N2F, None

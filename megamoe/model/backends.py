@@ -127,10 +127,20 @@ def check_backends(config: RunConfig, precision: str) -> None:
         raise UserError(
             f"model.cpu_kernels: found compiled, but {find_library()[1]}; or set model.cpu_kernels: auto"
         )
+    if model.gpu_kernels == "triton":
+        _check_triton()
     _check_fp8_options(model)
     if model.fp8 != "none":
         _check_fp8(model, precision)
         _check_fp8_sizes(config)
+
+
+def _check_triton() -> None:
+    asked = "model.gpu_kernels: found triton"
+    if not has_cuda():
+        raise UserError(f"{asked}, but there is no CUDA device; set model.gpu_kernels: plain")
+    if not is_installed("triton"):
+        raise UserError(f"{asked}, but it is not installed; install triton, or set model.gpu_kernels: plain")
 
 
 def _check_fp8_options(model: ModelConfig) -> None:
@@ -201,6 +211,7 @@ def backend_rows(config: RunConfig, apex_optimizer: str) -> dict[str, str]:
     return {
         "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU, gloo",
         "CPU kernels": _cpu_kernels_row(config),
+        **({"GPU kernels": _gpu_kernels_row(config)} if has_cuda() else {}),
         "Transformer Engine": _engine_row(config),
         "Apex": ", ".join([*(["norms"] if uses_apex_norms(config.model) else []), apex_optimizer]).strip(", ")
         or "none",
@@ -216,6 +227,12 @@ def _cpu_kernels_row(config: RunConfig) -> str:
     if library is None:
         return f"PyTorch's: {problem}"
     return f"compiled, experts in bf16 by {'AMX' if library.has_tiles else 'PyTorch'}"
+
+
+def _gpu_kernels_row(config: RunConfig) -> str:
+    if config.model.gpu_kernels == "plain":
+        return "PyTorch's (model.gpu_kernels: plain)"
+    return "Triton's for the rows of MoE layers"
 
 
 def _engine_row(config: RunConfig) -> str:

@@ -38,6 +38,7 @@ FREE = (
         "backend",
         "norm_kernel",
         "cpu_kernels",
+        "gpu_kernels",
         "fp8",
         "fp8_format",
         "fp8_amax_history",

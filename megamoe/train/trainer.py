@@ -14,6 +14,7 @@ from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.kernels.library import use_compiled
 from megamoe.kernels.memory import keep_freed_memory
+from megamoe.kernels.rows import use_triton
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
@@ -65,6 +66,7 @@ class Trainer:
         self.world = world or launch.find_world()
         check_run(config, self.world.size)
         use_compiled(config.model.cpu_kernels != "plain")
+        use_triton(config.model.gpu_kernels == "triton")
         if self.world.device.type == "cpu":
             keep_freed_memory()
         self.layout = Layout.of(config.parallel, self.world.size)

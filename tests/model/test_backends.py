@@ -82,6 +82,10 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "model.fp8: found delayed, which needs Transformer Engine, but Transformer Engine is not "
             "installed; set model.fp8: none",
         ),
+        (
+            "model.gpu_kernels=triton",
+            "model.gpu_kernels: found triton, but there is no CUDA device; set model.gpu_kernels: plain",
+        ),
         ("model.fp8_format=e4m3", "model.fp8_format: found e4m3, but model.fp8 is none; leave it out"),
         (
             "model.fp8_amax_history=16",
@@ -99,6 +103,33 @@ def test_what_is_not_here_is_refused_by_name(nothing_installed: None, override: 
     with pytest.raises(UserError) as refused:
         check_run(tiny(override), world_size=1)
     assert str(refused.value) == message
+
+
+def test_triton_is_refused_where_it_is_not_installed(
+    nothing_installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "has_cuda", lambda: True)
+    check_run(tiny(), world_size=1)
+    with pytest.raises(UserError) as refused:
+        check_run(tiny("model.gpu_kernels=triton"), world_size=1)
+    assert str(refused.value) == (
+        "model.gpu_kernels: found triton, but it is not installed; install triton, or set "
+        "model.gpu_kernels: plain"
+    )
+    monkeypatch.setattr(backends, "is_installed", lambda name: name == "triton")
+    check_run(tiny("model.gpu_kernels=triton"), world_size=1)
+
+
+def test_the_summary_names_the_gpus_kernels_where_there_is_one(
+    nothing_installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "GPU kernels" not in backend_rows(tiny(), apex_optimizer="")
+    monkeypatch.setattr(backends, "has_cuda", lambda: True)
+    rows = [backend_rows(tiny(f"model.gpu_kernels={name}"), "") for name in ("plain", "triton")]
+    assert [row["GPU kernels"] for row in rows] == [
+        "PyTorch's (model.gpu_kernels: plain)",
+        "Triton's for the rows of MoE layers",
+    ]
 
 
 def test_apex_is_refused_where_it_is_not_installed(nothing_installed: None) -> None:

@@ -1,0 +1,263 @@
+"""Checks of Triton's kernels without a GPU, in a process of their own: Triton decides once how to run.
+
+    TRITON_INTERPRET=1 python -m tests.kernels.on_interpreter NAME ...    # the kernels, run on CPU tensors
+    python -m tests.kernels.on_interpreter compiles_for_gpus              # compiled, run by nobody
+
+prints, as JSON, each check's name and its traceback, empty where it passed.
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megamoe.kernels import rows as passes
+from tests.kernels import test_rows
+from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
+from tests.moe.build import make_hidden, make_layer, moe_config
+
+WIDTHS = [1, 7, 16, 1030]  # of the last, two blocks
+# Of one rounding. The interpreter cuts bf16 off; that a GPU rounds it is seen in what is compiled.
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@contextmanager
+def on_triton() -> Iterator[list[str]]:
+    """CPU tensors are for Triton; gives the names of the passes that it ran."""
+    from megamoe.kernels.triton_rows import TritonKernels
+
+    names: list[str] = []
+
+    class Recorded(TritonKernels):
+        def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
+            names.append(name)
+            super().call(name, dtype, *arguments)
+
+    with mock.patch.object(passes, "kernels_on", lambda device: Recorded()):
+        yield names
+
+
+@contextmanager
+def on_plain() -> Iterator[None]:
+    with mock.patch.object(passes, "kernels_on", lambda device: None):
+        yield
+
+
+def exactly_gathered(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int) -> list[Tensor]:
+    hidden_TH = draw(num_tokens, width).to(dtype).double().requires_grad_()
+    rows_NH = hidden_TH[tokens]
+    sent = draw(len(tokens), width, seed=1).to(dtype).double()
+    return [rows_NH, *torch.autograd.grad(rows_NH, hidden_TH, sent)]
+
+
+def exactly_combined(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int) -> list[Tensor]:
+    rows_NH = draw(len(tokens), width).to(dtype).double().requires_grad_()
+    weight_N = torch.linspace(-0.3, 1.1, len(tokens)).double().requires_grad_()
+    member_TN = torch.tensor(tokens, dtype=torch.int64) == torch.arange(num_tokens)[:, None]
+    output_TH = (member_TN * weight_N) @ rows_NH
+    sent = draw(num_tokens, width, seed=1).to(dtype).double()
+    return [output_TH, *torch.autograd.grad(output_TH, [rows_NH, weight_N], sent)]
+
+
+def exactly_activated(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int) -> list[Tensor]:
+    rows_N2F = (4 * draw(len(tokens), 2 * width)).to(dtype).double().requires_grad_()
+    gate, value = rows_N2F.chunk(2, dim=-1)
+    rows_NF = functional.silu(gate) * value
+    sent = draw(len(tokens), width, seed=1).to(dtype).double()
+    return [rows_NF, *torch.autograd.grad(rows_NF, rows_N2F, sent)]
+
+
+PASSES: dict[str, tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]], list[str]]] = {
+    "gather": (gathered, exactly_gathered, ["combine"]),
+    "combine": (combined, exactly_combined, ["combine", "combine_backward"]),
+    "swiglu": (activated, exactly_activated, ["swiglu", "swiglu_backward"]),
+}
+
+
+def close(found: list[Tensor], exact: list[Tensor], case: str) -> None:
+    for one, expected in zip(found, exact, strict=True):
+        tolerance = TOLERANCES[one.dtype]
+        torch.testing.assert_close(
+            one.double(), expected.double(), rtol=tolerance, atol=1e-5, msg=lambda text: f"{case}: {text}"
+        )
+
+
+def check_outputs_and_gradients_are_those_of_float64() -> None:
+    for name, (run, exact, expected_names) in PASSES.items():
+        for case, tokens in TOKENS.items():
+            for width in WIDTHS:
+                for dtype in TOLERANCES:
+                    with on_triton() as names:
+                        found = run(dtype, *tokens, width)
+                    assert names == expected_names
+                    close(found, exact(dtype, *tokens, width), f"{name}, {case}, {width}, {dtype}")
+
+
+def check_outputs_and_gradients_are_the_plain_ones() -> None:
+    for name, (run, _, _) in PASSES.items():
+        for case, tokens in TOKENS.items():
+            with on_triton():
+                found = run(torch.float32, *tokens, 7)
+            with on_plain():
+                close(found, run(torch.float32, *tokens, 7), f"{name}, {case}")
+
+
+def check_numbers_by_hand_and_at_extremes() -> None:
+    """The tests of the other kernels; what `compiled` says is not asked here."""
+    with on_triton() as names:
+        for dtype in (torch.float32, torch.bfloat16):
+            test_rows.test_combine_by_hand(compiled=False, dtype=dtype)
+            test_rows.test_swiglu_at_extremes(compiled=False, dtype=dtype)
+    assert names == ["combine", "combine_backward", "swiglu", "swiglu_backward"] * 2
+
+
+def check_rows_by_token() -> None:
+    from megamoe.kernels.triton_rows import TritonKernels
+
+    strided_N = torch.tensor([[2, 9], [0, 9], [2, 9], [4, 9]])[:, 0]
+    for token_N in (strided_N, strided_N.to(torch.int32)):
+        row_N, ends_T = TritonKernels().rows_by_token(token_N, 5)
+        assert (row_N.dtype, ends_T.dtype) == (torch.int64, torch.int64)
+        assert (row_N.tolist(), ends_T.tolist()) == ([1, 0, 2, 3], [1, 1, 3, 3, 4])
+    many_N = torch.randint(0, 13, (500,), generator=torch.Generator().manual_seed(0))
+    row_N, ends_T = TritonKernels().rows_by_token(many_N, 15)
+    assert torch.equal(row_N, torch.argsort(many_N, stable=True))
+    assert torch.equal(ends_T, torch.bincount(many_N, minlength=15).cumsum(0))
+
+
+def check_nothing_is_read_or_written_beside_the_rows() -> None:
+    """NaNs stand around what is read, sevens around what is written."""
+    from megamoe.kernels.triton_rows import TritonKernels
+
+    def inside(numbers: Tensor, around: float) -> tuple[Tensor, Tensor]:
+        edge = torch.full((2048,), around, dtype=numbers.dtype)
+        whole = torch.cat([edge, numbers.flatten(), edge])
+        return whole, whole[2048:-2048].view(numbers.shape)
+
+    tokens, num_tokens = TOKENS["uneven"]
+    token_N = torch.tensor(tokens)
+    count, call = len(tokens), TritonKernels().call
+    by_token = TritonKernels().rows_by_token(token_N, num_tokens)
+    for width in (7, 1030):
+        rows_NH = inside(draw(count, width), NAN)[1]
+        rows_N2F = inside(draw(count, 2 * width), NAN)[1]
+        sent_TH = inside(draw(num_tokens, width), NAN)[1]
+        weight_N = inside(torch.ones(count), NAN)[1]
+        shapes = [(num_tokens, width), (count, width), (count,), (count, width), (count, 2 * width)]
+        wholes, (out, to_rows, to_weight, active, to_both) = zip(
+            *(inside(torch.zeros(shape), 7) for shape in shapes), strict=True
+        )
+        call("combine", torch.float32, rows_NH, *by_token, weight_N, num_tokens, width, out)
+        arguments = (sent_TH, rows_NH, token_N, weight_N, count, width)
+        call("combine_backward", torch.float32, *arguments, to_rows, to_weight)
+        call("swiglu", torch.float32, rows_N2F, count, width, active)
+        call("swiglu_backward", torch.float32, rows_NH, rows_N2F, count, width, to_both)
+        for whole in wholes:
+            assert whole.isfinite().all()
+            assert bool((whole[:2048] == 7).all()) and bool((whole[-2048:] == 7).all())
+
+
+def check_a_nan_stays_in_its_token() -> None:
+    rows_NH = torch.ones(3, 40)
+    rows_NH[1, 33] = NAN
+    with on_triton() as names:
+        rows = passes.RowTokens.of(torch.tensor([0, 1, 0]), 2)
+        output_TH = passes.combine(rows_NH, torch.ones(3), rows)
+    assert names == ["combine"] and output_TH.isnan().nonzero().tolist() == [[1, 33]]
+
+
+def check_rows_of_more_than_two_billion_numbers() -> None:
+    """In a file that is a hole but for the row that is read."""
+    from megamoe.kernels.triton_rows import TritonKernels
+
+    width, row = 2**10, 2**21 + 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "rows")
+        numbers = torch.from_file(path, shared=True, size=(row + 1) * width, dtype=torch.bfloat16)
+        rows_NH = numbers.view(-1, width)
+        rows_NH[row] = 3
+        out = torch.empty(1, width, dtype=torch.bfloat16)
+        arguments = (rows_NH, torch.tensor([row]), torch.tensor([1]), None, 1, width, out)
+        TritonKernels().call("combine", rows_NH.dtype, *arguments)
+        assert out.eq(3).all()
+
+
+def check_what_does_not_fit_is_pytorchs() -> None:
+    wide = draw(3, 80)
+    with on_triton() as names:
+        rows = passes.RowTokens.of(torch.tensor([0, 1, 0]), 2)
+        passes.combine(wide[:, ::2], torch.ones(3), rows)
+        passes.combine(wide.double(), torch.ones(3), rows)
+        passes.gather(wide[:2, ::2].requires_grad_(), rows).sum().backward()
+        passes.swiglu(wide[:, ::2])
+        passes.swiglu(wide.view(3, 2, 40))
+    assert names == []
+
+
+def check_a_whole_layer() -> None:
+    def run() -> list[Tensor]:
+        layer = make_layer(moe_config(num_experts=8))
+        hidden_TH = make_hidden(24).requires_grad_()
+        output_TH = layer(hidden_TH)
+        (output_TH * torch.linspace(-1, 2, output_TH.shape[1])).sum().backward()
+        assert hidden_TH.grad is not None
+        return [output_TH, hidden_TH.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+    with on_triton() as names:
+        found = run()
+    assert names == ["swiglu", "combine", "combine_backward", "swiglu_backward", "combine"]
+    with on_plain():
+        torch.testing.assert_close(found, run(), rtol=1e-5, atol=1e-5)
+
+
+def check_compiles_for_gpus() -> None:
+    """The interpreter takes what Triton's compiler does not. Without TRITON_INTERPRET."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from megamoe.kernels import triton_rows
+
+    def compiled(kernel: Any, kinds: dict[str, str], capability: int, **constants: Any) -> None:
+        signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+        source = triton.compiler.ASTSource(kernel, signature, {**constants, "BLOCK": 1024})
+        code = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
+        assert code["cubin"] and "cvt.rz" not in code["ptx"]
+        assert ("cvt.rn.bf16" in code["ptx"]) == ("*bf16" in kinds.values())
+
+    for number, capability in (("bf16", 80), ("bf16", 90), ("fp32", 90), ("fp16", 90)):
+        names = ("rows", "out", "gradient", "to_rows")
+        kinds = dict.fromkeys(names, f"*{number}") | dict.fromkeys(("row", "ends", "token"), "*i64")
+        kinds |= {"width": "i32"} | dict.fromkeys(("weight", "to_weight"), "*fp32")
+        for name in ("_combine", "_combine_backward", "_swiglu", "_swiglu_backward"):
+            compiled(getattr(triton_rows, name), kinds, capability)
+        without = {name: kind for name, kind in kinds.items() if name != "weight"}
+        compiled(triton_rows._combine, without, capability, weight=None)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+
+def main() -> None:
+    verdicts = {}
+    for name in sys.argv[1:]:
+        verdicts[name] = ""
+        try:
+            CHECKS[name]()
+        except Exception:
+            verdicts[name] = traceback.format_exc()
+    print(json.dumps(verdicts))
+
+
+if __name__ == "__main__":
+    main()

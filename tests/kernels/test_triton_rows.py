@@ -1,0 +1,48 @@
+"""Triton's passes over rows, in its interpreter and through its compiler, without a GPU: on_interpreter.py."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.on_interpreter import CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILED = "compiles_for_gpus"
+INTERPRETED = [check for check in CHECKS if check != COMPILED]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def verdicts_of(checks: list[str], **variables: str) -> dict[str, str]:
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.on_interpreter", *checks],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    return dict(json.loads(found.stdout.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
+    names = [item.name for item in request.session.items]
+    asked = [check for check in INTERPRETED if any(f"[{check}]" in name for name in names)]
+    return verdicts_of(asked, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("check", INTERPRETED)
+def test_in_the_interpreter(verdicts: dict[str, str], check: str) -> None:
+    assert verdicts[check] == ""
+
+
+def test_compiles_for_gpus(tmp_path: Path) -> None:
+    verdicts = verdicts_of([COMPILED], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert verdicts[COMPILED] == ""
