@@ -143,9 +143,8 @@ def check_nothing_is_read_or_written_beside_the_rows() -> None:
         whole = torch.cat([edge, numbers.flatten(), edge])
         return whole, whole[2048:-2048].view(numbers.shape)
 
-    tokens, num_tokens = TOKENS["uneven"]
-    token_N = torch.tensor(tokens)
-    count, call = len(tokens), TritonKernels().call
+    token_N, num_tokens = torch.tensor([2, 0, 2, 1]), 3  # the last has rows: the edge is beside what it reads
+    count, call = len(token_N), TritonKernels().call
     by_token = TritonKernels().rows_by_token(token_N, num_tokens)
     for width in (7, 1030):
         rows_NH = inside(draw(count, width), NAN)[1]
@@ -176,10 +175,10 @@ def check_a_nan_stays_in_its_token() -> None:
 
 
 def check_rows_of_more_than_two_billion_numbers() -> None:
-    """In a file that is a hole but for the row that is read."""
+    """In a file that is a hole but for the row that is read; in 32 bits, row 1 would be."""
     from megamoe.kernels.triton_rows import TritonKernels
 
-    width, row = 2**10, 2**21 + 1
+    width, row = 2**10, 2**22 + 1
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "rows")
         numbers = torch.from_file(path, shared=True, size=(row + 1) * width, dtype=torch.bfloat16)
@@ -201,6 +200,18 @@ def check_what_does_not_fit_is_pytorchs() -> None:
         passes.swiglu(wide[:, ::2])
         passes.swiglu(wide.view(3, 2, 40))
     assert names == []
+
+
+def check_the_choice() -> None:
+    from megamoe.kernels.triton_rows import TritonKernels
+
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert passes.kernels_on(cuda) is None
+    passes.use_triton(True)
+    assert isinstance(passes.kernels_on(cuda), TritonKernels)
+    assert not isinstance(passes.kernels_on(cpu), TritonKernels)
+    passes.use_triton(False)
+    assert passes.kernels_on(cuda) is None
 
 
 def check_a_whole_layer() -> None:

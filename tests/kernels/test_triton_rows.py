@@ -1,4 +1,4 @@
-"""Triton's passes over rows, in its interpreter and through its compiler, without a GPU: on_interpreter.py."""
+"""Triton's passes over rows, in its interpreter and through its compiler: on_interpreter.py. No GPU."""
 
 import importlib.util
 import json

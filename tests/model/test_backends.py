@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from megamoe.errors import UserError
+from megamoe.kernels import rows
 from megamoe.model import backends
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
 from megamoe.parallel.zero import apex_adamw
+from megamoe.train import trainer
 from megamoe.train.check import check_run
 from tests.model.on_stand_ins import CHECKS
 from tests.tiny import tiny
@@ -120,13 +122,25 @@ def test_triton_is_refused_where_it_is_not_installed(
     check_run(tiny("model.gpu_kernels=triton"), world_size=1)
 
 
+@pytest.mark.parametrize("name", ["triton", "plain"])
+def test_a_run_takes_the_kernels_that_it_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as its vocabulary."""
+    monkeypatch.setattr(rows._Choice, "triton", name == "plain")
+    monkeypatch.setattr(trainer, "check_run", lambda config, world_size: None)
+    monkeypatch.setattr(trainer, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(trainer, "resolve_vocabulary", lambda data, size: sys.exit("far enough"))
+    with pytest.raises(SystemExit, match="far enough"):
+        trainer.Trainer(tiny(f"model.gpu_kernels={name}"))
+    assert rows._Choice.triton == (name == "triton")
+
+
 def test_the_summary_names_the_gpus_kernels_where_there_is_one(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "GPU kernels" not in backend_rows(tiny(), apex_optimizer="")
     monkeypatch.setattr(backends, "has_cuda", lambda: True)
-    rows = [backend_rows(tiny(f"model.gpu_kernels={name}"), "") for name in ("plain", "triton")]
-    assert [row["GPU kernels"] for row in rows] == [
+    summaries = [backend_rows(tiny(f"model.gpu_kernels={name}"), "") for name in ("plain", "triton")]
+    assert [summary["GPU kernels"] for summary in summaries] == [
         "PyTorch's (model.gpu_kernels: plain)",
         "Triton's for the rows of MoE layers",
     ]
@@ -146,8 +160,8 @@ def test_without_them_everything_is_pytorchs(nothing_installed: None) -> None:
     modules = choose_modules(config)
     assert (modules.core_attention, modules.linears, modules.products.row_multiple) == (SDPAttention, None, 1)
     assert fp8_options(config.model) == {"fp8": None}
-    rows = backend_rows(config, apex_optimizer="")
-    assert (rows["Transformer Engine"], rows["Apex"]) == ("none", "none")
+    summary = backend_rows(config, apex_optimizer="")
+    assert (summary["Transformer Engine"], summary["Apex"]) == ("none", "none")
 
 
 def test_another_package_of_that_name_is_not_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
