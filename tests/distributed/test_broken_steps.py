@@ -203,7 +203,7 @@ def test_an_overflow_counts_where_the_loss_scale_cannot_fall(
 SPIKES: dict[str, Any] = {
     **RUN,
     "optimizer__lr": 0.02,
-    "train__loss_spike": {"sigmas": 0.3, "window": 3},
+    "train__loss_spike": {"sigmas": 0.1, "window": 3},
     "parallel__deepspeed": ds_config("zero1_bf16"),
 }
 
