@@ -27,13 +27,14 @@ class AdamW(torch.optim.AdamW):
 
         rounded: by parameter, where its value is written in bf16; the gradients are zeroed then.
         """
-        tensors = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        library = library_for(*tensors, *(p.grad for p in tensors)) if tensors else None
-        if library is None or tensors[0].dtype != torch.float32:
-            self._update_plainly(tensors, factor, rounded)
+        groups = [(group, self._columns(group)) for group in self.param_groups]
+        weights = [weight for _, columns in groups for weight in columns.weights]
+        tensors = [tensor for _, columns in groups for tensor in columns.passed_over()]
+        library = library_for(*tensors) if tensors and tensors[0].dtype == torch.float32 else None
+        if library is None:
+            self._update_plainly(weights, factor, rounded)
             return
-        for group in self.param_groups:
-            columns = self._columns(group)
+        for group, columns in groups:
             if columns.weights:
                 _update(library, columns, group, factor, rounded)
 
@@ -66,6 +67,10 @@ class _Columns:
     squares: list[Tensor]
     largest_squares: list[Tensor]
     steps: list[Tensor]
+
+    def passed_over(self) -> list[Tensor]:
+        """All that a step reads and writes."""
+        return self.weights + self.gradients + self.means + self.squares
 
 
 def _update(

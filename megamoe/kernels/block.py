@@ -14,7 +14,7 @@ from megamoe.kernels.library import SUFFIXES, Library, library_for, library_on
 def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, [..., H] -> the same (Zhang and Sennrich 2019, eq. 4)."""
     library = library_for(hidden, weight_H)
-    if library is None:
+    if library is None or hidden.shape[-1:] != weight_H.shape:
         return functional.rms_norm(hidden, weight_H.shape, weight_H, eps)
     normed: Tensor = _RMSNorm.apply(hidden, weight_H, eps, library)
     return normed

@@ -20,9 +20,21 @@ TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
 def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
     """rows_NI times the transposed weight of each row's expert -> [N, O], in the rows' dtype.
 
-    counts_E: int64, the rows of each expert; an expert, or all of them, may have none.
+    counts_E: int64, the rows of each expert, N in all; an expert, or all of them, may have none.
+
+    Raises:
+        ValueError: if the weight is of another width or dtype than the rows; on the CPU, if the counts are
+            not those of the rows.
     """
-    product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, counts_E.cumsum(0))
+    if weight_EOI.shape[2] != rows_NI.shape[1] or weight_EOI.dtype != rows_NI.dtype:
+        found = f"{list(rows_NI.shape)} {rows_NI.dtype} and {list(weight_EOI.shape)} {weight_EOI.dtype}"
+        raise ValueError(f"rows and weight do not fit: found {found}")
+    ends_E = counts_E.cumsum(0)
+    on_cpu = ends_E.device.type == "cpu"  # elsewhere to look would wait for the device
+    if on_cpu and (len(ends_E) != len(weight_EOI) or int(ends_E[-1]) != len(rows_NI)):
+        experts = f"{len(rows_NI)} rows of {len(weight_EOI)} experts"
+        raise ValueError(f"found counts {counts_E.tolist()}, expected those of {experts}")
+    product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, ends_E)
     return product_NO
 
 

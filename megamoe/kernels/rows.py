@@ -140,7 +140,14 @@ class _Gather(torch.autograd.Function):
 
 
 def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
-    """Each token's weighted sum of its rows, [T, H] in their dtype; 0 where it has none. weight_N: fp32."""
+    """Each token's weighted sum of its rows, [T, H] in their dtype; 0 where it has none. weight_N: fp32.
+
+    Raises:
+        ValueError: if there are not as many rows as weights and as `rows` says.
+    """
+    if not len(rows_NH) == len(weight_N) == len(rows.token_N):
+        sizes = f"{len(rows_NH)} rows, {len(weight_N)} weights, {len(rows.token_N)} tokens of rows"
+        raise ValueError(f"expected as many of each, found {sizes}")
     weight_N = weight_N.contiguous()
     kernels = kernels_for(rows_NH)
     if rows.row_N is None or weight_N.dtype != torch.float32 or kernels is None:
@@ -184,7 +191,7 @@ def _sum_rows(rows_NH: Tensor, weight_N: Tensor | None, rows: RowTokens, kernels
 def swiglu(rows_N2F: Tensor) -> Tensor:
     """SwiGLU of [gate | value] halves, silu(gate) * value: [N, 2F] -> [N, F] (Shazeer 2020, section 2)."""
     kernels = kernels_for(rows_N2F)
-    if rows_N2F.dim() != 2 or kernels is None:
+    if rows_N2F.dim() != 2 or rows_N2F.shape[1] % 2 or kernels is None:
         return plain_swiglu(rows_N2F)
     rows_NF: Tensor = _SwiGLU.apply(rows_N2F, kernels)
     return rows_NF

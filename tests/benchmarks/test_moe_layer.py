@@ -49,12 +49,17 @@ def test_measures_all_and_writes_what_it_prints(
     assert {"median": 1.0, "low": 1.0, "high": 1.0} in limits
 
 
+def spoil(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a candidate be wrong."""
+    candidates = sys.modules["layers.catalogue"].CANDIDATES
+    wrong = replace(candidates[name], build=wrong_build(candidates[name].build))
+    monkeypatch.setitem(candidates, name, wrong)
+
+
 def test_another_layer_that_is_wrong_is_told_and_left_out(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    candidates = sys.modules["layers.catalogue"].CANDIDATES
-    right = candidates["hf_eager"]
-    monkeypatch.setitem(candidates, "hf_eager", replace(right, build=wrong_build(right.build)))
+    spoil("hf_eager", monkeypatch)
     assert bench.main([*SMALL, "--candidates", "ours,hf_eager"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_eager")]
     assert len(told) == 1 and "not measured: wrong: relative error" in told[0]
@@ -63,9 +68,7 @@ def test_another_layer_that_is_wrong_is_told_and_left_out(
 def test_nothing_is_measured_where_our_layer_is_wrong(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    candidates = sys.modules["layers.catalogue"].CANDIDATES
-    right = candidates["ours"]
-    monkeypatch.setitem(candidates, "ours", replace(right, build=wrong_build(right.build)))
+    spoil("ours", monkeypatch)
     assert bench.main([*SMALL, "--candidates", "ours,limit"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("ours") and "wrong" in line for line in lines)

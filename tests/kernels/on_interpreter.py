@@ -6,10 +6,7 @@
 prints, as JSON, each check's name and its traceback, empty where it passed.
 """
 
-import json
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +21,7 @@ from megamoe.kernels import rows as passes
 from tests.kernels import test_rows
 from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
 from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.verdicts import checks_of, verdicts_of
 
 WIDTHS = [1, 7, 16, 1030]  # of the last, two blocks
 # Of one rounding. The interpreter cuts bf16 off; that a GPU rounds it is seen in what is compiled.
@@ -254,20 +252,12 @@ def check_compiles_for_gpus() -> None:
         compiled(triton_rows._combine, without, capability, weight=None)
 
 
-CHECKS: dict[str, Callable[[], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
+CHECKS = checks_of(globals())
 
 
 def main() -> None:
-    verdicts = {}
-    for name in sys.argv[1:]:
-        verdicts[name] = ""
-        try:
-            CHECKS[name]()
-        except Exception:
-            verdicts[name] = traceback.format_exc()
-    print(json.dumps(verdicts))
+    verdicts = verdicts_of(CHECKS)
+    print(verdicts)
 
 
 if __name__ == "__main__":

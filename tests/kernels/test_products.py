@@ -151,3 +151,17 @@ def test_second_derivatives_are_refused(dtype: torch.dtype) -> None:
     (gradient,) = torch.autograd.grad(output_NO.square().sum(), rows_NI, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("weight", "counts", "told"),
+    [
+        (torch.zeros(2, 3, 5), [4, 2], "do not fit"),
+        (torch.zeros(2, 3, 4, dtype=torch.bfloat16), [4, 2], "do not fit"),
+        (torch.zeros(2, 3, 4), [4, 3], "expected those of 6 rows of 2 experts"),
+        (torch.zeros(3, 3, 4), [4, 2], "expected those of 6 rows of 3 experts"),
+    ],
+)
+def test_what_does_not_fit_is_not_read(weight: Tensor, counts: list[int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        grouped_product(torch.zeros(6, 4), weight, torch.tensor(counts))

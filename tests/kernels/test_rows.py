@@ -213,3 +213,14 @@ def test_second_derivatives_are_refused(passed: str, library: Library) -> None:
     (gradient,) = torch.autograd.grad(functions[passed](values).square().sum(), values, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def test_rows_and_weights_of_other_numbers_are_refused() -> None:
+    rows = RowTokens.of(torch.tensor([0, 1, 1]), 2)
+    with pytest.raises(ValueError, match="found 3 rows, 2 weights, 3 tokens of rows"):
+        combine(torch.zeros(3, 4), torch.zeros(2), rows)
+
+
+def test_an_odd_width_has_no_halves() -> None:
+    with pytest.raises(RuntimeError):
+        swiglu(torch.zeros(2, 5))

@@ -6,10 +6,6 @@ prints, as JSON, each check's name and its traceback, empty where it passed. Meg
 import whether Transformer Engine is there, so that no test of the main process can change it.
 """
 
-import json
-import sys
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -34,6 +30,7 @@ from tests.distributed.runs import ds_config, small_run
 from tests.model.runs_on_stand_ins import check_runs_of_two_ranks  # noqa: F401
 from tests.model.stand_ins import calls, say_cuda_is_here
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.verdicts import checks_of, verdicts_of
 
 
 def loss_of(model: GPT, rows: int = 2) -> Tensor:
@@ -334,24 +331,16 @@ def check_each_weight_has_a_product_of_its_own() -> None:
     assert len(products) == len({id(product) for product in products}) == 2 * 2 * 2
 
 
-CHECKS: dict[str, Callable[[], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
+CHECKS = checks_of(globals())
 
 
 def main() -> None:
     say_cuda_is_here()
     launch.start(launch.find_world(), timeout_minutes=1)
-    verdicts = {}
-    for name in sys.argv[1:]:
-        verdicts[name] = ""
-        try:
-            CHECKS[name]()
-        except Exception:
-            verdicts[name] = traceback.format_exc()
+    verdicts = verdicts_of(CHECKS)
     with suppress(Exception):
         launch.stop()
-    print(json.dumps(verdicts))
+    print(verdicts)
 
 
 if __name__ == "__main__":
