@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.errors import UserError
-from megamoe.kernels import rows
+from megamoe.kernels import library, rows
 from megamoe.model import backends
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
@@ -122,16 +122,22 @@ def test_triton_is_refused_where_it_is_not_installed(
     check_run(tiny("model.gpu_kernels=triton"), world_size=1)
 
 
-@pytest.mark.parametrize("name", ["triton", "plain"])
-def test_a_run_takes_the_kernels_that_it_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as its vocabulary."""
-    monkeypatch.setattr(rows._Choice, "triton", name == "plain")
+@pytest.mark.parametrize(("on_cpu", "on_gpu"), [("auto", "plain"), ("plain", "triton")])
+def test_a_run_takes_the_kernels_that_it_names(
+    on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as its vocabulary; on the CPU it keeps freed memory."""
+    kept: list[bool] = []
+    monkeypatch.setattr(rows._Choice, "triton", on_gpu == "plain")
+    monkeypatch.setattr(library._Choice, "compiled", on_cpu == "plain")
     monkeypatch.setattr(trainer, "check_run", lambda config, world_size: None)
-    monkeypatch.setattr(trainer, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(trainer, "keep_freed_memory", lambda: kept.append(True))
     monkeypatch.setattr(trainer, "resolve_vocabulary", lambda data, size: sys.exit("far enough"))
     with pytest.raises(SystemExit, match="far enough"):
-        trainer.Trainer(tiny(f"model.gpu_kernels={name}"))
-    assert rows._Choice.triton == (name == "triton")
+        trainer.Trainer(tiny(f"model.gpu_kernels={on_gpu}", f"model.cpu_kernels={on_cpu}"))
+    assert rows._Choice.triton == (on_gpu == "triton")
+    assert library._Choice.compiled == (on_cpu == "auto")
+    assert kept == [True]
 
 
 def test_the_summary_names_the_gpus_kernels_where_there_is_one(

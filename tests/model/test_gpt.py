@@ -165,6 +165,23 @@ def test_no_token_sees_a_later_one(one_rank: None, overrides: list[str]) -> None
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
+def test_the_order_of_what_came_before_matters(one_rank: None, position: str) -> None:
+    """One block alone sees the tokens before as a set, but for their positions."""
+    one_block = tiny("model.num_layers=1", "model.init_std=0.5", f"model.position={position}")
+    tokens, labels = text()
+    swapped = tokens[:, [1, 0, *range(2, S)]]
+    before, after = (tiny_gpt(one_block)(words, POSITIONS, labels)[0, 2:] for words in (tokens, swapped))
+    assert ((before - after).abs() > 1e-4).all()
+
+
+def test_the_base_of_rotary_positions_reaches_attention(one_rank: None) -> None:
+    tokens, labels = text()
+    bases = (tiny("model.init_std=0.5", f"model.rope_base={base}") for base in (10000, 50))
+    found = [tiny_gpt(config)(tokens, POSITIONS, labels)[0, 1:] for config in bases]
+    assert ((found[0] - found[1]).abs() > 1e-5).all()
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
 def test_a_document_does_not_see_another(one_rank: None, position: str) -> None:
     """The second document's losses are those of the same document by itself."""
     model = tiny_gpt(tiny("model.init_std=0.5", f"model.position={position}"))
