@@ -29,6 +29,7 @@ BUILD_TIMEOUT_S = 300
 
 Pointer, Int, Threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+HEADS = [Pointer, Int, Int, Int]
 # The arguments of each function; of those in PER_NUMBER there is one for each number.
 SORT = [Pointer, Int, Int, *[Pointer] * 3]
 PER_NUMBER = {
@@ -38,7 +39,14 @@ PER_NUMBER = {
     "swiglu_backward": [Pointer, Pointer, Int, Int, Pointer, Threads],
     "rms_norm": [Pointer, Pointer, Int, Int, ctypes.c_double, Pointer, Pointer, Threads],
     "rms_norm_backward": [*[Pointer] * 4, Int, Int, Pointer, Pointer, Threads],
-    "rotate": [*[Pointer, Int, Int, Int] * 2, *[Int] * 4, Pointer, Pointer, ctypes.c_double, Threads],
+    "rotate": [*HEADS * 2, *[Int] * 4, Pointer, Pointer, ctypes.c_double, Threads],
+}
+HEADS_IN = [Pointer, *HEADS * 3, *[Int] * 5, Pointer, Pointer, ctypes.c_double, Pointer, Pointer]
+WITH_BLAS = {
+    "experts": [*[Pointer] * 5, *[Int] * 3, *[Pointer] * 2, Threads],
+    "experts_backward": [*[Pointer] * 6, *[Int] * 3, *[Pointer] * 5, Threads],
+    "attention": [*HEADS_IN, Threads],
+    "attention_backward": [*HEADS_IN, Pointer, *HEADS * 3, Threads],
 }
 PRODUCT = [*[Pointer] * 3, *[Int] * 3, Pointer, Threads]
 PRODUCTS = ("forward", "to_rows", "to_weight")
@@ -170,6 +178,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         f"{name}_{suffix}": kinds for name, kinds in PER_NUMBER.items() for suffix in SUFFIXES.values()
     }
     declared |= {f"{name}_fp32": [Pointer, *PRODUCT] for name in PRODUCTS}
+    declared |= {f"{name}_fp32": kinds for name, kinds in WITH_BLAS.items()}
     if functions.has_tiles():
         declared |= {f"{name}_bf16": PRODUCT for name in PRODUCTS}
     for name, kinds in declared.items():

@@ -26,6 +26,13 @@ def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Te
         ValueError: if the weight is of another width or dtype than the rows; on the CPU, if the counts are
             not those of the rows.
     """
+    ends_E = checked_ends(rows_NI, weight_EOI, counts_E)
+    product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, ends_E)
+    return product_NO
+
+
+def checked_ends(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Where each expert's rows end, int64 [E]; ValueError as `grouped_product` says."""
     if weight_EOI.shape[2] != rows_NI.shape[1] or weight_EOI.dtype != rows_NI.dtype:
         found = f"{list(rows_NI.shape)} {rows_NI.dtype} and {list(weight_EOI.shape)} {weight_EOI.dtype}"
         raise ValueError(f"rows and weight do not fit: found {found}")
@@ -34,8 +41,7 @@ def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Te
     if on_cpu and (len(ends_E) != len(weight_EOI) or int(ends_E[-1]) != len(rows_NI)):
         experts = f"{len(rows_NI)} rows of {len(weight_EOI)} experts"
         raise ValueError(f"found counts {counts_E.tolist()}, expected those of {experts}")
-    product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, ends_E)
-    return product_NO
+    return ends_E
 
 
 def takes_any_count(rows_NI: Tensor, *weights_EOI: Tensor) -> bool:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn import functional
 
+from megamoe.kernels.attention import attend, causal_attention, split_heads
 from megamoe.kernels.block import rotary
 
 
@@ -51,21 +52,27 @@ class SDPAttention(nn.Module):
 
         attention_mask: bool, True where attention is masked out (Megatron's convention), or None: causal.
         """
+        dropout = self.dropout if self.training else 0.0
+        if attention_mask is None and not dropout:
+            return causal_attention(query, key, value, self.rotary_base, self.scale)
         if self.rotary_base is not None:
             query, key = rotary(query, self.rotary_base), rotary(key, self.rotary_base)
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
         # Each tensor-parallel rank has other heads, whose dropout is their own.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
-            context = functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=None if attention_mask is None else ~attention_mask,
-                is_causal=attention_mask is None,
-                dropout_p=dropout,
-                scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        context = context.permute(2, 0, 1, 3)
-        return context.reshape(*context.shape[:2], -1)
+            visible = None if attention_mask is None else ~attention_mask
+            options = {"is_causal": visible is None, "dropout_p": dropout, "scale": self.scale}
+            return attend(query, key, value, attn_mask=visible, **options)
+
+
+class SplittingSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron-Core's self-attention, whose backward pass does not copy the gradients of its heads together."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *arguments: Any, split_qkv: bool = True, **options: Any
+    ) -> Any:
+        """As Megatron-Core's: [S, B, H] -> queries [S, B, heads, D], keys and values [S, B, groups, D]."""
+        given = super().get_query_key_value_tensors
+        if not split_qkv or self.config.num_query_groups != self.config.num_attention_heads:
+            return given(hidden_states, *arguments, split_qkv=split_qkv, **options)
+        query, key, value = split_heads(*given(hidden_states, *arguments, split_qkv=False, **options))
+        return self.q_layernorm(query), self.k_layernorm(key), value

@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from megamoe.config.schema import ModelConfig, RunConfig
-from megamoe.model.attention import SDPAttention
+from megamoe.model.attention import SDPAttention, SplittingSelfAttention
 from megamoe.model.backends import fp8_format, uses_apex_norms, uses_transformer_engine
 from megamoe.model.engine_products import engine_products
 from megamoe.model.norm import Norm
@@ -37,6 +37,8 @@ class Modules:
         block.input_layernorm = block.pre_mlp_layernorm = self.norm
         attention = block.self_attention.submodules
         attention.core_attention = self.core_attention
+        if self.core_attention is SDPAttention:
+            block.self_attention.module = SplittingSelfAttention
         if self.linears is not None:
             mlp = block.mlp  # a ModuleSpec in Megatron-Core 0.16, a partial in 0.19
             ffn = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]

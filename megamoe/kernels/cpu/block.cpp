@@ -2,6 +2,7 @@
 #include <cmath>
 #include <vector>
 
+#include "heads.h"
 #include "numbers.h"
 
 // out = rows * weight / root mean square of the row (Zhang and Sennrich 2019, eq. 4); scale [N]: one over that root.
@@ -57,14 +58,12 @@ static void rms_norm_backward(const number* gradient, const number* rows, const 
     for (int64_t h = 0; h < width; h++) to_weight[h] += sums[r * width + h];
 }
 
-// Each pair (x_i, x_{i + half}) of a head turned by its position's angle (Su et al. 2021, RoFormer, section 3.2), in
-// halves as Megatron-Core does; `turn` is 1, or -1 for the way back. Both sides are [S, B, heads, 2 half] with strides
-// of their own, the last of 1; cosine, sine [S, half].
+// Heads turned by their positions, see `turn`. Both sides are [S, B, heads, 2 half] with strides of their own, the last
+// of 1; cosine, sine [S, half].
 template <typename number>
 static void rotate(const number* from, int64_t from_s, int64_t from_b, int64_t from_n, number* to, int64_t to_s,
                    int64_t to_b, int64_t to_n, int64_t positions, int64_t batch, int64_t heads, int64_t half,
-                   const float* cosine, const float* sine, double turn, int threads) {
-  const float sign = turn;
+                   const float* cosine, const float* sine, double sign, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t s = 0; s < positions; s++) {
     const float *cosines = cosine + s * half, *sines = sine + s * half;
@@ -72,12 +71,7 @@ static void rotate(const number* from, int64_t from_s, int64_t from_b, int64_t f
       for (int64_t n = 0; n < heads; n++) {
         const number* head = from + s * from_s + b * from_b + n * from_n;
         number* turned = to + s * to_s + b * to_b + n * to_n;
-#pragma omp simd
-        for (int64_t i = 0; i < half; i++) {
-          const float first = to_float(head[i]), second = to_float(head[i + half]), sin = sign * sines[i];
-          from_float(first * cosines[i] - second * sin, turned[i]);
-          from_float(second * cosines[i] + first * sin, turned[i + half]);
-        }
+        turn(head, turned, half, cosines, sines, sign);
       }
     }
   }
@@ -96,8 +90,8 @@ static void rotate(const number* from, int64_t from_s, int64_t from_b, int64_t f
   extern "C" void rotate_##suffix(const number* from, int64_t from_s, int64_t from_b, int64_t from_n, number* to, \
                                   int64_t to_s, int64_t to_b, int64_t to_n, int64_t positions, int64_t batch,     \
                                   int64_t heads, int64_t half, const float* cosine, const float* sine,            \
-                                  double turn, int threads) {                                                     \
-    rotate(from, from_s, from_b, from_n, to, to_s, to_b, to_n, positions, batch, heads, half, cosine, sine, turn, \
+                                  double sign, int threads) {                                                     \
+    rotate(from, from_s, from_b, from_n, to, to_s, to_b, to_n, positions, batch, heads, half, cosine, sine, sign, \
            threads);                                                                                              \
   }
 

@@ -4,74 +4,45 @@
 // Sizes: E experts, N rows, I the weight's input columns, O its output columns; weights are [E, O, I], ends [E].
 //   forward    out [N, O] = rows [N, I] * weight^T          to_rows    out [N, I] = gradient [N, O] * weight
 //   to_weight  out [E, O, I] = gradient^T * rows, each expert's
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 
+#include "blas.h"
 #include "numbers.h"
+#include "scratch.h"
+#include "tasks.h"
 
-// Fortran's SGEMM, column-major.
-using sgemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
-                       const int*, const float*, const int*, const float*, float*, const int*);
-
-namespace {
-
-struct Blas {
-  sgemm call;
-
-  // Row-major: out [m, n] = a [m, k] * b [k, n]; transposed ones are stored [k, m] and [n, k].
-  void multiply(const float* a, bool a_transposed, const float* b, bool b_transposed, int m, int n, int k,
-                float* out) const {
-    const float one = 1, zero = 0;
-    const int lda = a_transposed ? m : k, ldb = b_transposed ? k : n;
-    call(b_transposed ? "T" : "N", a_transposed ? "T" : "N", &n, &m, &k, &one, b, &ldb, a, &lda, &zero, out, &n);
-  }
-};
-
-// Runs each expert; where there are many, on one thread each (BLAS itself stays on one inside of a parallel
-// region), and else one after the other, on all threads.
+// Each part of each expert's work on one thread, on which BLAS stays inside of a parallel region.
 template <typename Work>
-void for_each_expert(int64_t experts, int threads, Work work) {
-  if (experts >= 8 * threads && threads > 1) {
+static void for_each_task(const int64_t* ends, int64_t experts, int threads, Work work) {
+  const std::vector<Task> tasks = tasks_of(ends, experts, threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t e = 0; e < experts; e++) work(e);
-  } else {
-    for (int64_t e = 0; e < experts; e++) work(e);
-  }
+  for (size_t t = 0; t < tasks.size(); t++) work(tasks[t]);
 }
-
-}  // namespace
 
 extern "C" void forward_fp32(sgemm call, const float* rows, const float* weight, const int64_t* ends,
                              int64_t experts, int64_t in, int64_t out_size, float* out, int threads) {
-  for_each_expert(experts, threads, [=](int64_t e) {
-    int64_t first = e ? ends[e - 1] : 0, count = ends[e] - first;
+  for_each_task(ends, experts, threads, [=](const Task& task) {
+    const int64_t first = task.first_row(), count = task.rows();
     if (count)
-      Blas{call}.multiply(rows + first * in, false, weight + e * out_size * in, true, count, out_size, in,
-                          out + first * out_size);
+      Blas{call}.multiply(rows + first * in, false, weight + task.expert * out_size * in, true, count, out_size,
+                          in, out + first * out_size);
   });
 }
 
 extern "C" void to_rows_fp32(sgemm call, const float* gradient, const float* weight, const int64_t* ends,
                              int64_t experts, int64_t in, int64_t out_size, float* out, int threads) {
-  for_each_expert(experts, threads, [=](int64_t e) {
-    int64_t first = e ? ends[e - 1] : 0, count = ends[e] - first;
+  for_each_task(ends, experts, threads, [=](const Task& task) {
+    const int64_t first = task.first_row(), count = task.rows();
     if (count)
-      Blas{call}.multiply(gradient + first * out_size, false, weight + e * out_size * in, false, count, in,
+      Blas{call}.multiply(gradient + first * out_size, false, weight + task.expert * out_size * in, false, count, in,
                           out_size, out + first * in);
   });
 }
 
 extern "C" void to_weight_fp32(sgemm call, const float* gradient, const float* rows, const int64_t* ends,
                                int64_t experts, int64_t in, int64_t out_size, float* out, int threads) {
-  for_each_expert(experts, threads, [=](int64_t e) {
-    int64_t first = e ? ends[e - 1] : 0, count = ends[e] - first;
-    float* to = out + e * out_size * in;
-    if (count)
-      Blas{call}.multiply(gradient + first * out_size, true, rows + first * in, false, out_size, in, count, to);
-    else
-      std::memset(to, 0, out_size * in * sizeof(float));
+  for_each_task(ends, experts, threads, [=](const Task& task) {
+    weight_gradient({call}, task, gradient, rows, out_size, in, out);
   });
 }
 
@@ -101,19 +72,6 @@ struct alignas(64) Tiles {
     _tile_loadconfig(this);
   }
   ~Tiles() { _tile_release(); }
-};
-
-struct Scratch {
-  bf16* data = nullptr;
-  explicit Scratch(int64_t numbers) : data(static_cast<bf16*>(std::aligned_alloc(64, (numbers * 2 + 63) / 64 * 64))) {
-    if (!data && numbers) {
-      std::fputs("megamoe: no memory is left for the experts' products\n", stderr);
-      std::abort();
-    }
-    settle(data);
-  }
-  ~Scratch() { std::free(data); }
-  Scratch(const Scratch&) = delete;
 };
 
 // The transpose of 16 x 16 pairs of numbers; row(i) is where row i begins. Half of the work is done while loading.
@@ -248,7 +206,7 @@ void rows_product(const bf16* left, const int64_t* ends, int64_t experts, int64_
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles;
-    Scratch scratch((panel + 32) * depth);
+    Scratch<bf16> scratch((panel + 32) * depth);
     bf16 *right = scratch.data, *block = right + panel * depth;
     share_panels(experts, (width + panel - 1) / panel, [=](int64_t e, int64_t p) {
       const int64_t first = e ? ends[e - 1] : 0, start = p * panel, columns = least(panel, width - start);
@@ -302,7 +260,7 @@ extern "C" void to_weight_bf16(const bf16* gradient, const bf16* rows, const int
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles;
-    Scratch scratch((in + part) * deepest);
+    Scratch<bf16> scratch((in + part) * deepest);
     bf16 *right = scratch.data, *left = right + in * deepest;
     share_panels(experts, (out_size + share - 1) / share, [=](int64_t e, int64_t p) {
       const int64_t first = e ? ends[e - 1] : 0, count = ends[e] - first, steps = (count + 31) / 32;

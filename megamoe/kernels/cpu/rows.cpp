@@ -1,9 +1,9 @@
 // What an MoE layer does to rows beside its products: sort, combine, activate. Each pass reads and writes its
 // rows once. Sizes: T tokens, N (token, expert) pairs, H columns, F FFN columns. A row is contiguous.
-#include <cmath>
 #include <cstring>
 
 #include "numbers.h"
+#include "swiglu.h"
 
 // Places of the keys under a stable sort. key [N] in 0 .. size-1 -> order [N], the pairs by key; place [N], where
 // each pair went; ends [size], where each key's pairs end. Returns 1, or 0 where a key is another number.
@@ -81,56 +81,19 @@ static void combine_backward(const number* gradient, const number* rows, const i
   }
 }
 
-// 1 / (1 + e^-x), to 2e-7 of the value; 0 from -88 down, where no float of full precision is left. Without branches,
-// so that it becomes vector code.
-static inline float sigmoid(float x) {
-  float y = -x < -87.0f ? -87.0f : -x;
-  y = y > 88.0f ? 88.0f : y;
-  float whole = std::nearbyint(y * 1.44269504f);
-  float rest = (y - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float power = 1.9875691500e-4f;
-  power = power * rest + 1.3981999507e-3f;
-  power = power * rest + 8.3334519073e-3f;
-  power = power * rest + 4.1665795894e-2f;
-  power = power * rest + 1.6666665459e-1f;
-  power = power * rest + 5.0000001201e-1f;
-  power = power * rest * rest + rest + 1.0f;
-  uint32_t bits = uint32_t(int32_t(whole) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return x < -88.0f ? 0.0f : 1.0f / (1.0f + power * scale);
-}
-
 // rows [N, 2F] of gate | value -> out [N, F] = gate * sigmoid(gate) * value.
 template <typename number>
 static void swiglu(const number* rows, int64_t count, int64_t width, number* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t n = 0; n < count; n++) {
-    const number *gates = rows + 2 * n * width, *values = gates + width;
-    number* to = out + n * width;
-#pragma omp simd
-    for (int64_t f = 0; f < width; f++) {
-      float gate = to_float(gates[f]);
-      from_float(gate * sigmoid(gate) * to_float(values[f]), to[f]);
-    }
-  }
+  for (int64_t n = 0; n < count; n++) activate(rows + 2 * n * width, width, out + n * width);
 }
 
 template <typename number>
 static void swiglu_backward(const number* gradient, const number* rows, int64_t count, int64_t width,
                             number* to_rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t n = 0; n < count; n++) {
-    const number *gates = rows + 2 * n * width, *values = gates + width, *from = gradient + n * width;
-    number *to_gates = to_rows + 2 * n * width, *to_values = to_gates + width;
-#pragma omp simd
-    for (int64_t f = 0; f < width; f++) {
-      float gate = to_float(gates[f]), value = to_float(values[f]), sent = to_float(from[f]);
-      float share = sigmoid(gate);
-      from_float(sent * gate * share, to_values[f]);
-      from_float(sent * value * share * (1.0f + gate * (1.0f - share)), to_gates[f]);
-    }
-  }
+  for (int64_t n = 0; n < count; n++)
+    activate_backward(gradient + n * width, rows + 2 * n * width, width, to_rows + 2 * n * width);
 }
 
 #define FOR_EACH_NUMBER(number, suffix)                                                                       \

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamoe.kernels.experts import swiglu_experts
 from megamoe.kernels.products import grouped_product, takes_any_count
 from megamoe.kernels.rows import plain_swiglu, swiglu
 from megamoe.moe import draws
@@ -143,6 +144,8 @@ class GroupedExperts(nn.Module):
     def _ffn(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
         if self.products.host_counts:
             counts_E = counts_E.cpu()
+        if self.activation == "swiglu" and dropout is None and self.up_product is grouped_product:
+            return swiglu_experts(rows_NH, self.up, self.down, counts_E)
         rows_NF = activate(self.up_product(rows_NH, self.up, counts_E), self.activation)
         if dropout is not None:
             rows_NF = dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])

@@ -1,0 +1,150 @@
+"""Causal attention with rotary positions: PyTorch's, or on the CPU in fp32 the compiled library's.
+
+PyTorch's kernel for the CPU works in blocks that are too small for its products to be quick at the lengths of
+small models, and wants queries and keys turned and laid out by heads before. The library reads the heads where
+the projection left them, turns them on the way, and lets PyTorch's own BLAS multiply.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megamoe.kernels.block import angles, rotary
+from megamoe.kernels.library import Library, library_on
+
+
+def causal_attention(
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    rotary_base: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Each position's mean of the values up to its own -> [S, B, N * D].
+
+    N / G query heads share a key head. rotary_base: queries and keys are turned by their positions, see
+    `rotary`; None: they stay. scale: of the scores, 1 / sqrt(D) by default.
+    """
+    library = _library_for(query_SBND, key_SBGD, value_SBGD)
+    if library is None:
+        return plain_causal_attention(query_SBND, key_SBGD, value_SBGD, rotary_base, scale)
+    size = query_SBND.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    turns = (None, None)
+    if rotary_base is not None:
+        turns = angles(len(query_SBND), size, float(rotary_base), query_SBND.device)
+    output_SBH: Tensor = _Attention.apply(query_SBND, key_SBGD, value_SBGD, *turns, scale, library)
+    return output_SBH
+
+
+def plain_causal_attention(
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    rotary_base: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`causal_attention` by PyTorch's operator."""
+    if rotary_base is not None:
+        query_SBND, key_SBGD = rotary(query_SBND, rotary_base), rotary(key_SBGD, rotary_base)
+    return attend(query_SBND, key_SBGD, value_SBGD, is_causal=True, scale=scale)
+
+
+def attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:
+    """PyTorch's scaled_dot_product_attention over heads in Megatron's order -> [S, B, N * D]."""
+    query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query_SBND, key_SBGD, value_SBGD))
+    grouped = query.shape[1] != key.shape[1]
+    context_BNSD = functional.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
+    context_SBND = context_BNSD.permute(2, 0, 1, 3)
+    return context_SBND.reshape(*context_SBND.shape[:2], -1)
+
+
+def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Slices of the last dimension, as torch.split's; gradients that are slices of one tensor are not copied."""
+    slices: tuple[Tensor, ...] = _Split.apply(mixed, sizes)
+    return slices
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.sizes = sizes
+        return torch.split(mixed, sizes, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _joined(gradients, ctx.sizes), None
+
+
+def _joined(slices: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
+    first, place = slices[0], slices[0].storage_offset()
+    stride = first.stride()
+    for each, size in zip(slices, sizes, strict=True):
+        same = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and each.stride() == stride and each.storage_offset() == place):
+            return torch.cat(slices, dim=-1)
+        place += size
+    return first.as_strided((*first.shape[:-1], sum(sizes)), stride)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosine: Tensor | None,
+        sine: Tensor | None,
+        scale: float,
+        library: Library,
+    ) -> Tensor:
+        length, batch, heads, size = query.shape
+        output = query.new_empty(length, batch, heads * size)
+        log_sum_BNS = query.new_empty(batch, heads, length)
+        ctx.settings = (length, batch, heads, key.shape[2], size, cosine, sine, scale)
+        sides = (*_heads(query), *_heads(key), *_heads(value))
+        library.call("attention", query.dtype, library.sgemm, *sides, *ctx.settings, output, log_sum_BNS)
+        ctx.save_for_backward(query, key, value, output, log_sum_BNS)
+        ctx.library = library
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum_BNS = ctx.saved_tensors
+        to_query, to_key, to_value = _gradients_of(query, key, value)
+        sides = (*_heads(query), *_heads(key), *_heads(value))
+        gradients = (*_heads(to_query), *_heads(to_key), *_heads(to_value))
+        passed = (*sides, *ctx.settings, output, log_sum_BNS, gradient.contiguous(), *gradients)
+        ctx.library.call("attention_backward", query.dtype, ctx.library.sgemm, *passed)
+        return to_query, to_key, to_value, None, None, None, None
+
+
+def _gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where they are written: beside each other, as one projection gives its heads, where there are as many."""
+    if query.shape != key.shape:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    to_query, to_key, to_value = query.new_empty(*query.shape[:3], 3 * query.shape[3]).chunk(3, dim=-1)
+    return to_query, to_key, to_value
+
+
+def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:
+    """Where they stand, and how far apart positions, sequences and heads do."""
+    return heads, *heads.stride()[:3]
+
+
+def _library_for(query: Tensor, key: Tensor, value: Tensor) -> Library | None:
+    """The library, if it can work on these, and has a key head for each thread."""
+    library = library_on(query.device)
+    sides = (query, key, value)
+    fits = all(side.dtype == torch.float32 and side.dim() == 4 and side.stride(-1) == 1 for side in sides)
+    if library is None or library.sgemm is None or not fits:
+        return None
+    alike = query.shape[:2] == key.shape[:2] and key.shape == value.shape and query.shape[3] == key.shape[3]
+    shares = alike and query.shape[2] % key.shape[2] == 0
+    return library if shares and key.shape[1] * key.shape[2] >= torch.get_num_threads() else None

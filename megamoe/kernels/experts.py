@@ -1,0 +1,85 @@
+"""The experts' FFNs as one operation: product, SwiGLU, product, over rows grouped by expert.
+
+By `grouped_product` and `swiglu`; on the CPU in fp32 by the compiled library, where a part of an expert's rows
+goes through all three on one thread. It keeps nothing but the first product, which becomes its own gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megamoe.kernels.library import Library, library_for
+from megamoe.kernels.products import checked_ends, grouped_product
+from megamoe.kernels.rows import swiglu
+
+
+def swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor) -> Tensor:
+    """Each row through its expert, [N, H] -> [N, H]: down * SwiGLU(up * row); G = 2F, gate over value.
+
+    counts_E: int64, the rows of each expert, N in all; an expert, or all of them, may have none.
+
+    Raises:
+        ValueError: if the weights do not fit the rows and each other, or the counts the rows, as for
+            `grouped_product`.
+    """
+    library = _library_for(rows_NH, up_EGH, down_EHF)
+    if library is None:
+        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E)
+    ends_E = checked_ends(rows_NH, up_EGH, counts_E)
+    output_NH: Tensor = _Experts.apply(rows_NH.contiguous(), up_EGH, down_EHF, ends_E, library)
+    return output_NH
+
+
+def plain_swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor) -> Tensor:
+    """`swiglu_experts` by its three steps."""
+    rows_NF = swiglu(grouped_product(rows_NH, up_EGH, counts_E))
+    return grouped_product(rows_NF, down_EHF, counts_E)
+
+
+class _Experts(torch.autograd.Function):
+    """It keeps the weights themselves, as `grouped_product` does and for its reason.
+
+    The backward pass writes over the first product; where it comes a second time (retain_graph), that product
+    is worked out again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, library: Library) -> Tensor:
+        hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
+        arguments = (rows, up.contiguous(), down.contiguous(), ends, *_sizes(down), hidden, output)
+        library.call("experts", rows.dtype, library.sgemm, *arguments)
+        ctx.save_for_backward(rows, up, down, ends, hidden)
+        ctx.library, ctx.was_written = library, False
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, up, down, ends, hidden = ctx.saved_tensors
+        library: Library = ctx.library
+        if ctx.was_written:
+            hidden = grouped_product(rows, up, torch.diff(ends, prepend=ends.new_zeros(1)))
+        ctx.was_written = True
+        active = rows.new_empty(len(rows), down.shape[2])
+        wanted = zip((rows, up, down), ctx.needs_input_grad, strict=False)
+        gradients = [torch.empty_like(side) if needed else None for side, needed in wanted]
+        sides = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
+        arguments = (*sides, ends, *_sizes(down), hidden, active, *gradients)
+        library.call("experts_backward", rows.dtype, library.sgemm, *arguments)
+        return *gradients, None, None
+
+
+def _sizes(down: Tensor) -> tuple[int, int, int]:
+    experts, hidden_size, ffn_size = down.shape
+    return experts, hidden_size, ffn_size
+
+
+def _library_for(rows: Tensor, up: Tensor, down: Tensor) -> Library | None:
+    """The library, if it can work on these."""
+    if {rows.dtype, up.dtype, down.dtype} != {torch.float32}:
+        return None
+    library = library_for(rows)
+    fits = up.shape == (len(down), 2 * down.shape[2], down.shape[1])
+    return library if library is not None and library.sgemm is not None and fits else None
