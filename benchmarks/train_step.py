@@ -6,9 +6,9 @@
 All are trained in one process on mock data, a step of each in turn, so that a machine whose speed drifts
 slows all. `dense`: its FFN is as large as the experts that one token meets. `transformers`: the same sizes,
 sdpa, experts by grouped_mm, its balance loss; cross entropy, backward, clipping, fused AdamW, one process. In
-bf16 its weights and moments are bf16, as such users have them; ours keeps fp32 masters. `flat AdamW`: one
-fused update of a flat fp32 tensor of as many parameters; ours is the engine's step, with the gradients' norm,
-clipping and clearing.
+bf16 its weights and moments are bf16, as such users have them; ours keeps fp32 masters. `flat AdamW`: of
+PyTorch on one flat fp32 tensor of as many parameters, fused; its optimiser is clipping by the norm and the
+update (in bf16 with a copy to bf16), ours the engine's step, where the gradients are cleared as well.
 
 Printed are medians over the rounds, and medians of the rounds' ratios with their 90 % interval. Rounds with
 hooks, after the others, show where the time of a step goes; of the backward pass of an MoE layer, the

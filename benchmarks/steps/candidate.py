@@ -6,12 +6,16 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. data: fetching the batch; optimizer: norm, clipping, update, gradients cleared."""
+    """Seconds of one step.
+
+    data: fetching the batch. optimizer: norm, clipping, update, gradients cleared; update: its own part.
+    """
 
     data: float
     forward: float
     backward: float
     optimizer: float
+    update: float
     total: float
 
     @property

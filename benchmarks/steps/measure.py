@@ -62,7 +62,7 @@ def measure(configs: dict[str, RunConfig], rounds: int, ranks: int) -> Measured:
         candidates["transformers"] = transformers_model(config, device, ranks)
     except NotMeasured as reason:
         left_out["transformers"] = str(reason)
-    candidates[FLAT] = FlatAdamW(moe.updated, config.optimizer, device)
+    candidates[FLAT] = FlatAdamW(moe.updated, config.optimizer, moe.precision, device)
     steps = in_turn({name: candidate.step for name, candidate in candidates.items()}, rounds, WARM_UP_ROUNDS)
     parts = in_turn(
         {name: _step_in_parts(model) for name, model in ours.items()}, part_rounds(rounds), warm_up=0

@@ -23,6 +23,9 @@ class Ours:
         self.timers.watch(self.trainer, "_take", "data")
         for method, name in {"forward": "forward", "backward": "backward", "step": "optimizer"}.items():
             self.timers.watch(engine, method, name)
+        # At ZeRO 0 the inner optimiser's own step looks for the norm.
+        inner = engine.inner_optimizer
+        self.timers.watch(inner, "update" if hasattr(inner, "update") else "step", "update")
 
     @property
     def model(self) -> GPT:

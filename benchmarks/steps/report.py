@@ -11,7 +11,13 @@ from steps.measure import FLAT, Measured
 from steps.parts import BACKWARD, FORWARD
 from steps.shapes import DENSE_BARS, OPTIMIZER_BAR, TRANSFORMERS_BAR
 
-COLUMNS = {"total": "step", "forward": "forward", "backward": "backward", "optimizer": "optimiser"}
+COLUMNS = {
+    "total": "step",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimiser",
+    "update": "update",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +64,11 @@ def judge(found: Measured, shape: str | None) -> list[Judged]:
             Judged("forward and backward, transformers / moe", of("both", "transformers", "moe"), None),
         ]
     bar = OPTIMIZER_BAR if shape else None
-    return [*judged, Judged("optimiser, moe / flat AdamW", of("optimizer", "moe", FLAT), bar)]
+    return [
+        *judged,
+        Judged("update, moe / flat AdamW", of("update", "moe", FLAT), bar),
+        Judged("optimiser, moe / flat AdamW", of("optimizer", "moe", FLAT), bar),
+    ]
 
 
 def show(found: Measured, judged: list[Judged]) -> None:
@@ -66,7 +76,7 @@ def show(found: Measured, judged: list[Judged]) -> None:
     print(
         f"{'ms, medians':14}{'parameters':>12}" + "".join(f"{head:>11}" for head in COLUMNS.values()), end=""
     )
-    print(f"{'tokens/s':>11}{'ns a parameter updated':>25}")
+    print(f"{'tokens/s':>11}{'update, ns a parameter':>25}")
     for name in [*found.steps, *found.left_out]:
         print(_row(name, found))
     for name in found.parts:
@@ -82,10 +92,11 @@ def _row(name: str, found: Measured) -> str:
     if name in found.left_out:
         return f"{name:14} left out: {found.left_out[name]}"
     medians = {what: statistics.median(found.seconds(name, what)) for what in COLUMNS}
-    per_parameter = 1e9 * medians["optimizer"] / found.updated[name]
+    per_parameter = 1e9 * medians["update"] / found.updated[name]
     text = f"{name:14}{found.parameters[name]:12,}"
     if name == FLAT:
-        return text + f"{'':33}{1000 * medians['optimizer']:11.2f}{'':11}{per_parameter:25.3f}"
+        text += f"{'':33}" + "".join(f"{1000 * medians[what]:11.2f}" for what in ("optimizer", "update"))
+        return text + f"{'':11}{per_parameter:25.3f}"
     text += "".join(f"{1000 * seconds:11.2f}" for seconds in medians.values())
     return text + f"{found.tokens / medians['total']:11,.0f}{per_parameter:25.3f}"
 

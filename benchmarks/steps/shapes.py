@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megamoe.config import RunConfig
 from megamoe.model.size import expert_ffn_size, mean_choices
 
-OPTIMIZER_BAR = 1.1  # one fused AdamW on a flat tensor of as many parameters
+OPTIMIZER_BAR = 1.1  # over one flat tensor of as many parameters
 TRANSFORMERS_BAR = 1.3  # at least: the seconds of its step over ours
 STARTUP_BAR = 20.0  # seconds, of the demo
 

@@ -63,10 +63,12 @@ class TransformersModel:
         before = clock()
         if self.clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        clipped = clock()
         self.optimizer.step()
+        update = clock() - clipped
         self.optimizer.zero_grad(set_to_none=True)
         ended = clock()
-        return StepTime(0.0, forward, backward, optimizer=ended - before, total=ended - started)
+        return StepTime(0.0, forward, backward, ended - before, update, ended - started)
 
     def close(self) -> None:
         """Nothing is open."""

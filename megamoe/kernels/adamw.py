@@ -25,7 +25,7 @@ class AdamW(torch.optim.AdamW):
     def update(self, factor: float, rounded: dict[Tensor, Tensor] | None = None) -> None:
         """One step by `factor` times the gradients.
 
-        rounded: by parameter, where its value is written in bf16; the gradients are zeroed then.
+        rounded: by parameter, where its value is written in bf16.
         """
         groups = [(group, self._columns(group)) for group in self.param_groups]
         weights = [weight for _, columns in groups for weight in columns.weights]
@@ -52,9 +52,8 @@ class AdamW(torch.optim.AdamW):
             torch._foreach_mul_(gradients, factor)
         torch.optim.AdamW.step(self)
         for parameter in parameters if rounded is not None else ():
-            assert rounded is not None and parameter.grad is not None
+            assert rounded is not None
             rounded[parameter].copy_(parameter)
-            parameter.grad.zero_()
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Causal attention with rotary positions: PyTorch's, or on the CPU in fp32 the compiled library's.
 
-PyTorch's kernel for the CPU works in blocks that are too small for its products to be quick at the lengths of
-small models, and wants queries and keys turned and laid out by heads before. The library reads the heads where
-the projection left them, turns them on the way, and lets PyTorch's own BLAS multiply.
+At the lengths of small models PyTorch's kernel for the CPU spends more time around its products than in them,
+and it wants queries and keys turned and laid out by heads before. The library reads the heads where the
+projection left them, turns them on the way, and lets PyTorch's own BLAS multiply.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def causal_attention(
         return plain_causal_attention(query_SBND, key_SBGD, value_SBGD, rotary_base, scale)
     size = query_SBND.shape[-1]
     scale = size**-0.5 if scale is None else scale
-    turns = (None, None)
+    turns: tuple[Tensor | None, Tensor | None] = (None, None)
     if rotary_base is not None:
         turns = angles(len(query_SBND), size, float(rotary_base), query_SBND.device)
     output_SBH: Tensor = _Attention.apply(query_SBND, key_SBGD, value_SBGD, *turns, scale, library)
@@ -63,7 +63,7 @@ def attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: 
 
 
 def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Slices of the last dimension, as torch.split's; gradients that are slices of one tensor are not copied."""
+    """As torch.split over the last dimension; gradients that stand beside each other are not copied."""
     slices: tuple[Tensor, ...] = _Split.apply(mixed, sizes)
     return slices
 
@@ -126,7 +126,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where they are written: beside each other, as one projection gives its heads, where there are as many."""
+    """Where they are written: where they are alike, beside each other, as one projection gives its heads."""
     if query.shape != key.shape:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     to_query, to_key, to_value = query.new_empty(*query.shape[:3], 3 * query.shape[3]).chunk(3, dim=-1)
@@ -135,7 +135,8 @@ def _gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:
     """Where they stand, and how far apart positions, sequences and heads do."""
-    return heads, *heads.stride()[:3]
+    position, sequence, head, _ = heads.stride()
+    return heads, position, sequence, head
 
 
 def _library_for(query: Tensor, key: Tensor, value: Tensor) -> Library | None:

@@ -1,7 +1,7 @@
 """The experts' FFNs as one operation: product, SwiGLU, product, over rows grouped by expert.
 
-By `grouped_product` and `swiglu`; on the CPU in fp32 by the compiled library, where a part of an expert's rows
-goes through all three on one thread. It keeps nothing but the first product, which becomes its own gradient.
+By `grouped_product` and `swiglu`; on the CPU in fp32 by the compiled library, where a part of an expert's
+rows goes through all three on one thread. It keeps the first product alone, which becomes its own gradient.
 """
 
 from typing import Any

@@ -64,8 +64,8 @@ class SDPAttention(nn.Module):
             return attend(query, key, value, attn_mask=visible, **options)
 
 
-class SplittingSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Megatron-Core's self-attention, whose backward pass does not copy the gradients of its heads together."""
+class SplittingSelfAttention(SelfAttention):
+    """Megatron-Core's self-attention; its backward pass does not copy the gradients of the heads together."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *arguments: Any, split_qkv: bool = True, **options: Any

@@ -57,7 +57,6 @@ def test_the_models_weights_are_the_rounded_ones(compiled: bool) -> None:
     AdamW(groups_of(parameters), fused=True, **OPTIONS).update(1.0, rounded)
     for parameter, target in rounded.items():
         assert torch.equal(target, parameter.detach().bfloat16())
-        assert parameter.grad is not None and not parameter.grad.any()
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -2,23 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamoe.kernels.block import angles, plain_rotary, rms_norm, rotary
 from megamoe.kernels.library import use_compiled
+from tests.kernels.drawn import assert_close_to, draw
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def assert_close_to(found: Tensor, exact: Tensor, tolerance: float) -> None:
-    """Relative, and absolute in units of the largest number."""
-    torch.testing.assert_close(
-        found.double(), exact, rtol=tolerance, atol=tolerance * float(exact.detach().abs().max())
-    )
 
 
 @pytest.mark.parametrize("compiled", [True, False])

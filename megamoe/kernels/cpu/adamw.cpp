@@ -40,9 +40,8 @@ extern "C" double sum_of_squares(const float* const* values, const int64_t* coun
 }
 
 // One update of AdamW (Loshchilov and Hutter 2019, algorithm 2) by `factor` times the gradients, in one pass.
-// correction1, correction2: of each tensor, 1 - beta^step. rounded: the weights in bf16 for the model, or null; with
-// it the gradients are cleared.
-extern "C" void adamw(float* const* weights, float* const* gradients, float* const* means, float* const* squares,
+// correction1, correction2: of each tensor, 1 - beta^step. rounded: the weights in bf16 for the model, or null.
+extern "C" void adamw(float* const* weights, const float* const* gradients, float* const* means, float* const* squares,
                       bf16* const* rounded, const int64_t* counts, const double* correction1,
                       const double* correction2, int64_t tensors, double factor, double lr, double beta1,
                       double beta2, double eps, double decay, int threads) {
@@ -51,7 +50,8 @@ extern "C" void adamw(float* const* weights, float* const* gradients, float* con
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (size_t p = 0; p < pieces.size(); p++) {
     const auto [t, begin, end] = pieces[p];
-    float *weight = weights[t], *gradient = gradients[t], *mean = means[t], *square = squares[t];
+    const float* gradient = gradients[t];
+    float *weight = weights[t], *mean = means[t], *square = squares[t];
     const float step = lr / correction1[t], root = 1 / std::sqrt(correction2[t]);
     const int64_t first = begin, last = end;
 #pragma omp simd
@@ -64,9 +64,6 @@ extern "C" void adamw(float* const* weights, float* const* gradients, float* con
     if (!rounded) continue;
     bf16* to = rounded[t];
 #pragma omp simd
-    for (int64_t i = first; i < last; i++) {
-      from_float(weight[i], to[i]);
-      gradient[i] = 0;
-    }
+    for (int64_t i = first; i < last; i++) from_float(weight[i], to[i]);
   }
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstring>
 
-#include "tasks.h"
+#include "shares.h"
 
 // Fortran's SGEMM, column-major.
 using sgemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
@@ -24,7 +24,7 @@ struct Blas {
 // A task's rows of an expert's gradient: out [E, height, width] = gradient [N, height]^T * rows [N, width].
 inline void weight_gradient(Blas blas, const Task& task, const float* gradient, const float* rows, int64_t height,
                             int64_t width, float* out) {
-  const int64_t begin = task.begin(height), part = task.end(height) - begin;
+  const int64_t begin = task.begin_of(height), part = task.end_of(height) - begin;
   float* to = out + (task.expert * height + begin) * width;
   if (task.count && part)
     blas.multiply(gradient + task.first * height + begin, true, rows + task.first * width, false, part, width,

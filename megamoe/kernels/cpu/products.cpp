@@ -9,14 +9,15 @@
 #include "blas.h"
 #include "numbers.h"
 #include "scratch.h"
-#include "tasks.h"
+#include "shares.h"
 
-// Each part of each expert's work on one thread, on which BLAS stays inside of a parallel region.
+// Inside of a parallel region BLAS stays on its thread.
 template <typename Work>
 static void for_each_task(const int64_t* ends, int64_t experts, int threads, Work work) {
-  const std::vector<Task> tasks = tasks_of(ends, experts, threads);
+  const std::vector<Share> shares = shares_of(ends, experts, threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (size_t t = 0; t < tasks.size(); t++) work(tasks[t]);
+  for (size_t s = 0; s < shares.size(); s++)
+    for (const Task& task : shares[s]) work(task);
 }
 
 extern "C" void forward_fp32(sgemm call, const float* rows, const float* weight, const int64_t* ends,

@@ -16,16 +16,25 @@ static inline void activate(const number* row, int64_t width, number* to) {
   }
 }
 
-// The gradient [F] -> to_row [2F], which may be the row itself.
+// The gradient [F] -> to_row [2F], which may be the row itself; the same pass writes the activation to `active`, if not
+// null.
 template <typename number>
-static inline void activate_backward(const number* gradient, const number* row, int64_t width, number* to_row) {
+static inline void activate_backward(const number* gradient, const number* row, int64_t width, number* to_row,
+                                     number* active = nullptr) {
   const number* values = row + width;
   number* to_values = to_row + width;
-#pragma omp simd
-  for (int64_t f = 0; f < width; f++) {
+  const auto at = [&](int64_t f) {
     const float gate = to_float(row[f]), value = to_float(values[f]), sent = to_float(gradient[f]);
-    const float share = sigmoid(gate);
-    from_float(sent * gate * share, to_values[f]);
+    const float share = sigmoid(gate), open = gate * share;
+    from_float(sent * open, to_values[f]);
     from_float(sent * value * share * (1.0f + gate * (1.0f - share)), to_row[f]);
+    return open * value;
+  };
+  if (active) {
+#pragma omp simd
+    for (int64_t f = 0; f < width; f++) from_float(at(f), active[f]);
+  } else {
+#pragma omp simd
+    for (int64_t f = 0; f < width; f++) at(f);
   }
 }

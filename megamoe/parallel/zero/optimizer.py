@@ -121,11 +121,13 @@ class MasterWeightAdamW(Stage0AdamW):
     """The same for a bf16 model: fp32 master weights, fp32 gradient accumulation and reduction.
 
     DeepSpeed has neither at stage 0. A hook moves each bf16 gradient into the master's fp32 one as soon
-    as it is complete; the engine reduces what `get_grads_for_reduction` returns.
+    as it is complete; the engine reduces what `get_grads_for_reduction` returns. is_stale: whether a master's
+    gradient is that of a step before, to be written over.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
         self.model_parameters: list[nn.Parameter] = []
+        self.is_stale: dict[nn.Parameter, bool] = {}
         master_groups = []
         for group in param_groups:
             masters = [self._make_master(parameter) for parameter in group["params"]]
@@ -133,22 +135,34 @@ class MasterWeightAdamW(Stage0AdamW):
             master_groups.append({**group, "params": masters})
         super().__init__(master_groups, grad_clip, **options)
 
-    @staticmethod
-    def _make_master(parameter: nn.Parameter) -> nn.Parameter:
+    def _make_master(self, parameter: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(parameter.detach().float().clone())
         master.tensor_model_parallel = getattr(parameter, "tensor_model_parallel", False)  # type: ignore[attr-defined]
         if is_moe_param(parameter):
             master.allreduce = False  # type: ignore[attr-defined]
             master.group_name = parameter.group_name  # type: ignore[attr-defined]
         master.grad = torch.zeros_like(master)
+        self.is_stale[master] = False
 
         def accumulate(bf16_parameter: Tensor) -> None:
             assert master.grad is not None and bf16_parameter.grad is not None
-            master.grad.add_(bf16_parameter.grad)
+            if self.is_stale[master]:
+                master.grad.copy_(bf16_parameter.grad)
+            else:
+                master.grad.add_(bf16_parameter.grad)
+            self.is_stale[master] = False
             bf16_parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
         return master
+
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        for master in self.masters():
+            if self.is_stale[master]:
+                assert master.grad is not None
+                master.grad.zero_()
+                self.is_stale[master] = False
+        return super()._gradients()
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The fp32 weight that the update goes to."""
@@ -170,12 +184,9 @@ class MasterWeightAdamW(Stage0AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step on the masters, which are rounded into the model; clear their gradients."""
+        """Step on the masters, which are rounded into the model; what comes next replaces their gradients."""
         super().step()
-        if self.rests or not math.isfinite(self._global_grad_norm or 0.0):
-            for master in self.masters():
-                assert master.grad is not None
-                master.grad.zero_()
+        self.is_stale = dict.fromkeys(self.masters(), True)
 
     def _rounded(self) -> dict[Tensor, Tensor]:
         return dict(zip(self.masters(), self.model_parameters, strict=True))

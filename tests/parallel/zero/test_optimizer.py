@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megamoe.parallel.zero.optimizer import Stage0AdamW, adamw_options, parameter_groups
+from megamoe.parallel.zero.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
 from tests.tiny import tiny, tiny_gpt
 
 
@@ -40,6 +40,43 @@ def test_clipping_can_be_off(one_rank: None) -> None:
     assert model.bias.grad is not None
     optimizer.step()
     assert model.bias.grad.tolist() == [100.0] * 3
+
+
+def test_masters_sum_gradients_in_fp32(one_rank: None) -> None:
+    """Two micro batches a step; one step rests, one has no gradient of `unused`, one is not finite."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).bfloat16()
+    config = tiny().optimizer
+    options = adamw_options(config)
+    ours = MasterWeightAdamW(parameter_groups(model, config), grad_clip=0.0, **options)
+    exact = [parameter.detach().float().clone().requires_grad_() for parameter in ours.model_parameters]
+    theirs = torch.optim.AdamW(exact, **{**options, "weight_decay": 0.0})
+    for group in ours.param_groups:
+        group["weight_decay"] = 0.0
+    for step in range(5):
+        sums = [torch.zeros_like(parameter) for parameter in exact]
+        for _ in range(2):
+            factor = torch.inf if step == 3 else 1.0
+            inputs = factor * torch.randn(4, 3).bfloat16()
+            outputs = [model["used"](inputs), *([model["unused"](inputs)] if step != 2 else [])]
+            loss = sum((output.square().sum() for output in outputs), torch.zeros(()))
+            present = list(model["used"].parameters() if step == 2 else model.parameters())
+            gradients = dict(zip(present, torch.autograd.grad(loss, present, retain_graph=True), strict=True))
+            for total, parameter in zip(sums, ours.model_parameters, strict=True):
+                total += gradients.get(parameter, torch.zeros_like(parameter)).float()
+            loss.backward()
+        ours.rests = step == 1
+        ours.step()
+        norm = torch.stack([total.square().sum() for total in sums]).sum().sqrt()
+        assert ours._global_grad_norm == pytest.approx(float(norm), rel=1e-5, nan_ok=True)
+        if step not in (1, 3):
+            for parameter, total in zip(exact, sums, strict=True):
+                parameter.grad = total
+            theirs.step()
+    for master, other in zip(ours.masters(), exact, strict=True):
+        torch.testing.assert_close(master, other, rtol=1e-6, atol=1e-7)
+    for parameter, master in zip(ours.model_parameters, ours.masters(), strict=True):
+        assert torch.equal(parameter, master.bfloat16())
 
 
 def test_which_parameters_decay(one_rank: None) -> None:

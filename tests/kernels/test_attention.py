@@ -1,0 +1,171 @@
+"""Causal attention against its formula in float64, and the heads' gradients as one tensor."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.kernels import attention
+from megamoe.kernels.attention import causal_attention, plain_causal_attention, split_heads
+from megamoe.kernels.library import Library, use_compiled
+from tests.kernels.drawn import assert_close_to, draw
+
+# Positions, sequences, query heads, key heads, columns; 64 queries make a block.
+SIZES = {
+    "one position": (1, 3, 2, 2, 4),
+    "less than a vector": (7, 2, 3, 3, 8),
+    "a block": (64, 1, 2, 2, 16),
+    "a block and one": (65, 2, 2, 2, 6),
+    "blocks": (200, 1, 3, 3, 32),
+    "queries share keys": (70, 2, 6, 2, 8),
+    "all queries share one key": (33, 3, 4, 1, 2),
+}
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: float) -> Tensor:
+    """In float64, with the whole matrix of scores; a pair of columns is turned as a complex number."""
+    length, _, heads, size = query.shape
+
+    def turned(side: Tensor) -> Tensor:
+        if base is None:
+            return side
+        powers = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angle = torch.arange(length, dtype=torch.float64)[:, None] * powers
+        pairs = (
+            torch.complex(*side.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)[:, None, None]
+        )
+        return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+    shared = heads // key.shape[2]
+    key, value = (side.repeat_interleave(shared, dim=2) for side in (turned(key), value))
+    scores = torch.einsum("sbnd,tbnd->bnst", turned(query), key) * scale
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    shares = scores.masked_fill(later, -math.inf).softmax(-1)
+    return torch.einsum("bnst,tbnd->sbnd", shares, value).flatten(2)
+
+
+def make(sizes: tuple[int, int, int, int, int], factor: float = 1.0) -> list[Tensor]:
+    """Query, key and value; of one projection where they are alike."""
+    length, batch, heads, groups, size = sizes
+    if heads == groups:
+        mixed = factor * draw(length, batch, heads, 3 * size)
+        return [side.requires_grad_() for side in mixed.chunk(3, dim=-1)]
+    counts = enumerate((heads, groups, groups))
+    return [(factor * draw(length, batch, n, size, seed=i)).requires_grad_() for i, n in counts]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("base", [None, 50.0])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_formula(sizes: tuple[int, int, int, int, int], base: float | None, compiled: bool) -> None:
+    use_compiled(compiled)
+    sides = make(sizes)
+    doubles = [side.detach().double().requires_grad_() for side in sides]
+    found, expected = causal_attention(*sides, base), exact(*doubles, base, sizes[-1] ** -0.5)
+    assert_close_to(found, expected, 1e-5)
+    upstream = draw(*found.shape, seed=9)
+    gradients = torch.autograd.grad(found, sides, upstream)
+    for one, other in zip(gradients, torch.autograd.grad(expected, doubles, upstream.double()), strict=True):
+        assert_close_to(one, other, 1e-5, unit=0.1)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_two_positions_by_hand(compiled: bool) -> None:
+    """The second one's scores are ln 3 and 0 over its scale: shares of 3/4 and 1/4."""
+    use_compiled(compiled)
+    query = torch.tensor([[5.0, 1.0], [math.log(3.0), 7.0]])[:, None, None].repeat(1, 4, 1, 1)
+    key = torch.tensor([[2.0, 0.0], [0.0, 0.0]])[:, None, None].repeat(1, 4, 1, 1)
+    value = torch.tensor([[4.0, 8.0], [0.0, -8.0]])[:, None, None].repeat(1, 4, 1, 1)
+    found = causal_attention(query, key, value, scale=0.5)
+    expected = torch.tensor([[4.0, 8.0], [3.0, 4.0]])[:, None].repeat(1, 4, 1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 30.0, 1e4])
+def test_scores_of_any_size(factor: float, library: Library) -> None:
+    sides = make((40, 2, 2, 2, 8), factor)
+    found = causal_attention(*sides)
+    expected = exact(*(side.double() for side in sides), None, 8**-0.5)
+    assert_close_to(found, expected, 1e-4)
+    assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), sides))
+
+
+def test_nothing_depends_on_the_threads(library: Library) -> None:
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        sides = make((100, 2, 6, 2, 8))
+        output = causal_attention(*sides, 100.0)
+        found.append([output, *torch.autograd.grad(output, sides, draw(*output.shape, seed=5))])
+    torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+def test_the_graph_can_be_gone_back_through_twice(library: Library) -> None:
+    sides = make((66, 2, 2, 2, 8))
+    output = causal_attention(*sides, 100.0)
+    first = torch.autograd.grad(output.sum(), sides, retain_graph=True)
+    again = torch.autograd.grad(output.sum(), sides)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_what_the_library_does_not_take(library: Library) -> None:
+    """Other types, columns apart, and fewer heads than threads go to PyTorch."""
+    threads = torch.get_num_threads()
+    heads = max(2, threads)
+    taken = make((5, 1, heads, heads, 4))
+    assert attention._library_for(*taken) is library
+    assert attention._library_for(*(side.bfloat16() for side in taken)) is None
+    assert attention._library_for(*(side.transpose(2, 3) for side in taken)) is None
+    torch.set_num_threads(heads + 1)
+    assert attention._library_for(*taken) is None
+    torch.set_num_threads(threads)
+    use_compiled(False)
+    assert attention._library_for(*taken) is None
+
+
+def test_plain_in_bf16(library: Library) -> None:
+    sides = [side.bfloat16() for side in make((9, 2, 2, 2, 8))]
+    expected = exact(*(side.double() for side in sides), 100.0, 8**-0.5)
+    assert_close_to(causal_attention(*sides, 100.0), expected, 2.0**-6)
+    assert torch.equal(causal_attention(*sides, 100.0), plain_causal_attention(*sides, 100.0))
+
+
+def test_gradients_beside_each_other_are_one_tensor() -> None:
+    mixed = draw(3, 2, 12).requires_grad_()
+    sizes = [2, 6, 4]
+    slices = split_heads(mixed, sizes)
+    assert all(torch.equal(*pair) for pair in zip(slices, mixed.split(sizes, dim=-1), strict=True))
+    sent = draw(3, 2, 12, seed=1)
+    (found,) = torch.autograd.grad(slices, mixed, sent.split(sizes, dim=-1), retain_graph=True)
+    assert torch.equal(found, sent) and found.data_ptr() == sent.data_ptr()
+
+
+@pytest.mark.parametrize("case", ["apart", "swapped", "with a gap", "one of them apart"])
+def test_other_gradients_are_copied_together(case: str) -> None:
+    mixed = draw(3, 2, 8).requires_grad_()
+    sent = draw(3, 2, 20, seed=1)
+    starts = {"apart": (0, 4), "swapped": (4, 0), "with a gap": (0, 5), "one of them apart": (0, 4)}[case]
+    parts = [sent[..., start : start + 4] for start in starts]
+    if case == "apart":
+        parts = [part.clone() for part in parts]
+    if case == "one of them apart":
+        parts[1] = parts[1].clone()
+    (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
+    assert torch.equal(found, torch.cat(parts, dim=-1))
+
+
+def test_the_gradients_of_one_projection_are_not_copied(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*unused: object, **also_unused: object) -> None:
+        raise AssertionError("copied")
+
+    mixed = draw(70, 2, 2, 24).requires_grad_()
+    output = causal_attention(*split_heads(mixed, [8, 8, 8]), 100.0)
+    monkeypatch.setattr(torch, "cat", refuse)
+    output.sum().backward()
+    assert mixed.grad is not None and mixed.grad.is_contiguous()

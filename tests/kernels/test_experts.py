@@ -1,0 +1,133 @@
+"""The experts' FFNs as one operation, against their formulas in float64."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.kernels.experts import swiglu_experts
+from megamoe.kernels.library import Library, use_compiled
+from tests.kernels.drawn import assert_close_to, draw
+
+# Rows of each expert, hidden and FFN size.
+CASES: dict[str, tuple[list[int], int, int]] = {
+    "even": ([32] * 4, 64, 48),
+    "uneven": ([5, 170, 1, 330], 40, 24),
+    "experts without rows": ([0, 40, 0, 0, 3, 0], 16, 8),
+    "no rows": ([0, 0], 16, 8),
+    "one row": ([1], 4, 12),
+    "around parts": ([63, 64, 65, 128, 129], 20, 36),
+    "many experts": ([i % 4 for i in range(80)], 16, 8),
+    "one hot expert among many": ([3] * 20 + [900] + [3] * 20, 16, 8),
+}
+
+
+ODD = {"odd sizes": ([13, 0, 50], 17, 33), "one of each": ([1], 1, 1)}  # which PyTorch does not take
+
+
+def make(counts: list[int], hidden: int, ffn: int) -> list[Tensor]:
+    """Rows and both weights."""
+    shapes = [(sum(counts), hidden), (len(counts), 2 * ffn, hidden), (len(counts), hidden, ffn)]
+    return [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def exact(counts: list[int], sides: list[Tensor], sent: Tensor) -> list[Tensor]:
+    """Output and gradients; of SwiGLU, g s(g) v: s(g) (1 + g (1 - s(g))) v by g, and g s(g) by v."""
+    rows, up, down = (side.detach().double() for side in sides)
+    ends = [sum(counts[:e]) for e in range(len(counts) + 1)]
+    outputs, to_rows, to_up, to_down = [], [], [], []
+    for e, (first, last) in enumerate(pairwise(ends)):
+        x, upstream = rows[first:last], sent[first:last].double()
+        gate, value = (x @ up[e].T).chunk(2, dim=-1)
+        share = 1 / (1 + (-gate).exp())
+        outputs.append((gate * share * value) @ down[e].T)
+        inner = upstream @ down[e]
+        slope = torch.cat((inner * value * share * (1 + gate * (1 - share)), inner * gate * share), dim=-1)
+        to_rows.append(slope @ up[e])
+        to_up.append(slope.T @ x)
+        to_down.append(upstream.T @ (gate * share * value))
+    return [torch.cat(outputs), torch.cat(to_rows), torch.stack(to_up), torch.stack(to_down)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [(name, compiled) for name in CASES for compiled in (True, False)] + [(name, True) for name in ODD],
+)
+def test_the_formulas(case: str, compiled: bool, threads: int) -> None:
+    counts, *sizes = (CASES | ODD)[case]
+    use_compiled(compiled)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    sides = make(counts, *sizes)
+    output = swiglu_experts(*sides, torch.tensor(counts))
+    sent = draw(*output.shape, seed=7)
+    found = [output, *torch.autograd.grad(output, sides, sent)]
+    torch.set_num_threads(before)
+    for one, other in zip(found, exact(counts, sides, sent), strict=True):
+        assert_close_to(one, other, 3e-6)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+def test_only_the_gradients_that_are_wanted(wanted: tuple[int, ...], library: Library) -> None:
+    counts = [5, 0, 9]
+    sides = make(counts, 16, 8)
+    for place, side in enumerate(sides):
+        side.requires_grad_(place in wanted)
+    output = swiglu_experts(*sides, torch.tensor(counts))
+    sent = draw(*output.shape, seed=7)
+    expected = exact(counts, sides, sent)[1:]
+    output.backward(sent)
+    for place, side in enumerate(sides):
+        assert (side.grad is not None) == (place in wanted)
+        if side.grad is not None:
+            assert_close_to(side.grad, expected[place], 3e-6)
+
+
+def test_the_graph_can_be_gone_back_through_again(library: Library) -> None:
+    counts = [50, 0, 90]
+    sides = make(counts, 16, 8)
+    output = swiglu_experts(*sides, torch.tensor(counts))
+    for seed in range(3):
+        sent = draw(*output.shape, seed=seed)
+        found = torch.autograd.grad(output, sides, sent, retain_graph=True)
+        for one, other in zip(found, exact(counts, sides, sent)[1:], strict=True):
+            assert_close_to(one, other, 3e-6)
+
+
+def test_it_keeps_one_product(library: Library) -> None:
+    counts = [50, 90]
+    sides = make(counts, 16, 8)
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)), lambda t: t):
+        swiglu_experts(*sides, torch.tensor(counts))
+    assert sorted(kept) == sorted([*(tuple(side.shape) for side in sides), (2,), (140, 16)])
+
+
+def test_a_gradient_that_is_not_contiguous(library: Library) -> None:
+    sides = make([3, 4], 16, 8)
+    output = swiglu_experts(*sides, torch.tensor([3, 4]))
+    sent = draw(16, 7).T
+    for one, other in zip(
+        torch.autograd.grad(output, sides, sent), exact([3, 4], sides, sent)[1:], strict=True
+    ):
+        assert_close_to(one, other, 3e-6)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("shapes", "counts"),
+    [
+        (((7, 16), (2, 16, 15), (2, 16, 8)), [3, 4]),
+        (((7, 16), (2, 16, 16), (2, 16, 9)), [3, 4]),
+        (((7, 16), (2, 16, 16), (3, 16, 8)), [3, 4]),
+        (((7, 16), (2, 16, 16), (2, 16, 8)), [3, 3]),
+        (((7, 16), (2, 16, 16), (2, 16, 8)), [3, 4, 0]),
+    ],
+    ids=["up", "down", "experts", "rows", "counts"],
+)
+def test_what_does_not_fit(shapes: tuple[tuple[int, ...], ...], counts: list[int], compiled: bool) -> None:
+    use_compiled(compiled)
+    with pytest.raises(ValueError, match="found"):
+        swiglu_experts(*(torch.zeros(shape) for shape in shapes), torch.tensor(counts))
