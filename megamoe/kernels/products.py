@@ -1,8 +1,8 @@
 """The grouped product: rows grouped by expert, each times its expert's weight.
 
 By PyTorch's grouped GEMM on every device; on the CPU by the compiled library where there is one, which serves
-any number of rows an expert: in fp32 by PyTorch's own BLAS, many small experts side by side on the threads,
-in bf16 by AMX where the processor has it.
+any number of rows an expert: in fp32 by PyTorch's own BLAS, equal shares of the rows side by side on the
+threads, in bf16 by AMX where the processor has it.
 """
 
 from typing import Any
