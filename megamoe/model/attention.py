@@ -75,4 +75,6 @@ class SplittingSelfAttention(SelfAttention):
         if not split_qkv or self.config.num_query_groups != self.config.num_attention_heads:
             return given(hidden_states, *arguments, split_qkv=split_qkv, **options)
         query, key, value = split_heads(*given(hidden_states, *arguments, split_qkv=False, **options))
-        return self.q_layernorm(query), self.k_layernorm(key), value
+        # Without norms Megatron-Core 0.16 has identities here, 0.19 nothing.
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
