@@ -91,6 +91,17 @@ def test_scores_of_any_size(factor: float, library: Library) -> None:
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), sides))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("length", "batch"), [(0, 2), (3, 0), (0, 0)])
+def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
+    use_compiled(compiled)
+    sides = [draw(length, batch, 2, 4).requires_grad_() for _ in range(3)]
+    found = causal_attention(*sides, 100.0)
+    assert found.shape == (length, batch, 8)
+    for side, gradient in zip(sides, torch.autograd.grad(found.sum(), sides), strict=True):
+        assert gradient.shape == side.shape
+
+
 def test_nothing_depends_on_the_threads(library: Library) -> None:
     before = torch.get_num_threads()
     found = []
@@ -154,6 +165,15 @@ def test_other_gradients_are_copied_together(case: str) -> None:
         parts = [part.clone() for part in parts]
     if case == "one of them apart":
         parts[1] = parts[1].clone()
+    (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
+    assert torch.equal(found, torch.cat(parts, dim=-1))
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_gradients_with_columns_apart_are_copied_together(step: int) -> None:
+    """The second begins where the first would end if its columns followed each other."""
+    mixed, sent = draw(3, 8).requires_grad_(), draw(60)
+    parts = [sent.as_strided((3, 4), (16, step), start) for start in (0, 4)]
     (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
     assert torch.equal(found, torch.cat(parts, dim=-1))
 
