@@ -155,16 +155,18 @@ def test_gradients_beside_each_other_are_one_tensor() -> None:
     assert torch.equal(found, sent) and found.data_ptr() == sent.data_ptr()
 
 
-@pytest.mark.parametrize("case", ["apart", "swapped", "with a gap", "one of them apart"])
+@pytest.mark.parametrize("case", ["apart", "swapped", "with a gap", "one of them apart", "of two tensors"])
 def test_other_gradients_are_copied_together(case: str) -> None:
     mixed = draw(3, 2, 8).requires_grad_()
     sent = draw(3, 2, 20, seed=1)
-    starts = {"apart": (0, 4), "swapped": (4, 0), "with a gap": (0, 5), "one of them apart": (0, 4)}[case]
+    starts = {"swapped": (4, 0), "with a gap": (0, 5)}.get(case, (0, 4))
     parts = [sent[..., start : start + 4] for start in starts]
     if case == "apart":
         parts = [part.clone() for part in parts]
     if case == "one of them apart":
         parts[1] = parts[1].clone()
+    if case == "of two tensors":
+        parts[1] = draw(3, 2, 20, seed=2)[..., 4:8]
     (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
     assert torch.equal(found, torch.cat(parts, dim=-1))
 

@@ -107,6 +107,9 @@ def test_a_gradient_is_summed_before_and_after_the_reduction_reads_it(one_rank: 
         optimizer.step()
     (gradient,), _ = optimizer.get_grads_for_reduction()
     assert gradient.tolist() == [[0.0, 0.0]]
+    gradient += torch.tensor([[3.0, 4.0]])  # of another rank; this one has none
+    optimizer.step()
+    assert optimizer._global_grad_norm == 5.0
 
 
 def test_which_parameters_decay(one_rank: None) -> None:
