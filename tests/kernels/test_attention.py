@@ -124,13 +124,18 @@ def test_the_graph_can_be_gone_back_through_twice(library: Library) -> None:
 
 
 def test_what_the_library_does_not_take(library: Library) -> None:
-    """Other types, columns apart, and fewer heads than threads go to PyTorch."""
+    """Other types, columns apart, sizes that differ, and fewer heads than threads go to PyTorch."""
     threads = torch.get_num_threads()
     heads = max(2, threads)
     taken = make((5, 1, heads, heads, 4))
     assert attention._library_for(*taken) is library
     assert attention._library_for(*(side.bfloat16() for side in taken)) is None
     assert attention._library_for(*(side.transpose(2, 3) for side in taken)) is None
+    query, key, value = taken
+    longer, wider = draw(6, 1, heads, 4), draw(5, 1, heads, 6)
+    for others in ((longer, longer), (key, longer), (wider, value), (key, wider)):
+        assert attention._library_for(query, *others) is None
+    assert attention._library_for(draw(5, 1, heads + 1, 4), key, value) is None
     torch.set_num_threads(heads + 1)
     assert attention._library_for(*taken) is None
     torch.set_num_threads(threads)
