@@ -59,7 +59,7 @@ def attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: 
     grouped = query.shape[1] != key.shape[1]
     context_BNSD = functional.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
     context_SBND = context_BNSD.permute(2, 0, 1, 3)
-    return context_SBND.reshape(*context_SBND.shape[:2], -1)
+    return context_SBND.flatten(2)
 
 
 def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -85,7 +85,8 @@ def _joined(slices: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
     stride = first.stride()
     for each, size in zip(slices, sizes, strict=True):
         same = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and each.stride() == stride and each.storage_offset() == place):
+        beside = each.stride() == stride and stride[-1] == 1 and each.storage_offset() == place
+        if not (same and beside):
             return torch.cat(slices, dim=-1)
         place += size
     return first.as_strided((*first.shape[:-1], sum(sizes)), stride)

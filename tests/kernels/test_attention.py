@@ -91,6 +91,17 @@ def test_scores_of_any_size(factor: float, library: Library) -> None:
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), sides))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("length", "batch"), [(0, 2), (3, 0), (0, 0)])
+def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
+    use_compiled(compiled)
+    sides = [draw(length, batch, 2, 4).requires_grad_() for _ in range(3)]
+    found = causal_attention(*sides, 100.0)
+    assert found.shape == (length, batch, 8)
+    for side, gradient in zip(sides, torch.autograd.grad(found.sum(), sides), strict=True):
+        assert gradient.shape == side.shape
+
+
 def test_nothing_depends_on_the_threads(library: Library) -> None:
     before = torch.get_num_threads()
     found = []
@@ -113,13 +124,18 @@ def test_the_graph_can_be_gone_back_through_twice(library: Library) -> None:
 
 
 def test_what_the_library_does_not_take(library: Library) -> None:
-    """Other types, columns apart, and fewer heads than threads go to PyTorch."""
+    """Other types, columns apart, sizes that differ, and fewer heads than threads go to PyTorch."""
     threads = torch.get_num_threads()
     heads = max(2, threads)
     taken = make((5, 1, heads, heads, 4))
     assert attention._library_for(*taken) is library
     assert attention._library_for(*(side.bfloat16() for side in taken)) is None
     assert attention._library_for(*(side.transpose(2, 3) for side in taken)) is None
+    query, key, value = taken
+    longer, wider = draw(6, 1, heads, 4), draw(5, 1, heads, 6)
+    for others in ((longer, longer), (key, longer), (wider, value), (key, wider)):
+        assert attention._library_for(query, *others) is None
+    assert attention._library_for(draw(5, 1, heads + 1, 4), key, value) is None
     torch.set_num_threads(heads + 1)
     assert attention._library_for(*taken) is None
     torch.set_num_threads(threads)
@@ -144,16 +160,27 @@ def test_gradients_beside_each_other_are_one_tensor() -> None:
     assert torch.equal(found, sent) and found.data_ptr() == sent.data_ptr()
 
 
-@pytest.mark.parametrize("case", ["apart", "swapped", "with a gap", "one of them apart"])
+@pytest.mark.parametrize("case", ["apart", "swapped", "with a gap", "one of them apart", "of two tensors"])
 def test_other_gradients_are_copied_together(case: str) -> None:
     mixed = draw(3, 2, 8).requires_grad_()
     sent = draw(3, 2, 20, seed=1)
-    starts = {"apart": (0, 4), "swapped": (4, 0), "with a gap": (0, 5), "one of them apart": (0, 4)}[case]
+    starts = {"swapped": (4, 0), "with a gap": (0, 5)}.get(case, (0, 4))
     parts = [sent[..., start : start + 4] for start in starts]
     if case == "apart":
         parts = [part.clone() for part in parts]
     if case == "one of them apart":
         parts[1] = parts[1].clone()
+    if case == "of two tensors":
+        parts[1] = draw(3, 2, 20, seed=2)[..., 4:8]
+    (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
+    assert torch.equal(found, torch.cat(parts, dim=-1))
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_gradients_with_columns_apart_are_copied_together(step: int) -> None:
+    """The second begins where the first would end if its columns followed each other."""
+    mixed, sent = draw(3, 8).requires_grad_(), draw(60)
+    parts = [sent.as_strided((3, 4), (16, step), start) for start in (0, 4)]
     (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
     assert torch.equal(found, torch.cat(parts, dim=-1))
 

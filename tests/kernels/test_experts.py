@@ -1,5 +1,9 @@
 """The experts' FFNs as one operation, against their formulas in float64."""
 
+import ctypes
+import dataclasses
+import threading
+import time
 from itertools import pairwise
 
 import pytest
@@ -94,6 +98,34 @@ def test_the_graph_can_be_gone_back_through_again(library: Library) -> None:
         found = torch.autograd.grad(output, sides, sent, retain_graph=True)
         for one, other in zip(found, exact(counts, sides, sent)[1:], strict=True):
             assert_close_to(one, other, 3e-6)
+
+
+def test_weights_wait_for_all_rows(library: Library) -> None:
+    """The backward pass's first product is slow: the other thread comes to the weights' gradients early."""
+    sides = make([64], 16, 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    output = swiglu_experts(*sides, torch.tensor([64]))
+    sent = draw(*output.shape, seed=7)
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)
+    assert library.sgemm is not None
+    multiply = kind(library.sgemm)
+    callers: list[int] = []
+
+    def slowly_at_first(*arguments: int) -> None:
+        callers.append(threading.get_ident())
+        if len(callers) == 1:
+            time.sleep(0.3)
+        multiply(*arguments)
+
+    slow = kind(slowly_at_first)
+    address = ctypes.cast(slow, ctypes.c_void_p).value
+    output.grad_fn.library = dataclasses.replace(library, sgemm=address)  # type: ignore[union-attr]
+    found = torch.autograd.grad(output, sides, sent)
+    torch.set_num_threads(before)
+    assert len(set(callers)) == 2
+    for one, other in zip(found, exact([64], sides, sent)[1:], strict=True):
+        assert_close_to(one, other, 3e-6)
 
 
 def test_it_keeps_one_product(library: Library) -> None:

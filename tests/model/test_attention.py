@@ -45,6 +45,15 @@ def test_forward_and_gradients(groups: int, documents: bool) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_scale_of_its_own(documents: bool) -> None:
+    inputs = [torch.randn(S, B, HEADS, D) for _ in range(3)]
+    mask = two_documents() if documents else None
+    attention = SDPAttention(SimpleNamespace(attention_dropout=0.0, softmax_scale=0.1))
+    expected = plain([0.1 * math.sqrt(D) * inputs[0], *inputs[1:]], CAUSAL if mask is None else mask)
+    torch.testing.assert_close(attention(*inputs, mask), expected)
+
+
 def test_dropout_in_training_only(one_rank: None) -> None:
     use_one_stream()
     inputs = [torch.randn(S, B, HEADS, D) for _ in range(3)]

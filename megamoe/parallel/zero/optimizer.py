@@ -142,15 +142,16 @@ class MasterWeightAdamW(Stage0AdamW):
             master.allreduce = False  # type: ignore[attr-defined]
             master.group_name = parameter.group_name  # type: ignore[attr-defined]
         master.grad = torch.zeros_like(master)
-        self.is_stale[master] = False
+        is_stale = self.is_stale  # a hook that held the optimizer would keep it and the model for ever
+        is_stale[master] = False
 
         def accumulate(bf16_parameter: Tensor) -> None:
             assert master.grad is not None and bf16_parameter.grad is not None
-            if self.is_stale[master]:
+            if is_stale[master]:
                 master.grad.copy_(bf16_parameter.grad)
             else:
                 master.grad.add_(bf16_parameter.grad)
-            self.is_stale[master] = False
+            is_stale[master] = False
             bf16_parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
@@ -186,7 +187,7 @@ class MasterWeightAdamW(Stage0AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step on the masters, which are rounded into the model; what comes next replaces their gradients."""
         super().step()
-        self.is_stale = dict.fromkeys(self.masters(), True)
+        self.is_stale.update(dict.fromkeys(self.masters(), True))
 
     def _rounded(self) -> dict[Tensor, Tensor]:
         return dict(zip(self.masters(), self.model_parameters, strict=True))

@@ -1,6 +1,8 @@
 """AdamW: which parameters decay, and clipping as PyTorch does it."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -77,6 +79,37 @@ def test_masters_sum_gradients_in_fp32(one_rank: None) -> None:
         torch.testing.assert_close(master, other, rtol=1e-6, atol=1e-7)
     for parameter, master in zip(ours.model_parameters, ours.masters(), strict=True):
         assert torch.equal(parameter, master.bfloat16())
+
+
+def test_masters_go_with_the_model(one_rank: None) -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    config = tiny().optimizer
+    optimizer = MasterWeightAdamW(parameter_groups(model, config), grad_clip=0.0, **adamw_options(config))
+    model(torch.ones(1, 3).bfloat16()).sum().backward()
+    optimizer.step()
+    held = [weakref.ref(each) for each in (optimizer, model.weight, *optimizer.masters())]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+
+
+def test_a_gradient_is_summed_before_and_after_the_reduction_reads_it(one_rank: None) -> None:
+    """What the engine is handed are the sums themselves, and reading them twice changes nothing."""
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    config = tiny().optimizer
+    optimizer = MasterWeightAdamW(parameter_groups(model, config), grad_clip=0.0, **adamw_options(config))
+    for _ in range(2):
+        for count in (1, 2):
+            model(torch.tensor([[1.0, 3.0]]).bfloat16()).sum().backward()
+            for _ in range(2):
+                (gradient,), expert = optimizer.get_grads_for_reduction()
+                assert gradient.tolist() == [[count, 3.0 * count]] and not expert
+        optimizer.step()
+    (gradient,), _ = optimizer.get_grads_for_reduction()
+    assert gradient.tolist() == [[0.0, 0.0]]
+    gradient += torch.tensor([[3.0, 4.0]])  # of another rank; this one has none
+    optimizer.step()
+    assert optimizer._global_grad_norm == 5.0
 
 
 def test_which_parameters_decay(one_rank: None) -> None:

@@ -1,0 +1,44 @@
+"""Causal attention by the compiled kernels on several ranks: the gradients of PyTorch's operators on one.
+
+The other runs of this folder keep documents apart, which PyTorch's attention with a mask does.
+"""
+
+from typing import Any
+
+import pytest
+
+from megamoe.parallel.layout import Layout
+from tests.distributed.gradients import assert_same, gradients_of_the_engine
+from tests.distributed.pool import Pool
+from tests.distributed.runs import ds_config
+
+RUN: dict[str, Any] = {
+    "data__document_aware": False,
+    "model__num_attention_heads": 4,
+    "optimizer__grad_clip": 0.0,
+    "train__global_batch_size": 4,
+    "parallel__deepspeed": ds_config("zero0_fp32"),
+}
+# Layout, sequence parallelism, key heads of four query heads, recomputation.
+CASES = [
+    (Layout(1), False, 4, "none"),
+    (Layout(1), False, 2, "full"),
+    (Layout(2, tensor=2), True, 4, "none"),
+    (Layout(2, tensor=2, expert_tensor=2), False, 4, "full"),
+    (Layout(2, tensor=2), True, 2, "selective"),
+]
+
+
+@pytest.mark.parametrize(("layout", "sequence", "groups", "recompute"), CASES, ids=str)
+def test_gradients(pool: Pool, layout: Layout, sequence: bool, groups: int, recompute: str) -> None:
+    run = {**RUN, "model__num_query_groups": groups}
+    ((expected,),) = pool.run(gradients_of_the_engine, [{**run, "model__cpu_kernels": "plain"}], ranks=1)
+    changes = {
+        **run,
+        "parallel__tensor": layout.tensor,
+        "parallel__expert_tensor": layout.expert_tensor,
+        "parallel__sequence": sequence,
+        "model__recompute": recompute,
+    }
+    found = [steps[0] for steps in pool.run(gradients_of_the_engine, [changes], ranks=layout.ranks)]
+    assert_same(found, expected, layout, 1e-5)

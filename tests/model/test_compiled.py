@@ -1,0 +1,93 @@
+"""The model by the compiled kernels against PyTorch's operators: the same losses and gradients."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.kernels.library import Library, find_library, use_compiled
+from megamoe.model.attention import SplittingSelfAttention
+from megamoe.model.random_streams import use_one_stream
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+S = 8
+TOKENS = torch.arange(2 * S).view(2, S) * 5 % VOCABULARY
+POSITIONS = torch.arange(S).expand(2, S)
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1, 1]])
+APART = DOCUMENTS[:, None, :, None] != DOCUMENTS[:, None, None, :]
+MASK = torch.ones(S, S, dtype=torch.bool).triu(1) | APART
+FOUR_HEADS = "model.num_attention_heads=4"
+CASES = {
+    "plain": [],
+    "learned positions": ["model.position=learned", "model.bias=true"],
+    "two key heads": [FOUR_HEADS, "model.num_query_groups=2"],
+    "one key head": [FOUR_HEADS, "model.num_query_groups=1"],
+    "dropout": ["model.attention_dropout=0.3", "moe.expert_activation_dropout=0.2"],
+    "gelu": ["model.activation=gelu"],
+}
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often each compiled function is called."""
+    library, problem = find_library()
+    if library is None or library.sgemm is None:
+        pytest.skip(f"no compiled kernels: {problem}")
+    count: Counter[str] = Counter()
+    call = Library.call
+
+    def counting(self: Library, name: str, *arguments: Any) -> None:
+        count[name] += 1
+        call(self, name, *arguments)
+
+    monkeypatch.setattr(Library, "call", counting)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a key head for each
+    yield count
+    torch.set_num_threads(threads)
+    use_compiled(True)
+
+
+def losses_and_gradients(changes: list[str], mask: Tensor | None, compiled: bool) -> dict[str, Tensor]:
+    use_compiled(compiled)
+    use_one_stream()
+    torch.manual_seed(0)
+    model = tiny_gpt(tiny("model.init_std=0.3", *changes))
+    torch.manual_seed(3)
+    losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1), mask)
+    losses_BS.sum().backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"losses": losses_BS.detach(), **found}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_same_gradients(
+    case: str, documents: bool, recompute: str, one_rank: None, called: Counter[str]
+) -> None:
+    changes = [*CASES[case], f"model.recompute={recompute}"]
+    mask = MASK if documents else None
+    ours = losses_and_gradients(changes, mask, True)
+    # Two blocks; recomputation goes through what it covers twice.
+    attention, experts = {"none": (2, 2), "selective": (2, 4), "full": (4, 4)}[recompute]
+    assert called["attention"] == (0 if documents or case == "dropout" else attention)
+    assert called["experts"] == (0 if case in ("dropout", "gelu") else experts)
+    called.clear()
+    theirs = losses_and_gradients(changes, mask, False)
+    assert not called and ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * (largest + 1e-3), msg=name)
+
+
+def test_heads_are_split_without_a_copy_of_their_gradients(one_rank: None, called: Counter[str]) -> None:
+    model = tiny_gpt(tiny("model.num_layers=1", "model.tie_embeddings=false"))
+    (attention,) = (module for module in model.modules() if isinstance(module, SplittingSelfAttention))
+    hidden_SBH = torch.randn(S, 2, 16, requires_grad=True)
+    query, key, value = attention.get_query_key_value_tensors(hidden_SBH)
+    assert query.grad_fn is key.grad_fn is value.grad_fn
+    assert "_Split" in query.grad_fn.name()
