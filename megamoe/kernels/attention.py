@@ -27,6 +27,9 @@ def causal_attention(
 
     N / G query heads share a key head. rotary_base: queries and keys are turned by their positions, see
     `rotary`; None: they stay. scale: of the scores, 1 / sqrt(D) by default.
+
+    Raises:
+        ValueError: if heads of odd size are to be turned.
     """
     library = _library_for(query_SBND, key_SBGD, value_SBGD)
     if library is None:

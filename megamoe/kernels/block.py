@@ -56,7 +56,9 @@ def rotary(heads_SBND: Tensor, base: float) -> Tensor:
 
 @lru_cache(maxsize=8)
 def angles(length: int, size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position s times base^(-2i / size), fp32 [S, size / 2]."""
+    """Of position s times base^(-2i / size), fp32 [S, size / 2] each; ValueError for an odd size."""
+    if size % 2:
+        raise ValueError(f"rotary positions turn columns in pairs: found heads of {size}")
     powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     angle_SD = torch.outer(torch.arange(length, device=device, dtype=torch.float32), 1.0 / base**powers)
     return angle_SD.cos(), angle_SD.sin()

@@ -143,6 +143,13 @@ def test_what_the_library_does_not_take(library: Library) -> None:
     assert attention._library_for(*taken) is None
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_odd_column_cannot_be_turned(compiled: bool) -> None:
+    use_compiled(compiled)
+    with pytest.raises(ValueError, match="found heads of 3"):
+        causal_attention(*make((5, 2, 2, 2, 3)), 100.0)
+
+
 def test_plain_in_bf16(library: Library) -> None:
     sides = [side.bfloat16() for side in make((9, 2, 2, 2, 8))]
     expected = exact(*(side.double() for side in sides), 100.0, 8**-0.5)
