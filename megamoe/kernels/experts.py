@@ -1,7 +1,7 @@
 """The experts' FFNs as one operation: product, SwiGLU, product, over rows grouped by expert.
 
-By `grouped_product` and `swiglu`; on the CPU in fp32 by the compiled library, where a part of an expert's
-rows goes through all three on one thread. It keeps the first product alone, which becomes its own gradient.
+By `grouped_product` and `swiglu`; on the CPU by the compiled library, which activates what a product gives
+while that is in the cache. It keeps the first product alone, which becomes its own gradient.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megamoe.kernels.library import Library, library_on
-from megamoe.kernels.products import checked_ends, grouped_product
+from megamoe.kernels.library import Library
+from megamoe.kernels.products import checked_ends, grouped_product, product_library
 from megamoe.kernels.rows import swiglu
 
 
@@ -24,11 +24,12 @@ def swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: 
         ValueError: if the weights do not fit the rows and each other, or the counts the rows, as for
             `grouped_product`.
     """
+    rows_NH = rows_NH.contiguous()
     library = _library_for(rows_NH, up_EGH, down_EHF)
     if library is None:
         return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E)
     ends_E = checked_ends(rows_NH, up_EGH, counts_E)
-    output_NH: Tensor = _Experts.apply(rows_NH.contiguous(), up_EGH, down_EHF, ends_E, library)
+    output_NH: Tensor = _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, library)
     return output_NH
 
 
@@ -48,8 +49,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, library: Library) -> Tensor:
         hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
-        arguments = (rows, up.contiguous(), down.contiguous(), ends, *_sizes(down), hidden, output)
-        library.call("experts", rows.dtype, library.sgemm, *arguments)
+        sides = (*_blas(library, rows.dtype), rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
+        room = () if rows.dtype == torch.float32 else (rows.new_empty(len(rows), down.shape[2]),)
+        library.call("experts", rows.dtype, *sides, hidden, *room, output)
         ctx.save_for_backward(rows, up, down, ends, hidden)
         ctx.library, ctx.was_written = library, False
         return output
@@ -67,7 +69,7 @@ class _Experts(torch.autograd.Function):
         gradients = [torch.empty_like(side) if needed else None for side, needed in wanted]
         sides = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
         arguments = (*sides, ends, *_sizes(down), hidden, active, *gradients)
-        library.call("experts_backward", rows.dtype, library.sgemm, *arguments)
+        library.call("experts_backward", rows.dtype, *_blas(library, rows.dtype), *arguments)
         return *gradients, None, None
 
 
@@ -78,8 +80,12 @@ def _sizes(down: Tensor) -> tuple[int, int, int]:
 
 def _library_for(rows: Tensor, up: Tensor, down: Tensor) -> Library | None:
     """The library, if it can work on these."""
-    if {rows.dtype, up.dtype, down.dtype} != {torch.float32}:
-        return None
-    library = library_on(rows.device)
-    fits = up.shape == (len(down), 2 * down.shape[2], down.shape[1])
-    return library if library is not None and library.sgemm is not None and fits else None
+    alike = rows.dtype == up.dtype == down.dtype
+    fits = alike and up.shape == (len(down), 2 * down.shape[2], down.shape[1])
+    library = product_library(rows, up.shape)
+    return library if fits and product_library(rows, down.shape) is not None else None
+
+
+def _blas(library: Library, dtype: torch.dtype) -> tuple[int | None, ...]:
+    """What products in that dtype are handed first."""
+    return (library.sgemm,) if dtype == torch.float32 else ()

@@ -42,11 +42,21 @@ PER_NUMBER = {
     "rotate": [*HEADS * 2, *[Int] * 4, Pointer, Pointer, ctypes.c_double, Threads],
 }
 HEADS_IN = [Pointer, *HEADS * 3, *[Int] * 5, Pointer, Pointer, ctypes.c_double, Pointer, Pointer]
+EXPERTS = [*[Pointer] * 4, *[Int] * 3]
 WITH_BLAS = {
-    "experts": [*[Pointer] * 5, *[Int] * 3, *[Pointer] * 2, Threads],
-    "experts_backward": [*[Pointer] * 6, *[Int] * 3, *[Pointer] * 5, Threads],
+    "experts": [Pointer, *EXPERTS, *[Pointer] * 2, Threads],
+    "experts_backward": [Pointer, Pointer, *EXPERTS, *[Pointer] * 5, Threads],
     "attention": [*HEADS_IN, Threads],
     "attention_backward": [*HEADS_IN, Pointer, *HEADS * 3, Threads],
+}
+WITH_TILES = {
+    "experts": [*EXPERTS, *[Pointer] * 3, Threads],
+    "experts_backward": [Pointer, *EXPERTS, *[Pointer] * 5, Threads],
+}
+ROUTER = {
+    "softmax": [Pointer, Int, Int, Pointer, Threads],
+    "softmax_backward": [Pointer, Pointer, Int, Int, Pointer, Threads],
+    "top_k": [Pointer, Int, Int, Int, Pointer, Threads],
 }
 PRODUCT = [*[Pointer] * 3, *[Int] * 3, Pointer, Threads]
 PRODUCTS = ("forward", "to_rows", "to_weight")
@@ -178,9 +188,10 @@ def _declare(functions: ctypes.CDLL) -> None:
         f"{name}_{suffix}": kinds for name, kinds in PER_NUMBER.items() for suffix in SUFFIXES.values()
     }
     declared |= {f"{name}_fp32": [Pointer, *PRODUCT] for name in PRODUCTS}
-    declared |= {f"{name}_fp32": kinds for name, kinds in WITH_BLAS.items()}
+    declared |= {f"{name}_fp32": kinds for name, kinds in (WITH_BLAS | ROUTER).items()}
     if functions.has_tiles():
         declared |= {f"{name}_bf16": PRODUCT for name in PRODUCTS}
+        declared |= {f"{name}_bf16": kinds for name, kinds in WITH_TILES.items()}
     for name, kinds in declared.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = kinds, None

@@ -46,7 +46,7 @@ def checked_ends(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tenso
 
 def takes_any_count(rows_NI: Tensor, *weights_EOI: Tensor) -> bool:
     """Whether the products of these rows cost the same whatever the experts' numbers of rows."""
-    return all(_library_for(rows_NI, weight_EOI.shape) is not None for weight_EOI in weights_EOI)
+    return all(product_library(rows_NI, weight_EOI.shape) is not None for weight_EOI in weights_EOI)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
-        library = _library_for(rows_NI, weight_EOI.shape)
+        library = product_library(rows_NI, weight_EOI.shape)
         if library is None:
             return functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends_E.to(torch.int32))
         output_NO = rows_NI.new_empty(len(rows_NI), weight_EOI.shape[1])
@@ -79,7 +79,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _to_rows(gradient_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    library = _library_for(gradient_NO, weight_EOI.shape)
+    library = product_library(gradient_NO, weight_EOI.shape)
     if library is None:
         return functional.grouped_mm(gradient_NO, weight_EOI, offs=ends_E.to(torch.int32))
     output_NI = gradient_NO.new_empty(len(gradient_NO), weight_EOI.shape[2])
@@ -89,14 +89,14 @@ def _to_rows(gradient_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _to_weight(gradient_NO: Tensor, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    library = _library_for(rows_NI, weight_EOI.shape)
+    library = product_library(rows_NI, weight_EOI.shape)
     if library is None:
         return functional.grouped_mm(gradient_NO.T, rows_NI, offs=ends_E.to(torch.int32))
     output_EOI = rows_NI.new_empty(weight_EOI.shape)
     return _compiled("to_weight", library, (gradient_NO, rows_NI), ends_E, weight_EOI, output_EOI)
 
 
-def _library_for(rows: Tensor, shape: torch.Size) -> Library | None:
+def product_library(rows: Tensor, shape: torch.Size) -> Library | None:
     """The library, if it can work out the products of such rows with stacked weights of that shape."""
     library = library_for(rows)
     if library is None:

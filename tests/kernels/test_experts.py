@@ -36,6 +36,17 @@ def make(counts: list[int], hidden: int, ffn: int) -> list[Tensor]:
     return [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
+TILED: dict[str, tuple[list[int], int, int]] = {  # sizes that AMX takes
+    "even": ([32] * 4, 64, 32),
+    "uneven": ([5, 170, 1, 330], 32, 96),
+    "experts without rows": ([0, 40, 0, 0, 3, 0], 64, 160),
+    "no rows": ([0, 0], 32, 32),
+    "several panels": ([33, 64], 320, 416),
+    "activated in a pass of their own": ([33, 0, 70], 64, 1056),
+    "many experts": ([i % 4 for i in range(80)], 32, 64),
+}
+
+
 def exact(counts: list[int], sides: list[Tensor], sent: Tensor) -> list[Tensor]:
     """Output and gradients; of SwiGLU, g s(g) v: s(g) (1 + g (1 - s(g))) v by g, and g s(g) by v."""
     rows, up, down = (side.detach().double() for side in sides)
@@ -71,6 +82,26 @@ def test_the_formulas(case: str, compiled: bool, threads: int) -> None:
     torch.set_num_threads(before)
     for one, other in zip(found, exact(counts, sides, sent), strict=True):
         assert_close_to(one, other, 3e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("case", TILED.values(), ids=TILED)
+def test_the_formulas_in_bf16(case: tuple[list[int], int, int], threads: int, library: Library) -> None:
+    """To a few roundings of what lies between; a second time through the graph too."""
+    if not library.has_tiles:
+        pytest.skip("the processor has no AMX")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    sides = [side.detach().bfloat16().requires_grad_() for side in make(*case)]
+    output = swiglu_experts(*sides, torch.tensor(case[0]))
+    sent = draw(*output.shape, seed=7).bfloat16()
+    first = torch.autograd.grad(output, sides, sent, retain_graph=True)
+    again = torch.autograd.grad(output, sides, sent)
+    torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    for one, other in zip([output, *first], exact(case[0], sides, sent), strict=True):
+        assert one.dtype == torch.bfloat16
+        assert_close_to(one, other, 2.0**-6)
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)

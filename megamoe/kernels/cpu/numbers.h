@@ -3,6 +3,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 using bf16 = uint16_t;
 
@@ -23,6 +27,49 @@ static inline void from_float(float value, bf16& result) {
   std::memcpy(&bits, &value, 4);
   uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   result = bf16((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+// floats [count] -> numbers, which one instruction rounds where the processor has it.
+static inline void round_to(const float* from, int64_t count, bf16* to) {
+  int64_t i = 0;
+#ifdef __AVX512BF16__
+  for (; i + 32 <= count; i += 32)
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i)));
+#endif
+#pragma omp simd
+  for (int64_t j = i; j < count; j++) from_float(from[j], to[j]);
+}
+
+static inline void round_to(const float* from, int64_t count, float* to) { std::memcpy(to, from, count * sizeof(float)); }
+
+// Where floats are written that become these numbers: there, or first into a buffer.
+static inline float* in_place(float* to, float*) { return to; }
+static inline float* in_place(bf16*, float* buffer) { return buffer; }
+
+// work(i, out) for i of 0 .. width-1, as vector code; what it gives goes to to[0][i], to[1][i] and so on.
+template <int outputs, typename number, typename Work>
+static inline void in_blocks(int64_t width, number* const (&to)[outputs], Work work) {
+  constexpr int64_t block = 128;
+  if constexpr (std::is_same_v<number, float>) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) {
+      float out[outputs];
+      work(i, out);
+      for (int j = 0; j < outputs; j++) to[j][i] = out[j];
+    }
+  } else {
+    alignas(64) float part[outputs][block];
+    for (int64_t begin = 0; begin < width; begin += block) {
+      const int64_t count = width - begin < block ? width - begin : block;
+#pragma omp simd
+      for (int64_t i = 0; i < count; i++) {
+        float out[outputs];
+        work(begin + i, out);
+        for (int j = 0; j < outputs; j++) part[j][i] = out[j];
+      }
+      for (int j = 0; j < outputs; j++) round_to(part[j], count, to[j] + begin);
+    }
+  }
 }
 
 // e^x, to 2e-7 of the value; x is held in -87 .. 88. Without branches, so that it becomes vector code.

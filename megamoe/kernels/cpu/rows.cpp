@@ -5,6 +5,8 @@
 #include "numbers.h"
 #include "swiglu.h"
 
+constexpr int64_t BLOCK = 256;  // columns whose sums are in registers and the nearest cache
+
 // Places of the keys under a stable sort. key [N] in 0 .. size-1 -> order [N], the pairs by key; place [N], where
 // each pair went; ends [size], where each key's pairs end. Returns 1, or 0 where a key is another number.
 extern "C" int sort_by_key(const int64_t* key, int64_t count, int64_t size, int64_t* order, int64_t* place,
@@ -43,12 +45,11 @@ static void combine(const number* rows, const int64_t* row, const int64_t* ends,
                     int64_t tokens, int64_t width, number* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t t = 0; t < tokens; t++) {
-    constexpr int64_t block = 256;
-    float sum[block];
+    float sum[BLOCK];
     const int64_t first = t ? ends[t - 1] : 0;
     if (t + 1 < tokens) prefetch_rows(rows, row, ends[t], ends[t + 1], width);
-    for (int64_t left = 0; left < width; left += block) {
-      const int64_t size = width - left < block ? width - left : block;
+    for (int64_t left = 0; left < width; left += BLOCK) {
+      const int64_t size = width - left < BLOCK ? width - left : BLOCK;
       std::memset(sum, 0, sizeof(sum));
       for (int64_t n = first; n < ends[t]; n++) {
         const number* from = rows + row[n] * width + left;
@@ -56,8 +57,7 @@ static void combine(const number* rows, const int64_t* row, const int64_t* ends,
 #pragma omp simd
         for (int64_t h = 0; h < size; h++) sum[h] += factor * to_float(from[h]);
       }
-#pragma omp simd
-      for (int64_t h = 0; h < size; h++) from_float(sum[h], out[t * width + left + h]);
+      round_to(sum, size, out + t * width + left);
     }
   }
 }
@@ -71,11 +71,16 @@ static void combine_backward(const number* gradient, const number* rows, const i
     const number *from = gradient + token[n] * width, *own = rows + n * width;
     number* to = to_rows + n * width;
     float factor = weight[n], product = 0;
+    for (int64_t left = 0; left < width; left += BLOCK) {
+      const int64_t size = width - left < BLOCK ? width - left : BLOCK;
+      float buffer[BLOCK], *scaled = in_place(to + left, buffer);
 #pragma omp simd reduction(+ : product)
-    for (int64_t h = 0; h < width; h++) {
-      const float value = to_float(from[h]);
-      product += value * to_float(own[h]);
-      from_float(factor * value, to[h]);
+      for (int64_t h = 0; h < size; h++) {
+        const float value = to_float(from[left + h]);
+        product += value * to_float(own[left + h]);
+        scaled[h] = factor * value;
+      }
+      if (scaled == buffer) round_to(scaled, size, to + left);
     }
     to_weight[n] = product;
   }
@@ -85,15 +90,21 @@ static void combine_backward(const number* gradient, const number* rows, const i
 template <typename number>
 static void swiglu(const number* rows, int64_t count, int64_t width, number* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t n = 0; n < count; n++) activate(rows + 2 * n * width, width, out + n * width);
+  for (int64_t n = 0; n < count; n++) {
+    const number* gates = rows + 2 * n * width;
+    activate(gates, gates + width, width, out + n * width);
+  }
 }
 
 template <typename number>
 static void swiglu_backward(const number* gradient, const number* rows, int64_t count, int64_t width,
                             number* to_rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t n = 0; n < count; n++)
-    activate_backward(gradient + n * width, rows + 2 * n * width, width, to_rows + 2 * n * width);
+  for (int64_t n = 0; n < count; n++) {
+    const number* gates = rows + 2 * n * width;
+    number* to_gates = to_rows + 2 * n * width;
+    activate_backward(gradient + n * width, gates, gates + width, width, to_gates, to_gates + width);
+  }
 }
 
 #define FOR_EACH_NUMBER(number, suffix)                                                                       \

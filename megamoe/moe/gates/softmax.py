@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from megamoe.kernels.router import softmax
 from megamoe.moe.gates.biased import BiasedGate
 from megamoe.registry import register
 
@@ -17,7 +18,7 @@ class SoftmaxGate(BiasedGate):
         """[T, E] fp32 -> [T, E] fp32, rows summing to 1; a row without any candidate is 0."""
         scores_TE = self._cooled(scores_TE)
         if candidates_TE is None:
-            return scores_TE.softmax(dim=-1)
+            return softmax(scores_TE)
         banned_TE = ~candidates_TE
-        probs_TE = scores_TE.masked_fill(banned_TE, float("-inf")).softmax(dim=-1)
+        probs_TE = softmax(scores_TE.masked_fill(banned_TE, float("-inf")))
         return probs_TE.masked_fill(banned_TE, 0.0)  # NaN where there is no candidate

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import top_k
 from megamoe.moe import draws
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
@@ -86,7 +87,7 @@ class TopK(Selector):
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """T*k pairs; fewer where a token has fewer candidates, or its second is not sent."""
-        expert_TK = scored.ranking_TE.topk(self.config.k, dim=-1).indices
+        expert_TK = top_k(scored.ranking_TE, self.config.k)
         second = self.config.second if self.training else "best"
         if second == "sampled":
             expert_TK = self._sample_second(expert_TK, scored.probs_TE.detach(), context)
