@@ -39,7 +39,7 @@ def test_softmax_by_hand(compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "count"), [((9, 4), 1), ((700, 13), 3), ((33, 130), 8), ((5, 6), 6), ((0, 4), 2)]
+    ("shape", "count"), [((9, 4), 1), ((700, 13), 3), ((33, 130), 8), ((5, 6), 6), ((0, 4), 2), ((3, 30), 17)]
 )
 def test_top_k(shape: tuple[int, int], count: int, compiled: bool) -> None:
     use_compiled(compiled)
