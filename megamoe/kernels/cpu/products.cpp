@@ -4,9 +4,6 @@
 // Sizes: E experts, N rows, I the weight's input columns, O its output columns; weights are [E, O, I], ends [E].
 //   forward    out [N, O] = rows [N, I] * weight^T          to_rows    out [N, I] = gradient [N, O] * weight
 //   to_weight  out [E, O, I] = gradient^T * rows, each expert's
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstring>
 
 #include "blas.h"
@@ -52,6 +49,8 @@ extern "C" void to_weight_fp32(sgemm call, const float* gradient, const float* r
 }
 
 #ifdef HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
 
 // Whether this process may use the tiles; Linux wants to be asked once.
 extern "C" int has_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
