@@ -3,28 +3,19 @@
 The global stream of samples is cut into micro batches, dealt to the data-parallel ranks in turn. So one
 rank sees, in order, what n ranks see together, and a run goes on at exactly the sample it stopped at.
 
-Loader processes are forked when the stream is made: the memory-mapped data is shared, not copied, and
-they never touch the accelerator. Make streams early, and close them.
+Loader processes are forked when the stream is made. Make streams early, and close them.
 """
 
-import atexit
-import contextlib
-import ctypes
-import signal
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from megamoe.data.loader import Loader
 from megamoe.errors import UserError
-
-PREFETCH_PER_WORKER = 4
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
-# A loader process that hangs becomes an error, not a run that stands still.
-WORKER_TIMEOUT_S = 540  # before train.hang_minutes, by default, ends the run with less to tell
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,11 @@ class Batch:
         return Batch(**repeated)
 
 
+def warn(line: str) -> None:
+    """On the standard error."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
 class BatchStream:
     """An iterator over one rank's micro batches.
 
@@ -67,6 +63,7 @@ class BatchStream:
         dataset: of items as `megamoe.data.datasets.Datasets` describes them.
         start_sample: first sample of the stream, over all ranks.
         workers: loader processes; 0: samples are read in this process.
+        tell: is called with a line when a loader process has died and another has taken its place.
     """
 
     def __init__(
@@ -78,32 +75,19 @@ class BatchStream:
         data_rank: int,
         data_size: int,
         workers: int,
+        tell: Callable[[str], None] = warn,
     ) -> None:
         self._num_samples = len(dataset)  # type: ignore[arg-type]
         self._start_sample = start_sample
         self._stride = micro_batch_size * data_size
         self._num_taken = 0
+        self._is_closed = False
         indices = _MicroBatchIndices(
             start_sample, self._num_samples, micro_batch_size, data_rank * micro_batch_size, self._stride
         )
-        loader = DataLoader(
-            _Numbered(dataset),
-            batch_sampler=indices,
-            collate_fn=_collate,
-            num_workers=workers,
-            prefetch_factor=PREFETCH_PER_WORKER if workers else None,
-            multiprocessing_context="fork" if workers else None,
-            timeout=WORKER_TIMEOUT_S if workers else 0,
-            worker_init_fn=_begin_worker,
-            # The loader draws a seed; from the default generator it would shift the run's random numbers.
-            generator=torch.Generator(),
+        self._loader: Loader[Batch | str] = Loader(
+            _Numbered(dataset), indices.from_batch, collate=_collate, workers=workers, tell=tell
         )
-        self._batches: Iterator[Batch | str] | None = iter(loader)
-        self._finalizer = weakref.finalize(self, _shut_down, self._batches)
-        # At exit multiprocessing waits for workers that are still there, so they must end before that:
-        # what is registered last runs first, which finalize's own hook does not ensure.
-        self._finalizer.atexit = False
-        atexit.register(self._finalizer)
 
     def __iter__(self) -> "BatchStream":
         return self
@@ -114,11 +98,12 @@ class BatchStream:
         Raises:
             UserError: if the dataset has run out, on every rank at the same micro batch; if a sample cannot
                 be read, on the ranks that need it.
+            RuntimeError: if loader processes die again and again, or hang.
             StopIteration: if the stream is closed.
         """
-        if self._batches is None:
+        if self._is_closed:
             raise StopIteration
-        batch = next(self._batches, None)
+        batch = next(self._loader, None)
         if isinstance(batch, str):
             raise UserError(batch)
         if batch is None:
@@ -132,9 +117,8 @@ class BatchStream:
 
     def close(self) -> None:
         """End the loader processes. May be called twice."""
-        self._batches = None
-        self._finalizer()
-        atexit.unregister(self._finalizer)
+        self._is_closed = True
+        self._loader.close()
 
     def __enter__(self) -> "BatchStream":
         return self
@@ -152,6 +136,10 @@ class _MicroBatchIndices:
     size: int
     offset: int
     stride: int
+
+    def from_batch(self, number: int) -> "_MicroBatchIndices":
+        """The same without the first `number` micro batches."""
+        return replace(self, start=self.start + number * self.stride)
 
     def __iter__(self) -> Iterator[list[int]]:
         for first in range(self.start, self.stop - self.stride + 1, self.stride):
@@ -192,22 +180,3 @@ def _collate(samples: list[tuple[int, dict[str, torch.Tensor] | str]]) -> Batch 
         attention_mask=stack("attention_mask") if "attention_mask" in items[0] else None,
         sample_index_B=torch.tensor([index for index, _ in samples]),
     )
-
-
-def _begin_worker(_: int) -> None:
-    """A signal to the whole job (a preemption, Ctrl-C) is for the training process to answer.
-
-    With that process this one must end at once: it has inherited its connections, and as long as they are
-    open the other ranks do not notice that it is gone. By itself it would look for it every 5 seconds.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
-def _shut_down(batches: Any) -> None:
-    # The multi-process iterator has no public end before the last batch.
-    shut_down = getattr(batches, "_shutdown_workers", None)
-    if shut_down is not None:
-        shut_down()

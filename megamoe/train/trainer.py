@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig, to_dict
-from megamoe.data.batches import Batch, BatchStream
+from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
@@ -324,4 +324,5 @@ class Trainer:
             data_rank=self.layout.data_rank(self.world.rank),
             data_size=self.layout.data,
             workers=workers,
+            tell=lambda line: warn(f"rank {self.world.rank}: {line}"),
         )

@@ -31,10 +31,15 @@ def fail_on_rank_1(trainer: Trainer) -> None:
 
 
 def kill_the_loader_of_rank_1(trainer: Trainer) -> None:
-    if trainer.progress.step == 3 and trainer.world.rank == 1:
-        (loader,) = trainer._stream._batches._workers  # type: ignore[union-attr]
+    if trainer.progress.step == 3:
+        kill_each_loader_of_rank_1(trainer)
+
+
+def kill_each_loader_of_rank_1(trainer: Trainer) -> None:
+    if trainer.progress.step > 1 and trainer.world.rank == 1:
+        (loader,) = trainer._stream._loader._iterators[0]._workers  # type: ignore[union-attr]
         os.kill(loader.pid, signal.SIGKILL)
-        time.sleep(0.5)
+        time.sleep(0.3)
 
 
 def test_a_killed_rank_ends_the_others_at_once(pool: Pool, tmp_path: Path) -> None:
@@ -57,9 +62,16 @@ def test_an_exception_has_its_traceback_on_its_rank_alone(pool: Pool, tmp_path: 
     assert own[0] == "[rank1]: Traceback (most recent call last):"
 
 
-@pytest.mark.full
-def test_a_killed_loader_process_is_told_in_a_line(pool: Pool, tmp_path: Path) -> None:
+def test_a_killed_loader_process_is_replaced(pool: Pool, tmp_path: Path) -> None:
     found = endings(pool, tmp_path, LOADER, trouble=kill_the_loader_of_rank_1)
+    assert found.codes == [0, 0]
+    told = "warning: rank 1: a loader process died (data.workers), another goes on in its place: DataLoader "
+    assert told not in found.outputs[0] and found.outputs[1].count(told) == 1
+
+
+@pytest.mark.full
+def test_loader_processes_that_die_again_and_again_end_the_run(pool: Pool, tmp_path: Path) -> None:
+    found = endings(pool, tmp_path, LOADER, trouble=kill_each_loader_of_rank_1)
     assert found.codes == [ExitCode.UNEXPECTED, ExitCode.UNEXPECTED]
     (line,) = found.errors()[1]
     assert line.startswith("error: rank 1: a loader process died (data.workers): DataLoader worker (pid ")

@@ -1,0 +1,170 @@
+"""Batches that loader processes read ahead; a process that dies is replaced, and the batches stay the same.
+
+Loader processes are forked: the memory-mapped data is shared, not copied, and they never touch the
+accelerator. A fork of a process with many threads can go wrong, and the kernel may take a loader for want of
+memory; which batch comes next depends on its number alone, so others can go on from there.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import re
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+PREFETCH_PER_WORKER = 4
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
+# A loader process that hangs becomes an error, not a run that stands still.
+WORKER_TIMEOUT_S = 540  # before train.hang_minutes, by default, ends the run with less to tell
+MOST_DEATHS = 3
+DEATH = re.compile(r"DataLoader worker .*(killed|exited|ended)")
+STDERR = 2
+
+Batch = TypeVar("Batch")
+
+
+class Loader(Generic[Batch]):
+    """An iterator over batches.
+
+    Args:
+        indices_from: the items of each batch, from the n-th batch on.
+        collate: items to a batch.
+        workers: loader processes; 0: items are read in this process.
+        tell: is called with a line when a process has died and others take its place.
+
+    Raises:
+        RuntimeError: if a process hangs, or more of them die than MOST_DEATHS.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        indices_from: Callable[[int], Iterable[list[int]]],
+        collate: Callable[[list[Any]], Batch],
+        workers: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._dataset, self._indices_from, self._collate = dataset, indices_from, collate
+        self._workers, self._tell = workers, tell
+        self._num_taken = self._num_deaths = 0
+        self._iterators = [self._open()]  # one, or none if closed
+        self._finalizer = weakref.finalize(self, _shut_down, self._iterators)
+        # At exit multiprocessing waits for workers that are still there, so they must end before that:
+        # what is registered last runs first, which finalize's own hook does not ensure.
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)
+
+    def __iter__(self) -> "Loader[Batch]":
+        return self
+
+    def __next__(self) -> Batch:
+        while True:
+            if not self._iterators:
+                raise StopIteration
+            try:
+                batch = self._take(self._iterators[0])
+            except StopIteration:
+                self.close()
+                raise
+            except RuntimeError as error:
+                if not DEATH.search(str(error)) or self._num_deaths == MOST_DEATHS:
+                    raise
+                self._replace(str(error))
+            else:
+                self._num_taken += 1
+                return batch
+
+    def close(self) -> None:
+        """End the loader processes. May be called twice."""
+        self._finalizer()
+        atexit.unregister(self._finalizer)
+
+    def _open(self) -> Iterator[Batch]:
+        workers = self._workers
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=self._indices_from(self._num_taken),
+            collate_fn=self._collate,
+            num_workers=workers,
+            prefetch_factor=PREFETCH_PER_WORKER if workers else None,
+            multiprocessing_context="fork" if workers else None,
+            timeout=WORKER_TIMEOUT_S if workers else 0,
+            worker_init_fn=_begin_worker,
+            # The loader draws a seed; from the default generator it would shift the run's random numbers.
+            generator=torch.Generator(),
+        )
+        with _deaths_raise():
+            return iter(loader)
+
+    def _take(self, iterator: Iterator[Batch]) -> Batch:
+        with _deaths_raise():
+            for process in getattr(iterator, "_workers", ()):  # those that died since the last batch
+                if not process.is_alive():
+                    raise RuntimeError(f"DataLoader worker (pid {process.pid}) ended: {process.exitcode}")
+            return next(iterator)
+
+    def _replace(self, reason: str) -> None:
+        _shut_down(self._iterators)
+        self._num_deaths += 1
+        self._tell(f"a loader process died (data.workers), another goes on in its place: {reason}")
+        self._iterators.append(self._open())
+
+
+class _Handlers:
+    """of_torch: PyTorch's handler of SIGCHLD, which raises the death of a loader; once it has set one."""
+
+    of_torch: Any = None
+
+
+@contextlib.contextmanager
+def _deaths_raise() -> Iterator[None]:
+    """Here alone; PyTorch would let the death of a loader break off whatever the process is about to do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        if _Handlers.of_torch is not None:
+            signal.signal(signal.SIGCHLD, _Handlers.of_torch)
+        yield
+    finally:
+        now = signal.getsignal(signal.SIGCHLD)
+        if now is not before:
+            _Handlers.of_torch = now
+            signal.signal(signal.SIGCHLD, before)
+
+
+def _begin_worker(_: int) -> None:
+    """A signal to the whole job (a preemption, Ctrl-C) is for the training process to answer.
+
+    With that process this one must end at once: it has inherited its connections, and as long as they are
+    open the other ranks do not notice that it is gone. By itself it would look for it every 5 seconds.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    faulthandler.disable()  # the training process' own, over which PyTorch has put its handlers
+    faulthandler.enable(STDERR)
+
+
+def _shut_down(iterators: list[Any]) -> None:
+    """Empties the list."""
+    for iterator in iterators:
+        # The multi-process iterator has no public end before the last batch.
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is None:
+            continue
+        shut_down()
+        for process in iterator._workers:  # one that hangs has been told to end, and does not listen
+            if process.is_alive():
+                process.kill()
+                process.join(1)
+    iterators.clear()

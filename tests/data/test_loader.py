@@ -1,0 +1,121 @@
+"""Loader processes that die: others go on at the same batch, and nothing else is broken off."""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from megamoe.data import loader
+from megamoe.data.loader import MOST_DEATHS, Loader
+from megamoe.train.ending import DEAD_LOADER
+
+
+class Numbers(Dataset[int]):
+    """0, 1, 2 and so on; at one of them the process does something to itself, while `trouble` is there."""
+
+    def __init__(self, trouble: Path | None = None, at: int = -1, number: int = signal.SIGKILL) -> None:
+        self.trouble, self.at, self.number = trouble, at, number
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at and self.trouble is not None and self.trouble.exists():
+            self.trouble.unlink()
+            time.sleep(0.2)  # another thread of the process sends what was read before
+            os.kill(os.getpid(), self.number)
+        return index
+
+
+def pairs_from(number: int) -> list[list[int]]:
+    return [[2 * n, 2 * n + 1] for n in range(number, 30)]
+
+
+def opened(told: list[str], dataset: Dataset[int] | None = None, workers: int = 2) -> Loader[list[int]]:
+    return Loader(dataset or Numbers(), pairs_from, collate=list, workers=workers, tell=told.append)
+
+
+def kill_one() -> None:
+    child: Any = multiprocessing.active_children()[-1]
+    os.kill(child.pid, signal.SIGKILL)
+    time.sleep(0.2)  # in which PyTorch would raise
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_that_is_killed_between_batches_is_replaced(workers: int) -> None:
+    told: list[str] = []
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = opened(told, workers=workers)
+    found = [next(batches) for _ in range(7)]
+    kill_one()
+    found += list(batches)
+    assert found == pairs_from(0)
+    (line,) = told
+    assert "a loader process died (data.workers), another goes on in its place: DataLoader worker" in line
+    assert signal.getsignal(signal.SIGCHLD) is before and not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("at", [0, 20, 59])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_one_that_dies_while_its_batch_is_waited_for(tmp_path: Path, at: int, number: int) -> None:
+    """Of SIGBUS too: a mapped file that shrinks while it is read, which the next process tells."""
+    told: list[str] = []
+    (tmp_path / "trouble").touch()
+    start = time.monotonic()
+    assert list(opened(told, Numbers(tmp_path / "trouble", at, number))) == pairs_from(0)
+    assert len(told) == 1 and time.monotonic() - start < 5
+
+
+def test_the_last_words_of_one_that_crashes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert faulthandler.is_enabled()  # by pytest: PyTorch sets its own handlers over that
+    (tmp_path / "trouble").touch()
+    list(opened([], Numbers(tmp_path / "trouble", 8, signal.SIGSEGV)))
+    said = capfd.readouterr().err
+    assert "Segmentation fault" in said and f'File "{__file__}", line' in said and "__getitem__" in said
+
+
+def test_those_that_die_again_and_again_are_an_error() -> None:
+    told: list[str] = []
+    batches = opened(told)
+    for n in range(MOST_DEATHS):
+        assert next(batches) == [2 * n, 2 * n + 1]
+        kill_one()
+    assert next(batches) == [2 * MOST_DEATHS, 2 * MOST_DEATHS + 1]
+    kill_one()
+    with pytest.raises(RuntimeError, match=DEAD_LOADER):
+        next(batches)
+    assert len(told) == MOST_DEATHS
+    batches.close()
+    assert not multiprocessing.active_children()
+
+
+def test_one_that_hangs_is_an_error_and_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "WORKER_TIMEOUT_S", 3)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.3)  # patience at the end
+    told: list[str] = []
+    (tmp_path / "trouble").touch()
+    batches = opened(told, Numbers(tmp_path / "trouble", 4, signal.SIGSTOP), workers=1)
+    assert [next(batches), next(batches)] == pairs_from(0)[:2]
+    with pytest.raises(RuntimeError, match=DEAD_LOADER):
+        next(batches)
+    batches.close()
+    assert not told and not multiprocessing.active_children()
+
+
+def test_an_error_of_the_dataset_is_no_death() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> int:
+            raise RuntimeError("DataLoader is what I am read by")
+
+    told: list[str] = []
+    batches = opened(told, Broken())
+    with pytest.raises(RuntimeError, match="what I am read by"):
+        next(batches)
+    batches.close()
+    assert not told
