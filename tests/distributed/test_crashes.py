@@ -142,14 +142,14 @@ def fill(folder: Path) -> None:
 
 
 def fill_the_disk(trainer: Trainer) -> None:
-    if trainer.progress.step == 20 and trainer.world.rank == 0:
+    if trainer.progress.step == 60 and trainer.world.rank == 0:
         fill(trainer.folder.path.parent)
 
 
 @pytest.mark.full
 def test_a_disk_that_fills_up_ends_the_run_with_a_line(pool: Pool, tmp_path: Path, small_disk: Path) -> None:
     """metrics.jsonl is written by the first rank alone; its last page holds some steps more."""
-    arguments = ["checkpoint.every=20", "train.steps=400", "data.workers=1"]
+    arguments = ["checkpoint.every=60", "checkpoint.background=false", "train.steps=400", "data.workers=1"]
     found = endings(pool, tmp_path, *arguments, trouble=fill_the_disk)
     assert found.codes == [ExitCode.MISTAKE, ExitCode.UNEXPECTED]
     first, second = found.errors()
@@ -188,4 +188,4 @@ def test_a_file_in_the_outputs_place_is_told_at_the_start(pool: Pool, tmp_path: 
     found = endings(pool, tmp_path)
     assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
     for (line,) in found.errors():
-        assert line == f"error: output: cannot write the run folder {tmp_path}/runs/a: Not a directory"
+        assert line == f"error: output: cannot write the run folder {tmp_path}/runs/a: File exists"

@@ -46,7 +46,7 @@ def is_of_a_run(path: Path) -> bool:
 def _names(folder: Path) -> set[str]:
     try:
         return {entry.name for entry in os.scandir(folder)}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return set()
     except OSError as error:  # else a run would begin anew
         raise UserError(f"{folder}: cannot be read ({error.strerror}); make it readable") from None
