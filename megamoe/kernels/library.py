@@ -58,6 +58,7 @@ ROUTER = {
     "softmax_backward": [Pointer, Pointer, Int, Int, Pointer, Threads],
     "top_k": [Pointer, Int, Int, Int, Pointer, Threads],
 }
+DRAWS = {"uniform": [Pointer, Int, Int, Int, Int, Pointer, Threads]}
 PRODUCT = [*[Pointer] * 3, *[Int] * 3, Pointer, Threads]
 PRODUCTS = ("forward", "to_rows", "to_weight")
 
@@ -188,7 +189,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         f"{name}_{suffix}": kinds for name, kinds in PER_NUMBER.items() for suffix in SUFFIXES.values()
     }
     declared |= {f"{name}_fp32": [Pointer, *PRODUCT] for name in PRODUCTS}
-    declared |= {f"{name}_fp32": kinds for name, kinds in (WITH_BLAS | ROUTER).items()}
+    declared |= {f"{name}_fp32": kinds for name, kinds in (WITH_BLAS | ROUTER | DRAWS).items()}
     if functions.has_tiles():
         declared |= {f"{name}_bf16": PRODUCT for name in PRODUCTS}
         declared |= {f"{name}_bf16": kinds for name, kinds in WITH_TILES.items()}

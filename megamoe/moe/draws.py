@@ -2,7 +2,8 @@
 
 A draw is a hash of (seed, step, layer, purpose, token index, column): the same under every layout,
 after a resume, and when a block is recomputed. The hash is SplitMix64's finaliser (Steele, Lea and
-Flood 2014) on int64 tensors, whose products wrap as unsigned ones do.
+Flood 2014) on int64 tensors, whose products wrap as unsigned ones do; on the CPU the compiled library's,
+whose draws are the same in every bit.
 """
 
 import hashlib
@@ -10,6 +11,8 @@ import math
 
 import torch
 from torch import Tensor, nn
+
+from megamoe.kernels.library import library_on
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -24,6 +27,18 @@ def key(seed: int, step: int, layer: int, purpose: str) -> int:
 
 def uniform(draw_key: int, token_index_T: Tensor, columns: int, first_column: int = 0) -> Tensor:
     """fp32 [T, columns] in [0, 1), the columns counted from `first_column`: 24 random bits each."""
+    library = library_on(token_index_T.device)
+    if library is None:
+        return plain_uniform(draw_key, token_index_T, columns, first_column)
+    token_index_T = token_index_T.to(torch.int64).contiguous()
+    unit_TC = torch.empty(len(token_index_T), columns, dtype=torch.float32, device=token_index_T.device)
+    sizes = (len(token_index_T), first_column, columns)
+    library.call("uniform", unit_TC.dtype, token_index_T, *sizes, draw_key, unit_TC)
+    return unit_TC
+
+
+def plain_uniform(draw_key: int, token_index_T: Tensor, columns: int, first_column: int = 0) -> Tensor:
+    """`uniform` by PyTorch's operators."""
     column_C = torch.arange(first_column + 1, first_column + columns + 1, device=token_index_T.device)
     column_C = column_C * _GOLDEN
     state_T = _mix_(token_index_T.to(torch.int64) * _GOLDEN + draw_key)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megamoe.kernels import library as kernels
-from megamoe.kernels.library import PER_NUMBER, PRODUCTS, ROUTER, SUFFIXES, WITH_BLAS, find_library
+from megamoe.kernels.library import DRAWS, PER_NUMBER, PRODUCTS, ROUTER, SUFFIXES, WITH_BLAS, find_library
 from tests.moe.build import make_hidden, make_layer, moe_config
 
 GCC = shutil.which("g++")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(GCC is None, reason="no g++")
 NAMES = ["has_tiles", "sort_by_key", "sum_of_squares", "adamw"]
 NAMES += [
     f"{name}_{suffix}"
-    for name in (*PER_NUMBER, *PRODUCTS, *WITH_BLAS, *ROUTER)
+    for name in (*PER_NUMBER, *PRODUCTS, *WITH_BLAS, *ROUTER, *DRAWS)
     for suffix in SUFFIXES.values()
 ]
 

@@ -1,4 +1,4 @@
-"""Draws keyed by token: against the hash on Python's own integers, and their spread."""
+"""Draws keyed by token: their spread, and the normal ones."""
 
 from statistics import NormalDist
 
@@ -6,24 +6,6 @@ import pytest
 import torch
 
 from megamoe.moe import draws
-
-MASK = 2**64 - 1
-
-
-def mix(z: int) -> int:
-    """SplitMix64's finaliser."""
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
-
-
-def test_the_tensors_hash_as_integers_do() -> None:
-    golden, draw_key, tokens = 0x9E3779B97F4A7C15, draws.key(1, 2, 3, "test"), [0, 5, 2**40, 2**62]
-    expected = [
-        [(mix((mix((t * golden + draw_key) & MASK) + c * golden) & MASK) >> 40) / 2**24 for c in (1, 2, 3)]
-        for t in tokens
-    ]
-    assert draws.uniform(draw_key, torch.tensor(tokens), 3).tolist() == expected
 
 
 def test_draws_are_uniform_and_uncorrelated() -> None:
