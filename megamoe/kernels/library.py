@@ -57,6 +57,7 @@ ROUTER = {
     "softmax": [Pointer, Int, Int, Pointer, Threads],
     "softmax_backward": [Pointer, Pointer, Int, Int, Pointer, Threads],
     "top_k": [Pointer, Int, Int, Int, Pointer, Threads],
+    "masked": [Pointer, Pointer, Int, ctypes.c_double, Pointer, Threads],
 }
 DRAWS = {"uniform": [Pointer, Int, Int, Int, Int, Pointer, Threads]}
 PRODUCT = [*[Pointer] * 3, *[Int] * 3, Pointer, Threads]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
 from megamoe.errors import UserError
+from megamoe.kernels.router import masked
 from megamoe.moe.groups import TokenSpread
 from megamoe.moe.part import Dims, Gate, Part, Selector, StepContext
 from megamoe.moe.routing import Routing, Scored, has_row_per_token
@@ -85,7 +86,7 @@ class Router(nn.Module):
                 continue
             known_TE = scored.candidates_TE
             scored.candidates_TE = allowed_TE if known_TE is None else known_TE & allowed_TE
-            scored.ranking_TE = scored.ranking_TE.masked_fill(~scored.candidates_TE, float("-inf"))
+            scored.ranking_TE = masked(scored.ranking_TE, scored.candidates_TE, float("-inf"))
         if scored.candidates_TE is not None:
             scored.probs_TE = self.gate(scored.scores_TE, scored.candidates_TE)
             base_TE = scored.extras.get("ranking_TE", scored.probs_TE)
@@ -96,5 +97,5 @@ class Router(nn.Module):
         if self.gate.bias_E is not None:
             ranking_TE = ranking_TE + self.gate.bias_E
         if candidates_TE is not None:
-            ranking_TE = ranking_TE.masked_fill(~candidates_TE, float("-inf"))
+            ranking_TE = masked(ranking_TE, candidates_TE, float("-inf"))
         return ranking_TE

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megamoe.kernels.library import Library, use_compiled
-from megamoe.kernels.router import softmax, top_k
+from megamoe.kernels.router import masked, softmax, top_k
 from tests.kernels.drawn import assert_close_to, draw
 
 
@@ -62,3 +62,22 @@ def test_more_than_there_are(compiled: bool) -> None:
     use_compiled(compiled)
     with pytest.raises(RuntimeError, match="out of range"):
         top_k(torch.zeros(2, 3), 4)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("shape", [(5, 1), (3, 8), (301, 33), (0, 4)], ids=str)
+@pytest.mark.parametrize("otherwise", [0.0, -math.inf])
+def test_masked(shape: tuple[int, int], otherwise: float, compiled: bool) -> None:
+    """Also where values and gradients are not finite; a mask that is a view of another."""
+    use_compiled(compiled)
+    values = draw(*shape)
+    values[::3] = math.nan
+    values.requires_grad_()
+    kept = (draw(*reversed(shape), seed=1) > 0).T
+    found = masked(values, kept, otherwise)
+    for value, keep, one in zip(*(side.flatten().tolist() for side in (values, kept, found)), strict=True):
+        assert one == pytest.approx(value if keep else otherwise, nan_ok=True)
+    sent = draw(*shape, seed=2)
+    sent[:, ::2] = math.inf
+    (gradient,) = torch.autograd.grad(found, values, sent)
+    torch.testing.assert_close(gradient, torch.where(kept, sent, 0.0))

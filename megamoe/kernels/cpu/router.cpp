@@ -1,4 +1,4 @@
-// A router's passes over its scores, fp32 [T, E]: softmax of each row, and each row's largest.
+// A router's passes over its scores, fp32 [T, E]: softmax of each row, each row's largest, and a mask.
 #include <algorithm>
 #include <cmath>
 
@@ -59,5 +59,16 @@ extern "C" void top_k_fp32(const float* scores, int64_t tokens, int64_t experts,
       for (; place > 0 && above(from[e], from[to[place - 1]]); place--) to[place] = to[place - 1];
       to[place] = e;
     }
+  }
+}
+
+// out [N]: the values that are kept, and `otherwise` in place of the others.
+extern "C" void masked_fp32(const float* values, const uint8_t* kept, int64_t count, double otherwise, float* out,
+                            int threads) {
+  const float other = float(otherwise);
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < count; i++) {
+    const float value = values[i];
+    out[i] = kept[i] ? value : other;
   }
 }

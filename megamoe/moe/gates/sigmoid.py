@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from megamoe.kernels.router import masked
 from megamoe.moe.gates.biased import BiasedGate
 from megamoe.registry import register
 
@@ -16,4 +17,4 @@ class SigmoidGate(BiasedGate):
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value in (0, 1)."""
         probs_TE = self._cooled(scores_TE).sigmoid()
-        return probs_TE if candidates_TE is None else probs_TE.masked_fill(~candidates_TE, 0.0)
+        return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0)

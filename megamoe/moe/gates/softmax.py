@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megamoe.kernels.router import softmax
+from megamoe.kernels.router import masked, softmax
 from megamoe.moe.gates.biased import BiasedGate
 from megamoe.registry import register
 
@@ -19,6 +19,5 @@ class SoftmaxGate(BiasedGate):
         scores_TE = self._cooled(scores_TE)
         if candidates_TE is None:
             return softmax(scores_TE)
-        banned_TE = ~candidates_TE
-        probs_TE = softmax(scores_TE.masked_fill(banned_TE, float("-inf")))
-        return probs_TE.masked_fill(banned_TE, 0.0)  # NaN where there is no candidate
+        probs_TE = softmax(masked(scores_TE, candidates_TE, float("-inf")))
+        return masked(probs_TE, candidates_TE, 0.0)  # NaN where there is no candidate

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import masked
 from megamoe.moe.losses.loads import fractions, wanted_counts
 from megamoe.moe.losses.refusals import refuse_all_chosen, refuse_even_selector
 from megamoe.moe.part import Dims, Part, StepContext
@@ -64,6 +65,6 @@ class CosineBalance(Part):
         scaled_TE = routing.extras["cosine_TE"] / self.temperature
         if routing.candidates_TE is None:
             return scaled_TE.softmax(dim=-1)
-        scaled_TE = scaled_TE.masked_fill(~routing.candidates_TE, float("-inf"))
+        scaled_TE = masked(scaled_TE, routing.candidates_TE, float("-inf"))
         probs_TE = scaled_TE.softmax(dim=-1)
-        return probs_TE.masked_fill(~routing.candidates_TE, 0.0)  # NaN where there is no candidate
+        return masked(probs_TE, routing.candidates_TE, 0.0)  # NaN where there is no candidate

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import masked
 from megamoe.moe.losses.chance import chance_of_choice
 from megamoe.moe.losses.loads import squared_cv
 from megamoe.moe.part import Part, StepContext
@@ -66,9 +67,9 @@ class Load(Part):
         """Scalar fp32; 0 without tokens."""
         scores_TE, candidates_TE = routing.scores_TE, routing.candidates_TE
         if candidates_TE is not None:
-            scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
+            scores_TE = masked(scores_TE, candidates_TE, float("-inf"))
         level = [routing.extras["clean_TE"], scores_TE, routing.extras["noise_std_TE"]]
         chance_TE = chance_of_choice(level, self.dims.num_choices)
         if candidates_TE is not None:
-            chance_TE = chance_TE.masked_fill(~candidates_TE, 0.0)
+            chance_TE = masked(chance_TE, candidates_TE, 0.0)
         return squared_cv(chance_TE.sum(dim=0))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import masked
 from megamoe.moe.part import Restriction, StepContext
 from megamoe.moe.restrictions.company import experts_wanted, refuse_one_candidate
 from megamoe.moe.restrictions.groups import by_group, check_groups
@@ -71,7 +72,7 @@ class EntropyPrune(Restriction):
         """bool [T, E]."""
         values_TE = scored.affinities_TE.detach()
         if scored.candidates_TE is not None:
-            values_TE = values_TE.masked_fill(~scored.candidates_TE, 0.0)
+            values_TE = masked(values_TE, scored.candidates_TE, 0.0)
         values_TGL = by_group(values_TE, self.config.num_groups)
         values_RL = values_TGL.flatten(0, 1)
         # Few experts are kept as a rule. A GPU sorts all as fast as it would tell who needs it.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import masked
 from megamoe.moe import draws
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
@@ -70,7 +71,7 @@ class Sample(Selector):
         unit_TE = draws.uniform(context.draw_key(self.dims.layer, "sample"), index_T, scored.num_experts)
         keys_TE = logs_TE - unit_TE.clamp_min(2.0**-25).log().neg().log()  # 0 is drawn once in 2^24
         if scored.candidates_TE is not None:
-            keys_TE = keys_TE.masked_fill(~scored.candidates_TE, float("-inf"))
+            keys_TE = masked(keys_TE, scored.candidates_TE, float("-inf"))
         return keys_TE
 
     def _weights_TK(self, prob_TK: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import masked
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.refusals import refuse_bias, refuse_more_than_experts
@@ -57,7 +58,7 @@ class Sinkhorn(Selector):
         if self.training:
             scores_TE = scored.scores_TE.detach()
             if candidates_TE is not None:
-                scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
+                scores_TE = masked(scores_TE, candidates_TE, float("-inf"))
             ranking_TE = scores_TE + log_column_factors_E(scores_TE, self.config.iterations)
         expert_TK = ranking_TE.topk(self.config.k, dim=-1).indices
         valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import top_k
+from megamoe.kernels.router import masked, top_k
 from megamoe.moe import draws
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
@@ -136,7 +136,7 @@ class TopK(Selector):
             weight_TK = torch.ones_like(expert_TK, dtype=probs_TE.dtype)
         elif kind == "kept_softmax":
             if candidates_TE is not None:
-                scores_TE = scores_TE.masked_fill(~candidates_TE, float("-inf"))
+                scores_TE = masked(scores_TE, candidates_TE, float("-inf"))
             weight_TK = scores_TE.gather(1, expert_TK).softmax(dim=-1)
         else:
             weight_TK = probs_TE.gather(1, expert_TK)
