@@ -13,12 +13,13 @@ from torch.autograd.function import once_differentiable
 from megamoe.kernels.library import Library, library_for
 
 FEW_CHOICES = 16  # beyond, sorting is quicker
+FEW_EXPERTS = 15  # beyond, PyTorch shares out whole vectors, and is quicker
 
 
 def softmax(scores_TE: Tensor) -> Tensor:
     """Of each row, [T, E] -> [T, E] in the same dtype; NaN where all of a row are -inf."""
     library = _library_for(scores_TE)
-    if library is None:
+    if library is None or scores_TE.shape[-1] > FEW_EXPERTS:
         return scores_TE.softmax(dim=-1)
     probs_TE: Tensor = _Softmax.apply(scores_TE, library)
     return probs_TE
