@@ -170,9 +170,13 @@ def run_cases(cases: list[Case], steps: int) -> dict[Case, dict[str, Any]]:
 
 
 def assert_as_alone(case: Case, found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """Every rank shows the losses and norms of the plain run; in fp32, the same experts were chosen."""
-    tolerance = 1e-5 if case.precision == "fp32" else 5e-3
+    """Every rank shows the losses and norms of the plain run; in fp32, the same experts were chosen.
+
+    In bf16 a token whose scores nearly tie may choose another one, which a norm of the gradients shows most.
+    """
     for word in WORDS:
+        rounded = 1e-2 if word == "grad_norm" else 5e-3
+        tolerance = 1e-5 if case.precision == "fp32" else rounded
         for rank in found:
             assert rank[word] == pytest.approx(alone[word], rel=tolerance), f"{name(case)}: {word}"
     if case.precision == "fp32":
