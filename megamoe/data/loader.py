@@ -138,7 +138,8 @@ def _deaths_raise() -> Iterator[None]:
         now = signal.getsignal(signal.SIGCHLD)
         if now is not before:
             _Handlers.of_torch = now
-            signal.signal(signal.SIGCHLD, before)
+            # None: one that was set outside of Python, which PyTorch has replaced for good.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
 def _begin_worker(_: int) -> None:

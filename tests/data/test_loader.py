@@ -119,3 +119,14 @@ def test_an_error_of_the_dataset_is_no_death() -> None:
         next(batches)
     batches.close()
     assert not told
+
+
+def test_a_handler_from_outside_of_python_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python shows it as None, which it does not take back."""
+    before, first = signal.getsignal(signal.SIGCHLD), iter([None])
+    asked = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: next(first, asked(number)))
+    batches = opened([])
+    assert list(batches) == pairs_from(0)
+    monkeypatch.undo()
+    signal.signal(signal.SIGCHLD, before)

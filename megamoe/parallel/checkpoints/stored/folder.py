@@ -46,9 +46,9 @@ def is_of_a_run(path: Path) -> bool:
 def _names(folder: Path) -> set[str]:
     try:
         return {entry.name for entry in os.scandir(folder)}
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-    except OSError as error:  # else a run would begin anew
+    except OSError as error:  # told, or a run would begin anew
+        if isinstance(error, FileNotFoundError | NotADirectoryError) and not folder.exists():
+            return set()
         raise UserError(f"{folder}: cannot be read ({error.strerror}); make it readable") from None
 
 
