@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml trai
 import argparse
 import sys
 
-from megamoe.train.ending import leave, tell
+from megamoe.resilience.error_reporting import leave, tell
 
 
 def main() -> int:

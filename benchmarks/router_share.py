@@ -37,7 +37,7 @@ HIDDEN, FFN, VOCAB, SEQUENCES, CHOICES = 512, 256, 32000, 8, 8
 BAR = 0.10
 WITHOUT_BAR = ("balanced", "sinkhorn", "policy", "sample", "grpo")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STAGES = ("scorer", "restrictions", "gate", "selector", "capacity", "losses")
+STAGES = ("scorer", "masks", "score_function", "selector", "capacity", "losses")
 WARM_UP_ROUNDS = 1
 
 Tree = dict[str, Any]
@@ -55,7 +55,7 @@ POLICY: Tree = {
     "losses": {"grpo": 0.01},
 }
 STABLE: Tree = {
-    "router": {"scorer": "stable", "gate": "sigmoid"},
+    "router": {"scorer": "stable", "score_function": "sigmoid"},
     "losses": {"stable_balance": 0.3, "stable_distillation": 1.0},
 }
 HASH: Tree = {"router": {"scorer": "hash", "selector": {"name": "table", "k": CHOICES}}, "losses": {}}
@@ -74,18 +74,18 @@ COMPANY: dict[tuple[str, str], Tree] = {
     ("loss", "stable_distillation"): STABLE,
     ("loss", "load"): {"router": {"scorer": "noisy"}, "losses": {"importance": 0.1}},
     ("loss", "cosine_balance"): {"router": {"scorer": "cosine"}},
-    ("selector", "balanced"): {"router": {"gate": "sigmoid"}, "losses": {"z_loss": 0.001}},
+    ("selector", "balanced"): {"router": {"score_function": "sigmoid"}, "losses": {"z_loss": 0.001}},
     ("selector", "expert_choice"): {"losses": {"z_loss": 0.001}},
-    # As sure as a trained gate: 8.3 experts a token on average.
-    ("selector", "threshold"): {"router": {"gate": {"name": "softmax", "temperature": 0.1}}},
+    # As sure as a trained score_function: 8.3 experts a token on average.
+    ("selector", "threshold"): {"router": {"score_function": {"name": "softmax", "temperature": 0.1}}},
 }
 # A part's options here; several are measured one by one. Without an entry: its defaults.
 OPTIONS: dict[tuple[str, str], list[Tree]] = {
     ("scorer", "linear"): [{}, {"jitter": 0.01}],
     ("scorer", "hierarchical"): [{"noisy": True}],
-    ("restriction", "entropy_prune"): [{"num_groups": 8}],
-    ("restriction", "gating_dropout"): [{"ranks": 8, "rate": 0.5}],
-    ("gate", "sigmoid"): [{}, {"bias_update": 0.001}],
+    ("mask", "entropy_prune"): [{"num_groups": 8}],
+    ("mask", "gating_dropout"): [{"ranks": 8, "rate": 0.5}],
+    ("score_function", "sigmoid"): [{}, {"bias_update": 0.001}],
     ("selector", "hierarchical_top_k"): [{"groups": 2, "k": CHOICES // 2}],
     ("selector", "entropy_aware"): [{"max_k": CHOICES}],
     ("selector", "expert_choice"): [{"allow_non_causal": True}],
@@ -119,7 +119,7 @@ def main() -> int:
 
 def cases_of(wanted: str | None) -> Iterator[tuple[str, str, Tree]]:
     """(kind, name, options) of every case; UserError for a part that there is not."""
-    kinds = ("scorer", "restriction", "gate", "selector", "capacity", "loss")
+    kinds = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
     parts = [(kind, name) for kind in kinds for name in list_parts(kind)]
     if wanted is not None:
         names = wanted.split(",")
@@ -146,7 +146,7 @@ def layer_tree(kind: str, name: str, options: Tree, num_experts: int) -> Tree:
     else:
         if kind == "selector" and hasattr(get_part(kind, name).Config, "k"):
             chosen = {"k": CHOICES, **chosen}
-        router |= {"restrictions": [chosen]} if kind == "restriction" else {kind: chosen}
+        router |= {"masks": [chosen]} if kind == "mask" else {kind: chosen}
     return {"num_experts": num_experts, "router": router, "losses": losses}
 
 
@@ -283,14 +283,14 @@ def parts_of(layer: MoELayer) -> Iterator[tuple[str, str, Part]]:
     """(stage, kind and name, module)."""
     classes = {
         part: f"{kind} {name}"
-        for kind in ("scorer", "restriction", "gate", "selector", "capacity", "loss")
+        for kind in ("scorer", "mask", "score_function", "selector", "capacity", "loss")
         for name, part in list_parts(kind).items()
     }
     router = layer.router
     stages: dict[str, list[Any]] = {
         "scorer": [router.scorer],
-        "restrictions": list(router.restrictions),
-        "gate": [router.gate],
+        "masks": list(router.masks),
+        "score_function": [router.score_function],
         "selector": [router.selector],
         "capacity": [router.capacity],
         "losses": list(layer.losses.values()),

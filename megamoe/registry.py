@@ -28,19 +28,19 @@ from megamoe.errors import UserError
 ENTRY_POINT_GROUP = "megamoe.plugins"
 BUILTIN_PACKAGES = (
     "megamoe.moe.scorers",
-    "megamoe.moe.restrictions",
-    "megamoe.moe.gates",
+    "megamoe.moe.masks",
+    "megamoe.moe.score_functions",
     "megamoe.moe.selectors",
     "megamoe.moe.losses",
     "megamoe.moe.capacity",
-    "megamoe.moe.systems",
+    "megamoe.moe.presets",
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
-KINDS = ("scorer", "restriction", "gate", "selector", "capacity", "loss")
-STAGES = ("scorer", "gate", "selector", "capacity")  # of a router, one part each
+KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
+STAGES = ("scorer", "score_function", "selector", "capacity")  # of a router, one part each
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
-_systems: dict[str, "System"] = {}
+_presets: dict[str, "Preset"] = {}
 _discovered = False
 
 PartClass = TypeVar("PartClass", bound=type)
@@ -80,7 +80,7 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
 
 
 def is_name(name: object) -> bool:
-    """Whether it can name a part, a system or a loss: small letters, digits and _, a letter first."""
+    """Whether it can name a part, a preset or a loss: small letters, digits and _, a letter first."""
     return isinstance(name, str) and re.fullmatch("[a-z][a-z0-9_]*", name) is not None
 
 
@@ -90,7 +90,7 @@ def _check_name(what: str, name: object) -> None:
 
 
 @dataclass(frozen=True)
-class System:
+class Preset:
     """A composition by name: what `router: <name>` stands for.
 
     tree: keys of the section `moe` (router, losses, num_shared_experts, ...) as the YAML would give them.
@@ -101,27 +101,27 @@ class System:
     source: str
 
 
-def register_system(name: str, tree: dict[str, Any], source: str) -> None:
+def register_preset(name: str, tree: dict[str, Any], source: str) -> None:
     """Make a composition of parts known as `router: <name>`.
 
-    Its router may build on a system that is registered already: `{"router": "switch", ...}`.
+    Its router may build on a preset that is registered already: `{"router": "switch", ...}`.
 
     Raises:
         ValueError: if the name is no small word or taken by another composition, or the tree is none that
             the YAML could say.
     """
-    _check_name("system", name)
+    _check_name("preset", name)
     try:
         _check_tree(tree)
     except ValueError as error:
-        raise ValueError(f"system {name!r}: {error}") from None
-    system = System(name, tree, source)
-    if _systems.setdefault(name, system) != system:
-        raise ValueError(f"system {name!r} is registered twice; give one of them another name")
+        raise ValueError(f"preset {name!r}: {error}") from None
+    preset = Preset(name, tree, source)
+    if _presets.setdefault(name, preset) != preset:
+        raise ValueError(f"preset {name!r} is registered twice; give one of them another name")
 
 
 def _check_tree(tree: Any) -> None:
-    """What must hold for a run to be laid over it; the schema checks the rest where the system is used."""
+    """What must hold for a run to be laid over it; the schema checks the rest where the preset is used."""
     try:
         json.dumps(tree)
     except (TypeError, ValueError) as error:
@@ -129,10 +129,10 @@ def _check_tree(tree: Any) -> None:
     _expect(tree, "the tree", dict)
     router = tree.get("router", {})
     _expect(router, "router", dict, str)
-    router = {"system": router} if isinstance(router, str) else router
-    if "system" in router:
-        _expect(router["system"], "router.system", str)
-        get_system(router["system"])
+    router = {"preset": router} if isinstance(router, str) else router
+    if "preset" in router:
+        _expect(router["preset"], "router.preset", str)
+        get_preset(router["preset"])
     for stage in STAGES:
         part = router.get(stage, {})
         _expect(part, f"router.{stage}", dict, str)
@@ -147,18 +147,18 @@ def _expect(value: Any, key: str, *types: type) -> None:
         raise ValueError(f"{key}: expected {wanted}, found {value!r}")
 
 
-def get_system(name: str) -> System:
+def get_preset(name: str) -> Preset:
     """The composition registered as `name`; UserError with the nearest known name if there is none."""
     discover()
-    if name not in _systems:
-        raise UserError(unknown_name_message("system", name, list(_systems)))
-    return _systems[name]
+    if name not in _presets:
+        raise UserError(unknown_name_message("preset", name, list(_presets)))
+    return _presets[name]
 
 
-def list_systems() -> dict[str, System]:
+def list_presets() -> dict[str, Preset]:
     """Every registered composition, in the order of registration."""
     discover()
-    return dict(_systems)
+    return dict(_presets)
 
 
 def _full_name(part: type) -> str:

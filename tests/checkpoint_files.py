@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megamoe.parallel.checkpoints.stored.integrity import sha256, write_sums
+from megamoe.checkpoint.format.integrity import sha256, write_sums
 
 Tensors = dict[str, Tensor]
 Chunk = tuple[int, list[int], list[int]]  # number of the shard, offsets, sizes

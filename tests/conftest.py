@@ -37,7 +37,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.discover()
     copy = {kind: dict(parts) for kind, parts in registry._parts.items()}
     monkeypatch.setattr(registry, "_parts", copy)
-    monkeypatch.setattr(registry, "_systems", dict(registry._systems))
+    monkeypatch.setattr(registry, "_presets", dict(registry._presets))
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 from megamoe.config import dump_yaml, load_config, to_dict
+from tests.checkpoint import checkpoint
 from tests.checkpoint_files import seal
-from tests.parallel.checkpoints import checkpoint
 from tests.tiny import tiny
 
 ROOT = Path(__file__).parents[1]

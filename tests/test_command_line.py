@@ -97,8 +97,8 @@ BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
         "moe.losses.keys: z_loss: modules of PyTorch use this name; choose another",
     ),
     "misspelt loss taken away": (["moe.losses.laod=none"], "unknown loss 'laod'; did you mean 'load'?"),
-    "option of a system": (
-        ["moe.router=switch", "moe.router.system.selector.k=2"],
+    "option of a preset": (
+        ["moe.router=switch", "moe.router.preset.selector.k=2"],
         "options of its parts stand beside it: moe.router.selector.k=2",
     ),
     "no data": (["data.mock=false"], "data.sources is empty; expected at least one prepared dataset"),

@@ -16,14 +16,14 @@ import yaml
 from megamoe import registry
 from megamoe.config import RunConfig, load_config, parse_config
 from megamoe.config.parts import PartChoice
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import build_part
 from megamoe.parallel.layout import Layout
 from megamoe.train.check import check_run
 from megamoe.train.schedule import BatchSchedule
+from tests.checkpoint import checkpoint
 from tests.moe.build import make_hidden, make_layer
-from tests.parallel.checkpoints import checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,7 +71,7 @@ def test_the_examples_of_parts_are_plugins_that_learn(block: str, tmp_path: Path
         "plugins": ["own.py"],
         "moe": {"num_experts": 4, "losses": {name: 0.1}}
         if kind == "loss"
-        else {"num_experts": 4, "router": {f"{kind}s": [name]} if kind == "restriction" else {kind: name}},
+        else {"num_experts": 4, "router": {f"{kind}s": [name]} if kind == "mask" else {kind: name}},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     config = load_config(tmp_path / "run.yaml").moe
@@ -118,14 +118,14 @@ def test_the_readmes_yaml_is_a_run() -> None:
     run, mixture = (parse_config(yaml.safe_load(block)).moe for block in blocks_of("README.md", "yaml"))
     assert (run.num_experts, run.router.selector.options.k) == (8, 2)
     check_parts(mixture, expert_parallel=1)
-    path = ROOT / "examples/systems/threshold_on_hypersphere_in_clusters.yaml"
+    path = ROOT / "examples/presets/threshold_on_hypersphere_in_clusters.yaml"
     assert mixture.router == load_config(path).moe.router
 
 
-def test_the_readme_names_every_system() -> None:
+def test_the_readme_names_every_preset() -> None:
     table = (ROOT / "README.md").read_text().split("| `router:` |")[1].split("\n\n")[0]
     names = re.findall(r"`(\w+)`", table.replace("`_v2`, `_v3`", "`deepseek_v2`, `deepseek_v3`"))
-    assert sorted(names) == sorted(registry.list_systems())
+    assert sorted(names) == sorted(registry.list_presets())
 
 
 def test_the_readmes_router_is_a_plugin(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from megamoe.config import load_config
 from megamoe.model.size import model_size, moe_layer_numbers
-from megamoe.parallel.zero.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.train.check import check_run
 from megamoe.train.schedule import BatchSchedule
+from megamoe.zero.deepspeed_config import fill_in, read_deepspeed_config
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

@@ -1,4 +1,4 @@
-"""tools/list_parts.py tells every part and system, straight from the code."""
+"""tools/list_parts.py tells every part and preset, straight from the code."""
 
 import dataclasses
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megamoe import registry
-from tests.moe.company import PART_IDS, PARTS
+from tests.moe.neighbours import PART_IDS, PARTS
 
 ROOT = Path(__file__).parents[1]
 # A part that no paper needs: it does nothing.
@@ -46,12 +46,12 @@ def test_a_part_with_its_options_defaults_and_source(
     assert known, "its docstring needs a line `Source: ...`"
 
 
-@pytest.mark.parametrize("name", registry.list_systems())
+@pytest.mark.parametrize("name", registry.list_presets())
 def test_a_system_with_its_source(tool: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    system = registry.get_system(name)
-    block = told(tool, capsys, "--kind", "system").split(f"\n  {name}  (")[1].split("\n\n")[0]
-    assert system.source in block
-    assert yaml.safe_load(block.split("\n", 1)[1]) == system.tree
+    preset = registry.get_preset(name)
+    block = told(tool, capsys, "--kind", "preset").split(f"\n  {name}  (")[1].split("\n\n")[0]
+    assert preset.source in block
+    assert yaml.safe_load(block.split("\n", 1)[1]) == preset.tree
 
 
 def test_a_plugin_is_told_too(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,12 +62,12 @@ def test_a_plugin_is_told_too(tool: Any, capsys: pytest.CaptureFixture[str]) -> 
 
 WITHOUT_DOCSTRING = """
 from dataclasses import dataclass
-from megamoe.moe.gates.sigmoid import SigmoidGate
+from megamoe.moe.score_functions.sigmoid import SigmoidScoreFunction
 from megamoe.registry import register
 
 
-@register("gate", "untold")
-class Untold(SigmoidGate):
+@register("score_function", "untold")
+class Untold(SigmoidScoreFunction):
     @dataclass
     class Config:
         untold_x: int = 5
@@ -78,7 +78,7 @@ def test_a_plugin_without_docstrings_borrows_none(
     tool: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, own_registry: None
 ) -> None:
     (tmp_path / "untold.py").write_text(WITHOUT_DOCSTRING)
-    arguments = ("--kind", "gate", "--plugin", str(tmp_path / "untold.py"))
+    arguments = ("--kind", "score_function", "--plugin", str(tmp_path / "untold.py"))
     block = told(tool, capsys, *arguments).split("\n  untold\n")[1].split("\n\n")[0]
     assert block.splitlines() == ["      untold_x: int = 5", "      source: -"]
     assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in told(tool, capsys, *arguments, "--markdown")

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from megamoe.config import RunConfig, load_config
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
-from megamoe.parallel.experts import hosted_layer_factory
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.zero.expert_host import hosted_layer_factory
 
 VOCABULARY = 48
 BASE = (

@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megamoe.checkpoint.format.folder import find_checkpoints
+from megamoe.checkpoint.tools import describe
+from megamoe.checkpoint.tools.consolidate import DTYPES, consolidate
+from megamoe.checkpoint.tools.prune import prune
+from megamoe.checkpoint.tools.relayout import relayout
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.stored.folder import find_checkpoints
-from megamoe.parallel.checkpoints.upkeep import describe
-from megamoe.parallel.checkpoints.upkeep.consolidate import DTYPES, consolidate
-from megamoe.parallel.checkpoints.upkeep.prune import prune
-from megamoe.parallel.checkpoints.upkeep.relayout import relayout
 from megamoe.parallel.layout import Layout
 
 DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141

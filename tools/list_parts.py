@@ -1,4 +1,4 @@
-"""List every part and every system that a configuration can name, with options, defaults and sources.
+"""List every part and every preset that a configuration can name, with options, defaults and sources.
 
 python tools/list_parts.py [--kind loss] [--plugin my_router.py] [--markdown]
 """
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megamoe import registry
 from megamoe.errors import UserError
 
-KINDS = (*registry.KINDS, "system")
+KINDS = (*registry.KINDS, "preset")
 WIDTH = 108
 
 
@@ -44,10 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def as_text(kind: str) -> str:
     """Every part of a kind, for a terminal."""
-    if kind == "system":
+    if kind == "preset":
         blocks = [
-            f"  {system.name}  ({system.source})\n" + textwrap.indent(composition(system), "      ")
-            for system in registry.list_systems().values()
+            f"  {preset.name}  ({preset.source})\n" + textwrap.indent(composition(preset), "      ")
+            for preset in registry.list_presets().values()
         ]
     else:
         blocks = [text_of(name, part) for name, part in registry.list_parts(kind).items()]
@@ -69,12 +69,12 @@ def wrapped(text: str) -> str:
 
 def as_markdown(kind: str) -> str:
     """Every part of a kind, as a table."""
-    if kind == "system":
+    if kind == "preset":
         blocks = [
-            f"### `{system.name}`\n\n{system.source}\n\n```yaml\n{composition(system)}\n```"
-            for system in registry.list_systems().values()
+            f"### `{preset.name}`\n\n{preset.source}\n\n```yaml\n{composition(preset)}\n```"
+            for preset in registry.list_presets().values()
         ]
-        return "## Systems\n\n" + "\n\n".join(blocks)
+        return "## Presets\n\n" + "\n\n".join(blocks)
     rows = [f"## {kind.capitalize()}", "", "| name | what it does | options | source |", "|---|---|---|---|"]
     for name, part in registry.list_parts(kind).items():
         options = "<br>".join(f"`{option}: {default}` ({kind})" for option, kind, default in options_of(part))
@@ -88,9 +88,9 @@ def as_markdown(kind: str) -> str:
     return "\n".join(rows)
 
 
-def composition(system: registry.System) -> str:
-    """A system's keys of the section `moe`, as YAML."""
-    return str(yaml.safe_dump(system.tree, sort_keys=False, default_flow_style=None, width=90)).rstrip()
+def composition(preset: registry.Preset) -> str:
+    """A preset's keys of the section `moe`, as YAML."""
+    return str(yaml.safe_dump(preset.tree, sort_keys=False, default_flow_style=None, width=90)).rstrip()
 
 
 def options_of(part: Any) -> Iterator[tuple[str, str, str]]:

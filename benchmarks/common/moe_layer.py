@@ -3,7 +3,7 @@
 from typing import Any
 
 from megamoe.config import parse_config
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 

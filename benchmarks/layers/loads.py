@@ -72,6 +72,6 @@ def measure_uneven(
 
 
 def _follow(planned: list[Tensor], module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The selector chooses by what is planned; its weights stay the gate's."""
+    """The selector chooses by what is planned; its weights stay the score function's."""
     scored, *rest = inputs
     return replace(scored, ranking_TE=planned[0]), *rest

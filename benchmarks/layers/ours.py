@@ -1,4 +1,4 @@
-"""Our MoE layer: linear scorer, softmax gate, top-k, no losses."""
+"""Our MoE layer: linear scorer, softmax score function, top-k, no losses."""
 
 import torch
 
@@ -11,7 +11,7 @@ def build(shape: Shape, dtype: torch.dtype, weights: Weights) -> MoELayer:
     """The layer in training mode, all its weights in the dtype, as training holds them."""
     weighting = "raw" if shape.choices == 1 else "renormalised"
     selector = {"name": "top_k", "k": shape.choices, "weights": weighting}
-    router = {"scorer": "linear", "gate": "softmax", "selector": selector}
+    router = {"scorer": "linear", "score_function": "softmax", "selector": selector}
     tree = {"num_experts": shape.experts, "router": router, "losses": {}}
     layer = build_layer(tree, shape.hidden, shape.ffn)
     layer.router.scorer.weight.data.copy_(weights.router_EH)

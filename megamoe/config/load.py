@@ -11,10 +11,10 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megamoe import registry
+from megamoe.config.messages import first_problem, shown
 from megamoe.config.parts import PartChoice
-from megamoe.config.problems import first_problem, shown
+from megamoe.config.presets import Dropped, expand_preset
 from megamoe.config.schema import RunConfig
-from megamoe.config.systems import Dropped, expand_system
 from megamoe.errors import UserError
 
 _RUN = TypeAdapter(RunConfig)
@@ -102,11 +102,11 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
-    """A router's system, `layers: none` and bare paths as sources, written out."""
+    """A router's preset, `layers: none` and bare paths as sources, written out."""
     tree = copy.deepcopy(tree)
     moe, data = tree.get("moe"), tree.get("data")
     if isinstance(moe, dict):
-        moe = tree["moe"] = expand_system(moe)
+        moe = tree["moe"] = expand_preset(moe)
         if "layers" in moe and moe["layers"] in (None, "none"):
             moe["layers"] = {}
     if isinstance(data, dict):
@@ -155,10 +155,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     for depth, key in enumerate(keys[:-1]):
         child = node.get(key)
         if isinstance(child, str) and keys[: depth + 1] == ["moe", "router"]:
-            child = {"system": child}
-        elif isinstance(child, str) and keys[: depth + 1] == ["moe", "router", "system"]:
+            child = {"preset": child}
+        elif isinstance(child, str) and keys[: depth + 1] == ["moe", "router", "preset"]:
             raise UserError(
-                f"override {override!r}: moe.router.system is {shown(child)}, which has no keys; options of "
+                f"override {override!r}: moe.router.preset is {shown(child)}, which has no keys; options of "
                 f"its parts stand beside it: moe.router.{dotted.split('.', 3)[3]}={text}"
             )
         elif isinstance(child, str) and _is_part_key(keys[: depth + 1]):

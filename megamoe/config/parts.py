@@ -8,10 +8,10 @@ from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from megamoe import registry
-from megamoe.config.problems import shown
+from megamoe.config.messages import shown
 from megamoe.errors import UserError
 
-DEFAULTS = {"scorer": "linear", "gate": "softmax", "selector": "top_k", "capacity": "none"}
+DEFAULTS = {"scorer": "linear", "score_function": "softmax", "selector": "top_k", "capacity": "none"}
 STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 

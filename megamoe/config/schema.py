@@ -93,12 +93,12 @@ class LayersConfig:
 
 
 Scorer = Annotated[PartChoice, one_part("scorer")]
-Restriction = Annotated[PartChoice, one_part("restriction")]
-Gate = Annotated[PartChoice, one_part("gate")]
+Mask = Annotated[PartChoice, one_part("mask")]
+ScoreFunction = Annotated[PartChoice, one_part("score_function")]
 Selector = Annotated[PartChoice, one_part("selector")]
 Capacity = Annotated[PartChoice, one_part("capacity")]
 Loss = Annotated[PartChoice, one_part("loss")]
-Restrictions = Annotated[list[Restriction], BeforeValidator(none_at_all)]
+Masks = Annotated[list[Mask], BeforeValidator(none_at_all)]
 Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
 
 
@@ -108,8 +108,8 @@ class RouterConfig:
 
     __pydantic_config__ = STRICT
     scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer"))
-    restrictions: Restrictions = field(default_factory=list)  # masks before the gate, in order; or `none`
-    gate: Gate = field(default_factory=lambda: PartChoice.default("gate"))
+    masks: Masks = field(default_factory=list)  # masks before the score function, in order; or `none`
+    score_function: ScoreFunction = field(default_factory=lambda: PartChoice.default("score_function"))
     selector: Selector = field(default_factory=lambda: PartChoice.default("selector"))
     capacity: Capacity = field(default_factory=lambda: PartChoice.default("capacity"))
 
@@ -123,7 +123,7 @@ class MoEConfig:
     num_experts: PositiveInt = 8  # of each MoE block
     expert_ffn_hidden_size: PositiveInt | None = None  # default: the dense blocks' size
     expert_sublayers: PositiveInt = 1  # above 1: each expert is a stack of that many residual FFN sub-layers
-    expert_dropout: Fraction = 0.0  # on an expert's output
+    expert_output_dropout: Fraction = 0.0  # on an expert's output
     expert_activation_dropout: Fraction = 0.0  # inside an expert, after its activation
     num_shared_experts: NonNegativeInt = 0  # each of the experts' size; every token visits them
     shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"  # gated: sigmoid(w.x); residual: softmax

@@ -29,7 +29,7 @@ from megamoe.model.size import (
     moe_block_numbers,
     padded_vocab_size,
 )
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.layer import LayerShape, MoELayer
 
 MoEFactory = Callable[[LayerShape], MoELayer]
@@ -156,8 +156,8 @@ def _init_methods(model: ModelConfig, seed: int) -> dict[str, Callable[[Tensor],
     weights = itertools.count(1)
 
     def start(weight: Tensor) -> None:
-        key = draws.key(seed, 0, 0, f"weight {next(weights)} of the model")
-        draws.start_weight(weight, key, model.init_std, model.init_scale)
+        key = rng.key(seed, 0, 0, f"weight {next(weights)} of the model")
+        rng.start_weight(weight, key, model.init_std, model.init_scale)
 
     return dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), start)
 

@@ -15,8 +15,8 @@ from torch import nn
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import SDPAttention, SplittingSelfAttention
 from megamoe.model.backends import fp8_format, uses_apex_norms, uses_transformer_engine
-from megamoe.model.engine_products import engine_products
 from megamoe.model.norm import Norm
+from megamoe.model.transformer_engine_grouped_linear import transformer_engine_grouped_linear
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products
 
 AMAX_HISTORY = 1024  # Transformer Engine's default
@@ -57,7 +57,7 @@ def choose_modules(config: RunConfig) -> Modules:
         # Under an explicit mask Transformer Engine keeps the whole s x s matrix; PyTorch does not.
         core_attention=SDPAttention if config.data.document_aware else engine.TEDotProductAttention,
         linears=(engine.TEColumnParallelLinear, engine.TERowParallelLinear),
-        products=engine_products(config.model.fp8),
+        products=transformer_engine_grouped_linear(config.model.fp8),
     )
 
 

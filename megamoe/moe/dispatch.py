@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.kernels.rows import Order, RowTokens, combine, gather, permute
-from megamoe.moe.groups import rank_in, size_of
+from megamoe.moe.process_groups import rank_in, size_of
 from megamoe.moe.routing import Routing
 
 
@@ -90,15 +90,15 @@ class AllToAllDispatch:
         """int64 [X, S, L]: rows for each of this rank's L experts by slice rank and the rank they come from;
         what each exchange of rows needs to know goes into the plan."""
         sent_RL = routing.counts_E().view(self.num_ranks, -1)
-        exchanges = self.expert is not None and not routing.stays_home
+        exchanges = self.expert is not None and not routing.is_local
         if exchanges:
             counts_SL = torch.empty_like(sent_RL)
             dist.all_to_all_single(counts_SL, sent_RL.contiguous(), group=self.expert)
         else:
             counts_SL = sent_RL[self.rank : self.rank + 1]
-        if self.expert is not None and routing.stays_home:
+        if self.expert is not None and routing.is_local:
             all_here = counts_SL.sum() == plan.weight_N.numel()
-            torch._assert_async(all_here, "stays_home, but a pair's expert is on another rank")
+            torch._assert_async(all_here, "is_local, but a pair's expert is on another rank")
         counts_XSL = counts_SL[None]
         if self.expert_tensor is not None:
             together = counts_SL.new_empty(self.num_slices * len(counts_SL), counts_SL.shape[1])

@@ -13,8 +13,8 @@ from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Activation, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
-from megamoe.moe.groups import ParallelGroups, TokenSpread, rank_in, size_of
 from megamoe.moe.part import Constraint, Dims, Objective, Part, StepContext
+from megamoe.moe.process_groups import ParallelGroups, TokenSpread, rank_in, size_of
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Routing
 
@@ -88,7 +88,7 @@ class MoELayer(nn.Module):
         self.loss_weights = {name: float(choice.options.weight) for name, choice in config.losses.items()}
         self.dispatcher, expert_ids = _place_experts(config.num_experts, groups)
         self.experts = _routed_experts(config, shape, expert_ids, groups)
-        self.dropout = config.expert_dropout, config.expert_activation_dropout
+        self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
         self.observation: Observation | None = None
         self.routing: Routing | None = None  # kept where an objective waits for the token losses
@@ -160,8 +160,8 @@ class MoELayer(nn.Module):
 
     def after_step(self, load_E: Tensor) -> None:
         """Let the parts learn outside the gradient; load_E: int64, the pairs that the whole batch wanted."""
-        for restriction in self.router.restrictions:
-            closed_E = restriction.closed_E(self.context)  # type: ignore[operator]
+        for mask in self.router.masks:
+            closed_E = mask.closed_E(self.context)  # type: ignore[operator]
             if closed_E is not None:
                 load_E = load_E.masked_fill(closed_E.to(load_E.device), -1)
         with torch.no_grad():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe import draws
+from megamoe.moe import rng
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Dims:
 
     layer: the block's number, from 1. init_std, init_scale: how weights start, see `draws.start_weight`.
     vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
-    share one set of experts. follows_data: see `groups.ParallelGroups`. gate: the name of the router's gate.
-    num_choices: the k that the selector counts with.
+    share one set of experts. follows_data: see `groups.ParallelGroups`. score_function: the name of the
+    router's score function. num_choices: the k that the selector counts with.
     """
 
     hidden_size: int
@@ -31,13 +31,13 @@ class Dims:
     vocab_size: int | None = None
     expert_parallel: int = 1
     follows_data: bool = True
-    gate: str = "softmax"
+    score_function: str = "softmax"
     num_choices: int = 1
 
     def start(self, weight: Tensor, purpose: str) -> None:
         """Draw a weight's start in place; it depends on (seed, layer, purpose) alone."""
-        key = draws.key(self.seed, 0, self.layer, purpose)
-        draws.start_weight(weight, key, self.init_std, self.init_scale)
+        key = rng.key(self.seed, 0, self.layer, purpose)
+        rng.start_weight(weight, key, self.init_std, self.init_scale)
 
 
 @dataclass
@@ -84,21 +84,21 @@ class StepContext:
 
     def draw_key(self, layer: int, purpose: str) -> int:
         """The key of this step's draws for a purpose of one layer, for `draws.uniform`."""
-        return draws.key(self.seed, self.step, layer, purpose)
+        return rng.key(self.seed, self.step, layer, purpose)
 
 
 Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 
 
 class Part(nn.Module):
-    """Base of scorers, restrictions, gates, selectors, capacities and losses.
+    """Base of scorers, masks, score functions, selectors, capacities and losses.
 
     A subclass adds a nested dataclass `Config` and its `forward`; `register(kind, name)` makes it
     known. The signatures of `forward`, by kind (`Scored`, `Pairs` and `Routing` are in `routing`):
 
         scorer       (hidden_TH fp32, context) -> scores_TE fp32, or (scores_TE, extras by name)
-        restriction  (Scored, context) -> candidates_TE bool, or None: this step all are
-        gate         (scores_TE, candidates_TE | None) -> probs_TE
+        mask  (Scored, context) -> candidates_TE bool, or None: this step all are
+        score function         (scores_TE, candidates_TE | None) -> probs_TE
         selector     (Scored, context) -> Pairs
         capacity     (Pairs, Scored, context) -> keep_N bool, or None: all survive
         loss         (Routing, context) -> scalar fp32, not multiplied by its weight
@@ -108,7 +108,7 @@ class Part(nn.Module):
     whole micro batch. An extra with a row for each token has a name whose shape suffix begins with T.
 
     Of a scorer's extras the router reads one: ranking_TE, fp32 without gradient, takes the place of p in
-    what choices are made by (`Scored.ranking_TE`); the weights stay the gate's.
+    what choices are made by (`Scored.ranking_TE`); the weights stay the score function's.
     """
 
     @dataclass
@@ -134,7 +134,7 @@ class Part(nn.Module):
         """Learn outside the gradient: called after each optimiser step, in training, without gradient.
 
         load_E: int64, the pairs that the selectors of all ranks wanted in the step's whole batch; -1 for an
-        expert that the step's restrictions closed to every token. What is learned lives in registered
+        expert that the step's masks closed to every token. What is learned lives in registered
         buffers, which checkpoints save.
         """
 
@@ -143,8 +143,8 @@ class Part(nn.Module):
         return []
 
 
-class Gate(Part):
-    """A gate; `bias_E` shifts what the selector and the restrictions choose by, never p."""
+class ScoreFunction(Part):
+    """A score function; `bias_E` shifts what the selector and the masks choose by, never p."""
 
     @property
     def bias_E(self) -> Tensor | None:
@@ -152,10 +152,10 @@ class Gate(Part):
         return None
 
 
-class Restriction(Part):
-    """A restriction; one that keeps all tokens on their own rank says so, and nothing is sent.
+class Mask(Part):
+    """A mask; one that keeps all tokens on their own rank says so, and nothing is sent.
 
-    One that takes nothing away in a step returns None, so that the gate is not computed twice.
+    One that takes nothing away in a step returns None, so that the score function is not computed twice.
 
     step_wide: its mask is one for all tokens of a micro batch, whatever their scores. Such a mask must stand
     before the others (`check.check_parts`), which then choose among what it leaves; after them it could take
@@ -171,7 +171,7 @@ class Restriction(Part):
         """
         return None
 
-    def keeps_home(self, context: StepContext) -> bool:
+    def keeps_tokens_local(self, context: StepContext) -> bool:
         """Whether, on all ranks alike, this step's candidates are the experts of each token's own rank."""
         return False
 

@@ -10,8 +10,8 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
 from megamoe.errors import UserError
 from megamoe.kernels.router import masked
-from megamoe.moe.groups import TokenSpread
-from megamoe.moe.part import Dims, Gate, Part, Selector, StepContext
+from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
+from megamoe.moe.process_groups import TokenSpread
 from megamoe.moe.routing import Routing, Scored, has_row_per_token
 from megamoe.registry import failure_of, get_part, is_ours
 
@@ -40,7 +40,7 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
 
 
 class Router(nn.Module):
-    """score -> restrict -> gate -> select -> capacity, all in fp32 whatever the model's dtype.
+    """score -> restrict -> score function -> select -> capacity, all in fp32 whatever the model's dtype.
 
     spread: where a micro batch's tokens are spread over ranks, each rank scores its own; what follows is
     done for all tokens on every one of them.
@@ -49,12 +49,12 @@ class Router(nn.Module):
     def __init__(self, config: RouterConfig, dims: Dims, spread: TokenSpread | None = None) -> None:
         super().__init__()
         self.spread = spread or TokenSpread(None)
-        dims = replace(dims, gate=config.gate.name)
+        dims = replace(dims, score_function=config.score_function.name)
         self.selector: Selector = build_part(config.selector, dims)
         self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
         self.scorer: Part = build_part(config.scorer, self.dims)
-        self.restrictions = nn.ModuleList([build_part(choice, self.dims) for choice in config.restrictions])
-        self.gate: Gate = build_part(config.gate, self.dims)
+        self.masks = nn.ModuleList([build_part(choice, self.dims) for choice in config.masks])
+        self.score_function: ScoreFunction = build_part(config.score_function, self.dims)
         self.capacity: Part = build_part(config.capacity, self.dims)
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Routing:
@@ -66,8 +66,8 @@ class Router(nn.Module):
             keep_N = self.capacity(wanted, scored, context)
             if keep_N is not None:
                 pairs = self.selector.after_drops(wanted.keep(keep_N))
-        stays_home = any(r.keeps_home(context) for r in self.restrictions)  # type: ignore[operator]
-        return Routing(**vars(scored), wanted=wanted, pairs=pairs, stays_home=stays_home)
+        is_local = any(r.keeps_tokens_local(context) for r in self.masks)  # type: ignore[operator]
+        return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local)
 
     def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
         whole = self.spread.whole
@@ -75,27 +75,27 @@ class Router(nn.Module):
         scores_TE, extras = found if isinstance(found, tuple) else (found, {})
         scores_TE = whole(scores_TE)
         extras = {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}
-        affinities_TE = self.gate(scores_TE, None)
+        affinities_TE = self.score_function(scores_TE, None)
         ranking_TE = self._ranking_TE(extras.get("ranking_TE", affinities_TE), None)
         return Scored(scores_TE, affinities_TE, affinities_TE, ranking_TE, None, extras)
 
     def _restrict(self, scored: Scored, context: StepContext) -> None:
-        for restriction in self.restrictions:
-            allowed_TE = restriction(scored, context)
+        for mask in self.masks:
+            allowed_TE = mask(scored, context)
             if allowed_TE is None:
                 continue
             known_TE = scored.candidates_TE
             scored.candidates_TE = allowed_TE if known_TE is None else known_TE & allowed_TE
             scored.ranking_TE = masked(scored.ranking_TE, scored.candidates_TE, float("-inf"))
         if scored.candidates_TE is not None:
-            scored.probs_TE = self.gate(scored.scores_TE, scored.candidates_TE)
+            scored.probs_TE = self.score_function(scored.scores_TE, scored.candidates_TE)
             base_TE = scored.extras.get("ranking_TE", scored.probs_TE)
             scored.ranking_TE = self._ranking_TE(base_TE, scored.candidates_TE)
 
     def _ranking_TE(self, base_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         ranking_TE = base_TE.detach()
-        if self.gate.bias_E is not None:
-            ranking_TE = ranking_TE + self.gate.bias_E
+        if self.score_function.bias_E is not None:
+            ranking_TE = ranking_TE + self.score_function.bias_E
         if candidates_TE is not None:
             ranking_TE = masked(ranking_TE, candidates_TE, float("-inf"))
         return ranking_TE

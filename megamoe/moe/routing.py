@@ -68,12 +68,12 @@ def has_row_per_token(name: str) -> bool:
 class Scored:
     """A micro batch on its way through the router: what the stages so far have found.
 
-    scores_TE: fp32, the scorer's. affinities_TE: fp32, the gate's values over all experts. probs_TE: fp32,
-    the gate's values over the candidates (the others have exactly 0); until the restrictions are done,
-    the affinities. ranking_TE: fp32 without gradient, what choices are made by: probs_TE, or the scorer's
-    extras["ranking_TE"] where it gives one, plus the gate's bias, -inf where an expert is no candidate.
-    candidates_TE: bool, the experts that the restrictions so far left, None for all. extras: what a scorer
-    hands on, by name; one that has a row for each token says so by its shape suffix (clean_TE).
+    scores_TE: fp32, the scorer's. affinities_TE: fp32, the score function's values over all experts.
+    probs_TE: fp32, the score function's values over the candidates (the others have exactly 0); until the
+    masks are done, the affinities. ranking_TE: fp32 without gradient, what choices are made by: probs_TE, or
+    the scorer's extras["ranking_TE"] where it gives one, plus the score function's bias, -inf where an expert
+    is no candidate. candidates_TE: bool, the experts that the masks so far left, None for all. extras: what a
+    scorer hands on, by name; one that has a row for each token says so by its shape suffix (clean_TE).
     """
 
     scores_TE: Tensor
@@ -99,12 +99,12 @@ class Routing(Scored):
     """One layer's decision on one micro batch: what the router found, and its pairs.
 
     wanted: the pairs that the selector chose; pairs: those that the capacity left, which are computed.
-    stays_home: on all ranks alike, every pair's expert is on its token's own rank.
+    is_local: on all ranks alike, every pair's expert is on its token's own rank.
     """
 
     wanted: Pairs = field(kw_only=True)
     pairs: Pairs = field(kw_only=True)
-    stays_home: bool = False
+    is_local: bool = False
 
     def wanted_counts_E(self) -> Tensor:
         """Pairs wanted by the selector, per expert, int64."""

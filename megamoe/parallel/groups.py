@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from megatron.core import parallel_state
 
-from megamoe.moe.groups import ParallelGroups
+from megamoe.moe.process_groups import ParallelGroups
 from megamoe.parallel.layout import Layout
 
 

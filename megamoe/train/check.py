@@ -4,16 +4,16 @@ from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 from megamoe.model.backends import check_backends
 from megamoe.model.size import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.apex_adamw import check_kernel
-from megamoe.parallel.zero.deepspeed_config import (
+from megamoe.train.layout_rules import check_layout, row_unit
+from megamoe.zero.apex_adamw import check_kernel
+from megamoe.zero.deepspeed_config import (
     read_deepspeed_config,
     resolve_precision,
     zero_stage,
 )
-from megamoe.parallel.zero.offload import read_offload
-from megamoe.train.layouts import check_layout, row_unit
+from megamoe.zero.offload import read_offload
 
 
 def check_run(config: RunConfig, world_size: int) -> None:

@@ -9,19 +9,19 @@ import torch.distributed as dist
 
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import ExitCode
-from megamoe.observe import ProgressLine, Recorder, print_summary, write_report
+from megamoe.metrics import ProgressLine, Recorder, print_summary, write_report
 from megamoe.parallel import launch
-from megamoe.parallel.agreement import AgreedError, agree, attempt
-from megamoe.parallel.progress import tick
-from megamoe.train.ending import closing
+from megamoe.parallel.consensus import CollectiveError, catch_error, raise_any_error
+from megamoe.resilience.error_reporting import closing
+from megamoe.resilience.heartbeat import tick
+from megamoe.resilience.restarts import Launch
+from megamoe.resilience.run_lock import locked
+from megamoe.resilience.stopping import StopRule
+from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.profile import ProfilerWindow
-from megamoe.train.restarts import Launch
 from megamoe.train.run_folder import prepare_run_folder
-from megamoe.train.run_lock import locked
-from megamoe.train.stopping import StopRule
 from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
-from megamoe.train.watchdog import Watchdog
 
 
 def train(config: RunConfig) -> ExitCode:
@@ -59,7 +59,7 @@ class Loop:
             this_launch = Launch.gathered(self.trainer.checkpoints.latest())
             self.stop_rule.listen()
             # The folder is there before any rank writes into it, and no rank goes on if it cannot be.
-            agree(attempt(lambda: self._open(cleanup, this_launch)) if self.is_first else None)
+            raise_any_error(catch_error(lambda: self._open(cleanup, this_launch)) if self.is_first else None)
             with Watchdog(self.trainer.folder.path, self.trainer.world.rank, hang_minutes):
                 self._run_steps()
         if self.is_first and self.config.log.report:
@@ -80,7 +80,7 @@ class Loop:
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
                 self._say_trace(profiler.after_step(trainer.progress.step))
-        except AgreedError:
+        except CollectiveError:
             self._finish_save()  # what was begun before stays good
             raise
         self._say_trace(profiler.finish())
@@ -121,7 +121,7 @@ class Loop:
             self._record(metrics)
         self.save_is_due |= _is_due(step, self.config.checkpoint.every)
         # Not while steps are broken: the weights may be why, and their copies would push out good ones.
-        if self.save_is_due and not trainer.broken_steps.in_a_row:
+        if self.save_is_due and not trainer.skip_policy.in_a_row:
             self._begin_save()
         self.told_to_stop = self.told_to_stop and not last
         return None if last else reason

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megamoe.checkpoint.format.files import META, damaged, printable
+from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
+from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError
 from megamoe.model.size import moe_layer_numbers, part_shapes
-from megamoe.parallel.checkpoints.stored.files import META, damaged, printable
-from megamoe.parallel.checkpoints.stored.meta import Index, Meta, read_index, read_meta
-from megamoe.parallel.checkpoints.stored.saved import WEIGHT
 
 # Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps
 # state is compared by itself. The rest may change.

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format.files import damaged
+from megamoe.checkpoint.format.folder import candidates
+from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints.stored import integrity
-from megamoe.parallel.checkpoints.stored.files import damaged
-from megamoe.parallel.checkpoints.stored.folder import candidates
-from megamoe.parallel.checkpoints.stored.meta import read_meta
-from megamoe.train.restarts import LAUNCH, Launch, mark
+from megamoe.resilience.restarts import LAUNCH, Launch, mark
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -26,7 +26,7 @@ class RunFolder:
     candidates: checkpoints to go on from, of which the first intact one is taken; none: it starts from step
     0. continues: the records in the folder are this run's and are appended to; otherwise what is there is
     replaced. restarted: this launch has made the folder, or gone on in it, and was started again
-    (`megamoe.train.restarts`).
+    (`megamoe.resilience.restarts`).
     """
 
     path: Path

@@ -18,9 +18,9 @@ from torch import Tensor
 from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
-from megamoe.parallel.engine import Engine
-from megamoe.parallel.progress import tick
-from megamoe.train.broken_steps import Problem
+from megamoe.resilience.heartbeat import tick
+from megamoe.resilience.skipped_steps import Problem
+from megamoe.zero.engine import Engine
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
 

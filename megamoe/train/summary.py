@@ -3,6 +3,8 @@
 from typing import Any
 
 from megamoe.config import RunConfig
+from megamoe.costs.memory import Share, StateBytes, state_bytes
+from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import backend_rows
 from megamoe.model.gpt import GPT
@@ -15,13 +17,11 @@ from megamoe.model.size import (
     moe_block_numbers,
     moe_layer_numbers,
 )
-from megamoe.parallel.costs.memory import Share, StateBytes, state_bytes
-from megamoe.parallel.costs.traffic import cut_pair_traffic, moe_traffic
-from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.apex_adamw import uses_apex
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.step import num_rollouts
+from megamoe.zero.apex_adamw import uses_apex
+from megamoe.zero.engine import Engine
 
 Rows = dict[str, list[tuple[str, object]]]
 
@@ -97,7 +97,7 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
         experts += f", each a stack of {moe.expert_sublayers}"
     if moe.num_shared_experts:
         experts += f", {moe.num_shared_experts} shared"
-    stages = [router.scorer, *router.restrictions, router.gate, router.selector, router.capacity]
+    stages = [router.scorer, *router.masks, router.score_function, router.selector, router.capacity]
     return [
         *rows,
         ("MoE blocks", ", ".join(places)),

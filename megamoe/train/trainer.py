@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.init_from import load_initial_weights
+from megamoe.checkpoint.manager import Checkpoints, first_intact, load
+from megamoe.checkpoint.state import load_weights
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets, build_datasets
@@ -18,22 +22,24 @@ from megamoe.kernels.rows import use_triton
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
-from megamoe.parallel.agreement import AgreedError, agree, agree_quickly, attempt, gather
-from megamoe.parallel.checkpoints.initial_weights import load_initial_weights
-from megamoe.parallel.checkpoints.run import Checkpoints, first_intact, load
-from megamoe.parallel.checkpoints.state import load_weights
-from megamoe.parallel.checkpoints.stored.saved import Saved
-from megamoe.parallel.engine import Engine
-from megamoe.parallel.experts import hosted_layer_factory
+from megamoe.parallel.consensus import (
+    CollectiveError,
+    catch_error,
+    gather_from_ranks,
+    raise_any_error,
+    raise_any_error_fast,
+)
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.deepspeed_config import fill_in, read_deepspeed_config
-from megamoe.train.broken_steps import BrokenSteps, name_samples
+from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.check import check_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import BatchSchedule, learning_rate
 from megamoe.train.step import StepRecord, evaluate, train_step
+from megamoe.zero.deepspeed_config import fill_in, read_deepspeed_config
+from megamoe.zero.engine import Engine
+from megamoe.zero.expert_host import hosted_layer_factory
 
 
 @dataclass
@@ -97,11 +103,11 @@ class Trainer:
         if saved is None:
             self._begin_from(model)
         else:
-            agree(attempt(lambda: load_weights(saved, model, self.layout, self.world.rank)))
+            raise_any_error(catch_error(lambda: load_weights(saved, model, self.layout, self.world.rank)))
         self.engine = Engine(config, model, self.world, self.schedule.accumulation_at(0))
         self.progress = Progress()
         self._seed()
-        self.broken_steps = BrokenSteps(config.train)
+        self.skip_policy = SkipPolicy(config.train)
         self.last_checkpoint: Path | None = None
         if saved is not None:
             self._resume(saved)
@@ -121,9 +127,9 @@ class Trainer:
         lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
-        judge = self.broken_steps.judge
+        judge = self.skip_policy.judge
         record = train_step(self.engine, self.context, batches, lr, smoothing, before, judge)
-        self.broken_steps.note(record.problem, record.lm_loss)
+        self.skip_policy.note(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
         else:
@@ -178,7 +184,7 @@ class Trainer:
             batches += itertools.islice(stream, count)
         except UserError as error:
             problem = str(error)
-        agree_quickly(problem, self.world.device)
+        raise_any_error_fast(problem, self.world.device)
         return batches
 
     def save(self) -> Path:
@@ -194,7 +200,7 @@ class Trainer:
             "skipped_steps": self.progress.skipped_steps,
             "tokens": self.progress.samples * self.config.data.sequence_length,
             "vocabulary": self.vocabulary.size,
-            "broken_steps": self.broken_steps.state(),
+            "skip_policy": self.skip_policy.state(),
             "config": to_dict(self.config),
         }
         self.checkpoints.begin(self.engine, self.progress.step, state)
@@ -230,9 +236,9 @@ class Trainer:
         first = self.progress.samples
         told = f"step {self.context.step}: {record.problem.what}; samples {first} to {first + size - 1}"
         if not math.isfinite(record.lm_loss):
-            found = gather(record.not_finite)
+            found = gather_from_ranks(record.not_finite)
             told += name_samples({rank: found[rank] for rank in range(0, len(found), self.layout.tensor)})
-        reason = self.broken_steps.reason_to_end(record.problem)
+        reason = self.skip_policy.reason_to_end(record.problem)
         if reason is None:
             record.told = f"{told}; skipped" if record.problem.counts else ""
             return
@@ -240,7 +246,7 @@ class Trainer:
             self.finish_save()
         last = self.last_checkpoint
         way_out = f"go on from the last good checkpoint, {last}" if last else "begin anew (nothing is saved)"
-        raise AgreedError(
+        raise CollectiveError(
             f"{told}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
             f"optimizer.warmup_steps, and {way_out}"
         )
@@ -263,8 +269,8 @@ class Trainer:
                 self._say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")
             return
         path, kept = Path(init.path), []
-        agree(
-            attempt(
+        raise_any_error(
+            catch_error(
                 lambda: kept.extend(
                     load_initial_weights(model, path, init.experts, self.layout, self.world.rank)
                 )
@@ -279,7 +285,7 @@ class Trainer:
 
     def _check_all_go_on(self, resume_from: Path | None) -> None:
         """Or none: each rank has looked for checkpoints by itself, perhaps on a disk of its machine alone."""
-        goes_on = gather(resume_from is not None)
+        goes_on = gather_from_ranks(resume_from is not None)
         if len(set(goes_on)) > 1:
             raise UserError(
                 f"{self.folder.checkpoints}: rank {goes_on.index(True)} finds a checkpoint to go on from, "
@@ -303,7 +309,7 @@ class Trainer:
         with saved:
             has_random = load(saved, self.engine)
         self.progress = Progress(meta["step"], meta["samples"], meta["micro_batches"], meta["skipped_steps"])
-        self.broken_steps.restore(meta.get("broken_steps", {}))
+        self.skip_policy.restore(meta.get("skip_policy", {}))
         self.last_checkpoint = saved.path
         if not has_random:
             self._seed()

@@ -81,8 +81,8 @@ moe: {router: {scorer: liner}}
     moe.router.scorer: unknown scorer 'liner'; did you mean 'linear'?
 moe: {losses: {zloss: 1}}
     moe.losses.zloss: unknown loss 'zloss'; did you mean 'z_loss'?
-moe: {router: {restrictions: [x]}}
-    moe.router.restrictions.0: unknown restriction 'x' (
+moe: {router: {masks: [x]}}
+    moe.router.masks.0: unknown mask 'x' (
 moe: {router: {selector: {name: top_k, kk: 2}}}
     moe.router.selector: the selector 'top_k' has no option 'kk'; did you mean 'k'? (known: k, renorm
 moe: {router: {capacity: {factor: 1}}}
@@ -103,28 +103,28 @@ moe: {router: {selector: 3}}
     moe.router.selector: expected the name of a selector, or a mapping with `name`, found 3
 moe: {router: {selector: {name: [1]}}}
     moe.router.selector: expected the name of a selector, or a mapping with `name`, found {"name": [1]}
-moe: {router: {restrictions: [{k: 1}]}}
-    moe.router.restrictions.0: expected the name of a restriction, or a mapping with `name`, found {"k": 1}
-moe: {router: {restrictions: x}}
-    moe.router.restrictions: expected a list, found 'x'
+moe: {router: {masks: [{k: 1}]}}
+    moe.router.masks.0: expected the name of a mask, or a mapping with `name`, found {"k": 1}
+moe: {router: {masks: x}}
+    moe.router.masks: expected a list, found 'x'
 moe: {losses: [z_loss]}
     moe.losses: expected a mapping, found ["z_loss"]
 moe: {losses: {z_loss: true}}
     moe.losses.z_loss.weight: expected a number, found true
 moe: {losses: {z_loss: [1]}}
     moe.losses.z_loss.weight: expected a number, found [1]
-moe: {router: {restrictions: }}
-    moe.router.restrictions: expected a list, found null
+moe: {router: {masks: }}
+    moe.router.masks: expected a list, found null
 moe: {router: moec, losses: {clusterng: none}}
     moe.losses: unknown loss 'clusterng'; did you mean 'clustering'?
 moe: {losses: {laod: none}}
     moe.losses: unknown loss 'laod'; did you mean 'load'?
-moe: {router: {system: [moec]}}
-    moe.router.system: expected the name of a system, found ["moec"]; options of its parts stand beside it,
-moe: {router: {system: {name: moec}}}
-    moe.router.system: expected the name of a system, found {"name": "moec"}; options of its parts stand
-moe: {router: {system: }}
-    moe.router.system: expected the name of a system, found null; options
+moe: {router: {preset: [moec]}}
+    moe.router.preset: expected the name of a preset, found ["moec"]; options of its parts stand beside it,
+moe: {router: {preset: {name: moec}}}
+    moe.router.preset: expected the name of a preset, found {"name": "moec"}; options of its parts stand
+moe: {router: {preset: }}
+    moe.router.preset: expected the name of a preset, found null; options
 moe: {losses: {switch_balance: {name: z_loss}}}
     moe.losses: 'switch_balance' is itself a loss, but its name says 'z_loss'; choose another key
 moe: {losses: {Far: {name: z_loss}}}
@@ -158,8 +158,8 @@ def test_wrong_values_and_keys(load: Load, tmp_path: Path, text: str, expected: 
         ("seed=[", "override 'seed=[': '[' is not a YAML value"),
         ("name.x=1", "override 'name.x=1': name is 'n', which has no keys"),
         (
-            "moe.router.system.selector.k=2",
-            "override 'moe.router.system.selector.k=2': moe.router.system is 'switch', which has no keys; "
+            "moe.router.preset.selector.k=2",
+            "override 'moe.router.preset.selector.k=2': moe.router.preset is 'switch', which has no keys; "
             "options of its parts stand beside it: moe.router.selector.k=2",
         ),
         ("data.sources.0.weight=2", "override 'data.sources.0.weight=2': data.sources is [\"a\"], which has"),
@@ -177,8 +177,8 @@ def test_an_override_is_checked_as_the_file_is(load: Load) -> None:
     assert ": moe.losses: unknown loss 'laod'; did you mean 'load'?" in message_of(
         load, "", "moe.losses.laod=none"
     )
-    assert ": moe.router.system: expected the name of a system, found " in message_of(
-        load, "", "moe.router.system.selector.k=2"
+    assert ": moe.router.preset: expected the name of a preset, found " in message_of(
+        load, "", "moe.router.preset.selector.k=2"
     )
     with pytest.raises(UserError, match="^configuration: seed: expected a whole number, found 'x'$"):
         load_config(None, ["seed=x"])

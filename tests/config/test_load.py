@@ -25,7 +25,7 @@ def test_an_empty_file_gives_the_defaults(load: Load) -> None:
     config = load("")
     assert config == load_config(None) == parse_config({}) == RunConfig()
     assert config.moe.router.selector == PartChoice("selector", "top_k", TopK.Config(k=2))
-    assert (config.moe.router.gate.name, config.moe.router.capacity.name) == ("softmax", "none")
+    assert (config.moe.router.score_function.name, config.moe.router.capacity.name) == ("softmax", "none")
     assert (config.moe.losses, config.moe.layers.every, config.moe.num_experts) == ({}, None, 8)
 
 
@@ -56,7 +56,7 @@ def test_text_that_only_looks_like_a_number_stays_text(load: Load) -> None:
         ("model.bias=true", "model.bias", True),
         ("name=a=b", "name", "a=b"),
         ("moe.router.selector.k=4", "moe.router.selector.options.k", 4),
-        ("moe.router.gate=sigmoid", "moe.router.gate.name", "sigmoid"),
+        ("moe.router.score_function=sigmoid", "moe.router.score_function.name", "sigmoid"),
         ("moe.router.scorer.jitter=0.1", "moe.router.scorer.options.jitter", 0.1),
         ("moe.router.capacity={name: per_expert, factor: 2}", "moe.router.capacity.options.factor", 2.0),
         ("moe.layers=none", "moe.layers.every", None),
@@ -113,10 +113,10 @@ def test_null_is_the_part_none(load: Load) -> None:
     )
 
 
-def test_restrictions_may_be_none(load: Load) -> None:
-    assert load("moe: {router: {system: moec}}").moe.router.restrictions
-    assert load("moe: {router: {system: moec, restrictions: none}}").moe.router.restrictions == []
-    assert load("moe: {router: moec}", "moe.router.restrictions=none").moe.router.restrictions == []
+def test_masks_may_be_none(load: Load) -> None:
+    assert load("moe: {router: {preset: moec}}").moe.router.masks
+    assert load("moe: {router: {preset: moec, masks: none}}").moe.router.masks == []
+    assert load("moe: {router: moec}", "moe.router.masks=none").moe.router.masks == []
 
 
 TWO = "moe: {losses: {near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 1}}}"
@@ -159,7 +159,7 @@ moe:
   layers: {at: [1, 3]}
   router:
     scorer: {jitter: 0.01}
-    gate: {name: sigmoid, temperature: 2}
+    score_function: {name: sigmoid, temperature: 2}
     selector: {k: 1, weights: raw, scale: 1.5}
     capacity: {name: per_expert, factor: 1.5, eval_factor: 2, priority: probability}
   losses: {z_loss: 0.1, switch_balance: {first_choice: true}}

@@ -17,7 +17,7 @@ Load = Callable[..., RunConfig]
 pytestmark = pytest.mark.usefixtures("own_registry")
 
 PLUGIN = '''
-"""A scorer, a restriction and a loss of one's own."""
+"""A scorer, a mask and a loss of one's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megamoe.moe.part import Part, Restriction
+from megamoe.moe.part import Part, Mask
 from megamoe.registry import register
 
 
@@ -44,8 +44,8 @@ class TwoLayers(Part):
         return self.outer(self.inner(hidden_TH).tanh())
 
 
-@register("restriction", "without")
-class Without(Restriction):
+@register("mask", "without")
+class Without(Mask):
     @dataclass
     class Config:
         expert: int = 0
@@ -67,9 +67,9 @@ class ScoreMean(Part):
 '''
 GATE = """
 from dataclasses import dataclass
-from megamoe.moe.gates.softmax import SoftmaxGate
+from megamoe.moe.score_functions.softmax import SoftmaxScoreFunction
 from megamoe.registry import register
-register("gate", "{name}")(type("{name}", (SoftmaxGate,), {{}}))
+register("score_function", "{name}")(type("{name}", (SoftmaxScoreFunction,), {{}}))
 """
 RUN = """
 plugins: [mine.py]
@@ -77,7 +77,7 @@ moe:
   num_experts: 4
   router:
     scorer: {name: two_layers, width: 7}
-    restrictions: [{name: without, expert: 2}, without]
+    masks: [{name: without, expert: 2}, without]
     selector: {k: 2}
   losses: {score_mean: 0.5}
 """
@@ -118,10 +118,8 @@ def test_options_of_a_plugin_are_as_strict_as_ours(load: Load, layer: MoELayer) 
         UserError, match="the scorer 'two_layers' has no option 'widht'; did you mean 'width'?"
     ):
         load(RUN, "moe.router.scorer.widht=1")
-    with pytest.raises(
-        UserError, match="moe.router.restrictions.0.expert: expected a whole number, found 'a'$"
-    ):
-        load(RUN, "moe.router.restrictions=[{name: without, expert: a}]")
+    with pytest.raises(UserError, match="moe.router.masks.0.expert: expected a whole number, found 'a'$"):
+        load(RUN, "moe.router.masks=[{name: without, expert: a}]")
 
 
 def test_the_dump_of_a_run_with_a_plugin_reads_back_equal(load: Load, layer: MoELayer) -> None:
@@ -144,15 +142,15 @@ def test_a_file_is_found_beside_the_yaml_and_in_the_working_folder(
     work.mkdir()
     (work / "here.py").write_text(GATE.format(name="here"))
     monkeypatch.chdir(work)
-    load("plugins: [beside.py, here.py]\nmoe: {router: {gate: beside}}")
-    load("", "plugins=[here.py]", "moe.router.gate=here")
+    load("plugins: [beside.py, here.py]\nmoe: {router: {score_function: beside}}")
+    load("", "plugins=[here.py]", "moe.router.score_function=here")
 
 
 def test_two_plugins_with_one_name_are_refused(load: Load, tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").write_text(GATE.format(name="same"))
     with pytest.raises(
-        UserError, match=r"^plugins: 'second.py' failed at line 5: ValueError: gate 'same' is reg"
+        UserError, match=r"^plugins: 'second.py' failed at line 5: ValueError: score function 'same' is reg"
     ):
         load("plugins: [first.py, second.py]")
 
@@ -185,15 +183,15 @@ CONFIG = """
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Callable
-from megamoe.moe.gates.softmax import SoftmaxGate
+from megamoe.moe.score_functions.softmax import SoftmaxScoreFunction
 from megamoe.registry import register
 
 if TYPE_CHECKING:
     from somewhere import Thing
 
 
-@register("gate", "bad_{name}")
-class Gate(SoftmaxGate):
+@register("score_function", "bad_{name}")
+class Gate(SoftmaxScoreFunction):
     @dataclass
     class Config:
         option: {option} = 1
@@ -217,29 +215,35 @@ def test_a_config_that_cannot_be_built_is_one_line(
 ) -> None:
     (tmp_path / f"{name}.py").write_text(CONFIG.format(name=name, option=option, body=body))
     with pytest.raises(UserError) as caught:
-        load(f"plugins: [{name}.py]\nmoe: {{router: {{gate: bad_{name}}}}}")
+        load(f"plugins: [{name}.py]\nmoe: {{router: {{score_function: bad_{name}}}}}")
     message = str(caught.value)
     assert "\n" not in message and "http" not in message
-    assert f": moe.router.gate: the Config of the gate 'bad_{name}' failed{expected}" in message
+    assert (
+        f": moe.router.score_function: the Config of the score function 'bad_{name}' failed{expected}"
+        in message
+    )
 
 
 def test_an_option_that_no_yaml_can_say(load: Load, tmp_path: Path) -> None:
     text = CONFIG.format(name="object", option="Callable | None", body="pass")
     (tmp_path / "object.py").write_text(text.replace("= 1", "= None"))
-    load("plugins: [object.py]\nmoe: {router: {gate: bad_object}}")
-    with pytest.raises(UserError, match="moe.router.gate.option.*: expected .*, found 3$"):
-        load("plugins: [object.py]\nmoe: {router: {gate: {name: bad_object, option: 3}}}")
+    load("plugins: [object.py]\nmoe: {router: {score_function: bad_object}}")
+    with pytest.raises(UserError, match="moe.router.score_function.option.*: expected .*, found 3$"):
+        load("plugins: [object.py]\nmoe: {router: {score_function: {name: bad_object, option: 3}}}")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('register("gate", "lab.margin")', "gate 'lab.margin': expected a name of small letters, digits"),
-        ('register_system("mine", None, "me")', "system 'mine': the tree: expected a mapping, found None"),
+        (
+            'register("score_function", "lab.margin")',
+            "score function 'lab.margin': expected a name of small letters, digits",
+        ),
+        ('register_preset("mine", None, "me")', "preset 'mine': the tree: expected a mapping, found None"),
     ],
 )
 def test_a_plugin_that_registers_nonsense(load: Load, tmp_path: Path, text: str, expected: str) -> None:
-    (tmp_path / "bad.py").write_text(f"from megamoe.registry import register, register_system\n{text}")
+    (tmp_path / "bad.py").write_text(f"from megamoe.registry import register, register_preset\n{text}")
     with pytest.raises(UserError) as caught:
         load("plugins: [bad.py]")
     assert str(caught.value).startswith(f"plugins: 'bad.py' failed at line 2: ValueError: {expected}")
@@ -260,8 +264,8 @@ def test_a_module_by_its_name(load: Load, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "router.py").write_text(GATE.format(name="of_module"))
-    config = load("plugins: [my_package.router]\nmoe: {router: {gate: of_module}}")
-    assert config.moe.router.gate.name == "of_module"
+    config = load("plugins: [my_package.router]\nmoe: {router: {score_function: of_module}}")
+    assert config.moe.router.score_function.name == "of_module"
     (tmp_path / "my_broken.py").write_text("import no_such_module")
     with pytest.raises(
         UserError, match="^plugins: 'my_broken' failed: ModuleNotFoundError: .*no_such_module"
@@ -282,5 +286,5 @@ def test_an_entry_point_of_an_installed_package(
     assert "their_router" not in sys.modules
     with pytest.raises(UserError, match=r"no module 'their'; .* megamoe.plugins; did you mean 'theirs'\?"):
         load("plugins: [their]")
-    config = load("plugins: [theirs]\nmoe: {router: {gate: of_entry_point}}")
-    assert config.moe.router.gate.name == "of_entry_point"
+    config = load("plugins: [theirs]\nmoe: {router: {score_function: of_entry_point}}")
+    assert config.moe.router.score_function.name == "of_entry_point"

@@ -18,36 +18,36 @@ class Part:
 
 
 def test_a_part_is_found_by_its_name() -> None:
-    assert registry.register("gate", "mine")(Part) is Part
-    assert registry.get_part("gate", "mine") is Part
-    assert "mine" in registry.list_parts("gate")
+    assert registry.register("score_function", "mine")(Part) is Part
+    assert registry.get_part("score_function", "mine") is Part
+    assert "mine" in registry.list_parts("score_function")
     assert "mine" not in registry.list_parts("scorer")
 
 
 def test_the_built_in_rooms_are_discovered_and_sorted() -> None:
-    assert list(registry.list_parts("gate")) == sorted(registry.list_parts("gate"))
-    assert {"softmax", "sigmoid"} <= registry.list_parts("gate").keys()
+    assert list(registry.list_parts("score_function")) == sorted(registry.list_parts("score_function"))
+    assert {"softmax", "sigmoid"} <= registry.list_parts("score_function").keys()
     assert {"switch_balance", "z_loss"} <= registry.list_parts("loss").keys()
     assert {"none", "per_expert"} <= registry.list_parts("capacity").keys()
 
 
 def test_two_parts_of_one_name_are_refused() -> None:
-    registry.register("gate", "mine")(Part)
-    registry.register("gate", "mine")(Part)  # the same class again: a module that was imported anew
+    registry.register("score_function", "mine")(Part)
+    registry.register("score_function", "mine")(Part)  # the same class again: a module that was imported anew
     other = type("Part", (Part,), {"__module__": "elsewhere"})
     with pytest.raises(
-        ValueError, match=r"gate 'mine' is registered twice: .*Part and elsewhere\.Part; give"
+        ValueError, match=r"score function 'mine' is registered twice: .*Part and elsewhere\.Part; give"
     ):
-        registry.register("gate", "mine")(other)
-    assert registry.get_part("gate", "mine") is Part
+        registry.register("score_function", "mine")(other)
+    assert registry.get_part("score_function", "mine") is Part
 
 
 def test_a_part_needs_a_config() -> None:
-    with pytest.raises(ValueError, match="gate 'bare': object needs a nested dataclass `Config`"):
-        registry.register("gate", "bare")(object)
+    with pytest.raises(ValueError, match="score function 'bare': object needs a nested dataclass `Config`"):
+        registry.register("score_function", "bare")(object)
     no_dataclass = type("NoDataclass", (), {"Config": type("Config", (), {})})
     with pytest.raises(ValueError, match="needs a nested dataclass `Config`"):
-        registry.register("gate", "bare")(no_dataclass)
+        registry.register("score_function", "bare")(no_dataclass)
 
 
 def test_a_loss_needs_a_weight() -> None:
@@ -58,12 +58,14 @@ def test_a_loss_needs_a_weight() -> None:
     weightless = type("Weightless", (), {"Config": Config})
     with pytest.raises(ValueError, match="loss 'bare': the `Config` of Weightless needs a field `weight`"):
         registry.register("loss", "bare")(weightless)
-    registry.register("gate", "fine")(weightless)
+    registry.register("score_function", "fine")(weightless)
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown kind 'gates', expected one of scorer, restriction, gate, "):
-        registry.register("gates", "x")
+    with pytest.raises(
+        ValueError, match="unknown kind 'gates', expected one of scorer, mask, score function, "
+    ):
+        registry.register("score functions", "x")
 
 
 @pytest.mark.parametrize("name", ["lab.margin", "Margin", "2nd", "a b", "", "größe", "a\n", None])
@@ -72,8 +74,8 @@ def test_a_name_is_a_small_word(name: str) -> None:
         ValueError, match="^loss .*: expected a name of small letters, digits and _, a letter"
     ):
         registry.register("loss", name)(Part)
-    with pytest.raises(ValueError, match="^system .*: expected a name of small letters"):
-        registry.register_system(name, {}, "here")
+    with pytest.raises(ValueError, match="^preset .*: expected a name of small letters"):
+        registry.register_preset(name, {}, "here")
 
 
 @pytest.mark.parametrize(
@@ -82,27 +84,30 @@ def test_a_name_is_a_small_word(name: str) -> None:
         (None, "the tree: expected a mapping, found None"),
         ([], "the tree: expected a mapping, found []"),
         ({"router": None}, "router: expected a mapping or text, found None"),
-        ({"router": "swich"}, "unknown system 'swich'; did you mean 'switch'?"),
-        ({"router": "mine"}, "unknown system 'mine' ("),
-        ({"router": {"system": ["switch"]}}, "router.system: expected text, found"),
+        ({"router": "swich"}, "unknown preset 'swich'; did you mean 'switch'?"),
+        ({"router": "mine"}, "unknown preset 'mine' ("),
+        ({"router": {"preset": ["switch"]}}, "router.preset: expected text, found"),
         ({"router": {"scorer": 3}}, "router.scorer: expected a mapping or text, found 3"),
         ({"router": {"selector": {"name": None}}}, "router.selector.name: expected text, found None"),
         ({"losses": ["z_loss"]}, "losses: expected a mapping, found"),
         ({"losses": None}, "losses: expected a mapping, found None"),
-        ({"router": {"gate": {"x": object}}}, "expected plain data, as the YAML has it: Object of type"),
+        (
+            {"router": {"score_function": {"x": object}}},
+            "expected plain data, as the YAML has it: Object of type",
+        ),
     ],
 )
 def test_a_systems_tree_is_one_that_the_yaml_could_say(tree: Any, expected: str) -> None:
     with pytest.raises(ValueError) as caught:
-        registry.register_system("mine", tree, "here")
-    assert str(caught.value).startswith(f"system 'mine': {expected}")
-    assert "mine" not in registry.list_systems()
+        registry.register_preset("mine", tree, "here")
+    assert str(caught.value).startswith(f"preset 'mine': {expected}")
+    assert "mine" not in registry.list_presets()
 
 
 def test_an_unknown_name_shows_the_nearest_and_all() -> None:
     with pytest.raises(
-        UserError, match=r"^unknown gate 'sofmax'; did you mean 'softmax'\? \(known: .*sigmoid, "
+        UserError, match=r"^unknown score function 'sofmax'; did you mean 'softmax'\? \(known: .*sigmoid, "
     ):
-        registry.get_part("gate", "sofmax")
-    with pytest.raises(UserError, match=r"^unknown gate 'qqq' \(known: "):
-        registry.get_part("gate", "qqq")
+        registry.get_part("score_function", "sofmax")
+    with pytest.raises(UserError, match=r"^unknown score function 'qqq' \(known: "):
+        registry.get_part("score_function", "qqq")

@@ -180,7 +180,7 @@ def _piece(whole: dict[str, Tensor], name: str, cuts: dict[str, Any], layout: La
     """What of a whole gradient a rank holds."""
     gradient = whole[name]
     if ".experts." in name:
-        # SwiGLU's gate and value stand above each other, in twice as many rows as the FFN size.
+        # SwiGLU's score function and value stand above each other, in twice as many rows as the FFN size.
         ffn_size = whole[name.removesuffix(".up") + ".down"].shape[2] if name.endswith(".up") else 0
         dimension, stride = (1, gradient.shape[1] // ffn_size) if ffn_size else (2, 1)
         gradient = gradient.chunk(layout.expert)[layout.expert_rank(rank)]

@@ -13,7 +13,7 @@ import torch
 
 from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
-from megamoe.train.layouts import layout_problems
+from megamoe.train.layout_rules import layout_problems
 from megamoe.train.trainer import Trainer
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, small_run, watched_steps
 
@@ -51,12 +51,12 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     },
     "moec": {
         "moe__router": {
-            "system": "moec",
+            "preset": "moec",
             "scorer": {"name": "cosine", "routing_dim": 4},
-            "restrictions": [{"name": "expert_dropout", "level": "cluster", "rate": 0.5, "cluster_size": 4}],
+            "masks": [{"name": "expert_dropout", "level": "cluster", "rate": 0.5, "cluster_size": 4}],
         },
         "moe__losses": {"clustering": {"cluster_size": 4}},
-        "moe__expert_dropout": 0.2,
+        "moe__expert_output_dropout": 0.2,
         "moe__expert_activation_dropout": 0.1,
         "train__label_smoothing": 0.1,
     },
@@ -65,7 +65,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train one of the systems. accumulation: micro batches a step of each data-parallel rank."""
+    """One way to train one of the presets. accumulation: micro batches a step of each data-parallel rank."""
 
     ranks: int
     tensor: int
@@ -75,7 +75,7 @@ class Case:
     zero: int
     recompute: str
     accumulation: int
-    system: str
+    preset: str
     precision: str
 
     def changes(self, folder: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Case:
         path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
         return {
             **SIZES,
-            **SYSTEMS[self.system],
+            **SYSTEMS[self.preset],
             "parallel__tensor": self.tensor,
             "parallel__expert": self.expert,
             "parallel__expert_tensor": self.expert_tensor,
@@ -97,7 +97,7 @@ class Case:
     def alone(self) -> "Case":
         """The plain run with which it must agree."""
         batch = self.accumulation * self.ranks // self.tensor
-        return Case(1, 1, 1, 1, False, 0, "none", batch, self.system, self.precision)
+        return Case(1, 1, 1, 1, False, 0, "none", batch, self.preset, self.precision)
 
 
 def every_case(zero_stages: Iterable[int] = (0, 1, 2, 3)) -> list[Case]:
@@ -151,7 +151,7 @@ def name(case: Case) -> str:
     plain = case.alone()
     given = {field.name: getattr(case, field.name) for field in fields(case)}
     told = [f"{key}={value}" for key, value in given.items() if value != getattr(plain, key)]
-    return ",".join([case.system, case.precision, *told])
+    return ",".join([case.preset, case.precision, *told])
 
 
 def run_cases(cases: list[Case], steps: int) -> dict[Case, dict[str, Any]]:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megamoe.checkpoint.manager import first_intact
+from megamoe.checkpoint.tools import verify
+from megamoe.checkpoint.tools.consolidate import consolidate
+from megamoe.checkpoint.tools.relayout import relayout
 from megamoe.errors import UserError
 from megamoe.parallel import launch
-from megamoe.parallel.checkpoints.run import first_intact
-from megamoe.parallel.checkpoints.upkeep import verify
-from megamoe.parallel.checkpoints.upkeep.consolidate import consolidate
-from megamoe.parallel.checkpoints.upkeep.relayout import relayout
 from megamoe.parallel.layout import Layout
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool

@@ -13,7 +13,7 @@ import pytest
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
-from tests.distributed.endings import endings
+from tests.distributed.exits import endings
 from tests.distributed.pool import Pool
 
 LOADER = "data.workers=1"  # a loader process inherits its rank's connections

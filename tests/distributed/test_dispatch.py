@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
 from megamoe.moe.experts.grouped import GroupedExperts, Slice, activate
-from megamoe.moe.groups import ParallelGroups
+from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
@@ -130,7 +130,7 @@ def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
         problem = make_problem(case, world.rank)
         experts = own_experts(layout, world.rank, case)
         routing = home_routing(problem, layout.expert_rank(world.rank), size)
-        routing.stays_home = tell
+        routing.is_local = tell
         rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, routing)
         output_TH = dispatcher.combine(experts(rows, counts_E), plan)
         output_TH.backward(problem.upstream_TH)
@@ -153,7 +153,7 @@ def stray(case: Case) -> str:
     launch.start(world, timeout_minutes=1)
     problem = make_problem(case, world.rank)
     routing = problem.routing()
-    routing.stays_home = True
+    routing.is_local = True
     try:
         AllToAllDispatch(dist.new_group(range(world.size))).dispatch(problem.hidden_TH, routing)
     except RuntimeError as error:
@@ -237,8 +237,8 @@ def test_the_exchange_equals_the_loop(exchanged: tuple[Layout, list[dict[str, An
         assert found[rank]["output"].dtype == case.dtype
         expert_ids, cut = held_by(layout, rank)
         here_F = range(cut.index * FFN // cut.count, (cut.index + 1) * FFN // cut.count)
-        gate_and_value = [*here_F, *(FFN + place for place in here_F)]
-        assert_close(found[rank]["up"], expected["up"][expert_ids][:, gate_and_value], case)
+        score_function_and_value = [*here_F, *(FFN + place for place in here_F)]
+        assert_close(found[rank]["up"], expected["up"][expert_ids][:, score_function_and_value], case)
         assert_close(found[rank]["down"], expected["down"][expert_ids][:, :, list(here_F)], case)
     if case.to_one:  # expert 5 lives on the ranks of its slices; the others receive nothing
         for rank in range(layout.ranks):
@@ -282,4 +282,4 @@ def test_staying_home_equals_the_exchange_without_any(pool: Pool, case: str, lay
 
 def test_a_pair_that_strays_is_an_error(pool: Pool) -> None:
     for message in pool.run(stray, CASES["top-2"], ranks=2):
-        assert "stays_home, but a pair's expert is on another rank" in message
+        assert "is_local, but a pair's expert is on another rank" in message

@@ -12,7 +12,7 @@ from tests.distributed.runs import ds_config, in_order, small_run, watched_steps
 
 STEPS = 3
 TOLERANCE = 1e-5
-DROPOUT = {"moe__expert_dropout": 0.3, "moe__expert_activation_dropout": 0.2}
+DROPOUT = {"moe__expert_output_dropout": 0.3, "moe__expert_activation_dropout": 0.2}
 RUNS: dict[str, dict[str, Any]] = {
     "inserted sub-layers": {
         "moe__layers": {"insert_after": [1]},

@@ -15,7 +15,7 @@ STEPS = 4
 RUN: dict[str, Any] = {
     # The auxiliary gradient is most of the norm: it must be scaled as the loss is.
     "moe__losses": {"switch_balance": 20.0, "z_loss": 0.1},
-    "moe__router": {"scorer": "linear", "gate": {"name": "sigmoid", "bias_update": 0.25}},
+    "moe__router": {"scorer": "linear", "score_function": {"name": "sigmoid", "bias_update": 0.25}},
     "train__global_batch_size": 4,
     "parallel__expert": 2,
 }
@@ -23,7 +23,7 @@ Found = dict[str, list[Any]]
 
 
 def scaled_steps(steps: int, save: bool = False, **changes: Any) -> Found:
-    """Job: metrics of each step by name, and all weights and the gate's bias after it."""
+    """Job: metrics of each step by name, and all weights and the score function's bias after it."""
     with with_fp16():
         trainer = Trainer(small_run(**changes))
         found: Found = {}

@@ -10,7 +10,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config
 
 TOLERANCE = 1e-5
-# Biases, gates and two MoE layers: every kind of parameter. No clipping: the gradient itself is compared.
+# Biases, score functions and two MoE layers: every kind of parameter. No clipping: the gradient itself is
+# compared.
 RUN = {
     "model__num_attention_heads": 4,
     "model__num_layers": 3,

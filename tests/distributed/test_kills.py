@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.parallel.checkpoints import run, saving
-from megamoe.parallel.checkpoints.stored import integrity
-from megamoe.parallel.checkpoints.stored.saved import Saved
+from megamoe.checkpoint import manager, writer
+from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format.reader import Saved
 from megamoe.train.loop import train
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import ds_config, small_run
@@ -32,15 +32,15 @@ RUN: dict[str, Any] = {
 }
 # Where a save can be cut: before or after each of its operations on the disk.
 MOMENTS = [
-    (run.Checkpoints, "_make"),
-    (saving.Staging, "copy"),
-    (saving, "save_file"),
-    (saving, "sync"),
-    (saving, "sha256"),
+    (manager.Checkpoints, "_make"),
+    (writer.Staging, "copy"),
+    (writer, "save_file"),
+    (writer, "sync"),
+    (writer, "sha256"),
     (integrity, "write_text"),
-    (run.os, "replace"),
-    (run, "write_text"),
-    (run, "remove"),
+    (manager.os, "replace"),
+    (manager, "write_text"),
+    (manager, "remove"),
 ]
 
 
@@ -97,7 +97,12 @@ def kill_and_restart(pool: Pool, output: Path, steps: int, kills: int, seed: int
     generator, killed = random.Random(seed), 0
     for number in range(kills):
         moment = generator.randrange(len(MOMENTS)) if number % 2 else None
-        of_first_only = moment is not None and MOMENTS[moment][0] in (run, run.os, integrity, run.Checkpoints)
+        of_first_only = moment is not None and MOMENTS[moment][0] in (
+            manager,
+            manager.os,
+            integrity,
+            manager.Checkpoints,
+        )
         rank = 0 if of_first_only else generator.randrange(2)
         plan = (rank, generator.uniform(0, 0.4), moment, generator.randint(1, 4), generator.random() < 0.5)
         try:

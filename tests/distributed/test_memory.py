@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.costs.memory import StateBytes
 from megamoe.model.size import model_size
-from megamoe.parallel.costs.memory import StateBytes
-from megamoe.parallel.engine import Engine
 from megamoe.train.summary import states_of
 from megamoe.train.trainer import Trainer
+from megamoe.zero.engine import Engine
 from tests.distributed.fp16 import with_fp16
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_variant, small_run

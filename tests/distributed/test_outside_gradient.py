@@ -7,14 +7,14 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
-from megamoe.moe.gates.sigmoid import SigmoidGate
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
+from megamoe.moe.score_functions.sigmoid import SigmoidScoreFunction
 from megamoe.moe.scorers.cosine import CosineScorer
 from megamoe.moe.scorers.stable import StableScorer
 from megamoe.parallel import launch
-from megamoe.parallel.engine import Engine
 from megamoe.train.trainer import Trainer
+from megamoe.zero.engine import Engine
 from tests.distributed.pool import Pool
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, small_run
 
@@ -27,13 +27,13 @@ Found = dict[str, Any]
 
 COSINE: Found = {"moe__router": {"scorer": "cosine"}, "moe__losses": {}}
 BIASED: Found = {
-    "moe__router": {"scorer": "linear", "gate": {"name": "sigmoid", "bias_update": UPDATE}},
+    "moe__router": {"scorer": "linear", "score_function": {"name": "sigmoid", "bias_update": UPDATE}},
     "moe__losses": {},
 }
 STABLE: Found = {
     "moe__router": {
         "scorer": {"name": "stable", "phase_1_steps": FREEZES_AT, "routing_dim": 4},
-        "gate": "sigmoid",
+        "score_function": "sigmoid",
         "selector": {"name": "top_k", "k": 1, "weights": "raw"},
     },
     "moe__losses": {"stable_distillation": 1.0},
@@ -99,8 +99,8 @@ def _bias(trainer: Trainer) -> tuple[Tensor, Tensor]:
         if isinstance(module, Router):
             module.register_forward_hook(note)
     trainer.step()
-    (gate,) = _parts(trainer, SigmoidGate)
-    return gate.bias_E.clone(), torch.stack(counts).sum(0)
+    (score_function,) = _parts(trainer, SigmoidScoreFunction)
+    return score_function.bias_E.clone(), torch.stack(counts).sum(0)
 
 
 def _light_routers(trainer: Trainer) -> list[dict[str, Tensor]]:

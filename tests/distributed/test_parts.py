@@ -12,7 +12,7 @@ from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, in_order, small_run, watched_steps
-from tests.moe.company import PART_IDS, PARTS, moe_tree
+from tests.moe.neighbours import PART_IDS, PARTS, moe_tree
 
 STEPS = 3
 RANKS = 4

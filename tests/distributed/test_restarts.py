@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megamoe.errors import UserError
-from megamoe.parallel.processes import Process
-from megamoe.train import restarts
-from megamoe.train.restarts import Launch, mark
+from megamoe.resilience import restarts
+from megamoe.resilience.processes import Process
+from megamoe.resilience.restarts import Launch, mark
 from megamoe.train.run_folder import RunFolder, choose_run_folder, prepare_run_folder
 from tests.distributed.test_signals import TORCHRUN, Launched
 from tests.tiny import tiny

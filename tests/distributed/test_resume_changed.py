@@ -58,8 +58,8 @@ def two_losses(*names: str) -> Changes:
 
 
 NOISY = router(scorer={"name": "noisy", "start": "normal"})
-SIGMOID = router(gate="sigmoid")
-BIASED = router(gate={"name": "sigmoid", "bias_update": 0.01})
+SIGMOID = router(score_function="sigmoid")
+BIASED = router(score_function={"name": "sigmoid", "bias_update": 0.01})
 TABLE = router(scorer="hash", selector="table")
 # (saved with, resumed with, what the user is told of it; None: it trains on)
 CASES: dict[str, tuple[Changes, Changes, str | None]] = {
@@ -78,14 +78,18 @@ CASES: dict[str, tuple[Changes, Changes, str | None]] = {
     "a bias that vanishes": (
         BIASED,
         SIGMOID,
-        "moe.router.gate {'bias_update': 0.01}, this run has {'bias_update': 0.0}",
+        "moe.router.score_function {'bias_update': 0.01}, this run has {'bias_update': 0.0}",
     ),
     "a bias that begins": (
         SIGMOID,
         BIASED,
-        "moe.router.gate {'bias_update': 0.0}, this run has {'bias_update': 0.01}",
+        "moe.router.score_function {'bias_update': 0.0}, this run has {'bias_update': 0.01}",
     ),
-    "a gate without the bias": (BIASED, router(), "moe.router.gate sigmoid, this run has softmax"),
+    "a score function without the bias": (
+        BIASED,
+        router(),
+        "moe.router.score_function sigmoid, this run has softmax",
+    ),
     "another table": (
         TABLE,
         router(scorer="hash", selector={"name": "table", "k": 2}),
@@ -98,7 +102,7 @@ CASES: dict[str, tuple[Changes, Changes, str | None]] = {
         {**router(scorer={"name": "linear", "jitter": 0.1}), "moe__losses": {"switch_balance": 0.1}},
         {
             **router(
-                gate={"name": "softmax", "temperature": 2.0},
+                score_function={"name": "softmax", "temperature": 2.0},
                 selector={"name": "top_k", "k": 3},
                 capacity={"name": "per_expert", "factor": 1.5},
             ),
@@ -109,7 +113,7 @@ CASES: dict[str, tuple[Changes, Changes, str | None]] = {
     ),
     "a bias of another speed": (
         BIASED,
-        router(gate={"name": "sigmoid", "bias_update": 0.5, "bias_until": 9, "temperature": 2.0}),
+        router(score_function={"name": "sigmoid", "bias_update": 0.5, "bias_until": 9, "temperature": 2.0}),
         None,
     ),
 }
@@ -183,10 +187,10 @@ def test_what_is_loaded_is_refused_by_itself(pool: Pool, saved: Path) -> None:
     told = dict(zip(CASES, found, strict=True))
     assert "this model has no place for" in told["fewer parameters"]
     assert (
-        "this model has no place for model.decoder.layers.1.mlp.layer.router.gate.bias"
+        "this model has no place for model.decoder.layers.1.mlp.layer.router.score_function.bias"
         in (told["a bias that vanishes"])
     )
-    assert "layer.router.gate.bias is missing" in told["a bias that begins"]
+    assert "layer.router.score_function.bias is missing" in told["a bias that begins"]
     assert "scorer.weight has shape [4, 32], this model needs [6, 32]" in told["another size"]
     for name, (_, _, wanted) in CASES.items():
         overlooked = name == "tensors of the same names"
@@ -252,7 +256,7 @@ def test_no_tensor_too_many_too_few_or_of_another_shape(pool: Pool, tmp_path: Pa
 
 
 HOME: Changes = {
-    "moe__router": {"restrictions": [{"name": "gating_dropout", "rate": 1.0, "ranks": 2}]},
+    "moe__router": {"masks": [{"name": "gating_dropout", "rate": 1.0, "ranks": 2}]},
     "moe__losses": {},
     "checkpoint__resume": "auto",
 }
@@ -285,7 +289,7 @@ def test_a_tokens_home_is_its_rank_after_the_batches_were_cut_otherwise(pool: Po
 
 def test_the_count_of_micro_batches_is_that_of_all_ranks(pool: Pool, tmp_path: Path) -> None:
     """Three steps of one rank with a home among four: a resume goes on with the fourth micro batch."""
-    four = {"moe__router": {"restrictions": [{"name": "gating_dropout", "rate": 1.0, "ranks": 4}]}}
+    four = {"moe__router": {"masks": [{"name": "gating_dropout", "rate": 1.0, "ranks": 4}]}}
     run = {**HOME, **four, "train__global_batch_size": 3, "output": tmp_path}
     homes = []
     for _ in range(2):

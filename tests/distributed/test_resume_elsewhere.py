@@ -18,11 +18,11 @@ from tests.distributed.runs import CUT_ALL, PLAIN_FILES, ds_config, ds_variant, 
 Run = dict[str, Any]
 Found = dict[str, Any]
 STEPS = 2  # before the save, and after
-# The gate's bias is a buffer, which learns outside the gradient.
+# The score function's bias is a buffer, which learns outside the gradient.
 RUN: Run = {
     "moe__router": {
         "scorer": {"name": "linear", "jitter": 0.1},
-        "gate": {"name": "sigmoid", "bias_update": 0.01},
+        "score_function": {"name": "sigmoid", "bias_update": 0.01},
     },
     "optimizer__lr": 1e-2,
     "train__global_batch_size": 4,

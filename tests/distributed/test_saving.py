@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
+from megamoe.checkpoint import writer
 from megamoe.errors import UserError
-from megamoe.parallel.checkpoints import saving
 from megamoe.train.loop import train
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
@@ -54,7 +54,7 @@ def steps_beside_a_slow_save(slow_rank: int, **changes: Any) -> list[tuple[bool,
     writes after the second. In the end, what it shows when the save is finished."""
     trainer = Trainer(small_run(**LAYOUT, **changes))
     trainer.step()
-    go_on, original = threading.Event(), saving.save_file
+    go_on, original = threading.Event(), writer.save_file
     shown = []
 
     def slow(*args: Any, **kwargs: Any) -> None:
@@ -62,7 +62,7 @@ def steps_beside_a_slow_save(slow_rank: int, **changes: Any) -> list[tuple[bool,
             go_on.wait(30)
         original(*args, **kwargs)
 
-    with mock.patch.object(saving, "save_file", slow):
+    with mock.patch.object(writer, "save_file", slow):
         trainer.begin_save()
         for number in range(3):
             trainer.step()
@@ -95,7 +95,7 @@ def test_training_goes_on_and_the_checkpoint_appears_when_all_have_written(
 
 def train_where_a_rank_cannot_write(rank: int, **changes: Any) -> str:
     """Job: what the user is told by a run of which one rank's second save fails in the background."""
-    calls, original = [0], saving.save_file
+    calls, original = [0], writer.save_file
 
     def failing(*args: Any, **kwargs: Any) -> None:
         calls[0] += 1
@@ -104,7 +104,7 @@ def train_where_a_rank_cannot_write(rank: int, **changes: Any) -> str:
         original(*args, **kwargs)
 
     patched = failing if int(os.environ["RANK"]) == rank else original
-    with mock.patch.object(saving, "save_file", patched):
+    with mock.patch.object(writer, "save_file", patched):
         try:
             train(small_run(**LAYOUT, **changes))
         except UserError as error:
@@ -162,7 +162,7 @@ def save_where_the_writer_dies(**changes: Any) -> str:
     trainer = Trainer(small_run(**changes))
     trainer.step()
     try:
-        with mock.patch.object(saving, "save_file", side_effect=Panic):
+        with mock.patch.object(writer, "save_file", side_effect=Panic):
             trainer.save()
     except UserError as error:
         return str(error)

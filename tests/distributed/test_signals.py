@@ -14,7 +14,7 @@ import torch
 from megamoe.config import dump_yaml
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
-from tests.distributed.endings import endings
+from tests.distributed.exits import endings
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.runs import ROOT
 from tests.tiny import tiny

@@ -177,9 +177,9 @@ def as_experts(dense: Tensors, changes: Run) -> Tensors:
     mlp, experts = "model.decoder.layers.1.mlp.", changes["moe__num_experts"]
     size = changes["moe__expert_ffn_hidden_size"]
     rest = {name: weight for name, weight in dense.items() if not name.startswith(mlp)}
-    gate, value = dense[f"{mlp}linear_fc1.weight"].chunk(2)
-    starts = [(e * size) % len(gate) for e in range(experts)]
-    up = torch.stack([torch.cat([half[s : s + size] for half in (gate, value)]) for s in starts])
+    score_function, value = dense[f"{mlp}linear_fc1.weight"].chunk(2)
+    starts = [(e * size) % len(score_function) for e in range(experts)]
+    up = torch.stack([torch.cat([half[s : s + size] for half in (score_function, value)]) for s in starts])
     down = torch.stack([dense[f"{mlp}linear_fc2.weight"][:, s : s + size] for s in starts])
     return rest | {f"{mlp}layer.experts.up": up, f"{mlp}layer.experts.down": down}
 

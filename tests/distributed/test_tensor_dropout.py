@@ -22,7 +22,7 @@ RUN: dict[str, Any] = {
     "model__norm": "layernorm",
     "model__bias": True,
     "moe__layers": {"at": [2], "insert_after": [1]},
-    "moe__expert_dropout": 0.2,
+    "moe__expert_output_dropout": 0.2,
     "train__global_batch_size": 4,
     "parallel__tensor": TENSOR,
     "parallel__expert": 2,

@@ -27,8 +27,8 @@ def run_all(spread: bool) -> dict[str, Found]:
     found = {}
     try:
         for name, (parts, layout) in LAYOUTS.items():
-            restriction = {"name": "gating_dropout", "rate": 1.0, "ranks": parts}
-            router = {"selector": {"name": "top_k", "k": 2}, "restrictions": [restriction]}
+            mask = {"name": "gating_dropout", "rate": 1.0, "ranks": parts}
+            router = {"selector": {"name": "top_k", "k": 2}, "masks": [mask]}
             changes = {**layout, "parallel__deepspeed": ds_config("zero1_fp32")} if spread else {}
             trainer = Trainer(
                 small_run(moe__router=router, train__global_batch_size=4, optimizer__grad_clip=0.0, **changes)

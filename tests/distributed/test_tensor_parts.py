@@ -12,11 +12,11 @@ from megamoe.model.attention import SDPAttention
 from megamoe.model.cpu import stand_in_for_cuda
 from megamoe.model.loss import token_losses
 from megamoe.model.random_streams import OneStream, use_one_stream
-from megamoe.moe.groups import TokenSpread
+from megamoe.moe.process_groups import TokenSpread
 from megamoe.parallel import launch
+from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.tensor_sums import TensorSums
 from tests.distributed.pool import Pool
 
 RANKS = 4
@@ -215,7 +215,7 @@ class Marked(nn.Module):
 def summed(place: int, group: Any, accumulation: int, dtype: torch.dtype) -> Found:
     """Gradients after a step, and how many all-reduces there were."""
     model = Marked(dtype)
-    sums = TensorSums(model, group)
+    sums = TensorParallelGradientSync(model, group)
     calls, real = [], dist.all_reduce
     dist.all_reduce = lambda tensor, *args, **kwargs: (
         calls.append(tensor.dtype),
@@ -256,7 +256,7 @@ def test_one_sum_a_parameter_and_step(ranks: list[dict[int, Found]], size: int, 
 def left_aside(group: Any) -> str:
     """What is said of a parameter that the last micro batch did not use."""
     model = Marked(torch.float32)
-    sums = TensorSums(model, group)
+    sums = TensorParallelGradientSync(model, group)
     sums.last = False
     model(1.0).backward()
     sums.last = True

@@ -12,11 +12,11 @@ from megatron.core.tensor_parallel import layers, mappings
 from torch import Tensor
 
 from megamoe.config.schema import ParallelConfig
+from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.model.gpt import build_gpt
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
-from megamoe.parallel.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
 from tests.distributed.pool import Pool

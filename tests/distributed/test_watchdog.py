@@ -11,7 +11,7 @@ import pytest
 
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
-from tests.distributed.endings import endings
+from tests.distributed.exits import endings
 from tests.distributed.pool import Pool
 
 HANG = "train.hang_minutes=0.08"  # a busy machine takes seconds for a step

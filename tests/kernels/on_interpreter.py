@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.kernels import rows as passes
+from tests.in_subprocess import checks_of, verdicts_of
 from tests.kernels import test_rows
 from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
 from tests.moe.build import make_hidden, make_layer, moe_config
-from tests.verdicts import checks_of, verdicts_of
 
 WIDTHS = [1, 7, 16, 1030]  # of the last, two blocks
 # Of one rounding. The interpreter cuts bf16 off; that a GPU rounds it is seen in what is compiled.

@@ -18,10 +18,10 @@ from megamoe.model import backends
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
-from megamoe.parallel.zero import apex_adamw
 from megamoe.train import trainer
 from megamoe.train.check import check_run
-from tests.model.on_stand_ins import CHECKS
+from megamoe.zero import apex_adamw
+from tests.model.check_fakes import CHECKS
 from tests.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,9 +34,9 @@ LONG = "runs_of_two_ranks"
 def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
     asked = [check for check in CHECKS if any(f"[{check}]" in item.name for item in request.session.items)]
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.model.on_stand_ins", *asked],
+        [sys.executable, "-W", "ignore", "-m", "tests.model.check_fakes", *asked],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests/stand_ins'}{os.pathsep}{ROOT}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests/fakes'}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
         timeout=300,

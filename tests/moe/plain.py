@@ -26,7 +26,7 @@ def plain_layer(
     num_tokens, num_experts = len(hidden_TH), config.num_experts
     chosen = config.router.selector.options
     scores_TE = hidden_TH @ weights["router.scorer.weight"].T
-    if config.router.gate.name == "softmax":
+    if config.router.score_function.name == "softmax":
         probs_TE = scores_TE.exp() / scores_TE.exp().sum(1, keepdim=True)
     else:
         probs_TE = 1 / (1 + (-scores_TE).exp())
@@ -95,8 +95,8 @@ def _ffn(token_H: Tensor, up: Tensor, down: Tensor, activation: Activation) -> T
     if activation == "gelu":
         return down @ functional.gelu(inner)
     half = len(inner) // 2
-    gate, value = inner[:half], inner[half:]
-    return down @ (gate / (1 + (-gate).exp()) * value)
+    score_function, value = inner[:half], inner[half:]
+    return down @ (score_function / (1 + (-score_function).exp()) * value)
 
 
 def _with_shared(

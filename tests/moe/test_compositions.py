@@ -11,12 +11,12 @@ from torch import Tensor
 from megamoe import registry
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Objective, StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import make_hidden, make_layer, moe_config
-from tests.moe.company import PARTS
+from tests.moe.neighbours import PARTS
 
 DRAWS = 150
 TOKENS = 24
@@ -104,7 +104,7 @@ BESIDE = {
     "policy": {"sample"},
     "hierarchical": {"hierarchical_top_k", "threshold"},
 }
-ALONE = {"table", "balanced"}  # without restrictions
+ALONE = {"table", "balanced"}  # without masks
 ELSEWHERE = {"table", "hierarchical_top_k"}
 TAUGHT = {"stable", "policy"}  # not without the loss of their own
 OF_ONE_SCORER = {
@@ -124,10 +124,10 @@ def draw(number: int) -> Options:
     selectors = [s for s in SELECTORS if not usual or _stands_beside(scorer["name"], s["name"])]
     selector = dice.choice(selectors)
     drops = usual and selector.get("renormalise") == "after_drops"
-    gates = GATES if dice.random() < 0.3 else [GATES[0], GATES[3]]
-    gates = [GATES[3]] if usual and selector["name"] == "balanced" else gates
+    score_functions = GATES if dice.random() < 0.3 else [GATES[0], GATES[3]]
+    score_functions = [GATES[3]] if usual and selector["name"] == "balanced" else score_functions
     plain = usual and scorer["name"] in ("hierarchical", "policy")
-    count_restrictions = dice.choice([0, 1, 1, 2, 2]) if selector["name"] not in ALONE else 0
+    count_masks = dice.choice([0, 1, 1, 2, 2]) if selector["name"] not in ALONE else 0
     losses = dict(dice.sample(LOSSES, dice.choice([0, 1, 1, 2, 3])))
     if usual:
         here = {scorer["name"], None} if scorer["name"] != "hash" else set()
@@ -138,8 +138,8 @@ def draw(number: int) -> Options:
         "num_experts": dice.choice([8, 16]),
         "router": {
             "scorer": scorer,
-            "restrictions": dice.sample(RESTRICTIONS, count_restrictions),
-            "gate": GATES[0] if plain else dice.choice(gates),
+            "masks": dice.sample(RESTRICTIONS, count_masks),
+            "score_function": GATES[0] if plain else dice.choice(score_functions),
             "selector": selector,
             "capacity": dice.choice(CAPACITIES[1:] if drops else [*CAPACITIES[:1] * 3, *CAPACITIES]),
         },
@@ -169,7 +169,7 @@ def test_not_all_are_refused_and_every_part_is_met() -> None:
     rooms: dict[str, set[str]] = {kind: set() for kind in registry.KINDS}
     for config in met:
         router = config.router
-        for choice in (router.scorer, *router.restrictions, router.gate, router.selector, router.capacity):
+        for choice in (router.scorer, *router.masks, router.score_function, router.selector, router.capacity):
             rooms[choice.kind].add(choice.name)
         rooms["loss"] |= set(config.losses)
     assert {(kind, name) for kind, names in rooms.items() for name in names} == set(PARTS)
@@ -186,8 +186,8 @@ def test_what_is_accepted_is_sound(number: int) -> None:
     routings: list[Routing] = []
     layer.router.register_forward_hook(lambda module, inputs, routing: routings.append(routing))
     masks: list[Tensor | None] = []
-    for restriction in layer.router.restrictions:
-        restriction.register_forward_hook(lambda module, inputs, allowed_TE: masks.append(allowed_TE))
+    for mask in layer.router.masks:
+        mask.register_forward_hook(lambda module, inputs, allowed_TE: masks.append(allowed_TE))
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     taught = dict.fromkeys(config.losses, 0.0)
     learns = any(parameter.requires_grad for parameter in layer.router.parameters())

@@ -91,14 +91,14 @@ def test_a_routing_that_stays_home_exchanges_nothing(
 ) -> None:
     calls = count_collectives(monkeypatch)
     results: list[list[Tensor]] = []
-    for stays_home in (True, False):
+    for is_local in (True, False):
         routing, hidden_TH = make_routing(*case), make_hidden(len(case[0])).requires_grad_()
-        routing.stays_home = stays_home
+        routing.is_local = is_local
         dispatcher = AllToAllDispatch(alone)
         rows_NH, counts_E, plan = dispatcher.dispatch(hidden_TH, routing)
         output_TH = dispatcher.combine(rows_NH.square(), plan)
         gradients = torch.autograd.grad((output_TH**2).sum(), [hidden_TH, routing.pairs.weight_N])
         results.append([rows_NH, counts_E, output_TH, *gradients])
-        assert bool(calls) != stays_home
+        assert bool(calls) != is_local
     for home, exchanged in zip(*results, strict=True):
         assert torch.equal(home, exchanged)

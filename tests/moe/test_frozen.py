@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.part import Constraint, Restriction, StepContext
+from megamoe.moe.part import Constraint, Mask, StepContext
 from tests.moe.build import make_hidden, make_layer, moe_config
 
 ROOMS = ["router", "experts"]
@@ -40,7 +40,7 @@ def test_the_gradient_of_the_tokens_is_that_of_a_layer_that_learns(scale: float)
     assert torch.equal(gradient_of_hidden(layer(ROOMS), scale), expected_TH)
 
 
-class Counting(Restriction):
+class Counting(Mask):
     """Counts how often it learns; its constraint doubles its weight."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def test_the_parts_of_a_frozen_router_learn_nothing_after_a_step(frozen: list[st
     """A loss beside it does: it is no part of the router."""
     made = layer(frozen)
     inside, beside = Counting(), Counting()
-    made.router.restrictions.append(inside)
+    made.router.masks.append(inside)
     made.losses["counting"] = beside
     made.after_step(torch.zeros(4, dtype=torch.int64))
     assert (inside.learned, beside.learned) == (int(learns), 1)

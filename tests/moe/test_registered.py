@@ -11,7 +11,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import has_row_per_token
 from tests.moe.build import make_hidden, make_layer, moe_config
-from tests.moe.test_groups import spread_of
+from tests.moe.test_process_groups import spread_of
 
 PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
 every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" for k, n in PARTS])
@@ -20,8 +20,8 @@ every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" fo
 LEVELS = {"scorer": {"name": "hierarchical", "noisy": True}, "selector": "hierarchical_top_k"}
 POLICY = {"scorer": "policy", "selector": "sample"}
 COMPANY: dict[tuple[str, str], dict[str, Any]] = {
-    ("restriction", "expert_dropout"): {"num_experts": 16},
-    ("restriction", "group_limit"): {"num_experts": 16},
+    ("mask", "expert_dropout"): {"num_experts": 16},
+    ("mask", "group_limit"): {"num_experts": 16},
     ("loss", "clustering"): {"num_experts": 16},
     ("loss", "device_balance"): {"num_experts": 16},
     ("loss", "communication_balance"): {"num_experts": 16},
@@ -56,7 +56,7 @@ def layer_with(kind: str, name: str, seed: int = 1, **more: Any) -> MoELayer:
     if kind == "loss":
         tree["losses"] = {name: 0.1}
     else:
-        part = {"restrictions": [name]} if kind == "restriction" else {kind: name}
+        part = {"masks": [name]} if kind == "mask" else {kind: name}
         tree["router"] = {**tree.get("router", {}), **part}
     context = StepContext(seed=3, step=2, token_ids_T=torch.arange(24), sample_index_B=torch.arange(4))
     context.num_rollouts = 4

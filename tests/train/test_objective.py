@@ -9,9 +9,9 @@ from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from megamoe.parallel.engine import Engine
 from megamoe.parallel.launch import find_world
 from megamoe.train.step import evaluate, model_inputs, num_rollouts, tell, train_step
+from megamoe.zero.engine import Engine
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 POLICY = ("moe.router.scorer=policy", "moe.router.selector={name: sample, k: 2}")

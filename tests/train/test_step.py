@@ -11,10 +11,10 @@ from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
-from megamoe.parallel.engine import Engine
 from megamoe.parallel.launch import find_world
-from megamoe.parallel.zero.optimizer import adamw_options, parameter_groups
 from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, tell, train_step
+from megamoe.zero.engine import Engine
+from megamoe.zero.optimizer import adamw_options, parameter_groups
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 WEIGHTS = {"switch_balance": 0.5, "z_loss": 0.25}

@@ -7,11 +7,11 @@ import pytest
 
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.parallel.engine import Engine
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.offload import Offload
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
+from megamoe.zero.engine import Engine
+from megamoe.zero.offload import Offload
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
@@ -36,7 +36,7 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
         "moe.layers={at: [2], insert_after: [1]}",
         "moe.num_experts=6",
         "moe.expert_sublayers=3",
-        "moe.router.gate=sigmoid",
+        "moe.router.score_function=sigmoid",
         "moe.losses.z_loss=0.5",
     )
     assert found["MoE blocks"] == "2, after 1"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Scored
@@ -18,7 +18,7 @@ class DeviceCapacity(Part):
     """Each of D devices, of E / D neighbouring experts, computes at most B = ceil(factor * k * T / D) pairs.
 
     Over budget, the pairs of lowest affinity are dropped, of equal ones the later. The affinity is the
-    gate's value over all experts, before any restriction, as the paper's s. In training a share of the
+    score function's value over all experts, before any mask, as the paper's s. In training a share of the
     sequences, drawn anew at every step and the same in all layers, is never dropped: their pairs take their
     places first, count against the budget, and keep them even beyond it. The model thus meets both, and
     may be used with drops or without (evaluation's default).
@@ -93,6 +93,6 @@ class DeviceCapacity(Part):
         """bool [T]: the tokens of this step's spared sequences."""
         sample_B = context.sample_index_B
         sample_B = torch.zeros(1, dtype=torch.int64) if sample_B is None else sample_B
-        draw_key = draws.key(context.seed, context.step, 0, "spared sequences")  # layer 0: the same in all
-        spared_B = draws.uniform(draw_key, sample_B.to(device), 1).squeeze(1) < self.config.spare
+        draw_key = rng.key(context.seed, context.step, 0, "spared sequences")  # layer 0: the same in all
+        spared_B = rng.uniform(draw_key, sample_B.to(device), 1).squeeze(1) < self.config.spare
         return spared_B[context.sequence(num_tokens, device)]

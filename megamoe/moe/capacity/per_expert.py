@@ -20,7 +20,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Scored
@@ -34,7 +34,8 @@ class PerExpertCapacity(Part):
     """At most C pairs an expert, the first by priority; ties go to the earlier pair (token, then choice).
 
     position: the first tokens of the micro batch (Switch).
-    probability: the largest p of the pair, the gate's value over the candidates. DeepSpeed's `probs`, and
+    probability: the largest p of the pair, the score function's value over the candidates. DeepSpeed's
+    `probs`, and
         Megatron-Core's where weights are raw: its own go by the weight after normalisation.
     choice_then_probability: all first choices before all second ones, the larger p first. XMoE's p - i
         (section 3.2, algorithm 1), as two keys: the sum would round p away.
@@ -101,8 +102,8 @@ class PerExpertCapacity(Part):
                 return scored.probs_TE.detach().amax(dim=1)[pairs.token_N]
             case "random":
                 step = context.step if self.training else 0
-                draw_key = draws.key(context.seed, step, self.dims.layer, "capacity")
+                draw_key = rng.key(context.seed, step, self.dims.layer, "capacity")
                 index_T = context.token_index(scored.num_tokens, pairs.token_N.device)
                 index_N = index_T[pairs.token_N] * self.dims.num_experts + pairs.choice_N
-                return draws.uniform(draw_key, index_N, 1).squeeze(1)
+                return rng.uniform(draw_key, index_N, 1).squeeze(1)
         return None

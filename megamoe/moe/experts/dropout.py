@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.moe import draws
+from megamoe.moe import rng
 
 
 @dataclass(frozen=True)
@@ -45,5 +45,5 @@ class ExpertDropout:
     def _drop(self, rows_NF: Tensor, rate: float, purpose: str, first_column: int = 0) -> Tensor:
         if rate == 0:
             return rows_NF
-        dropped_NF = draws.uniform(self.draw_key(purpose), self.row_N, rows_NF.shape[1], first_column) < rate
+        dropped_NF = rng.uniform(self.draw_key(purpose), self.row_N, rows_NF.shape[1], first_column) < rate
         return rows_NF.masked_fill(dropped_NF, 0) / (1 - rate)

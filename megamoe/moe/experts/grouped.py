@@ -17,7 +17,7 @@ from torch.nn import functional
 from megamoe.kernels.experts import swiglu_experts
 from megamoe.kernels.products import grouped_product, takes_any_count
 from megamoe.kernels.rows import plain_swiglu, swiglu
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.experts.dropout import ExpertDropout
 
 Activation = Literal["swiglu", "gelu"]
@@ -123,7 +123,7 @@ class GroupedExperts(nn.Module):
                 (whole_up, std, whose),
                 (whole_down, output_std, f"{whose}, down"),
             ):
-                draws.start_weight(weight, draws.key(seed, 0, layer, purpose), weight_std, init_scale)
+                rng.start_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
             self.up.data[local] = cut_up(whole_up, ffn_size, cut)
             self.down.data[local] = whole_down[:, cut.of(ffn_size)]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.experts.grouped import Activation, activate, up_width
 
 SharedMode = Literal["sum", "gated", "residual"]
@@ -55,7 +55,7 @@ class SharedExperts(nn.Module):
             self.mix_bias = nn.Parameter(torch.zeros(2))
             starts.append((self.mix, std, "shared experts, mix"))
         for weight, weight_std, purpose in starts:
-            draws.start_weight(weight, draws.key(seed, 0, layer, purpose), weight_std, init_scale)
+            rng.start_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """[T, H] -> what the shared experts make of it, [T, H]; on CUDA it is ready for `join` alone."""

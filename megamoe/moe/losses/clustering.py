@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.masks.compatibility import most_candidates
+from megamoe.moe.masks.expert_groups import by_group, check_clusters
 from megamoe.moe.part import Part, StepContext
-from megamoe.moe.restrictions.company import most_candidates
-from megamoe.moe.restrictions.groups import by_group, check_clusters
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
 
@@ -22,7 +22,7 @@ class Clustering(Part):
     C_intra: the mean over the clusters of the variance (divided by the number) of p inside each. C_inter =
     exp(-mu (max - max2) / max), of the two largest cluster means of p; 1 where mu = 0, the default.
     `form: difference`: E * (C_intra - mu (max - max2) / max). Only candidates count: an expert that a
-    restriction took away enters neither variance nor mean, and a cluster without any is no cluster, with
+    mask took away enters neither variance nor mean, and a cluster without any is no cluster, with
     mean 0.
 
     Source: Xie et al. 2022 (MoEC), eq. 6; the difference: equation 6 of its Vietnamese rendering.
@@ -58,17 +58,17 @@ class Clustering(Part):
                 f"mu is {options.mu}, but cluster_size {options.cluster_size} makes one cluster, without "
                 "a second to be told from; set mu: 0 or a smaller cluster_size"
             )
-        for choice in moe.router.restrictions:
+        for choice in moe.router.masks:
             if choice.name == "expert_dropout" and choice.options.level == "cluster":
                 size = choice.options.cluster_size
                 if size != options.cluster_size:
                     raise ValueError(
-                        f"cluster_size is {options.cluster_size}, but the restriction expert_dropout has "
+                        f"cluster_size is {options.cluster_size}, but the mask expert_dropout has "
                         f"clusters of {size}; give both the same"
                     )
             if most_candidates(moe) == 1 or _leaves_one(choice, moe.num_experts // options.cluster_size):
                 raise ValueError(
-                    f"the restriction {choice.name} leaves one expert of a cluster, which has no variance; "
+                    f"the mask {choice.name} leaves one expert of a cluster, which has no variance; "
                     "leave the loss out, or let more experts remain"
                 )
 
@@ -97,7 +97,7 @@ class Clustering(Part):
 
 
 def _leaves_one(choice: PartChoice, num_clusters: int) -> bool:
-    """Whether a restriction leaves one expert of every cluster at most."""
+    """Whether a mask leaves one expert of every cluster at most."""
     if choice.name == "entropy_prune":
         return choice.options.bound == 0 and num_clusters % choice.options.num_groups == 0
     by_cluster = choice.name == "expert_dropout" and choice.options.level == "cluster"

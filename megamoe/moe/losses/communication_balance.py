@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.refusals import refuse_all_chosen
+from megamoe.moe.losses.compatibility import refuse_all_chosen
 from megamoe.moe.losses.sequences import group_probs, mean_over_sequences
+from megamoe.moe.masks.expert_groups import check_groups
 from megamoe.moe.part import Part, StepContext
-from megamoe.moe.restrictions.groups import check_groups
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
 
@@ -48,7 +48,7 @@ class CommunicationBalance(Part):
         """Groups of one size; the M of a limit over the same groups; counts that the router can change."""
         check_groups(options.num_groups, moe)
         refuse_all_chosen(moe, by_candidates=False)
-        for choice in moe.router.restrictions:
+        for choice in moe.router.masks:
             limit = choice.options
             if (
                 choice.name == "group_limit"
@@ -56,7 +56,7 @@ class CommunicationBalance(Part):
                 and limit.keep != options.keep
             ):
                 raise ValueError(
-                    f"keep is {options.keep}, but the restriction group_limit keeps {limit.keep} of the "
+                    f"keep is {options.keep}, but the mask group_limit keeps {limit.keep} of the "
                     f"{limit.num_groups} groups; give both the same"
                 )
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
-from megamoe.moe.losses.loads import fractions, wanted_counts
-from megamoe.moe.losses.refusals import refuse_all_chosen, refuse_even_selector
+from megamoe.moe.losses.compatibility import refuse_all_chosen, refuse_even_selector
+from megamoe.moe.losses.squared_cv import fractions, wanted_counts
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.scorers.cosine import CosineScorer, default_temperature
@@ -19,17 +19,17 @@ class CosineBalance(Part):
     """E * sum_i f_i P_i over the micro batch, P_i the mean over tokens of softmax(cos / tau_0)_i.
 
     tau_0 is a constant, so that the learned temperature of the scores gets no gradient from here; the softmax
-    stands whatever the gate is. Under a restriction it runs over the candidates, as the gate does. f_i: the
-    fraction of the wanted pairs that go to expert i, without gradient; with `first_choice`, of first choices
-    alone: the paper's "how many tokens are routed to the i-th expert" is for one choice, where both agree.
-    Source: Chi et al. 2022 (X-MoE) eq. 9; weight and tau_0: appendices A and B. Scope: micro batch; the run's
-    loss is the mean of its values on the micro batches.
+    stands whatever the score function is. Under a mask it runs over the candidates, as the score function
+    does. f_i: the fraction of the wanted pairs that go to expert i, without gradient; with `first_choice`, of
+    first choices alone: the paper's "how many tokens are routed to the i-th expert" is for one choice, where
+    both agree. Source: Chi et al. 2022 (X-MoE) eq. 9; weight and tau_0: appendices A and B. Scope: micro
+    batch; the run's loss is the mean of its values on the micro batches.
     """
 
     @dataclass
     class Config:
-        """weight: factor in the total loss. temperature: tau_0; null: 0.07 with the gate `sigmoid`, otherwise
-        0.3. first_choice: count only each token's first choice."""
+        """weight: factor in the total loss. temperature: tau_0; null: 0.07 with the score function `sigmoid`,
+        otherwise 0.3. first_choice: count only each token's first choice."""
 
         weight: float = 0.01
         temperature: float | None = None
@@ -53,7 +53,7 @@ class CosineBalance(Part):
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
-        self.temperature = config.temperature or default_temperature(dims.gate)
+        self.temperature = config.temperature or default_temperature(dims.score_function)
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""

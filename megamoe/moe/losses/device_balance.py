@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.loads import fractions
-from megamoe.moe.losses.refusals import refuse_all_chosen
+from megamoe.moe.losses.compatibility import refuse_all_chosen
 from megamoe.moe.losses.sequences import group_probs
+from megamoe.moe.losses.squared_cv import fractions
+from megamoe.moe.masks.expert_groups import check_groups
 from megamoe.moe.part import Part, StepContext
-from megamoe.moe.restrictions.groups import check_groups
 from megamoe.moe.routing import Routing, count
 from megamoe.registry import register
 
@@ -20,9 +20,9 @@ class DeviceBalance(Part):
 
     f'_i: the mean over the group's experts of f_j = E / (K T) times the tokens that chose j; so D times the
     group's share of the wanted pairs, which serves any number of experts a token (a constant: no gradient).
-    P'_i: the sum over the group of P_j, the mean over tokens of s_j, the gate's values over all experts,
-    before any restriction. For a gate whose values do not sum to 1 they are divided by their sum, as in
-    DeepSeek-V3 eq. 19.
+    P'_i: the sum over the group of P_j, the mean over tokens of s_j, the score function's values over all
+    experts, before any mask. For a score function whose values do not sum to 1 they are divided by their sum,
+    as in DeepSeek-V3 eq. 19.
 
     Source: DeepSeek-V2, section 2.2.3, device-level balance loss.
 

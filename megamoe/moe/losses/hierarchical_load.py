@@ -1,4 +1,5 @@
-"""`hierarchical_load`: a smooth count of each expert's tokens, over two levels of noisy gates, made equal.
+"""`hierarchical_load`: a smooth count of each expert's tokens, over two levels of noisy score functions, made
+equal.
 
 Beside the room's legend: G groups, A groups that a token chose, S experts of a group.
 """
@@ -9,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.chance import chance_of_choice
-from megamoe.moe.losses.loads import squared_cv
+from megamoe.moe.losses.choice_probability import choice_probability
+from megamoe.moe.losses.squared_cv import squared_cv
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -53,9 +54,9 @@ class HierarchicalLoad(Part):
                 f"the selector is {selector.name!r}, not by groups; set selector: hierarchical_top_k, or "
                 "take the loss switch_balance"
             )
-        if moe.router.restrictions:
+        if moe.router.masks:
             raise ValueError(
-                f"the restriction {moe.router.restrictions[0].name!r} takes experts away, which the formula "
+                f"the mask {moe.router.masks[0].name!r} takes experts away, which the formula "
                 "does not know; leave it out, or take the loss switch_balance"
             )
         if selector.options.groups * selector.options.k == moe.num_experts:
@@ -68,10 +69,10 @@ class HierarchicalLoad(Part):
         """Scalar fp32; 0 without tokens."""
         extras, group_TA = routing.extras, routing.extras["chosen_groups_TA"]
         num_groups, groups = extras["group_scores_TG"].shape[1], group_TA.shape[1]
-        primary_TG = chance_of_choice([extras[f"group_{name}_TG"] for name in LEVEL], groups)
+        primary_TG = choice_probability([extras[f"group_{name}_TG"] for name in LEVEL], groups)
         inner_TGS = [extras[f"inner_{name}_TE"].unflatten(1, (num_groups, -1)) for name in LEVEL]
         index_TAS = group_TA[:, :, None].expand(-1, -1, inner_TGS[0].shape[2])
-        chance_TAS = chance_of_choice(
+        chance_TAS = choice_probability(
             [part_TGS.gather(1, index_TAS) for part_TGS in inner_TGS], self.dims.num_choices // groups
         )
         # By a product: sums straight into [G, S] would add up in another order each time on a GPU.

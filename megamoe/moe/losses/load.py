@@ -6,10 +6,10 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
-from megamoe.moe.losses.chance import chance_of_choice
-from megamoe.moe.losses.loads import squared_cv
+from megamoe.moe.losses.choice_probability import choice_probability
+from megamoe.moe.losses.squared_cv import squared_cv
+from megamoe.moe.masks.compatibility import most_candidates
 from megamoe.moe.part import Part, StepContext
-from megamoe.moe.restrictions.company import most_candidates
 from megamoe.moe.routing import Routing
 from megamoe.moe.scorers.noisy import NoisyScorer
 from megamoe.moe.selectors.top_k import TopK
@@ -25,10 +25,10 @@ class Load(Part):
     the gradient also runs; kth_excluding: the k-th largest of H without component i; std_i: the noise's
     standard deviation with its floor, at least 1e-6. In evaluation H is the clean score, and P what noise
     would make of it; public code counts the pairs there instead.
-    Under a restriction both k-th score and P are of the candidates: the others have P = 0, and all candidates
-    have P = 1 where there are no more than k. A gate's bias is not seen. Source: Shazeer et al. 2017 (SGMoE)
-    appendix A, eq. 8-11; variance of the population, see `importance`. Scope: micro batch; the run's loss is
-    the mean of its values on the micro batches.
+    Under a mask both k-th score and P are of the candidates: the others have P = 0, and all candidates
+    have P = 1 where there are no more than k. A score function's bias is not seen. Source: Shazeer et al.
+    2017 (SGMoE) appendix A, eq. 8-11; variance of the population, see `importance`. Scope: micro batch; the
+    run's loss is the mean of its values on the micro batches.
     """
 
     @dataclass
@@ -69,7 +69,7 @@ class Load(Part):
         if candidates_TE is not None:
             scores_TE = masked(scores_TE, candidates_TE, float("-inf"))
         level = [routing.extras["clean_TE"], scores_TE, routing.extras["noise_std_TE"]]
-        chance_TE = chance_of_choice(level, self.dims.num_choices)
+        chance_TE = choice_probability(level, self.dims.num_choices)
         if candidates_TE is not None:
             chance_TE = masked(chance_TE, candidates_TE, 0.0)
         return squared_cv(chance_TE.sum(dim=0))

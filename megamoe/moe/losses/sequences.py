@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from megamoe.moe.losses.loads import shares
+from megamoe.moe.losses.squared_cv import shares
+from megamoe.moe.masks.expert_groups import by_group
 from megamoe.moe.part import StepContext
-from megamoe.moe.restrictions.groups import by_group
 from megamoe.moe.routing import Routing
 
 
@@ -18,7 +18,7 @@ def mean_over_sequences(values_TG: Tensor, context: StepContext) -> Tensor:
 def group_probs(routing: Routing, num_groups: int, context: StepContext) -> Tensor:
     """fp32 [B, G]: P of each group: over its experts the sum, over the sequence the mean, of s_i / sum_j s_j.
 
-    s: the gate's values over all experts, unrestricted; a softmax's sum to 1 already.
+    s: the score function's values over all experts, unrestricted; a softmax's sum to 1 already.
     """
     by_expert_BE = mean_over_sequences(shares(routing.affinities_TE), context)
     return by_group(by_expert_BE, num_groups).sum(dim=-1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.refusals import refuse_all_chosen, refuse_even_selector
+from megamoe.moe.losses.compatibility import refuse_all_chosen, refuse_even_selector
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -16,8 +16,8 @@ class StableBalance(Part):
     """1/T sum_i (|A_i| - n) / n * sum_{t in A_i} p_ti; 0 at perfect balance, and below 0 at some others.
 
     A_i: the tokens whose selector chose expert i (a constant: no gradient). n: their mean over experts,
-    T/E at k = 1. p: the gate's values, sigmoid(s) in the paper. So an expert above the mean lowers its
-    tokens' values, one below raises them. 0 in phase 2 of the scorer `stable`; with another scorer,
+    T/E at k = 1. p: the score function's values, sigmoid(s) in the paper. So an expert above the mean lowers
+    its tokens' values, one below raises them. 0 in phase 2 of the scorer `stable`; with another scorer,
     phase 1 never ends.
 
     Source: Dai et al. 2022 (StableMoE), section 3.1, alpha 0.3. Caveat: the paper's loss is a sum over
@@ -35,7 +35,9 @@ class StableBalance(Part):
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Counts that the router can change."""
         refuse_even_selector(moe)
-        refuse_all_chosen(moe, by_candidates=moe.router.gate.name == "softmax")  # the sigmoid's sum is free
+        refuse_all_chosen(
+            moe, by_candidates=moe.router.score_function.name == "softmax"
+        )  # the sigmoid's sum is free
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""

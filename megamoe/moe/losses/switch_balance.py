@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.loads import fractions, shares, wanted_counts
-from megamoe.moe.losses.refusals import refuse_all_chosen, refuse_all_largest, refuse_even_selector
+from megamoe.moe.losses.compatibility import refuse_all_chosen, refuse_all_largest, refuse_even_selector
 from megamoe.moe.losses.sequences import mean_over_sequences
+from megamoe.moe.losses.squared_cv import fractions, shares, wanted_counts
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.routing import Routing, count
 from megamoe.registry import register
@@ -24,12 +24,12 @@ class SwitchBalance(Part):
     XMoE). In every scope the run's loss is the mean over micro batches and data-parallel ranks.
 
     micro_batch: f of the wanted pairs, P_i the mean p_i, both over the micro batch; p_i over the token's sum
-        where the gate is no softmax. XMoE's text sums the p of first choices alone (`probs: first_choice`),
-        its authors' code takes the mean of all.
+        where the score function is no softmax. XMoE's text sums the p of first choices alone (`probs:
+        first_choice`), its authors' code takes the mean of all.
     sequence: the mean over the micro batch's B sequences of E * sum_i f_bi P_bi, each over its own tokens.
-        P_bi: the mean of s_i / sum_j s_j, with s the gate's values over all experts, unrestricted. f_bi: of
-        the k largest s, without bias and restrictions (the largest one with `first_choice`). Does not depend
-        on how a batch is cut into micro batches. With `restricted`, f_bi is of the
+        P_bi: the mean of s_i / sum_j s_j, with s the score function's values over all experts, unrestricted.
+        f_bi: of the k largest s, without bias and masks (the largest one with `first_choice`). Does not
+        depend on how a batch is cut into micro batches. With `restricted`, f_bi is of the
         wanted pairs, as DeepSeek-V2 counts within its device limit.
     global_batch: f of the wanted pairs of all data-parallel ranks' micro batches together, P of this one:
         the ranks' mean is E * sum_i f_i P_i of their whole. With `running`, f of all pairs of the
@@ -91,7 +91,7 @@ class SwitchBalance(Part):
         if self.config.scope == "global_batch" and self.training:
             counts_E = self._global_counts(counts_E, context)
         # Values that do not sum to 1, a sigmoid's, would make the loss fall by shrinking all of them.
-        probs_TE = routing.probs_TE if self.dims.gate == "softmax" else shares(routing.probs_TE)
+        probs_TE = routing.probs_TE if self.dims.score_function == "softmax" else shares(routing.probs_TE)
         first = self.config.probs == "first_choice"
         probs_E = _first_choice_probs(routing, probs_TE) if first else probs_TE.sum(dim=0)
         return routing.num_experts * (fractions(counts_E) * probs_E).sum() / max(routing.num_tokens, 1)

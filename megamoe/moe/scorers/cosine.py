@@ -14,9 +14,10 @@ EMBEDDING_NORM = 0.1  # Chi et al. 2022, section 3.1, "Implementation Tips"
 SHORTEST = 1e-12  # a shorter vector has no direction that fp32 could tell
 
 
-def default_temperature(gate: str) -> float:
-    """The paper's tau_0: 0.07 for the sigmoid gate, 0.3 for the softmax gate and any other."""
-    return 0.07 if gate == "sigmoid" else 0.3
+def default_temperature(score_function: str) -> float:
+    """The paper's tau_0: 0.07 for the sigmoid score function, 0.3 for the softmax score function and any
+    other."""
+    return 0.07 if score_function == "sigmoid" else 0.3
 
 
 @register("scorer", "cosine")
@@ -29,16 +30,16 @@ class CosineScorer(Part):
 
     The paper does not say how tau stays positive: here exp(log_temperature), which a step changes in
     proportion and cannot bring to 0; as a vector of one it gets no weight decay, which would pull tau to 1.
-    tau stands in the score and not in the gate, so that any gate and selector can follow.
-    Public code differs: torchscale's gate leaves W x unnormalised, keeps the embeddings' norm at 1.5, fixes
-    D = 16 and uses no temperature.
+    tau stands in the score and not in the score function, so that any score function and selector can follow.
+    Public code differs: torchscale's score function leaves W x unnormalised, keeps the embeddings' norm at
+    1.5, fixes D = 16 and uses no temperature.
     Hands on cosine_TE, the cosines themselves, for the loss `cosine_balance`.
     """
 
     @dataclass
     class Config:
         """routing_dim: D; null: half the number of experts, at least 2. temperature: tau at the start;
-        null: 0.07 with the gate `sigmoid`, otherwise 0.3."""
+        null: 0.07 with the score function `sigmoid`, otherwise 0.3."""
 
         routing_dim: int | None = None
         temperature: float | None = None
@@ -54,7 +55,7 @@ class CosineScorer(Part):
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         routing_dim = config.routing_dim or max(dims.num_experts // 2, 2)
-        temperature = config.temperature or default_temperature(dims.gate)
+        temperature = config.temperature or default_temperature(dims.score_function)
         self.weight = nn.Parameter(torch.empty(routing_dim, dims.hidden_size))
         self.embedding = nn.Parameter(torch.empty(dims.num_experts, routing_dim))
         # Of shape [1]: DeepSpeed cannot broadcast a parameter without dimensions.

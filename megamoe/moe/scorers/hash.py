@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.registry import register
 
@@ -22,8 +22,8 @@ class HashScorer(Part):
     """K tables token id -> expert, drawn once from (seed, layer): selector `table` follows them.
 
     The table, int64 [K, V], is saved in checkpoints; V counts the embedding's rows. The scores, of logs
-    and gates only, are 1 for the table's experts of a token and 0 elsewhere. They carry no gradient, so
-    that a loss on them teaches nothing.
+    and score functions only, are 1 for the table's experts of a token and 0 elsewhere. They carry no
+    gradient, so that a loss on them teaches nothing.
 
     random: every id an expert drawn for itself. frequency: the most frequent ids first, each to the expert
     with the fewest tokens so far, ties as drawn; ids that never occur are dealt out in turn. Source: Roller
@@ -94,8 +94,8 @@ class HashScorer(Part):
 
     def _draw_KV(self, vocab_size: int) -> Tensor:
         num_tables, num_experts = self.dims.num_choices, self.dims.num_experts
-        draw_key = draws.key(self.dims.seed, 0, self.dims.layer, "hash")
-        uniform_VK = draws.uniform(draw_key, torch.arange(vocab_size, device="cpu"), num_tables)
+        draw_key = rng.key(self.dims.seed, 0, self.dims.layer, "hash")
+        uniform_VK = rng.uniform(draw_key, torch.arange(vocab_size, device="cpu"), num_tables)
         if self.config.balance == "random":
             return (uniform_VK.T * num_experts).long()  # uniform < 1 stays below E, rounding included
         counts_V = _read_counts(self.config.counts, vocab_size)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.registry import register
 
@@ -20,7 +20,7 @@ class HierarchicalScorer(Part):
     Selector `hierarchical_top_k` chooses level by level. Each level is linear, H = x W_g, or, with
     `noisy`, H = x W_g + N(0, 1) softplus(x W_noise), with noise in training only; W_g and W_noise then
     start at 0, which gives every expert about the same load. Source: Shazeer et al. 2017 (SGMoE),
-    appendix B; noise: eq. 3-5; start: appendix A. The secondary gates of all groups are one matrix
+    appendix B; noise: eq. 3-5; start: appendix A. The secondary score functions of all groups are one matrix
     [E, hidden].
     """
 
@@ -43,15 +43,17 @@ class HierarchicalScorer(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of equal size, and a gate that makes p of log p."""
+        """Groups of equal size, and a score function that makes p of log p."""
         groups = options.num_groups(moe.num_experts)
         if moe.num_experts % groups:
             raise ValueError(
                 f"groups is {groups}, which does not divide the {moe.num_experts} experts (moe.num_experts); "
                 "choose a divisor, or leave groups out"
             )
-        if moe.router.gate.name == "sigmoid":
-            raise ValueError("the gate is 'sigmoid', but the scores are log p; set gate: softmax")
+        if moe.router.score_function.name == "sigmoid":
+            raise ValueError(
+                "the score function is 'sigmoid', but the scores are log p; set score_function: softmax"
+            )
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
@@ -99,5 +101,5 @@ class HierarchicalScorer(Part):
         """N(0, 1): [T, G] and [T, E]."""
         draw_key = context.draw_key(self.dims.layer, "noise")
         token_index_T = context.token_index(len(hidden_TH), hidden_TH.device)
-        noise = draws.normal(draw_key, token_index_T, self.num_groups + self.dims.num_experts)
+        noise = rng.normal(draw_key, token_index_T, self.num_groups + self.dims.num_experts)
         return noise[:, : self.num_groups], noise[:, self.num_groups :]

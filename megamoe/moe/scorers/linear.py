@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.registry import register
 
@@ -43,5 +43,5 @@ class LinearScorer(Part):
     def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         num_tokens, hidden_size = hidden_TH.shape
         draw_key = context.draw_key(self.dims.layer, "jitter")
-        unit_TH = draws.uniform(draw_key, context.token_index(num_tokens, hidden_TH.device), hidden_size)
+        unit_TH = rng.uniform(draw_key, context.token_index(num_tokens, hidden_TH.device), hidden_size)
         return 1 + self.config.jitter * (2 * unit_TH - 1)

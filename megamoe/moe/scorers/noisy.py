@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.registry import register
 
@@ -58,4 +58,4 @@ class NoisyScorer(Part):
     def _normal_TE(self, clean_TE: Tensor, context: StepContext) -> Tensor:
         num_tokens, num_experts = clean_TE.shape
         draw_key = context.draw_key(self.dims.layer, "router_noise")
-        return draws.normal(draw_key, context.token_index(num_tokens, clean_TE.device), num_experts)
+        return rng.normal(draw_key, context.token_index(num_tokens, clean_TE.device), num_experts)

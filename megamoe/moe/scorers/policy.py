@@ -43,17 +43,17 @@ class PolicyScorer(Part):
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Drawn by `sample`, taught by `grpo`, and pi nothing but the softmax of the scores."""
-        selector, gate = moe.router.selector.name, moe.router.gate
+        selector, score_function = moe.router.selector.name, moe.router.score_function
         if selector != "sample":
             raise ValueError(
                 f"the selector is {selector!r}, but a policy's experts are drawn; set selector: sample"
             )
         if all(choice.name != "grpo" for choice in moe.losses.values()):
             raise ValueError("moe.losses lacks grpo, which teaches the policy; add it, or set scorer: linear")
-        if gate != PartChoice.default("gate", "softmax"):
+        if score_function != PartChoice.default("score_function", "softmax"):
             raise ValueError(
-                f"the gate is {gate.to_dict()}, but the policy is the plain softmax of its scores; set "
-                "gate: softmax"
+                f"the score function is {score_function.to_dict()}, but the policy is the plain softmax of"
+                " its scores; set score function: softmax"
             )
 
     def __init__(self, config: Config, dims: Dims) -> None:

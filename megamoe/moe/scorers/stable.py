@@ -8,14 +8,14 @@ from torch.nn import functional
 
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.registry import register
 
 
 @register("scorer", "stable")
 class StableScorer(Part):
-    """Two phases. s = h . centroid in both: with the gate `sigmoid`, a pair's weight is sigmoid(s).
+    """Two phases. s = h . centroid in both: with the score function `sigmoid`, a pair's weight is sigmoid(s).
 
     Phase 1, the steps 1 to `phase_1_steps`: a token goes where s is largest, and the loss
     `stable_distillation` teaches this choice to a light router, light = D(token id) . light centroid,
@@ -49,7 +49,7 @@ class StableScorer(Part):
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """The light router must be taught, and then be the only one that chooses."""
-        selector, gate = moe.router.selector.name, moe.router.gate
+        selector, score_function = moe.router.selector.name, moe.router.score_function
         if all(choice.name != "stable_distillation" for choice in moe.losses.values()):
             raise ValueError(
                 "moe.losses lacks stable_distillation, without which the light router learns nothing; add it"
@@ -61,18 +61,19 @@ class StableScorer(Part):
             )
         if moe.router.selector.options.second == "sampled":
             raise ValueError(
-                "the selector's second: sampled is drawn from gate values that go on learning, which would "
+                "the selector's second: sampled is drawn from gating values that go on learning, which would "
                 "move the frozen choice; set second: best"
             )
-        if any(choice.name == "entropy_prune" for choice in moe.router.restrictions):
+        if any(choice.name == "entropy_prune" for choice in moe.router.masks):
             raise ValueError(
-                "the restriction entropy_prune goes by gate values that go on learning, which would move the "
+                "the mask entropy_prune goes by gating values that go on learning, which would move the "
                 "frozen choice; leave it out"
             )
-        if getattr(gate.options, "bias_update", 0) > 0:
+        if getattr(score_function.options, "bias_update", 0) > 0:
             raise ValueError(
-                f"the gate's bias_update is {gate.options.bias_update}, but a bias that goes on learning "
-                "would move the frozen choice; leave it out and use the loss stable_balance"
+                f"the score function's bias_update is {score_function.options.bias_update}, but a bias that"
+                " goes on learning would move the frozen choice; leave it out and use the loss"
+                " stable_balance"
             )
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -87,8 +88,8 @@ class StableScorer(Part):
         self.light_embedding = nn.Parameter(torch.empty(dims.vocab_size, width))
         self.light_centroids = nn.Parameter(torch.empty(dims.num_experts, width))
         dims.start(self.centroids, "router")
-        key = draws.key(dims.seed, 0, dims.layer, "light embedding")
-        draws.start_weight(self.light_embedding, key, std=1.0, scale=None)
+        key = rng.key(dims.seed, 0, dims.layer, "light embedding")
+        rng.start_weight(self.light_embedding, key, std=1.0, scale=None)
         dims.start(self.light_centroids, "light router")
         self.frozen: Tensor
         self.frozen_embedding: Tensor

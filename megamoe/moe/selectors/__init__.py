@@ -1,1 +1,1 @@
-"""Selectors: gate values [T, E] -> (token, expert) pairs."""
+"""Selectors: gating values [T, E] -> (token, expert) pairs."""

@@ -10,7 +10,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe.assignment import balanced_assignment
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.refusals import refuse_bias, refuse_capacity, refuse_restrictions
+from megamoe.moe.selectors.compatibility import refuse_bias, refuse_capacity, refuse_masks
 from megamoe.registry import register
 
 
@@ -21,8 +21,8 @@ class Balanced(Selector):
     T are here the tokens of all data-parallel ranks' micro batches together, whose scores every rank
     gathers, puts in the order of the data and solves alike, so that how they were dealt out does not
     matter. Where E does not divide T an expert gets floor(T / E) or ceil(T / E). Evaluation is greedy: each
-    token's best expert. The weight is p, sigmoid(s) with the gate that `check` asks for. Source: Lewis et
-    al. 2021, BASE Layers.
+    token's best expert. The weight is p, sigmoid(s) with the score function that `check` asks for. Source:
+    Lewis et al. 2021, BASE Layers.
 
     The solution is exact to a tolerance (see `assignment`); BASE's code stops after 100 iterations of its
     auction and then takes what comes. BASE first shuffles tokens between ranks, to solve a smaller problem on
@@ -37,12 +37,13 @@ class Balanced(Selector):
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """BASE's sigmoid, and no second balance."""
-        if moe.router.gate.name != "sigmoid":
+        if moe.router.score_function.name != "sigmoid":
             raise ValueError(
-                f"found the gate {moe.router.gate.name!r}, expected sigmoid, whose value for an expert does "
-                "not hang on the others: a token is often sent to one that is not its best; set gate: sigmoid"
+                f"found the score function {moe.router.score_function.name!r}, expected sigmoid, whose value"
+                " for an expert does not hang on the others: a token is often sent to one that is not its"
+                " best; set score_function: sigmoid"
             )
-        refuse_restrictions(moe, "every token must be free to go to every expert for the loads to be even")
+        refuse_masks(moe, "every token must be free to go to every expert for the loads to be even")
         refuse_capacity(moe, "the loads are even already")
         refuse_bias(moe, "the loads are even already")
 

@@ -1,4 +1,5 @@
-"""`entropy_aware`: few experts for a token whose gate is sure, more for one whose gate is not."""
+"""`entropy_aware`: few experts for a token whose score function is sure, more for one whose score function is
+not."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,18 +10,19 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import SMALLEST_TOTAL, first_choices, num_candidates_T
-from megamoe.moe.selectors.refusals import refuse_more_than_experts
+from megamoe.moe.selectors.compatibility import refuse_more_than_experts
 from megamoe.registry import register
 
 
 @register("selector", "entropy_aware")
 class EntropyAware(Selector):
-    """A token's best m experts, m the perplexity of its gate: round(exp(H(p))) within [min_k, max_k].
+    """A token's best m experts, m the perplexity of its score_function: round(exp(H(p))) within [min_k,
+    max_k].
 
     H is the entropy in nats of p over the candidates, divided by their sum where they do not sum to 1
-    (sigmoid). exp(H) is the number of experts that the gate weighs up: 1 where p is all on one, n where it
-    is even over n. Weights: raw, p itself; renormalised, p over the sum of the m chosen, which is 1 and
-    gives the router no gradient for tokens of one expert.
+    (sigmoid). exp(H) is the number of experts that the score function weighs up: 1 where p is all on one, n
+    where it is even over n. Weights: raw, p itself; renormalised, p over the sum of the m chosen, which is 1
+    and gives the router no gradient for tokens of one expert.
 
     Source: Dubois 2025, lecture slides on mixture of experts, "Entropy Aware Gating"; they give no formula,
     and the perplexity, rounded to the nearest, is the reading chosen here. Capacity counts with k = 1.

@@ -10,7 +10,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import probs_N
-from megamoe.moe.selectors.refusals import refuse_bias, refuse_capacity, refuse_more_than_experts
+from megamoe.moe.selectors.compatibility import refuse_bias, refuse_capacity, refuse_more_than_experts
 from megamoe.registry import register
 
 
@@ -62,7 +62,7 @@ class ExpertChoice(Selector):
         return min(math.ceil(exact), num_tokens)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """C * E pairs, fewer where restrictions leave an expert too few candidates."""
+        """C * E pairs, fewer where masks leave an expert too few candidates."""
         best_EC = scored.ranking_TE.T.topk(self.places(scored.num_tokens), dim=1).indices
         expert_E1 = torch.arange(len(best_EC), device=best_EC.device)[:, None]
         token_N, expert_N = best_EC.reshape(-1), expert_E1.expand_as(best_EC).reshape(-1)

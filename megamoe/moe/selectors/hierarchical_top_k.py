@@ -22,7 +22,7 @@ class HierarchicalTopK(Selector):
     token's weights sum to 1; the choices stand in the order of their weights. Source: Shazeer et al. 2017
     (SGMoE), appendix B, eq. 12, with eq. 3 at each level; 2 and 2 are its appendix C.1.
 
-    A restriction takes experts out of their groups before the softmax, and a group without any candidate
+    A mask takes experts out of their groups before the softmax, and a group without any candidate
     is not chosen while another is left.
     """
 
@@ -38,7 +38,7 @@ class HierarchicalTopK(Selector):
                 if value < 2:
                     raise ValueError(
                         f"{name} must be at least 2, found {value}: over one choice the softmax is always 1, "
-                        "and that level's gate would get no gradient; or set selector: top_k"
+                        "and that level's score function would get no gradient; or set selector: top_k"
                     )
 
     @classmethod
@@ -56,9 +56,10 @@ class HierarchicalTopK(Selector):
                 f"groups is {options.groups} and k {options.k}, but the scorer makes {num_groups} groups of "
                 f"{size} experts; choose groups <= {num_groups} and k <= {size}, or other scorer.groups"
             )
-        if getattr(moe.router.gate.options, "bias_update", 0) > 0:
+        if getattr(moe.router.score_function.options, "bias_update", 0) > 0:
             raise ValueError(
-                "gate.bias_update moves no choice made by levels; leave it out, or set selector: top_k"
+                "score_function.bias_update moves no choice made by levels; leave it out, or set selector:"
+                " top_k"
             )
 
     @property

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import SMALLEST_TOTAL
-from megamoe.moe.selectors.refusals import refuse_bias, refuse_more_than_experts
+from megamoe.moe.selectors.compatibility import refuse_bias, refuse_more_than_experts
 from megamoe.registry import register
 
 
@@ -68,7 +68,7 @@ class Sample(Selector):
             probs_TE = scored.probs_TE.detach()
             logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()
         index_T = context.token_index(scored.num_tokens, logs_TE.device)
-        unit_TE = draws.uniform(context.draw_key(self.dims.layer, "sample"), index_T, scored.num_experts)
+        unit_TE = rng.uniform(context.draw_key(self.dims.layer, "sample"), index_T, scored.num_experts)
         keys_TE = logs_TE - unit_TE.clamp_min(2.0**-25).log().neg().log()  # 0 is drawn once in 2^24
         if scored.candidates_TE is not None:
             keys_TE = masked(keys_TE, scored.candidates_TE, float("-inf"))

@@ -9,7 +9,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.refusals import refuse_bias, refuse_more_than_experts
+from megamoe.moe.selectors.compatibility import refuse_bias, refuse_more_than_experts
 from megamoe.registry import register
 
 
@@ -19,12 +19,12 @@ class Sinkhorn(Selector):
 
     Sinkhorn's iterations scale rows (to 1 / T) and columns (to 1 / E) in turn, over the micro batch of one
     data-parallel rank; a row's factor does not change what its token chooses, so that b is what counts. The
-    weight is p of the unbalanced gate; evaluation is plain top-k of p. Source: Clark et al. 2022, Unified
-    Scaling Laws for Routed Language Models (S-BASE); Megatron-Core's `sinkhorn`.
+    weight is p of the unbalanced score function; evaluation is plain top-k of p. Source: Clark et al. 2022,
+    Unified Scaling Laws for Routed Language Models (S-BASE); Megatron-Core's `sinkhorn`.
 
     Megatron iterates until b moves by less than 1e-4 in the mean, which a GPU would have to be asked after
     each iteration; here their number is fixed. It takes sigmoid(s) as p at k = 1 and a softmax above: here
-    that is the gate's choice. Megatron refuses auxiliary losses beside it; here they may be added.
+    that is the score function's choice. Megatron refuses auxiliary losses beside it; here they may be added.
     In training the choice looks at all tokens of the micro batch, later ones too.
     """
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.refusals import refuse_restrictions
+from megamoe.moe.selectors.compatibility import refuse_masks
 from megamoe.registry import register
 
 
@@ -17,7 +17,7 @@ class Table(Selector):
     """The k experts of scorer `hash`, each with weight 1.
 
     A token whose independent tables agree has that expert twice: two pairs of weight 1. Source: Roller et
-    al. 2021 (Hash Layers), section 3, whose output is the expert's own, without a gate.
+    al. 2021 (Hash Layers), section 3, whose output is the expert's own, without a score function.
     """
 
     @dataclass
@@ -36,9 +36,9 @@ class Table(Selector):
         scorer = moe.router.scorer.name
         if scorer != "hash":
             raise ValueError(f"the scorer is {scorer!r}, which makes no table; set scorer: hash")
-        if getattr(moe.router.gate.options, "bias_update", 0) > 0:
-            raise ValueError("gate.bias_update moves no choice made by a table; leave it out")
-        refuse_restrictions(moe, "a token whose expert is taken away has no other")
+        if getattr(moe.router.score_function.options, "bias_update", 0) > 0:
+            raise ValueError("score_function.bias_update moves no choice made by a table; leave it out")
+        refuse_masks(moe, "a token whose expert is taken away has no other")
 
     @property
     def num_choices(self) -> int:

@@ -1,4 +1,4 @@
-"""`threshold`: each token goes to as many experts as it takes to gather a share of its gate values."""
+"""`threshold`: each token goes to as many experts as it takes to gather a share of its gating values."""
 
 from dataclasses import dataclass
 
@@ -21,8 +21,8 @@ class Threshold(Selector):
 
     The sum is measured against the sum over all candidates: 1 with a softmax, as in the paper; with a
     sigmoid, t is a share of it. t = 1 is a case of its own, for in fp32 a running sum reaches 1 early. A
-    gate's bias shifts the order in which the p are summed, not the p. The priority p - i, which the paper
-    names together with the threshold, is an option of the capacity; capacity counts with k = 1 (eq. 3).
+    score function's bias shifts the order in which the p are summed, not the p. The priority p - i, which the
+    paper names together with the threshold, is an option of the capacity; capacity counts with k = 1 (eq. 3).
     """
 
     @dataclass

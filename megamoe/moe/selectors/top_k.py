@@ -1,4 +1,4 @@
-"""`top_k`: every token goes to the k experts with the largest gate values."""
+"""`top_k`: every token goes to the k experts with the largest gating values."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -8,11 +8,15 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked, top_k
-from megamoe.moe import draws
+from megamoe.moe import rng
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import SMALLEST_TOTAL
-from megamoe.moe.selectors.refusals import refuse_bias, refuse_more_than_experts, refuse_other_gates
+from megamoe.moe.selectors.compatibility import (
+    refuse_bias,
+    refuse_more_than_experts,
+    refuse_other_score_functions,
+)
 from megamoe.registry import register
 
 
@@ -71,7 +75,7 @@ class TopK(Selector):
         """No more choices than experts; no option that would do nothing."""
         refuse_more_than_experts("k", options.k, moe)
         if options.weights == "kept_softmax":
-            refuse_other_gates(moe, "weights: kept_softmax is taken from the scores themselves")
+            refuse_other_score_functions(moe, "weights: kept_softmax is taken from the scores themselves")
         if options.second == "sampled":
             refuse_bias(moe, "the second expert is drawn from p, which the bias does not reach")
         if options.renormalise == "after_drops" and moe.router.capacity.name == "none":
@@ -126,7 +130,7 @@ class TopK(Selector):
 
     def _uniform_T(self, probs_TK: Tensor, context: StepContext) -> Tensor:
         token_index_T = context.token_index(len(probs_TK), probs_TK.device)
-        return draws.uniform(context.draw_key(self.dims.layer, "second"), token_index_T, 1)[:, 0]
+        return rng.uniform(context.draw_key(self.dims.layer, "second"), token_index_T, 1)[:, 0]
 
     def _weights(
         self, probs_TE: Tensor, scores_TE: Tensor, candidates_TE: Tensor | None, expert_TK: Tensor

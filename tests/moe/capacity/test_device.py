@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from tests.moe.build import make_pairs, make_part, make_scored, moe_config
@@ -50,7 +50,7 @@ def test_devices_are_the_expert_parallel_ranks_by_default() -> None:
     assert keep(devices=4) == [1, 1, 1, 0, 1, 1]  # one expert each, B = 2: of expert 0 without 0.2
 
 
-def test_affinities_are_those_before_restrictions() -> None:
+def test_affinities_are_those_before_masks() -> None:
     scored = make_scored(AFFINITIES.log(), AFFINITIES)
     scored.probs_TE = torch.tensor([[0.0, 1.0, 0, 0], [1.0, 0.0, 0, 0], [0.0, 0, 1.0, 0]], requires_grad=True)
     keep_N = make_device()(make_pairs(WANTED), scored, StepContext())

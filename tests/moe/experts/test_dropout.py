@@ -77,7 +77,7 @@ def test_a_row_draws_the_same_wherever_it_stands() -> None:
 def test_the_layer_keys_by_token_and_expert() -> None:
     """Four experts, all chosen: the masks follow the tokens' indices, whatever their order in the batch."""
     context = StepContext(token_index_T=torch.tensor([5, 3, 1 << 48, 11]))
-    layer = make_layer(moe_config(num_experts=4, expert_dropout=0.5, router=ALL_WITH_ONE), context)
+    layer = make_layer(moe_config(num_experts=4, expert_output_dropout=0.5, router=ALL_WITH_ONE), context)
     hidden_TH = make_hidden(4)
     (dropped_TEH,) = masks(layer, hidden_TH)
     assert len({tuple(row.tolist()) for row in dropped_TEH.flatten(0, 1)}) == 16
@@ -90,7 +90,7 @@ def test_the_layer_keys_by_token_and_expert() -> None:
 
 def test_the_output_is_the_sum_of_what_is_kept() -> None:
     tree: dict[str, Any] = {"num_experts": 4, "router": ALL_WITH_ONE}
-    layer = make_layer(moe_config(**tree, expert_dropout=0.5, num_shared_experts=1))
+    layer = make_layer(moe_config(**tree, expert_output_dropout=0.5, num_shared_experts=1))
     hidden_TH = make_hidden(6)
     (dropped_TEH,) = masks(layer, hidden_TH)
     inner_TEF = torch.einsum("th,efh->tef", hidden_TH, layer.experts.up)

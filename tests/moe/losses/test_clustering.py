@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from tests.moe.build import make_hidden, make_layer, make_part, make_routing, moe_config
 
@@ -133,18 +133,18 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
         ({"cluster_size": 3}, 1, "cluster_size is 3, which does not divide the 16 experts"),
         ({"cluster_size": 8}, 4, "puts 4 experts on a rank and would cut a cluster"),
         ({"cluster_size": 16, "mu": 1.0}, 1, "makes one cluster, without a second"),
-        ({"cluster_size": 8}, 1, "cluster_size is 8, but the restriction expert_dropout has clusters of 4"),
+        ({"cluster_size": 8}, 1, "cluster_size is 8, but the mask expert_dropout has clusters of 4"),
     ],
 )
 def test_refused_company(options: dict[str, Any], expert_parallel: int, message: str) -> None:
-    router: dict[str, Any] = {"restrictions": [{"name": "expert_dropout", "cluster_size": 4}]}
+    router: dict[str, Any] = {"masks": [{"name": "expert_dropout", "cluster_size": 4}]}
     config = moe_config(num_experts=16, router=router, losses={"clustering": options})
     with pytest.raises(UserError, match=f"moe.losses.clustering: .*{message}"):
         check_parts(config, expert_parallel)
 
 
 @pytest.mark.parametrize(
-    "restriction",
+    "mask",
     [
         {"name": "entropy_prune", "num_groups": 4, "bound": 0.0},
         {"name": "entropy_prune", "num_groups": 2, "bound": 0.0},
@@ -153,14 +153,12 @@ def test_refused_company(options: dict[str, Any], expert_parallel: int, message:
     ],
     ids=str,
 )
-def test_one_expert_of_a_cluster_is_refused(restriction: dict[str, Any]) -> None:
+def test_one_expert_of_a_cluster_is_refused(mask: dict[str, Any]) -> None:
     selector = {"k": 1, "weights": "raw"}
-    router = {"restrictions": [restriction], "gate": "sigmoid", "selector": selector}
+    router = {"masks": [mask], "score_function": "sigmoid", "selector": selector}
     options = {"clustering": {"weight": 1.0, "cluster_size": 4, "mu": 1.0}}
     config = moe_config(num_experts=16, router=router, losses=options)
-    with pytest.raises(
-        UserError, match=f"clustering: the restriction {restriction['name']} leaves one expert"
-    ):
+    with pytest.raises(UserError, match=f"clustering: the mask {mask['name']} leaves one expert"):
         check_parts(config, 1)
     layer = make_layer(config)
     (layer(make_hidden(24)) * 0).sum().backward()
@@ -168,7 +166,7 @@ def test_one_expert_of_a_cluster_is_refused(restriction: dict[str, Any]) -> None
 
 
 def test_several_experts_of_a_cluster_are_enough() -> None:
-    restriction = {"name": "entropy_prune", "num_groups": 8, "bound": 0.0}
-    router = {"restrictions": [restriction], "selector": {"k": 1, "weights": "raw"}}
+    mask = {"name": "entropy_prune", "num_groups": 8, "bound": 0.0}
+    router = {"masks": [mask], "selector": {"k": 1, "weights": "raw"}}
     losses = {"clustering": {"cluster_size": 4}}
     check_parts(moe_config(num_experts=16, router=router, losses=losses), 1)

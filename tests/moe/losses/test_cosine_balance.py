@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import make_hidden, make_layer, make_pairs, make_part, make_scored, moe_config
@@ -17,12 +17,14 @@ def value(
     experts: list[list[int]],
     cosine_TE: Tensor,
     candidates_TE: Tensor | None = None,
-    gate: str = "softmax",
+    score_function: str = "softmax",
     **options: float,
 ) -> Tensor:
     pairs = make_pairs(experts)
     scored = make_scored(cosine_TE / 0.01, None, candidates_TE, cosine_TE=cosine_TE)  # another temperature
-    loss = make_part("loss", "cosine_balance", cosine_TE.shape[1], dims={"gate": gate}, **options)
+    loss = make_part(
+        "loss", "cosine_balance", cosine_TE.shape[1], dims={"score_function": score_function}, **options
+    )
     found: Tensor = loss(Routing(**vars(scored), wanted=pairs, pairs=pairs), StepContext())
     return found
 
@@ -36,15 +38,15 @@ def test_cosine_balance_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "options", "tau"),
+    ("score_function", "options", "tau"),
     [("softmax", {}, 0.3), ("sigmoid", {}, 0.07), ("sigmoid", {"temperature": 0.5}, 0.5), ("other", {}, 0.3)],
 )
-def test_the_temperature_is_by_the_gate_or_the_users(
-    gate: str, options: dict[str, float], tau: float
+def test_the_temperature_is_by_the_score_function_or_the_users(
+    score_function: str, options: dict[str, float], tau: float
 ) -> None:
     cosine_TE = torch.tensor([[0.1, 0.0]])
     expected = 2 / (1 + math.exp(-0.1 / tau))
-    assert value([[0]], cosine_TE, gate=gate, **options).item() == pytest.approx(expected)
+    assert value([[0]], cosine_TE, score_function=score_function, **options).item() == pytest.approx(expected)
 
 
 def test_value_and_gradient_of_equation_9() -> None:
@@ -95,9 +97,9 @@ def test_the_learned_temperature_gets_no_gradient_from_it() -> None:
         assert torch.equal(layer.observation.losses["cosine_balance"], before)
 
 
-def test_a_layer_tells_it_the_gate() -> None:
-    for gate, tau in (("softmax", 0.3), ("sigmoid", 0.07)):
-        router = {"scorer": "cosine", "gate": gate}
+def test_a_layer_tells_it_the_score_function() -> None:
+    for score_function, tau in (("softmax", 0.3), ("sigmoid", 0.07)):
+        router = {"scorer": "cosine", "score_function": score_function}
         layer = make_layer(moe_config(num_experts=4, router=router, losses={"cosine_balance": 1.0}))
         assert layer.losses["cosine_balance"].temperature == tau
 

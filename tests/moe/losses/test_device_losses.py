@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import make_part, make_routing, moe_config
@@ -23,7 +23,7 @@ def make(name: str, num_experts: int = 4, **options: Any) -> Any:
 
 
 def routing_of(experts: list[list[int]], affinities_TE: Tensor) -> Routing:
-    """With restricted probabilities that differ from the gate's values over all experts."""
+    """With restricted probabilities that differ from the score function's values over all experts."""
     routing = make_routing(experts, affinities_TE, affinities_TE * 0.3)
     routing.affinities_TE = affinities_TE
     return routing
@@ -70,8 +70,8 @@ def plain(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
-def test_value_and_gradient_of_the_paper(name: str, sequences: int, gate: str) -> None:
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_value_and_gradient_of_the_paper(name: str, sequences: int, score_function: str) -> None:
     generator = torch.Generator().manual_seed(7)
     scores_TE = torch.randn(12, 12, generator=generator, dtype=torch.float64) + torch.linspace(0, 2, 12)
     context = StepContext(sample_index_B=SEQUENCES[:sequences])
@@ -79,7 +79,7 @@ def test_value_and_gradient_of_the_paper(name: str, sequences: int, gate: str) -
     found = []
     for ours in (True, False):
         leaf_TE = scores_TE.clone().requires_grad_()
-        affinities_TE = leaf_TE.softmax(1) if gate == "softmax" else leaf_TE.sigmoid()
+        affinities_TE = leaf_TE.softmax(1) if score_function == "softmax" else leaf_TE.sigmoid()
         experts = affinities_TE.topk(3).indices.tolist()
         if ours:
             value = make(name, 12, num_groups=4, **options)(routing_of(experts, affinities_TE), context)
@@ -142,10 +142,10 @@ def test_refused_keep(keep: int) -> None:
 
 
 def test_the_limit_must_keep_as_many() -> None:
-    router = {"restrictions": [{"name": "group_limit", "num_groups": 8, "keep": 2}]}
+    router = {"masks": [{"name": "group_limit", "num_groups": 8, "keep": 2}]}
     config = moe_config(num_experts=16, router=router, losses={"communication_balance": 1.0})
-    with pytest.raises(UserError, match="keep is 3, but the restriction group_limit keeps 2 of the 8 groups"):
+    with pytest.raises(UserError, match="keep is 3, but the mask group_limit keeps 2 of the 8 groups"):
         check_parts(config, 1)
     check_parts(moe_config(num_experts=16, router=router, losses={"communication_balance": {"keep": 2}}), 1)
-    other = {"restrictions": [{"name": "group_limit", "num_groups": 4, "keep": 2}]}  # nodes, say
+    other = {"masks": [{"name": "group_limit", "num_groups": 4, "keep": 2}]}  # nodes, say
     check_parts(moe_config(num_experts=16, router=other, losses={"communication_balance": 1.0}), 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.losses.grpo import EPSILON
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing

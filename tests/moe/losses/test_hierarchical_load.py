@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.check import check_parts
-from megamoe.moe.losses.chance import chance_of_choice
+from megamoe.moe.composition import check_parts
+from megamoe.moe.losses.choice_probability import choice_probability
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
@@ -77,7 +77,7 @@ def plain_loss(extras: Pieces, groups: int, k: int) -> Tensor:
 def test_chances_by_hand() -> None:
     """Of 4, 3, 1 without noise's draw and k = 2: the first two must beat 1, the last one 3."""
     clean, std = torch.tensor([2.0, 2.0, 2.0]), torch.tensor([1.0, 0.5, 0.5])
-    chance = chance_of_choice([clean, torch.tensor([4.0, 3.0, 1.0]), std], 2)
+    chance = choice_probability([clean, torch.tensor([4.0, 3.0, 1.0]), std], 2)
     torch.testing.assert_close(chance, torch.tensor([0.8413447, 0.9772499, 0.0227501]))
 
 
@@ -143,14 +143,14 @@ def test_no_tokens_is_zero() -> None:
     assert loss_of(extras, 2, 2) == 0
 
 
-def system(**router: Any) -> dict[str, Any]:
+def preset(**router: Any) -> dict[str, Any]:
     scorer = {"name": "hierarchical", "noisy": True}
     parts: dict[str, Any] = {"scorer": scorer, "selector": "hierarchical_top_k"}
     return {"num_experts": 9, "router": {**parts, **router}, "losses": {"hierarchical_load": {}}}
 
 
 def test_in_a_layer_it_reaches_every_weight_of_the_scorer_in_training() -> None:
-    config = moe_config(**system())
+    config = moe_config(**preset())
     assert config.losses["hierarchical_load"].options.weight == 0.1
     layer = make_layer(config, StepContext(seed=3))
     layer.router.scorer.group_weight.data.normal_(generator=torch.Generator().manual_seed(0))
@@ -197,14 +197,14 @@ def kept(scores: Tensor) -> Tensor:
         ),
         ({"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 3}}, "chooses all 9 experts"),
         (
-            {"restrictions": [{"name": "expert_dropout", "level": "global"}]},
+            {"masks": [{"name": "expert_dropout", "level": "global"}]},
             "'expert_dropout' takes.* take the loss switch_balance$",
         ),
     ],
 )
 def test_refusals(router: dict[str, Any], message: str) -> None:
-    check_parts(moe_config(**system()), 1)
-    options = moe_config(**system(**router))
+    check_parts(moe_config(**preset()), 1)
+    options = moe_config(**preset(**router))
     loss = make_part("loss", "hierarchical_load", 9)
     with pytest.raises(ValueError, match=message):
         loss.check(options.losses["hierarchical_load"].options, options, 1)

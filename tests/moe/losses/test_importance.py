@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import (
@@ -70,9 +70,9 @@ def test_gradient_of_the_plain_formula_through_softmax_of_the_kept() -> None:
 
     plain_TE = scores_TE.detach().clone().requires_grad_()
     rank_TE = plain_TE.argsort(dim=1, descending=True).argsort(dim=1)
-    gate_TE = plain_TE.exp() * (rank_TE < 2)  # Softmax(KeepTopK)
-    gate_TE = gate_TE / gate_TE.sum(1, keepdim=True)
-    sums_E = gate_TE.sum(0)
+    score_function_TE = plain_TE.exp() * (rank_TE < 2)  # Softmax(KeepTopK)
+    score_function_TE = score_function_TE / score_function_TE.sum(1, keepdim=True)
+    sums_E = score_function_TE.sum(0)
     plain = (sums_E**2).mean() / sums_E.mean() ** 2 - 1
     plain.backward()
     torch.testing.assert_close(loss, plain)

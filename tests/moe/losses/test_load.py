@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.losses.load import Load
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
@@ -182,7 +182,7 @@ def test_its_weight_and_its_company() -> None:
             "'hierarchical' has its noise at two levels; take the loss hierarchical_load",
         ),
         (
-            {"selector": {"k": 2}, "restrictions": [{"name": "expert_dropout", "cluster_size": 4}]},
+            {"selector": {"k": 2}, "masks": [{"name": "expert_dropout", "cluster_size": 4}]},
             "with k: 2 of 2 experts every load is the same",
         ),
         (

@@ -78,7 +78,7 @@ def plain_sequence_loss(affinities_TE: Tensor, k: int, num_sequences: int) -> Te
 
 
 def sequence_routing(affinities_TE: Tensor) -> Routing:
-    """What was chosen and p, under a bias and a restriction, are all expert 2: nothing that counts here."""
+    """What was chosen and p, under a bias and a mask, are all expert 2: nothing that counts here."""
     routing = make_routing([[2]] * 6, affinities_TE, torch.tensor([[0.0, 0.0, 1.0]] * 6))
     routing.affinities_TE = affinities_TE
     return routing
@@ -231,7 +231,7 @@ def test_options_of_other_scopes_are_refused(options: dict[str, Any], message: s
 def test_values_of_a_sigmoid_are_taken_over_their_sum() -> None:
     """Twice the values are the same shares: the loss cannot fall by shrinking them."""
     for scale in (1.0, 0.5):
-        loss = make_part("loss", "switch_balance", num_experts=3, dims={"gate": "sigmoid"})
+        loss = make_part("loss", "switch_balance", num_experts=3, dims={"score_function": "sigmoid"})
         routing = make_routing(WANTED, PROBS.log(), scale * PROBS)
         assert loss(routing, StepContext()).item() == pytest.approx(1.2)
     softmax = make_part("loss", "switch_balance", num_experts=3)

@@ -55,9 +55,11 @@ def test_scores_and_gradients_follow_the_plain_formula() -> None:
     torch.testing.assert_close(scorer.log_temperature.grad[0].double(), tau.detach() * tau.grad, **close)
 
 
-@pytest.mark.parametrize(("gate", "expected"), [("softmax", 0.3), ("sigmoid", 0.07)])
-def test_the_temperature_starts_by_the_gate(gate: str, expected: float) -> None:
-    layer = make_layer(moe_config(num_experts=4, router={"scorer": "cosine", "gate": gate}))
+@pytest.mark.parametrize(("score_function", "expected"), [("softmax", 0.3), ("sigmoid", 0.07)])
+def test_the_temperature_starts_by_the_score_function(score_function: str, expected: float) -> None:
+    layer = make_layer(
+        moe_config(num_experts=4, router={"scorer": "cosine", "score_function": score_function})
+    )
     tau = layer.router.scorer.log_temperature.exp()
     assert tau.shape == (1,) and tau.item() == pytest.approx(expected)
     assert make_part("scorer", "cosine", temperature=2.0).log_temperature.item() == pytest.approx(math.log(2))

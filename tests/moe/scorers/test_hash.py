@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from tests.moe.build import make_hidden, make_part, moe_config
 

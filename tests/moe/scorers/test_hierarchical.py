@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from tests.moe.build import HIDDEN, make_hidden, make_part, moe_config
 
@@ -133,7 +133,9 @@ def test_refusals() -> None:
     uneven = moe_config(num_experts=8, router={"scorer": {"name": "hierarchical", "groups": 3}})
     with pytest.raises(UserError, match="^moe.router.scorer: hierarchical: groups is 3, .* 8 experts"):
         check_parts(uneven, 1)
-    sigmoid = moe_config(router={"scorer": "hierarchical", "gate": "sigmoid"})
-    with pytest.raises(UserError, match="^moe.router.scorer: hierarchical: the gate is 'sigmoid'.*softmax$"):
+    sigmoid = moe_config(router={"scorer": "hierarchical", "score_function": "sigmoid"})
+    with pytest.raises(
+        UserError, match="^moe.router.scorer: hierarchical: the score function is 'sigmoid'.*softmax$"
+    ):
         check_parts(sigmoid, 1)
     check_parts(moe_config(router={"scorer": "hierarchical"}), 1)  # a flat top_k over p

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
 
@@ -107,10 +107,13 @@ def test_options_out_of_range_are_refused() -> None:
         ({"router": {"scorer": "policy"}}, "policy: the selector is 'top_k'.* set selector: sample"),
         ({"losses": {}}, "policy: moe.losses lacks grpo"),
         (
-            {"router": {**TREE["router"], "gate": "sigmoid"}},
-            "policy: the gate is .*'sigmoid'.* set gate: softmax",
+            {"router": {**TREE["router"], "score_function": "sigmoid"}},
+            "policy: the score function is .*'sigmoid'.* set score_function: softmax",
         ),
-        ({"router": {**TREE["router"], "gate": {"temperature": 2.0}}}, "the gate is .*2.0"),
+        (
+            {"router": {**TREE["router"], "score_function": {"temperature": 2.0}}},
+            "the score function is .*2.0",
+        ),
     ],
 )
 def test_company_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:

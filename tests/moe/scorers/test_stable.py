@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
@@ -21,7 +21,7 @@ TREE: dict[str, Any] = {
     "num_experts": EXPERTS,
     "router": {
         "scorer": {"name": "stable", "phase_1_steps": 3, "routing_dim": 5},
-        "gate": "sigmoid",
+        "score_function": "sigmoid",
         "selector": {"name": "top_k", "k": 1, "weights": "raw"},
     },
     "losses": {"stable_balance": 0.3, "stable_distillation": 1.0},
@@ -175,7 +175,7 @@ def test_the_phase_survives_a_checkpoint() -> None:
     assert found.extras["phase_1"].item() == 0
 
 
-def test_restrictions_hold_in_phase_2() -> None:
+def test_masks_hold_in_phase_2() -> None:
     router = in_phase_2()
     candidates_TE = torch.ones(36, EXPERTS, dtype=torch.bool)
     candidates_TE[torch.arange(36), light_VE(router.scorer)[IDS].argmax(1)] = False
@@ -184,10 +184,10 @@ def test_restrictions_hold_in_phase_2() -> None:
         def forward(self, *_: object) -> Tensor:
             return candidates_TE
 
-        def keeps_home(self, _: object) -> bool:
+        def keeps_tokens_local(self, _: object) -> bool:
             return False
 
-    router.restrictions.append(Without())
+    router.masks.append(Without())
     second_T = light_VE(router.scorer)[IDS].argsort(1, descending=True)[:, 1]
     assert torch.equal(router(make_hidden(36), told()).pairs.expert_N, second_T)
 
@@ -237,9 +237,9 @@ def test_company_that_makes_no_sense_is_refused() -> None:
         check_parts(moe_config(**{**TREE, "router": {**TREE["router"], "selector": "sample"}}), 1)
     for change, message in (
         ({"selector": {"k": 2, "second": "sampled"}}, "second: sampled is drawn .* set second: best"),
-        ({"restrictions": ["entropy_prune"]}, "the restriction entropy_prune .* leave it out"),
+        ({"masks": ["entropy_prune"]}, "the mask entropy_prune .* leave it out"),
     ):
         with pytest.raises(UserError, match=f"stable: .*{message}"):
             check_parts(moe_config(**{**TREE, "router": {**TREE["router"], **change}}), 1)
-    limited = {"restrictions": [{"name": "group_limit", "num_groups": 2, "keep": 1}]}
+    limited = {"masks": [{"name": "group_limit", "num_groups": 2, "keep": 1}]}
     check_parts(moe_config(**{**TREE, "router": {**TREE["router"], **limited}}), 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.registry import get_part
 from tests.moe.build import make_part, make_scored, moe_config
@@ -57,23 +57,26 @@ def test_tokens_keep_their_experts_in_any_order_of_the_batch() -> None:
 @pytest.mark.parametrize(
     ("router", "message"),
     [
-        ({"gate": "softmax"}, "found the gate 'softmax', expected sigmoid, .*set gate: sigmoid"),
+        (
+            {"score_function": "softmax"},
+            "found the score function 'softmax', expected sigmoid, .*set score_function: sigmoid",
+        ),
         ({"capacity": "per_expert"}, "found the capacity 'per_expert', expected none: .*set capacity: none"),
         (
-            {"gate": {"name": "sigmoid", "bias_update": 0.001}},
-            "found a gate with bias_update 0.001, expected 0: .*remove bias_update",
+            {"score_function": {"name": "sigmoid", "bias_update": 0.001}},
+            "found a score function with bias_update 0.001, expected 0: .*remove bias_update",
         ),
         (
-            {"restrictions": [{"name": "gating_dropout"}]},
-            "found the restrictions gating_dropout, expected none: .*remove them",
+            {"masks": [{"name": "gating_dropout"}]},
+            "found the masks gating_dropout, expected none: .*remove them",
         ),
     ],
 )
 def test_company_that_is_refused(router: dict[str, object], message: str) -> None:
-    config = moe_config(router={"selector": "balanced", "gate": "sigmoid", **router})
+    config = moe_config(router={"selector": "balanced", "score_function": "sigmoid", **router})
     with pytest.raises(ValueError, match=f"^{message}$"):
         get_part("selector", "balanced").check(config.router.selector.options, config, 1)
 
 
 def test_the_papers_company_is_welcome() -> None:
-    check_parts(moe_config(router={"selector": "balanced", "gate": "sigmoid"}), 1)
+    check_parts(moe_config(router={"selector": "balanced", "score_function": "sigmoid"}), 1)

@@ -1,4 +1,4 @@
-"""entropy_aware: the perplexity of a token's gate is how many experts it gets, within bounds."""
+"""entropy_aware: the perplexity of a token's score function is how many experts it gets, within bounds."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from tests.moe.build import make_part, make_scored, moe_config
@@ -55,7 +55,7 @@ def test_values_that_do_not_sum_to_1_count_by_their_share() -> None:
     assert counts(route(make_scored(PROBS, PROBS * 1.7)), 5) == [1, 2, 4, 2, 4]
 
 
-def test_restrictions_and_values_of_0() -> None:
+def test_masks_and_values_of_0() -> None:
     candidates_TE = torch.tensor([[True, True, False, False], [False] * 4, [True] * 4])
     probs_TE = torch.tensor([[0.5, 0.5, 0, 0], [0.0] * 4, [0.0] * 4])
     pairs = route(make_scored(torch.zeros(3, 4), probs_TE, candidates_TE), min_k=3, weights="renormalised")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from tests.moe.build import make_part, make_scored, moe_config
@@ -42,7 +42,7 @@ def test_against_a_loop_over_experts(k: float, places: int) -> None:
         assert pairs.choice_N[pairs.token_N == token].tolist() == [*range(len(experts))]
 
 
-def test_restrictions_leave_some_experts_short() -> None:
+def test_masks_leave_some_experts_short() -> None:
     candidates_TE = torch.ones(4, 3, dtype=torch.bool)
     candidates_TE[:, 0] = torch.tensor([False, False, True, False])
     candidates_TE[:, 1] = False
@@ -77,7 +77,10 @@ def test_gradient_is_that_of_the_chosen_values() -> None:
             "the models here are decoders, .*allow_non_causal: true .*",
         ),
         ({"capacity": "per_expert"}, "found the capacity 'per_expert', expected none: .*"),
-        ({"gate": {"name": "softmax", "bias_update": 0.001}}, "found a gate with bias_update 0.001, .*"),
+        (
+            {"score_function": {"name": "softmax", "bias_update": 0.001}},
+            "found a score function with bias_update 0.001, .*",
+        ),
         (
             {"selector": {"name": "expert_choice", "k": 8.5, "allow_non_causal": True}},
             r"k is 8.5, but there are only 8 experts \(moe.num_experts\); choose k <= 8",

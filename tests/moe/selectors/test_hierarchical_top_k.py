@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
 from tests.moe.build import make_part, make_scored, moe_config
@@ -83,7 +83,7 @@ def test_weights_and_gradients_against_the_formula(groups: int, k: int) -> None:
         torch.testing.assert_close(mine, right)
 
 
-def test_restrictions_take_experts_out_before_the_softmax() -> None:
+def test_masks_take_experts_out_before_the_softmax() -> None:
     """Token 0 loses expert 5; 1 keeps one expert in group 0; 2 keeps group 2 alone; 3 keeps none."""
     candidates_TE = torch.ones(4, 9, dtype=torch.bool)
     candidates_TE[0, 5] = False
@@ -132,6 +132,8 @@ def test_refusals() -> None:
         many = {**router, "selector": {"name": selector, **options}}
         with pytest.raises(UserError, match="2 groups of 4 experts; choose groups <= 2 and k <= 4"):
             check_parts(moe_config(num_experts=8, router=many), 1)
-    biased = {**router, "gate": {"name": "softmax", "bias_update": 0.1}}
-    with pytest.raises(UserError, match="^moe.router.selector: hierarchical_top_k: gate.bias_update"):
+    biased = {**router, "score_function": {"name": "softmax", "bias_update": 0.1}}
+    with pytest.raises(
+        UserError, match="^moe.router.selector: hierarchical_top_k: score_function.bias_update"
+    ):
         check_parts(moe_config(num_experts=4, router=biased), 1)

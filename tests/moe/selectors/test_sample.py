@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
 from tests.moe.build import make_part, make_scored, moe_config
@@ -55,7 +55,7 @@ def test_values_that_do_not_sum_to_1_are_drawn_in_proportion() -> None:
 
 
 def test_the_scorer_may_say_what_to_draw_from() -> None:
-    """Up to a constant a token, as scores are; the weights stay the gate's."""
+    """Up to a constant a token, as scores are; the weights stay the score function's."""
     other_E = torch.tensor([0.1, 0.2, 0.3, 0.4])
     drawn_TK = draw(1, sampling_scores_TE=other_E.log().expand(DRAWS, -1) + 3)
     found_E = torch.bincount(drawn_TK[:, 0], minlength=4) / DRAWS
@@ -107,7 +107,7 @@ def test_draws_follow_the_token_and_change_with_seed_step_layer_and_token() -> N
 
 
 @pytest.mark.parametrize("weights", ["raw", "renormalised"])
-def test_weights_and_gradients_are_of_the_gates_values(weights: str) -> None:
+def test_weights_and_gradients_are_of_the_score_functions_values(weights: str) -> None:
     """Of one token, down to its scores, whatever it was drawn from."""
     scores_E, plain_E = (torch.tensor([0.3, -0.4, 1.0, 0.1]).double().requires_grad_() for _ in range(2))
     scored = make_scored(scores_E[None], scores_E.softmax(0)[None], sampling_scores_TE=torch.zeros(1, 4))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.selectors.sinkhorn import log_column_factors_E
 from tests.moe.build import make_part, make_scored, moe_config
@@ -68,7 +68,7 @@ def test_large_scores_neither_overflow_nor_tie() -> None:
     assert log_column_factors_E(scores_TE, 10).isfinite().all()
 
 
-def test_restrictions_hold() -> None:
+def test_masks_hold() -> None:
     scores_TE = skewed_scores(6, 4)
     candidates_TE = torch.ones(6, 4, dtype=torch.bool)
     candidates_TE[:, 0] = False
@@ -80,7 +80,7 @@ def test_restrictions_hold() -> None:
     assert candidates_TE[pairs.token_N, pairs.expert_N].all()
 
 
-def test_gradient_is_that_of_the_gate_alone() -> None:
+def test_gradient_is_that_of_the_score_function_alone() -> None:
     scores_TE = skewed_scores(16, 4).double()
     selector = make_part("selector", "sinkhorn")
     expert_T = selector(make_scored(scores_TE), StepContext()).expert_N
@@ -105,8 +105,10 @@ def test_numbers_of_at_least_1(option: str) -> None:
 
 
 def test_what_is_refused() -> None:
-    gate = {"name": "sigmoid", "bias_update": 0.001}
-    with pytest.raises(UserError, match="sinkhorn: found a gate with bias_update 0.001, expected 0: "):
-        check_parts(moe_config(router={"selector": "sinkhorn", "gate": gate}), 1)
+    score_function = {"name": "sigmoid", "bias_update": 0.001}
+    with pytest.raises(
+        UserError, match="sinkhorn: found a score function with bias_update 0.001, expected 0: "
+    ):
+        check_parts(moe_config(router={"selector": "sinkhorn", "score_function": score_function}), 1)
     with pytest.raises(UserError, match="sinkhorn: k is 5, .* choose k <= 4$"):
         check_parts(moe_config(num_experts=4, router={"selector": {"name": "sinkhorn", "k": 5}}), 1)

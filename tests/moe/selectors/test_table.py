@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from megamoe.moe.check import check_parts
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
 from tests.moe.build import HIDDEN, make_hidden, make_part, make_scored, moe_config
@@ -37,11 +37,13 @@ def test_refusals() -> None:
         moe_config(router={"selector": {"name": "table", "k": 0}})
     with pytest.raises(UserError, match="^moe.router.selector: table: the scorer is 'linear'.*scorer: hash$"):
         check_parts(moe_config(router={"selector": "table"}), 1)
-    dropout = {"scorer": "hash", "selector": "table", "restrictions": [{"name": "expert_dropout"}]}
-    with pytest.raises(
-        UserError, match="table: found the restrictions expert_dropout, expected none: .*has no o"
-    ):
+    dropout = {"scorer": "hash", "selector": "table", "masks": [{"name": "expert_dropout"}]}
+    with pytest.raises(UserError, match="table: found the masks expert_dropout, expected none: .*has no o"):
         check_parts(moe_config(router=dropout), 1)
-    biased = {"scorer": "hash", "selector": "table", "gate": {"name": "softmax", "bias_update": 0.1}}
-    with pytest.raises(UserError, match="^moe.router.selector: table: gate.bias_update"):
+    biased = {
+        "scorer": "hash",
+        "selector": "table",
+        "score_function": {"name": "softmax", "bias_update": 0.1},
+    }
+    with pytest.raises(UserError, match="^moe.router.selector: table: score_function.bias_update"):
         check_parts(moe_config(router=biased), 1)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe import draws
-from megamoe.moe.check import check_parts
+from megamoe.moe import rng
+from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
 from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
@@ -158,7 +158,7 @@ def test_a_random_second_is_sent_where_2_g_2_exceeds_the_draw() -> None:
 
 
 def test_a_random_second_exactly() -> None:
-    draws_T = draws.uniform(draws.key(1, 0, 1, "second"), torch.arange(MANY), 1)[:, 0]
+    draws_T = rng.uniform(rng.key(1, 0, 1, "second"), torch.arange(MANY), 1)[:, 0]
     pairs = two_of_four("random", [0.6, 0.2, 0.1, 0.1], weights="raw")
     sent_T = torch.bincount(pairs.token_N) == 2
     assert torch.equal(sent_T, draws_T < 2 * 0.2 / 0.8)

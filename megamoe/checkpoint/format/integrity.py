@@ -1,0 +1,107 @@
+"""Whether a checkpoint is whole: a SHA-256 of every file, in the form that `sha256sum --check` reads.
+
+The list protects itself: a line that changed, is missing or is too many no longer fits the folder's files.
+Names are plain: nothing that a checkpoint says leads out of its folder, through `..`, a path or a link.
+"""
+
+import hashlib
+import mmap
+import os
+import re
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from megamoe.checkpoint.format.files import META, SUMS, is_plain, printable, read_bytes, write_text
+
+NAME = re.compile(r"[a-z0-9_]+\.(?:json|safetensors)")
+LINE = re.compile(rf"([0-9a-f]{{64}})  ({NAME.pattern})")
+SMALL = ".json"  # what every rank reads
+BLOCK = 1 << 24  # hashed at a time, while other threads run
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+                for at in range(0, len(view), BLOCK):
+                    digest.update(view[at : at + BLOCK])
+    return digest.hexdigest()
+
+
+def write_sums(folder: Path, sums: dict[str, str]) -> None:
+    """The list of a checkpoint's files."""
+    write_text(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+
+
+def problems(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
+    """What is wrong with the checkpoint, in words; nothing: it is as it was saved.
+
+    Tensors are checked in part: those of files `share`, `share` + `shares`, ... of the list, so that ranks
+    deal them out. The rest is read by all.
+    """
+    sums = yield from _listed(folder)
+    if sums is None:
+        return
+    tensors = [name for name in sums if not name.endswith(SMALL)]
+    for name in [name for name in sums if name.endswith(SMALL)] + tensors[share::shares]:
+        yield from _check_file(folder / name, sums[name])
+
+
+def small_problems(folder: Path) -> Iterator[str]:
+    """The same without any tensor read: the list, the files that it names, and the JSON among them."""
+    sums = yield from _listed(folder)
+    for name in sums or ():
+        if name.endswith(SMALL):
+            yield from _check_file(folder / name, (sums or {})[name])
+
+
+def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
+    """Yields problems; returns the sums by name, or None where there is no telling."""
+    path = folder / SUMS
+    try:
+        content = read_bytes(path).decode("ascii")
+        names = [entry.name for entry in os.scandir(folder)]
+    except (OSError, ValueError) as error:
+        yield f"{SUMS}: missing or damaged ({_reason(error)})"
+        return None
+    lines = content.split("\n")
+    matches = [LINE.fullmatch(line) for line in lines[:-1]]
+    if lines[-1] or not all(matches):
+        yield f"{SUMS}: damaged, expected lines of a SHA-256 and a file's name"
+        return None
+    sums = {match[2]: match[1] for match in matches if match}
+    if list(sums) != sorted(sums) or len(sums) < len(matches) or META not in sums:
+        yield f"{SUMS}: damaged, expected each file once, in order"
+        return None
+    # NFS keeps a deleted file that is still open under such a name.
+    found = sorted(name for name in names if name != SUMS and not name.startswith(".nfs"))
+    for name in found:
+        if name not in sums:
+            yield f"{printable(name)}: not in {SUMS}"
+    for name in sums:
+        if name not in found:
+            yield f"{name}: missing"
+        elif not is_plain(folder / name):
+            yield f"{name}: not a plain file"
+    return sums
+
+
+def _check_file(path: Path, expected: str) -> Iterator[str]:
+    try:
+        with suppress(FileNotFoundError):  # told already
+            if is_plain(path) and sha256(path) != expected:
+                yield f"{path.name}: damaged, its SHA-256 is not the one in {SUMS}"
+    except OSError as error:
+        yield f"{path.name}: cannot be read ({_reason(error)})"
+
+
+def _reason(error: Exception) -> str:
+    return printable((isinstance(error, OSError) and error.strerror) or error)
+
+
+def first(found: Iterable[str]) -> str | None:
+    """The first problem, or None."""
+    return next(iter(found), None)

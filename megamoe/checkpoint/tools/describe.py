@@ -1,0 +1,144 @@
+"""What a checkpoint says of itself, as data and as text."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megamoe.checkpoint.format.files import printable
+from megamoe.checkpoint.format.folder import candidates
+from megamoe.checkpoint.format.reader import MOMENTS, Saved, moment_name
+from megamoe.checkpoint.tools import verify
+from megamoe.checkpoint.tools.consolidate import count_parameters
+from megamoe.errors import UserError
+
+INTACT = "intact"
+UNREAD = "list, JSON and headers intact; tensors not read"
+UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def describe(path: Path, integrity: str) -> dict[str, Any]:
+    """Plain data; integrity: what `state_of` has found.
+
+    Raises:
+        UserError: if its JSON cannot be read.
+    """
+    with Saved(path, "checkpoint") as saved:
+        meta, index = saved.meta, saved.index
+        name = meta["config"].get("name")
+        trained = sum(moment_name(MOMENTS[0], it) in index["tensors"] for it in index["shardings"])
+        parameters = count_parameters(saved)
+    files = file_sizes(path)
+    return {
+        "path": str(path),
+        "run": printable(name) if isinstance(name, str) else None,
+        **{key: meta[key] for key in ("step", "tokens", "samples", "skipped_steps")},
+        "saved_at": printable(meta["saved_at"], 40),
+        "parameters": parameters,
+        "tensors": {"weights": len(index["shardings"]), "with_moments": trained},
+        "vocabulary": meta["vocabulary"],
+        "layout": dict(meta["layout"]),
+        "files": len(files),
+        "bytes": sum(files.values()),
+        "integrity": integrity,
+    }
+
+
+def state_of(path: Path, quick: bool = False) -> str:
+    """`intact`, or the first problem and how many more there are; quick: the tensors' bytes are not read."""
+    found = list(verify.problems(path, quick))
+    if not found:
+        return UNREAD if quick else INTACT
+    return f"damaged: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """For a terminal."""
+    layout, parameters = facts["layout"], facts["parameters"]
+    cut = ", ".join(f"{name} {layout[name]}" for name in ("tensor", "expert", "expert_tensor"))
+    experts = f", {parameters['experts']:,} of them in routed experts" if parameters["experts"] else ""
+    rows = {
+        "run": facts["run"],
+        "step": f"{facts['step']:,}; {facts['tokens']:,} tokens, {facts['samples']:,} sequences",
+        "saved": facts["saved_at"],
+        "parameters": f"{parameters['total']:,}{experts}",
+        "weights": f"{facts['tensors']['weights']}, {facts['tensors']['with_moments']} with Adam's moments",
+        "layout": f"{layout['ranks']} ranks: {cut}; ZeRO {layout['zero_stage']}, {layout['precision']}",
+        "files": f"{facts['files']}, {size(facts['bytes'])}",
+        "integrity": facts["integrity"],
+    }
+    return "\n".join([facts["path"], *(f"  {name:<11} {value}" for name, value in rows.items())])
+
+
+def tensors(path: Path) -> dict[str, Any]:
+    """As the index says them."""
+    with Saved(path, "checkpoint") as saved:
+        return {**saved.index["tensors"]}
+
+
+def tensors_as_text(path: Path) -> str:
+    """A line for each: dtype, shape, in which shards, name."""
+    rows = [
+        f"  {it['dtype']:<9} {it['shape']!s:<20} {_shards(it['chunks']):<12} {printable(name)}"
+        for name, it in tensors(path).items()
+    ]
+    return "\n".join([f"  {'dtype':<9} {'shape':<20} {'shards':<12} tensor", *rows])
+
+
+def _shards(chunks: list[Any]) -> str:
+    numbers = sorted({shard for shard, _, _ in chunks})
+    return ",".join(map(str, numbers)) if len(numbers) < 5 else f"{len(numbers)} shards"
+
+
+def table(states: dict[Path, str], taken: Path | None) -> list[dict[str, Any]]:
+    """A row for each; states: of each, as `state_of` says it; taken: the one that a resume takes."""
+    rows = []
+    for path, state in states.items():
+        row: dict[str, Any] = {"name": printable(path.name), "resume": path == taken}
+        try:
+            row |= {key: value for key, value in describe(path, state).items() if key in COLUMNS}
+        except UserError:
+            row |= {"integrity": state, "bytes": sum(file_sizes(path).values())}
+        rows.append(row)
+    return rows
+
+
+COLUMNS = ("step", "tokens", "saved_at", "bytes", "integrity")
+
+
+def table_as_text(rows: list[dict[str, Any]]) -> str:
+    """For a terminal; the one that a resume takes has a star."""
+    lines = [f"  {'checkpoint':<24} {'tokens':>16} {'size':>9}  {'saved':<26} integrity"]
+    for row in rows:
+        tokens = f"{row['tokens']:,}" if "tokens" in row else "-"
+        lines.append(
+            f"{'*' if row['resume'] else ' '} {row['name']:<24} {tokens:>16} {size(row['bytes']):>9}  "
+            f"{row.get('saved_at', '-'):<26} {row['integrity']}"
+        )
+    return "\n".join(lines)
+
+
+def taken_by_resume(states: dict[Path, str]) -> Path | None:
+    """The first intact one of those, all of one folder, in the order in which a resume looks at them."""
+    order = candidates(next(iter(states)).parent)
+    return next((path for path in order if states.get(path) in (INTACT, UNREAD)), None)
+
+
+def config_as_yaml(path: Path) -> str:
+    """The configuration of the run that saved it, for `--config`."""
+    with Saved(path, "checkpoint") as saved:
+        return str(yaml.safe_dump(saved.meta["config"], sort_keys=False, default_flow_style=False))
+
+
+def file_sizes(path: Path) -> dict[str, int]:
+    """Bytes by name of what lies in a folder; links are not followed."""
+    found = {entry: entry.lstat() for entry in path.rglob("*")} if path.is_dir() else {}
+    return {str(entry.relative_to(path)): status.st_size for entry, status in found.items()}
+
+
+def size(count: int) -> str:
+    """Bytes, for people."""
+    value, unit = float(count), 0
+    while value >= 1000 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.3g} {UNITS[unit]}" if unit else f"{count} B"

@@ -1,0 +1,101 @@
+"""How much memory a rank's model states need: weights, gradients, optimiser state, by ZeRO stage."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megamoe.zero.deepspeed_config import Precision
+from megamoe.zero.offload import Offload
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters that a rank holds, how many of them are trained, and how many ranks hold the same ones."""
+
+    parameters: float
+    trained: float
+    replicas: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one rank: weights, gradients and optimiser state on its device; what is offloaded apart."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    cpu: float = 0
+    nvme: float = 0
+
+    @property
+    def total(self) -> float:
+        """On the device."""
+        return self.weights + self.gradients + self.optimizer
+
+    def __add__(self, other: "StateBytes") -> "StateBytes":
+        return StateBytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.cpu + other.cpu,
+            self.nvme + other.nvme,
+        )
+
+
+def state_bytes(
+    shares: Iterable[Share],
+    stage: int,
+    precision: Precision,
+    offload: Offload | None = None,
+    aside: float = 0,
+) -> StateBytes:
+    """Model states between two micro batches of a step, when the gradients that accumulate are held.
+
+    aside: parameters whose gradients wait besides, in fp32, to be summed over tensor ranks once a step.
+
+    DeepSpeed's buckets, and what a layer gathers of its own weights at ZeRO 3, come on top. Counted, not
+    only derived: tests/distributed/test_memory.py holds it against the live tensors.
+    """
+    offload = offload or Offload()
+    total = StateBytes(0, 0, 0)
+    for share in shares:
+        total += _share_bytes(share, stage, precision, offload)
+    return total + StateBytes(0, 4 * aside, 0)
+
+
+def _share_bytes(share: Share, stage: int, precision: Precision, offload: Offload) -> StateBytes:
+    width = 4 if precision == "fp32" else 2
+    weights = width * share.parameters / (share.replicas if stage == 3 else 1)
+    gradients = 4 * share.trained / (share.replicas if stage >= 2 else 1)  # accumulated in fp32
+    master = 4 if stage >= 1 or precision != "fp32" else 0
+    mine = share.trained / (share.replicas if stage >= 1 else 1)
+    optimizer = (8 + master) * mine
+    if offload.optimizer == "none":
+        return StateBytes(weights, gradients, optimizer)
+    return _offloaded(stage, width, offload, weights, gradients, optimizer, mine)
+
+
+def _offloaded(
+    stage: int,
+    width: int,
+    offload: Offload,
+    weights: float,
+    gradients: float,
+    optimizer: float,
+    mine: float,
+) -> StateBytes:
+    """The optimiser steps where its state is: with a gradient of its own there, and below ZeRO 3 with a copy
+    of the weights that it writes. mine: the parameters that this rank steps on."""
+    stepping = optimizer + 4 * mine
+    held = 0.0 if stage == 1 else gradients  # ZeRO 1 accumulates on the device
+    written = width * mine if stage < 3 else 0.0
+    on_device = StateBytes(weights if offload.parameters == "none" else 0, gradients - held, 0)
+    cpu, nvme = held + written, 0.0
+    if offload.optimizer == "cpu":
+        cpu += stepping
+    else:
+        nvme += stepping
+    if offload.parameters == "cpu":
+        cpu += weights
+    elif offload.parameters == "nvme":
+        nvme += weights
+    return on_device + StateBytes(0, 0, 0, cpu, nvme)

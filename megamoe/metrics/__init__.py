@@ -1,0 +1,8 @@
+"""What is measured and where it goes: the record, the console, the report. Knows no other room."""
+
+from megamoe.metrics.console import ProgressLine, print_summary
+from megamoe.metrics.reader import read_metrics
+from megamoe.metrics.recorder import Recorder
+from megamoe.metrics.report.page import write_report
+
+__all__ = ["ProgressLine", "Recorder", "print_summary", "read_metrics", "write_report"]

@@ -1,0 +1,142 @@
+"""What a person sees while the run runs: a table at the start, then one live line.
+
+On a terminal the line updates in place and everything else scrolls above it; elsewhere (a batch
+job's log file) plain lines appear now and then, so that the file stays readable.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from megamoe.metrics.formats import format_duration
+
+MIN_SECONDS_BETWEEN_LINES = 2.0
+RATE_WINDOW = 20  # updates over which the speed for the ETA is taken
+
+
+def print_summary(rows: Mapping[str, Sequence[tuple[str, object]]], console: Console | None = None) -> None:
+    """Print sections of (label, value): a rich table on a terminal, aligned plain text elsewhere."""
+    console = console or Console()
+    if not console.is_terminal:
+        width = max((len(label) for section in rows.values() for label, _ in section), default=0)
+        for title, section in rows.items():
+            _print_plain(console, title)
+            for label, value in section:
+                _print_plain(console, f"  {label:<{width}}  {value}")
+        return
+    table = Table(show_header=False, border_style="dim", padding=(0, 1))
+    table.add_column(style="bold cyan")
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for title, section in rows.items():
+        for index, (label, value) in enumerate(section):
+            table.add_row(Text(title if index == 0 else ""), Text(label), Text(str(value)))
+        table.add_section()
+    console.print(table)
+
+
+class ProgressLine:
+    """The live line of a run: `step 120/400 | loss 4.213 | ... | ETA 3m12s`.
+
+    Without a terminal the first and the last update are printed, and between them one every `every`
+    steps, but not more often than every two seconds. `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        every: int = 1,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps = total_steps
+        self._every = every
+        self._console = console or Console()
+        self._clock = clock
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW + 1)
+        self._val_loss: float | None = None
+        self._line = ""
+        self._printed: tuple[int, float] | None = None  # step and time of the last plain line
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """Show a step's metrics (keys as in the record; only `step` is required)."""
+        step, now = int(metrics["step"]), self._clock()
+        self._recent.append((step, now))
+        self._val_loss = metrics.get("val/lm_loss", self._val_loss)
+        self._line = self._render(metrics)
+        if self._live is not None:
+            self._live.update(Text(self._line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._is_due(step, now):
+            _print_plain(self._console, self._line)
+            self._printed = (step, now)
+
+    def say(self, message: str) -> None:
+        """Print a message that stays, above the live line."""
+        if self._live is None:
+            _print_plain(self._console, message)
+        else:
+            self._console.print(Text(message))
+
+    def close(self) -> None:
+        """Leave the last line standing and release the terminal; a second call does nothing."""
+        if self._live is not None:
+            self._live.stop()
+        elif self._recent and self._printed is not None and self._printed[0] != self._recent[-1][0]:
+            _print_plain(self._console, self._line)
+        self._recent.clear()
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def eta_s(self) -> float | None:
+        """Seconds until the last step at the speed of the recent updates; None before two of them."""
+        if len(self._recent) < 2:
+            return None
+        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
+        if last_step <= first_step:
+            return None
+        return (self._total_steps - last_step) * (last_time - first_time) / (last_step - first_step)
+
+    def _is_due(self, step: int, now: float) -> bool:
+        if self._printed is None or step >= self._total_steps:
+            return True
+        printed_step, printed_time = self._printed
+        return step - printed_step >= self._every and now - printed_time >= MIN_SECONDS_BETWEEN_LINES
+
+    def _render(self, metrics: Mapping[str, Any]) -> str:
+        eta_s = self.eta_s()
+        imbalances = [
+            value for key, value in metrics.items() if key.startswith("moe/") and key.endswith("/imbalance")
+        ]
+        shown = [
+            ("step {}", f"{metrics['step']}/{self._total_steps}"),
+            ("loss {:.3f}", metrics.get("train/lm_loss")),
+            ("val {:.3f}", self._val_loss),
+            ("lr {:.1e}", metrics.get("train/lr")),
+            ("{:,.0f} tok/s", metrics.get("perf/tokens_per_s")),
+            ("imbalance {:.2f}", max(imbalances, default=None)),
+            ("ETA {}", None if eta_s is None else format_duration(eta_s)),
+        ]
+        return " | ".join(pattern.format(value) for pattern, value in shown if value is not None)
+
+
+def _print_plain(console: Console, line: str) -> None:
+    """A line as it is: neither wrapped to a made-up width nor coloured, and on disk at once."""
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.file.flush()

@@ -1,0 +1,193 @@
+"""The main facts of a run, computed from its record, and the table that sets runs side by side."""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megamoe.errors import UserError
+from megamoe.metrics.formats import format_count
+from megamoe.metrics.reader import read_metrics
+from megamoe.metrics.recorder import METRICS_FILE
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class Run:
+    """A run folder, read: its record and what `summary.json` says of the model."""
+
+    folder: Path
+    rows: Rows
+    summary: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+
+@dataclass
+class Facts:
+    """What one asks first of a run; None where the record does not tell."""
+
+    steps: int
+    tokens: int | None
+    time_s: float | None  # spent in steps: the pauses between launches do not count
+    train_loss: float | None  # the last one
+    val_loss_first: float | None
+    val_loss_last: float | None
+    val_loss_best: float | None
+    further_val_losses: dict[str, float]  # the last of each further set, by name
+    tokens_per_s: float | None  # median
+    max_imbalance: float | None  # of all MoE layers at the last step that tells
+    never_used: dict[str, list[int]]  # layer -> experts that received nothing in any recorded step
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the last validation loss."""
+        if self.val_loss_last is None:
+            return None
+        return math.inf if self.val_loss_last > 700 else math.exp(self.val_loss_last)
+
+    @property
+    def val_fall_percent(self) -> float | None:
+        """How far the validation loss fell from its first to its last value."""
+        if self.val_loss_first is None or self.val_loss_last is None or self.val_loss_first == 0:
+            return None
+        return 100.0 * (self.val_loss_first - self.val_loss_last) / self.val_loss_first
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        UserError: if the folder or its metrics are missing, or if nothing was recorded yet.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder; expected the folder of a run, such as runs/<name>")
+    rows = read_metrics(folder / METRICS_FILE)
+    if not rows:
+        raise UserError(f"{folder / METRICS_FILE}: no metrics in it; let the run log at least one step first")
+    return Run(folder, rows, _read_summary(folder / "summary.json"))
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: no valid JSON ({error}); remove the file to go without it") from None
+    return summary if isinstance(summary, dict) else {}
+
+
+def series(rows: Rows, key: str) -> tuple[list[int], list[Any]]:
+    """The steps that recorded `key`, and its values there."""
+    recorded = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in recorded], [value for _, value in recorded]
+
+
+def moe_layers(rows: Rows) -> list[str]:
+    """The MoE layers of the record (`layer_02`, ...), in the order of the blocks."""
+    names = {
+        key.split("/")[1] for row in rows for key in row if key.startswith("moe/") and key.endswith("/load")
+    }
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def further_sets(rows: Rows) -> list[str]:
+    """The validation sets beside the main one."""
+    return sorted(
+        {key.split("/")[1] for row in rows for key in row if key.startswith("val/") and key.count("/") == 2}
+    )
+
+
+def compute_facts(rows: Rows) -> Facts:
+    """The facts of a record with at least one row."""
+    val_losses = series(rows, "val/lm_loss")[1]
+    speeds = series(rows, "perf/tokens_per_s")[1]
+    imbalances = [value for row in rows for value in [_worst_imbalance(row)] if value is not None]
+    return Facts(
+        steps=rows[-1]["step"],
+        tokens=_last(series(rows, "tokens")[1]),
+        time_s=_time_in_steps(rows),
+        train_loss=_last(series(rows, "train/lm_loss")[1]),
+        val_loss_first=val_losses[0] if val_losses else None,
+        val_loss_last=_last(val_losses),
+        val_loss_best=min(val_losses, default=None),
+        further_val_losses={name: series(rows, f"val/{name}/lm_loss")[1][-1] for name in further_sets(rows)},
+        tokens_per_s=statistics.median(speeds) if speeds else None,
+        max_imbalance=_last(imbalances),
+        never_used=_never_used(rows),
+    )
+
+
+def _last(values: list[Any]) -> Any:
+    return values[-1] if values else None
+
+
+def _worst_imbalance(row: dict[str, Any]) -> float | None:
+    return max(
+        (value for key, value in row.items() if key.startswith("moe/") and key.endswith("/imbalance")),
+        default=None,
+    )
+
+
+def _time_in_steps(rows: Rows) -> float | None:
+    """Each record stands for the steps since the record before it."""
+    timed = [(row["step"], row["perf/step_s"]) for row in rows if row.get("perf/step_s") is not None]
+    steps_before = [0, *(step for step, _ in timed)]
+    spans = [(step - before) * step_s for (step, step_s), before in zip(timed, steps_before, strict=False)]
+    return sum(spans) if spans else None
+
+
+def _never_used(rows: Rows) -> dict[str, list[int]]:
+    never_used = {}
+    for layer in moe_layers(rows):
+        loads = series(rows, f"moe/{layer}/load")[1]
+        totals = [sum(per_expert) for per_expert in zip(*loads, strict=True)]
+        if 0 in totals:
+            never_used[layer] = [expert for expert, total in enumerate(totals) if total == 0]
+    return never_used
+
+
+def comparison_table(runs: list[Run]) -> str:
+    """Plain text, one aligned line per run; `-` where a run does not tell."""
+    header = [
+        "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
+        "tok/s", "imbalance",
+    ]  # fmt: skip
+    lines = [header, *(_comparison_row(run) for run in runs)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )
+
+
+def _comparison_row(run: Run) -> list[str]:
+    facts = compute_facts(run.rows)
+
+    def show(value: float | None, pattern: str) -> str:
+        return "-" if value is None else pattern.format(value)
+
+    def show_count(value: float | None) -> str:
+        return "-" if value is None else format_count(value)
+
+    return [
+        run.name,
+        show_count(run.summary.get("parameters_total")),
+        show_count(run.summary.get("parameters_active")),
+        str(facts.steps),
+        show(facts.tokens, "{:,}"),
+        show(facts.val_loss_first, "{:.4f}"),
+        show(facts.val_loss_last, "{:.4f}"),
+        show(facts.val_fall_percent, "{:.2f}"),
+        show(facts.perplexity, "{:,.2f}"),
+        show(facts.tokens_per_s, "{:,.0f}"),
+        show(facts.max_imbalance, "{:.2f}"),
+    ]

@@ -1,0 +1,71 @@
+"""Which compositions make sense: every part is asked, before anything is built."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from megamoe.config import PartChoice
+from megamoe.config.schema import MoEConfig
+from megamoe.errors import UserError
+from megamoe.moe.part import Mask, Part, ScoreFunction, Selector
+from megamoe.registry import failure_of, get_part, is_ours
+
+BASES = {"mask": Mask, "score_function": ScoreFunction, "selector": Selector}  # of the other kinds: Part
+
+
+def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
+    """Let each part of the layer refuse the company that it is in.
+
+    Raises:
+        UserError: the part's key and name, and its reason; or that its class is of another kind.
+    """
+    for key, choice in chosen_parts(moe):
+        part, base = get_part(choice.kind, choice.name), BASES.get(choice.kind, Part)
+        named = key if key == f"moe.losses.{choice.name}" else f"{key}: {choice.name}"
+        if not issubclass(part, base):
+            raise UserError(f"{key}: {choice.name}: expected a subclass of megamoe.moe.part.{base.__name__}")
+        try:
+            if choice.kind == "loss":
+                _check_loss(key.rpartition(".")[2], choice.options)
+            part.check(choice.options, moe, expert_parallel)
+        except ValueError as error:
+            raise UserError(f"{named}: {' '.join(str(error).split())}") from None
+        except Exception as error:
+            if is_ours(part):
+                raise
+            raise UserError(f"{named}: its check failed{failure_of(part, error)}") from error
+    refuse_late_masks(moe)
+
+
+def _check_loss(name: str, options: Any) -> None:
+    if hasattr(nn.ModuleDict(), name):  # there the layer keeps its losses by name
+        raise ValueError("modules of PyTorch use this name; choose another")
+    if not options.weight >= 0:
+        raise ValueError(f"weight is {options.weight}, expected at least 0")
+
+
+def refuse_late_masks(moe: MoEConfig) -> None:
+    """UserError where a mask with one mask for all tokens stands after one that goes by token."""
+    first: str | None = None
+    for place, choice in enumerate(moe.router.masks):
+        if not get_part("mask", choice.name).step_wide:
+            first = first or choice.name
+        elif first is not None:
+            raise UserError(
+                f"moe.router.masks.{place}: {choice.name}: takes the same experts from all tokens, "
+                f"and after {first} might leave a token without any; put it before {first}"
+            )
+
+
+def chosen_parts(moe: MoEConfig) -> Iterator[tuple[str, PartChoice]]:
+    """Every part of the layer with its key in the YAML."""
+    router = moe.router
+    yield "moe.router.scorer", router.scorer
+    for place, choice in enumerate(router.masks):
+        yield f"moe.router.masks.{place}", choice
+    yield "moe.router.score_function", router.score_function
+    yield "moe.router.selector", router.selector
+    yield "moe.router.capacity", router.capacity
+    for name, choice in moe.losses.items():
+        yield f"moe.losses.{name}", choice

@@ -1,1 +1,0 @@
-"""Gates: scores [T, E] -> gate values p [T, E]."""

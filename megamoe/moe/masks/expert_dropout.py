@@ -1,0 +1,121 @@
+"""`expert_dropout`: some experts are out of the choice for a step."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe import rng
+from megamoe.moe.masks.compatibility import experts_wanted, refuse_one_candidate, refuse_twice
+from megamoe.moe.masks.expert_groups import check_clusters
+from megamoe.moe.part import Mask, StepContext
+from megamoe.moe.routing import Scored
+from megamoe.registry import register
+
+
+@register("mask", "expert_dropout")
+class ExpertDropout(Mask):
+    """In training, each step, exactly round(rate * L) random experts of every cluster of L are no candidates.
+
+    The experts form E/L clusters of L neighbours. The score function is then computed over the E (1 - rate)
+    experts left; in evaluation all are there. At level `global` as many experts in all are dropped from
+    anywhere, so that a cluster may lose all of its own (MoEC's ablation, worse). The draw depends on (seed,
+    step, layer) alone: one mask for all tokens, ranks and micro batches of a step.
+
+    Source: Xie et al. 2022 (MoEC), section "Cluster-level expert dropout" and table 3.
+
+    Caveats: the paper gives no rounding, ours takes halves to the even number; it does not say how often the
+    experts are drawn anew, ours are each step.
+    """
+
+    step_wide = True
+
+    @dataclass
+    class Config:
+        """level: drop within every cluster, or anywhere. rate: gamma, the share dropped. cluster_size: L."""
+
+        level: Literal["cluster", "global"] = "cluster"
+        rate: float = 0.5
+        cluster_size: int = 8
+
+        def __post_init__(self) -> None:
+            if self.cluster_size < 1:
+                raise ValueError("cluster_size must be at least 1")
+            if not 0 <= self.rate < 1:
+                raise ValueError("rate must be at least 0 and under 1")
+            dropped = self.num_dropped
+            if dropped == self.cluster_size or (dropped == 0 and self.rate > 0):
+                raise ValueError(
+                    f"rate {self.rate} drops {dropped} of a cluster of {self.cluster_size} experts; choose "
+                    "one that rounds to at least 1 and leaves at least 1"
+                )
+
+        @property
+        def num_dropped(self) -> int:
+            """Experts dropped of each cluster; at level `global`, on average."""
+            exact = Fraction(str(self.rate)) * self.cluster_size  # as written: in floats halves get lost
+            return round(exact)
+
+        def num_left(self, num_experts: int) -> int:
+            """Of all the experts, those that a training step leaves."""
+            return num_experts - num_experts // self.cluster_size * self.num_dropped
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Whole clusters, each on one rank where they matter; at least k experts left; some on every rank."""
+        refuse_twice("expert_dropout", moe)
+        check_clusters(options.cluster_size, moe, expert_parallel if options.level == "cluster" else 1)
+        left, wanted = options.num_left(moe.num_experts), experts_wanted(moe)
+        if left < wanted:
+            raise ValueError(
+                f"rate {options.rate} leaves {left} of {moe.num_experts} experts, but the selector's k is "
+                f"{wanted}; lower the rate or k"
+            )
+        refuse_one_candidate(moe)
+        for choice in moe.router.masks:
+            if choice.name == "gating_dropout":
+                _refuse_empty_ranks(options, choice.options.ranks or expert_parallel, moe)
+
+    def forward(self, scored: Scored, context: StepContext) -> Tensor | None:
+        """bool [T, E], every row the same; None where nothing is dropped."""
+        if not self.training or self.config.num_dropped == 0:
+            return None
+        return self._draw_E(context, scored.scores_TE.device).expand_as(scored.scores_TE)
+
+    def closed_E(self, context: StepContext) -> Tensor | None:
+        """bool [E]: those dropped in this step."""
+        if not self.training or self.config.num_dropped == 0:
+            return None
+        return ~self._draw_E(context, torch.device("cpu"))
+
+    def _draw_E(self, context: StepContext, device: torch.device) -> Tensor:
+        num_clusters = self.dims.num_experts // self.config.cluster_size
+        rows, dropped = num_clusters, self.config.num_dropped
+        if self.config.level == "global":
+            rows, dropped = 1, num_clusters * self.config.num_dropped
+        columns = self.dims.num_experts // rows
+        draw_key = context.draw_key(self.dims.layer, "expert dropout")
+        unit_CL = rng.uniform(draw_key, torch.arange(rows, device=device), columns)
+        order_CL = unit_CL.argsort(dim=1, stable=True)
+        allowed_CL = torch.ones_like(unit_CL, dtype=torch.bool).scatter_(1, order_CL[:, :dropped], False)
+        return allowed_CL.reshape(-1)
+
+
+def _refuse_empty_ranks(options: ExpertDropout.Config, ranks: int, moe: MoEConfig) -> None:
+    """ValueError where all experts of a rank might be dropped, on which gating_dropout keeps its tokens."""
+    if options.num_dropped == 0:
+        return
+    if options.level == "global":
+        raise ValueError(
+            "level global may drop all experts of a rank, on which gating_dropout keeps its tokens; set "
+            "level: cluster, or leave one of the two out"
+        )
+    if moe.num_experts // ranks % options.cluster_size:
+        raise ValueError(
+            f"cluster_size is {options.cluster_size}, but gating_dropout keeps tokens among the "
+            f"{moe.num_experts / ranks:g} experts of one of {ranks} ranks, which might all be dropped; "
+            "choose a cluster_size that divides them, or fewer ranks"
+        )

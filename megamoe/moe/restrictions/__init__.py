@@ -1,1 +1,0 @@
-"""Restrictions: which experts a token may choose, a mask [T, E] before the gate."""

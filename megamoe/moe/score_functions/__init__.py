@@ -1,0 +1,1 @@
+"""Gates: scores [T, E] -> gating values p [T, E]."""

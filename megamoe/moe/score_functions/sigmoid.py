@@ -1,0 +1,21 @@
+"""`sigmoid`: each expert's gating value by itself."""
+
+from torch import Tensor
+
+from megamoe.kernels.router import masked
+from megamoe.moe.score_functions.biased import BiasedScoreFunction
+from megamoe.registry import register
+
+
+@register("score_function", "sigmoid")
+class SigmoidScoreFunction(BiasedScoreFunction):
+    """p = sigmoid(s / temperature) for candidates, 0 for the others.
+
+    Options: see `BiasedScoreFunction`. Source: Lewis et al. 2021 (BASE); Chi et al. 2022 (X-MoE) eq. 3;
+    DeepSeek-V3.
+    """
+
+    def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
+        """[T, E] fp32 -> [T, E] fp32, each value in (0, 1)."""
+        probs_TE = self._cooled(scores_TE).sigmoid()
+        return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0)

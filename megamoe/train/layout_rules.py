@@ -1,0 +1,99 @@
+"""Which layouts of a run's ranks are legal, and why another is not."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from megamoe.config.schema import RunConfig
+from megamoe.errors import UserError
+from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
+from megamoe.parallel.layout import Layout
+from megamoe.zero.deepspeed_config import Precision, read_deepspeed_config, resolve_precision
+
+GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM wants rows of a multiple of it
+KEYS = ("tensor", "expert", "expert_tensor")
+
+
+def check_layout(config: RunConfig, ranks: int) -> None:
+    """Refuse a layout that the ranks or the model do not allow.
+
+    Raises:
+        UserError: naming the key, its value and the reason, with the values that are legal in its place.
+    """
+    parallel = config.parallel
+    if parallel.sequence and parallel.tensor == 1:
+        raise UserError("parallel.sequence: true needs parallel.tensor above 1; set it to false")
+    found = next(layout_problems(config, Layout.of(parallel, ranks)), None)
+    if found is None:
+        return
+    key, problem = found
+    raise UserError(f"parallel.{key}: {getattr(parallel, key)} {problem}; {_legal(config, ranks, key)}")
+
+
+def layout_problems(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+    """(key of `parallel`, what is wrong with its value), for all that is."""
+    for key, unit, by_key, size in _divisions(config, layout):
+        if size % unit:
+            yield key, f"does not divide {by_key} {size}"
+    if not moe_layer_numbers(config.moe, config.model.num_layers):
+        for key in ("expert", "expert_tensor"):
+            if getattr(layout, key) > 1:
+                yield key, "has nothing to divide: no block is MoE (moe.layers)"
+        return
+    if layout.expert_tensor > 1 and config.moe.expert_sublayers > 1:
+        yield (
+            "expert_tensor",
+            f"cannot cut experts of {config.moe.expert_sublayers} sub-layers, with norms inside",
+        )
+    unit, precision = row_unit(config)
+    if layout.expert_tensor > 1 and expert_ffn_size(config) // layout.expert_tensor % unit:
+        yield (
+            "expert_tensor",
+            f"cuts experts of FFN size {expert_ffn_size(config)} into slices that are no multiple of {unit}, "
+            f"which grouped experts need in {precision}",
+        )
+
+
+def row_unit(config: RunConfig) -> tuple[int, Precision]:
+    """What the sizes of grouped products must be a multiple of, and the precision that makes it so."""
+    precision = resolve_precision(config, read_deepspeed_config(config.parallel.deepspeed))
+    return GROUPED_ROW_BYTES // (4 if precision == "fp32" else 2), precision
+
+
+def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, str, int]]:
+    """(key, its value, the name of what it must divide, that size)."""
+    model, tensor = config.model, layout.tensor
+    yield "tensor", tensor, "the number of ranks", layout.ranks
+    yield "tensor", tensor, "model.num_attention_heads", model.num_attention_heads
+    if model.num_query_groups is not None:
+        yield "tensor", tensor, "model.num_query_groups", model.num_query_groups
+    if len(moe_block_numbers(config.moe, model.num_layers)) < model.num_layers:
+        yield "tensor", tensor, "the dense blocks' FFN size", ffn_size(model)
+    yield "tensor", tensor, "model.vocab_multiple", model.vocab_multiple
+    yield "tensor", tensor, "data.sequence_length", config.data.sequence_length
+    yield "expert", layout.expert, "the number of ranks", layout.ranks
+    yield "expert", layout.expert, "moe.num_experts", config.moe.num_experts
+    yield "expert_tensor", layout.expert_tensor, "moe.expert_ffn_hidden_size", expert_ffn_size(config)
+    times = f" (with parallel.expert {layout.expert})" if layout.expert > 1 else ""
+    yield "expert_tensor", layout.expert_ranks, f"the number of ranks{times}", layout.ranks
+
+
+def _legal(config: RunConfig, ranks: int, key: str) -> str:
+    """What may stand under the key; if nothing, all layouts that are legal."""
+    chosen = Layout.of(config.parallel, ranks)
+    sizes = {name: [getattr(chosen, name)] for name in KEYS}
+    legal = _legal_among(config, ranks, {**sizes, key: _divisors(ranks)})
+    others = ", ".join(f"{name} {getattr(chosen, name)}" for name in KEYS if name != key)
+    if legal:
+        return f"legal on {ranks} ranks with {others}: {', '.join(str(getattr(it, key)) for it in legal)}"
+    legal = _legal_among(config, ranks, dict.fromkeys(KEYS, _divisors(ranks)))
+    shown = ", ".join(f"{it.tensor} x {it.expert} x {it.expert_tensor}" for it in legal)
+    return f"legal tensor x expert x expert_tensor on {ranks} ranks: {shown or 'none'}"
+
+
+def _legal_among(config: RunConfig, ranks: int, sizes: dict[str, list[int]]) -> list[Layout]:
+    layouts = [Layout(ranks, *choice) for choice in product(*(sizes[key] for key in KEYS))]
+    return [layout for layout in layouts if next(layout_problems(config, layout), None) is None]
+
+
+def _divisors(ranks: int) -> list[int]:
+    return [number for number in range(1, ranks + 1) if ranks % number == 0]

@@ -1,0 +1,190 @@
+"""The DeepSpeed file: read, filled in from the YAML, and held against it.
+
+The YAML owns batch sizes, clipping, the optimiser and its schedule; the file owns ZeRO, offload, precision
+and buckets. A value of the file that the YAML owns may be left out or `"auto"`; another one must agree.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from megamoe.config.schema import RunConfig
+from megamoe.errors import UserError
+from megamoe.registry import unknown_name_message
+from megamoe.zero.offload import check_offload, offload_device
+
+Precision = Literal["fp32", "bf16", "fp16"]
+OF_THE_YAML = {
+    "optimizer": "optimizer",
+    "scheduler": "optimizer.schedule",
+    "tensor_parallel": "parallel.tensor",
+    "sequence_parallel_size": "parallel.sequence",
+    "expert_parallel": "parallel.expert",
+}
+SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "aio")
+STAGES = (0, 1, 2, 3)
+
+
+def read_deepspeed_config(path: str | None) -> dict[str, Any]:
+    """The JSON of `parallel.deepspeed`; None is ZeRO 0 in fp32."""
+    if path is None:
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"parallel.deepspeed: cannot read {path!r}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"parallel.deepspeed: {path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"parallel.deepspeed: {path} must hold a JSON object")
+    for section in SECTIONS:
+        if not isinstance(content.get(section, {}), dict):
+            raise UserError(f"{path}: {section} is {content[section]!r}, expected an object")
+    return content
+
+
+def zero_stage(content: dict[str, Any]) -> int:
+    """The ZeRO stage, 0 where the file says nothing."""
+    stage: int = content.get("zero_optimization", {}).get("stage", 0)
+    return stage
+
+
+def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
+    """fp32, bf16 or fp16, from the YAML and the file together.
+
+    Raises:
+        UserError: where they disagree.
+    """
+    where = config.parallel.deepspeed or "the DeepSpeed file"
+    stated = {name: content.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
+    for name, value in stated.items():
+        if value not in ("auto", True, False):
+            raise UserError(f'{where}: {name}.enabled is {value!r}, expected true, false or "auto"')
+    enabled: list[Precision] = [name for name in ("bf16", "fp16") if stated[name] is True]
+    if len(enabled) == 2:
+        raise UserError(f"{where}: bf16.enabled and fp16.enabled are both true; switch one of them off")
+    asked = config.parallel.precision
+    if asked == "auto":
+        return enabled[0] if enabled else "fp32"
+    for name, value in stated.items():
+        if value is (asked != name):
+            raise UserError(
+                f"parallel.precision is {asked}, but {where} says {name}.enabled: {str(value).lower()}; "
+                "change one of them, or set parallel.precision: auto"
+            )
+    return asked
+
+
+def fill_in(
+    config: RunConfig, content: dict[str, Any], data_parallel: int, accumulation: int
+) -> dict[str, Any]:
+    """The dictionary for `deepspeed.initialize`.
+
+    Raises:
+        UserError: naming the key, where the file contradicts the YAML, or holds what the YAML owns.
+    """
+    where = config.parallel.deepspeed or "the DeepSpeed file"
+    stage = zero_stage(content)
+    if stage not in STAGES:
+        raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
+    _check_zero(where, content.get("zero_optimization", {}), stage)
+    _check_overflow_checks(where, content)
+    check_offload(where, content, stage)
+    for section, owner in OF_THE_YAML.items():
+        if section in content:
+            raise UserError(f"{where}: remove {section!r}; the YAML's {owner} decides that")
+    micro = config.train.micro_batch_size
+    owned = {
+        "train_micro_batch_size_per_gpu": (micro, "train.micro_batch_size"),
+        "gradient_accumulation_steps": (accumulation, "train.global_batch_size"),
+        "train_batch_size": (micro * accumulation * data_parallel, "train.global_batch_size"),
+        "gradient_clipping": (config.optimizer.grad_clip, "optimizer.grad_clip"),
+    }
+    filled = json.loads(json.dumps(content))
+    for key, (value, owner) in owned.items():
+        stated = filled.get(key, "auto")
+        if stated not in ("auto", value):
+            raise UserError(
+                f"{where}: {key} is {stated}, but the YAML's {owner} makes it {value}; "
+                f'set it to "auto" or change the YAML'
+            )
+        filled[key] = value
+    precision = resolve_precision(config, content)
+    _check_precision(where, precision, stage)
+    _set_precision(filled, precision, stage)
+    if stage == 0:
+        filled["gradient_clipping"] = 0.0  # our optimiser clips: DeepSpeed's is wrong with experts there
+    filled.setdefault("zero_allow_untested_optimizer", True)
+    filled.setdefault("steps_per_print", 10**9)
+    if offload_device(content, "offload_optimizer") != "none":
+        filled.setdefault("zero_force_ds_cpu_optimizer", False)
+    return filled
+
+
+def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
+    """The keys are DeepSpeed's, and none is one that experts cannot go with."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**section)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(["zero_optimization", *map(str, first["loc"])])
+        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+            known = list(DeepSpeedZeroConfig.model_fields)
+            told = unknown_name_message("key", str(first["loc"][0]), known)
+            raise UserError(f"{where}: zero_optimization: {told}") from None
+        raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from None
+    for key, without in (("zero_quantized_gradients", False), ("zero_hpz_partition_size", 1)):
+        value = section.get(key, without)
+        if stage == 3 and value != without:
+            raise UserError(
+                f"{where}: zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; "
+                "leave it out"
+            )
+
+
+def _check_overflow_checks(where: str, content: dict[str, Any]) -> None:
+    """By these DeepSpeed sees a gradient that is not finite, and leaves the weights alone."""
+    for section, key in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
+        if content.get(section, {}).get(key, True) is not True:
+            raise UserError(
+                f"{where}: {section}.{key} is {content[section][key]!r}, so a broken gradient would reach "
+                "the weights; leave it out"
+            )
+
+
+def _check_precision(where: str, precision: Precision, stage: int) -> None:
+    """fp16 needs ZeRO, whose optimiser scales the loss, and a device that computes in it."""
+    if precision != "fp16":
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    if stage == 0:
+        raise UserError(
+            f"{where}: fp16 at zero_optimization.stage 0 has no fp32 masters; set the stage to 1, or use bf16"
+        )
+    if not get_accelerator().is_fp16_supported():
+        raise UserError(
+            f"{where}: fp16 needs a device that computes in it, and by DeepSpeed the accelerator "
+            f"{get_accelerator()._name!r} here does not; use bf16 or fp32 (ds_configs/zero*_bf16.json, "
+            "zero*_fp32.json)"
+        )
+
+
+def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> None:
+    """Gradients accumulate in fp32; at stage 0 the bf16 model and its masters are ours, not the engine's."""
+    for name in ("bf16", "fp16"):
+        filled[name] = {**filled.get(name, {}), "enabled": precision == name and stage > 0}
+    if filled["bf16"]["enabled"] or filled["fp16"]["enabled"]:
+        types = filled.setdefault("data_types", {})
+        types.setdefault("grad_accum_dtype", "fp32")
+        if (
+            stage == 1
+        ):  # it reduces once a step, what has accumulated: rounded first, that would be for nothing
+            filled.setdefault("communication_data_type", "fp32")
+            filled["bf16"].setdefault("immediate_grad_update", True)  # autograd's own go at once
+    else:
+        filled.pop("data_types", None)

@@ -1,0 +1,231 @@
+"""The DeepSpeed engine behind a few verbs: forward, backward, step, project, and the sizes of a batch.
+
+What it settles, so that training is the same under every layout:
+- the caller's loss is the gradient's source as it stands: the engine divides by nothing but the
+  data-parallel size (its mean over ranks), never by the accumulation steps;
+- the accumulation boundary is told, not counted, so a batch may change its size between steps;
+- clipping is over dense and expert parameters together at every stage (see `optimizer`);
+- a step whose gradients are not finite, or that is told to rest, moves nothing, and tells (`step_skipped`).
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from megamoe.config.schema import RunConfig
+from megamoe.moe.part import Constraint
+from megamoe.parallel.consensus import CollectiveError
+from megamoe.parallel.gradient_sync import TensorParallelGradientSync
+from megamoe.parallel.groups import ModelParallelUnit, data_group
+from megamoe.parallel.launch import World
+from megamoe.parallel.layout import Layout
+from megamoe.zero.apex_adamw import zero_adamw
+from megamoe.zero.deepspeed_config import (
+    Precision,
+    fill_in,
+    read_deepspeed_config,
+    resolve_precision,
+    zero_stage,
+)
+from megamoe.zero.offload import read_offload
+from megamoe.zero.optimizer import (
+    MasterWeightAdamW,
+    Stage0AdamW,
+    adamw_options,
+    forget_gradients,
+    parameter_groups,
+    resting,
+)
+from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
+
+# Of DeepSpeed's dynamic loss scaler; its other attributes are the file's.
+LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class Engine:
+    """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision.
+
+    step_skipped: whether the last step left weights and moments as they were.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module, world: World, accumulation: int) -> None:
+        content = read_deepspeed_config(config.parallel.deepspeed)
+        self.world = world
+        self.layout = Layout.of(config.parallel, world.size)
+        self.stage = zero_stage(content)
+        self.precision: Precision = resolve_precision(config, content)
+        self.offload = read_offload(content)
+        self.step_skipped = False
+        self.micro_batch_size = config.train.micro_batch_size
+        filled = fill_in(config, content, self.layout.data, accumulation)
+        if self.stage == 0 and self.precision == "bf16":
+            _round_parameters(model)
+        model.to(world.device)
+        unit = ModelParallelUnit()
+        tensor_group = unit.get_tensor_model_parallel_group()
+        self._gradient_sync = (
+            TensorParallelGradientSync(model, tensor_group) if self.layout.tensor > 1 else None
+        )
+        optimizer = _build_optimizer(config, model, self.stage, self.precision, self.offload.optimizer, world)
+        # ZeRO 1 in bf16 would print the memory before and after each group, collecting garbage each time.
+        bf16_optimizer.see_memory_usage = lambda *unused, **also_unused: None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the libraries' notices to their own developers
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
+            )
+
+        if self.stage == 0 and world.size == 1:
+            # There is nobody to sum with, but DeepSpeed would copy all gradients into buckets and back.
+            self._engine.enable_backward_allreduce = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as it was given."""
+        module: nn.Module = self._engine.module
+        return module
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks whose micro batches together are the batch."""
+        return data_group()
+
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimiser, under ZeRO's wrapper or by itself."""
+        optimizer = self._engine.optimizer
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        return inner
+
+    def set_accumulation(self, accumulation: int) -> None:
+        """Micro batches per rank in the coming step."""
+        self._engine.set_train_batch_size(self.micro_batch_size * self.layout.data * accumulation)
+
+    def forward(self, last: bool, **inputs: Any) -> Any:
+        """The model's output; `last`: whether this micro batch completes the step."""
+        self._engine.set_gradient_accumulation_boundary(is_boundary=last)
+        if self._gradient_sync is not None:
+            self._gradient_sync.last = last
+        return self._engine(**inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of `loss`; after the last micro batch it is averaged over ranks."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss with, lest small gradients vanish in fp16; 1 elsewhere."""
+        return float(self._engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+
+    @property
+    def loss_scale_can_fall(self) -> bool:
+        """Whether an overflow lowers it."""
+        if self.precision != "fp16":
+            return False
+        scaler = self._engine.optimizer.loss_scaler
+        return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
+
+    def loss_scaler_state(self) -> dict[str, float]:
+        """What a dynamic loss scale has learned, for a checkpoint; empty where there is none."""
+        scaler = self._dynamic_scaler()
+        return {name: getattr(scaler, name) for name in LOSS_SCALER} if scaler is not None else {}
+
+    def restore_loss_scaler(self, state: dict[str, float]) -> None:
+        """Go on from `loss_scaler_state`; a static scale is the file's, whatever was learned."""
+        scaler = self._dynamic_scaler()
+        for name in LOSS_SCALER:
+            if scaler is not None and name in state:
+                setattr(scaler, name, state[name])
+
+    def _dynamic_scaler(self) -> Any:
+        scaler = self._engine.optimizer.loss_scaler if self.precision == "fp16" else None
+        return scaler if scaler is not None and scaler.dynamic else None
+
+    def step(self, lr: float, rest: bool = False) -> float:
+        """Clip, update the weights, clear the gradients; returns the gradient norm before clipping.
+
+        Where it is not finite, or with `rest`, weights and moments stay; see `step_skipped`.
+
+        Raises:
+            CollectiveError: in fp16, where gradients overflow at the smallest loss scale.
+        """
+        for group in self.inner_optimizer.param_groups:
+            group["lr"] = lr
+        if self._gradient_sync is not None:
+            self._gradient_sync.check_all_summed()
+        try:
+            with resting(self._engine.optimizer) if rest else nullcontext():
+                self._engine.step()
+        except Exception as error:  # DeepSpeed's dynamic scale knows no narrower one
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise CollectiveError(
+                f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} (fp16."
+                "min_loss_scale of the DeepSpeed file); lower optimizer.lr, or train in bf16"
+            ) from None
+        # Where it is not finite DeepSpeed skips by itself, and says inf; ours at ZeRO 0 says what it is.
+        norm = float(self._engine.get_global_grad_norm())
+        self.step_skipped = rest or not math.isfinite(norm)
+        if not math.isfinite(norm):
+            forget_gradients(self._engine.optimizer)
+        return norm
+
+    @torch.no_grad()
+    def project(self, constraints: list[Constraint]) -> None:
+        """Replace each parameter by its projection, in full precision where it has a master copy.
+
+        Collective at ZeRO 1, 2 and 3, where a master is spread over ranks.
+        """
+        for parameter, projection in constraints:
+            if self.stage == 0:
+                master = self.inner_optimizer.master_of(parameter)  # type: ignore[attr-defined]
+                value = projection(master.float())
+                master.copy_(value)
+            else:
+                value = projection(safe_get_full_fp32_param(parameter))
+                set_master(parameter, value)
+            set_weight(parameter, value)
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, parameters are whole, to be read and not written; collective at ZeRO 3, null below."""
+        return gathered(parameters)
+
+    def optimizer_shards(self) -> Iterator[Shard]:
+        """This rank's weights and moments, one parameter group after the other."""
+        return optimizer_shards(self._engine.optimizer, self.inner_optimizer, self.stage)
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode."""
+        self._engine.train(mode)
+
+
+def _build_optimizer(
+    config: RunConfig, model: nn.Module, stage: int, precision: Precision, offload: str, world: World
+) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, config.optimizer)
+    options = adamw_options(config.optimizer)
+    if stage == 0:
+        kind = MasterWeightAdamW if precision == "bf16" else Stage0AdamW
+        return kind(groups, grad_clip=config.optimizer.grad_clip, **options)
+    if offload != "none" and world.device.type == "cuda":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        del options["fused"]
+        cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        return cpu_adam
+    return zero_adamw(config.optimizer, groups, options)
+
+
+def _round_parameters(model: nn.Module) -> None:
+    """Parameters to bf16; buffers (rotary frequencies) stay fp32, as the engine's own cast leaves them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()

@@ -1,0 +1,34 @@
+"""What all must do with a checkpoint made to do harm: refuse it in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.tools import verify
+from megamoe.checkpoint.tools.describe import state_of
+from megamoe.errors import UserError
+
+SHARD = "shard_00000.safetensors"
+
+
+def read_all(folder: Path) -> None:
+    """What loading does, without a model."""
+    problem = integrity.first(integrity.problems(folder))
+    if problem is not None:
+        raise UserError(problem)
+    with Saved(folder) as saved:
+        for name in saved.names():
+            saved.tensor(name)
+
+
+def assert_refused(folder: Path) -> str:
+    """By verify and by loading; what verify says."""
+    told = list(verify.problems(folder))
+    assert told
+    with pytest.raises(UserError) as refusal:
+        read_all(folder)
+    for line in (*told, str(refusal.value), state_of(folder)):
+        assert line.isprintable() and len(line) < 1000, line
+    return told[0]

@@ -1,0 +1,112 @@
+"""Checksums: of every file, in the form of sha256sum, dealt out to ranks."""
+
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format.files import INDEX, META, SUMS
+from megamoe.checkpoint.tools import verify
+from megamoe.checkpoint.tools.describe import INTACT, state_of
+from tests.checkpoint import checkpoint
+
+SHARDS = ["shard_00000.safetensors", "shard_00001.safetensors"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return checkpoint.write(tmp_path / "step_00000007")
+
+
+def test_the_list_is_what_sha256sum_reads(folder: Path) -> None:
+    assert (folder / SUMS).read_text().splitlines()[0].split() == [
+        hashlib.sha256((folder / META).read_bytes()).hexdigest(),
+        META,
+    ]
+    if shutil.which("sha256sum"):
+        subprocess.run(
+            ["sha256sum", "--check", "--strict", SUMS], cwd=folder, check=True, capture_output=True
+        )
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, (1 << 24) - 1, 1 << 24, (1 << 24) + 1])
+def test_a_digest_is_that_of_the_bytes(tmp_path: Path, size: int) -> None:
+    content = random.Random(0).randbytes(size)
+    (tmp_path / "file").write_bytes(content)
+    assert integrity.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_ranks_deal_out_the_tensors_and_share_the_rest(folder: Path) -> None:
+    for name in SHARDS:
+        flip(folder / name, 100)
+    told = [list(integrity.problems(folder, rank, 2)) for rank in range(2)]
+    assert [[line.split(":")[0] for line in lines] for lines in told] == [[SHARDS[0]], [SHARDS[1]]]
+    assert list(integrity.small_problems(folder)) == []
+    flip(folder / INDEX, 3)
+    assert all(next(integrity.problems(folder, rank, 5)).startswith(INDEX) for rank in range(5))
+    assert next(integrity.small_problems(folder)).startswith(INDEX)
+
+
+@pytest.mark.parametrize("name", [META, INDEX, *SHARDS, SUMS])
+def test_each_file_is_missed(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    assert name in state_of(folder)
+
+
+@pytest.mark.parametrize("name", [META, INDEX, *SHARDS, SUMS])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_bit_or_the_end_of_any_file(folder: Path, name: str, seed: int) -> None:
+    rng = random.Random(f"{name} {seed}")
+    size = (folder / name).stat().st_size
+    if seed % 2:
+        flip(folder / name, rng.randrange(size), 1 << rng.randrange(8))
+    else:
+        os.truncate(folder / name, rng.randrange(size))
+    assert next(verify.problems(folder)).startswith(name if name != SUMS else "")
+
+
+def flip(path: Path, at: int, bits: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= bits
+    path.write_bytes(content)
+
+
+def swap(folder: Path) -> None:
+    os.replace(folder / SHARDS[0], folder / "aside")
+    os.replace(folder / SHARDS[1], folder / SHARDS[0])
+    os.replace(folder / "aside", folder / SHARDS[1])
+
+
+def grow(folder: Path) -> None:
+    with (folder / SHARDS[0]).open("ab") as file:
+        file.write(b"\0")
+
+
+def out_of_order(folder: Path) -> None:
+    lines = (folder / SUMS).read_text().splitlines(keepends=True)
+    (folder / SUMS).write_text("".join(reversed(lines)))
+
+
+def of_another_step(folder: Path) -> None:
+    other = checkpoint.write(folder.with_name("step_00000008"), step=8)
+    shutil.copy(other / META, folder / META)
+
+
+@pytest.mark.parametrize("harm", [swap, grow, out_of_order, of_another_step])
+def test_whole_files_that_are_not_these(folder: Path, harm: Callable[[Path], None]) -> None:
+    assert state_of(folder) == INTACT
+    harm(folder)
+    assert state_of(folder).startswith("damaged: ")
+
+
+def test_upper_case_and_windows_lines_are_another_list(folder: Path) -> None:
+    text = (folder / SUMS).read_text()
+    for other in (text.upper(), text.replace("\n", "\r\n"), text.replace("  ", " *"), text + "\n"):
+        (folder / SUMS).write_text(other, newline="")
+        assert state_of(folder).startswith(f"damaged: {SUMS}")

@@ -1,0 +1,321 @@
+"""Weights of a checkpoint in a new model: the same bits, a dense FFN cut or copied, and what is refused."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.checkpoint.init_from import load_initial_weights
+from megamoe.config import RunConfig
+from megamoe.errors import UserError
+from megamoe.model.gpt import GPT
+from megamoe.parallel.layout import Layout
+from tests.checkpoint_files import Tensors, grid, read_index, rewrite, seal, write_checkpoint
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+DENSE = ("moe.layers=none",)
+CUT = ("moe.expert_ffn_hidden_size=8", "moe.num_experts=3", "moe.router.selector={k: 3, weights: one}")
+COPY = ("moe.expert_ffn_hidden_size=24",)
+MLP = "model.decoder.layers.1.mlp"
+
+
+def save(folder: Path, config: RunConfig, *counts: int) -> GPT:
+    """The model of `config` with weights of its own, and its checkpoint: each tensor in so many boxes."""
+    model = tiny_gpt(config)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    state = {f"model/{name}": tensor for name, tensor in tensors(model).items()}
+    chunks = {name: grid(tuple(tensor.shape), *counts) for name, tensor in state.items()}
+    cuts = {name: {"expert": True} if ".experts." in name else {} for name, _ in model.named_parameters()}
+    # An optimiser's share, which no model has a place for, is left behind.
+    moments = {name.replace("model/", "exp_avg/"): torch.ones_like(tensor) for name, tensor in state.items()}
+    write_checkpoint(folder, state | moments, chunks=chunks, shardings=cuts)
+    return model
+
+
+def load(model: nn.Module, folder: Path, experts: str) -> list[str]:
+    return load_initial_weights(model, folder, experts, Layout(1), 0)  # type: ignore[arg-type]
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in model.state_dict().items() if torch.is_tensor(t)}
+
+
+def losses(model: GPT) -> Tensor:
+    tokens_BS = torch.arange(24).reshape(2, 12) * 7 % VOCABULARY
+    position_BS = torch.arange(12).repeat(2, 1)
+    with torch.no_grad():
+        return model.eval()(tokens_BS, position_BS, tokens_BS.roll(-1, 1))
+
+
+@pytest.mark.parametrize("counts", [(), (2,), (4, 3), (2, 5, 3)], ids=str)
+def test_the_same_model_is_bit_equal_whatever_boxes_it_was_saved_in(
+    tmp_path: Path, counts: tuple[int, ...]
+) -> None:
+    config = tiny("moe.num_shared_experts=1", "moe.router.score_function={name: sigmoid, bias_update: 0.1}")
+    expected = tensors(save(tmp_path / "step", config, *counts))
+    assert len(list((tmp_path / "step").glob("shard_*"))) == math.prod(counts)
+    model = tiny_gpt(config)
+    assert not torch.equal(tensors(model)[f"{MLP}.layer.experts.up"], expected[f"{MLP}.layer.experts.up"])
+    assert load(model, tmp_path / "step", "same") == []
+    found = tensors(model)
+    assert found.keys() == expected.keys() and any(name.endswith("score_function.bias") for name in found)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_bf16_weights_and_scalars_come_through(tmp_path: Path) -> None:
+    """A scalar has no slice; what was saved in bf16 is the start of an fp32 model as it stands."""
+    model = nn.Linear(3, 2)
+    model.scale = nn.Parameter(torch.tensor(0.0))
+    weight = torch.randn(2, 3).bfloat16()
+    saved = {"model/weight": weight, "model/bias": torch.ones(2), "model/scale": torch.tensor(0.3)}
+    write_checkpoint(tmp_path / "step", saved, chunks={"model/weight": grid((2, 3), 1, 2)})
+    load(model, tmp_path / "step", "same")
+    assert torch.equal(model.weight, weight.float()) and model.weight.dtype == torch.float32
+    assert model.scale.item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_dense_model_cut_into_experts_is_the_same_function(tmp_path: Path, activation: str) -> None:
+    """Every expert chosen with weight 1; and each expert against a slice worked out by hand."""
+    own = f"model.activation={activation}"
+    dense = save(tmp_path / "step", tiny(*DENSE, own), 5, 3)
+    model = tiny_gpt(tiny(*CUT, own))
+    kept = load(model, tmp_path / "step", "cut")
+    assert kept == ["router.scorer.weight"]
+    torch.testing.assert_close(losses(model), losses(dense), rtol=1e-6, atol=1e-6)
+    state, experts = dense.state_dict(), model.state_dict()
+    up, down = state[f"{MLP}.linear_fc1.weight"], state[f"{MLP}.linear_fc2.weight"]
+    last = torch.cat([up[16:24], up[40:48]]) if activation == "swiglu" else up[16:24]
+    assert torch.equal(experts[f"{MLP}.layer.experts.up"][2], last)
+    assert torch.equal(experts[f"{MLP}.layer.experts.down"][2], down[:, 16:24])
+
+
+def test_the_cut_is_exact_beyond_fp32(tmp_path: Path) -> None:
+    """The plain formula of both sides in fp64: rounding aside, nothing is left over."""
+    dense = save(tmp_path / "step", tiny(*DENSE)).state_dict()
+    model = tiny_gpt(tiny(*CUT))
+    load(model, tmp_path / "step", "cut")
+    rows = torch.randn(5, 16, dtype=torch.float64)
+
+    def ffn(up: Tensor, down: Tensor) -> Tensor:
+        score_function, value = (rows @ up.double().T).chunk(2, dim=-1)
+        return (functional.silu(score_function) * value) @ down.double().T
+
+    experts = model.model.decoder.layers[1].mlp.layer.experts
+    parts = sum(ffn(up, down) for up, down in zip(experts.up, experts.down, strict=True))
+    whole = ffn(dense[f"{MLP}.linear_fc1.weight"], dense[f"{MLP}.linear_fc2.weight"])
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_upcycled_experts_are_copies_and_the_same_function(tmp_path: Path) -> None:
+    """The default weights of top-k sum to 1."""
+    dense = save(tmp_path / "step", tiny(*DENSE))
+    model = tiny_gpt(tiny(*COPY))
+    load(model, tmp_path / "step", "copy")
+    up = model.state_dict()[f"{MLP}.layer.experts.up"]
+    assert len(up) == 4
+    assert all(torch.equal(expert, dense.state_dict()[f"{MLP}.linear_fc1.weight"]) for expert in up)
+    torch.testing.assert_close(losses(model), losses(dense), rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_dense_model_lacks_keeps_its_start(tmp_path: Path) -> None:
+    """Shared experts too; a block that stays dense takes the dense FFN."""
+    own = ("moe.layers={at: [2]}", "moe.num_shared_experts=1", *COPY)
+    dense = save(tmp_path / "step", tiny(*DENSE)).state_dict()
+    model = tiny_gpt(tiny(*own))
+    before = tensors(model)
+    kept = load(model, tmp_path / "step", "copy")
+    assert sorted(kept) == ["router.scorer.weight", "shared.down", "shared.up"]
+    after = tensors(model)
+    assert all(torch.equal(after[f"{MLP}.layer.{name}"], before[f"{MLP}.layer.{name}"]) for name in kept)
+    assert all(torch.equal(after[name], dense[name]) for name in after if ".mlp.layer." not in name)
+
+
+def _edit(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, lambda tensors: (change(tensors), None)[1])
+
+
+def _and_seal(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda folder: (damage(folder), seal(folder))[1]
+
+
+def _unlink(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).unlink()
+
+
+def _leave(folder: Path) -> None:
+    """As it is."""
+
+
+def _cut_short(folder: Path) -> None:
+    os.truncate(folder / SHARD, 100)
+
+
+def _flip_a_bit(folder: Path) -> None:
+    """In the last of the shard's numbers."""
+    content = bytearray((folder / SHARD).read_bytes())
+    content[-1] ^= 1
+    (folder / SHARD).write_bytes(content)
+
+
+def _lose_a_box(folder: Path) -> None:
+    index = read_index(folder)
+    index["tensors"][f"model/{EXPERTS}"]["chunks"].pop()
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+SHARD = "shard_00001.safetensors"
+NORM = "model.decoder.final_layernorm.weight"
+EXPERTS = f"{MLP}.layer.experts.up"
+# name: the checkpoint's model, what happens to its files, this run's model, experts, what is told
+REFUSALS: dict[str, tuple[tuple[str, ...], Callable[[Path], None], tuple[str, ...], str, str]] = {
+    "no checkpoint": (
+        (),
+        _unlink("checkpoint.json"),
+        (),
+        "same",
+        r"checkpoint.init.path: .*step is not a complete checkpoint .*; name a step_\* folder$",
+    ),
+    "no index": ((), _unlink("index.json"), (), "same", r"missing or damaged \(index.json: missing\)"),
+    "no shard": ((), _unlink(SHARD), (), "same", rf"damaged \({SHARD}: missing\); name another checkpoint$"),
+    "cut short": ((), _cut_short, (), "same", rf"damaged \({SHARD}: damaged, its SHA-256 is not"),
+    "a bit flipped": ((), _flip_a_bit, (), "same", rf"damaged \({SHARD}: damaged, its SHA-256 is not"),
+    "a box less": ((), _lose_a_box, (), "same", r"damaged \(index.json: damaged, its SHA-256 is not"),
+    # Of those that their checksums call intact:
+    "never an index": ((), _and_seal(_unlink("index.json")), (), "same", "index.json: missing or damaged"),
+    "never a shard": ((), _and_seal(_unlink(SHARD)), (), "same", f"{SHARD}: missing or damaged"),
+    "always short": ((), _and_seal(_cut_short), (), "same", f"{SHARD}: missing or damaged"),
+    "never the box": (
+        (),
+        _and_seal(_lose_a_box),
+        (),
+        "same",
+        rf"index.json: .*model/{EXPERTS}: chunks of 768 elements for shape \[4, 24, 16\]",
+    ),
+    "a tensor less": (
+        (),
+        _edit(lambda held: held.pop(f"model/{NORM}")),
+        (),
+        "same",
+        f"{NORM} is missing; the checkpoint is of another model",
+    ),
+    "a tensor of experts less": (
+        (),
+        _edit(lambda held: held.pop(f"model/{EXPERTS}")),
+        (),
+        "same",
+        f"{EXPERTS} is missing",
+    ),
+    "a tensor more": (
+        (),
+        _edit(lambda held: held.update({"model/other": torch.ones(1)})),
+        (),
+        "same",
+        "this model has no place for other; use the configuration that saved it",
+    ),
+    "a dense tensor more": (
+        DENSE,
+        _edit(lambda held: held.update({"model/other": torch.ones(1)})),
+        CUT,
+        "cut",
+        "this model has no place for other; start from one of the same model, but",
+    ),
+    "no dense FFN": (
+        DENSE,
+        _edit(lambda held: held.pop(f"model/{MLP}.linear_fc2.weight")),
+        CUT,
+        "cut",
+        f"{MLP}.linear_fc2.weight is missing; the checkpoint is of another model",
+    ),
+    "another hidden size": (
+        (),
+        _leave,
+        ("model.hidden_size=32",),
+        "same",
+        r"has shape \[.*16.*\], this model needs \[.*32.*\]; use the configuration that saved it",
+    ),
+    "another expert size": (
+        (),
+        _leave,
+        ("moe.expert_ffn_hidden_size=24",),
+        "same",
+        r"experts.up has shape \[4, 24, 16\], this model needs \[4, 48, 16\]",
+    ),
+    "more experts": (
+        (),
+        _leave,
+        ("moe.num_experts=8",),
+        "same",
+        "holds 4 experts, this model has moe.num_experts=8; set it to 4",
+    ),
+    "fewer blocks": ((), _leave, ("model.num_layers=1",), "same", "no place for model.decoder.layers.1"),
+    "dense as the same": (
+        DENSE,
+        _leave,
+        (),
+        "same",
+        "the checkpoint is of a dense model; say checkpoint.init.experts=cut or copy",
+    ),
+    "MoE as dense": ((), _leave, DENSE, "same", "of an MoE model, this one is dense"),
+    "MoE to cut": ((), _leave, CUT, "cut", "of an MoE model, which has no dense FFN to cut; say .*=same"),
+    "MoE to copy": ((), _leave, COPY, "copy", "of an MoE model, which has no dense FFN to copy"),
+    "cut of another size": (
+        DENSE,
+        _leave,
+        ("moe.expert_ffn_hidden_size=8",),
+        "cut",
+        "cut needs moe.num_experts x moe.expert_ffn_hidden_size of the dense FFN's size 24, found 4 x 8; "
+        "set moe.expert_ffn_hidden_size=6",
+    ),
+    "cut that leaves a rest": (
+        DENSE,
+        _leave,
+        ("moe.num_experts=5",),
+        "cut",
+        "found 5 x 12; choose a moe.num_experts that divides 24",
+    ),
+    "copy of another size": (
+        DENSE,
+        _leave,
+        (),
+        "copy",
+        "copy needs experts of the dense FFN's size 24, found 12; set moe.expert_ffn_hidden_size=24",
+    ),
+    "another activation": (
+        (*DENSE, "model.activation=gelu"),
+        _leave,
+        COPY,
+        "copy",
+        r"linear_fc1.weight has shape \[24, 16\], this model needs \[48, 16\]",
+    ),
+    "biases": (
+        (*DENSE, "model.bias=true"),
+        _leave,
+        (*COPY, "model.bias=true"),
+        "copy",
+        "linear_fc1 and linear_fc2 have biases, experts have none; start from .* model.bias=false",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    source, damage, overrides, experts, pattern = REFUSALS[case]
+    save(tmp_path / "step", tiny(*source), 2)
+    damage(tmp_path / "step")
+    model = tiny_gpt(tiny(*overrides))
+    with pytest.raises(UserError) as refusal:
+        load(model, tmp_path / "step", experts)
+    assert re.search(pattern, str(refusal.value)), str(refusal.value)
+    assert "\n" not in str(refusal.value)

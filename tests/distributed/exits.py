@@ -1,0 +1,70 @@
+"""The entry script on the pool's ranks: how each one ends, and what it prints, when something goes wrong."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megamoe.config import dump_yaml
+from megamoe.train.trainer import Trainer
+from tests.distributed.pool import Pool, RankError
+from tests.tiny import tiny
+
+Trouble = Callable[[Trainer], None]
+
+
+@dataclass
+class Endings:
+    """By rank: exit codes (negative: killed by that signal), and stdout with stderr."""
+
+    codes: list[int]
+    outputs: list[str]
+
+    def errors(self) -> list[list[str]]:
+        """By rank, the lines of errors and tracebacks."""
+        words = ("error: ", "Traceback", "  File ", "[rank")
+        return [[line for line in text.splitlines() if line.startswith(words)] for text in self.outputs]
+
+
+def play(folder: str, arguments: list[str], trouble: Trouble | None) -> None:
+    """Job: what `python pretrain_gpt_moe.py` does; `trouble` is called before each step. Does not return."""
+    import pretrain_gpt_moe
+    from megamoe.resilience import error_reporting, watchdog
+
+    output = os.open(f"{folder}/rank_{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    error_reporting.PATIENCE_S, watchdog.GRACE_S, watchdog.DUMP_S, watchdog.PRINTING_S = 1, 2.5, 2, 5
+    if trouble is not None:
+        step = Trainer.step
+
+        def step_in_trouble(self: Trainer) -> object:
+            trouble(self)
+            return step(self)
+
+        Trainer.step = step_in_trouble  # type: ignore[assignment, method-assign]
+    sys.argv = ["pretrain_gpt_moe.py", "--config", f"{folder}/run.yaml", *arguments]
+    error_reporting.leave(pretrain_gpt_moe.main())
+
+
+def endings(
+    pool: Pool,
+    folder: Path,
+    *arguments: str,
+    trouble: Trouble | None = None,
+    ranks: int = 2,
+    timeout_s: float = 60,
+) -> Endings:
+    """Train tiny(output=<folder>/runs, name=a, ...) with `arguments` until every rank has ended."""
+    (folder / "run.yaml").write_text(dump_yaml(tiny(f"output={folder}/runs", "name=a", "train.steps=8")))
+    with pytest.raises(RankError) as ended:
+        pool.run(play, str(folder), list(arguments), trouble, ranks=ranks, timeout_s=timeout_s)
+    found = re.findall(r"--- rank (\d+)\nthe process died with exit code (-?\d+)", str(ended.value))
+    codes = {int(rank): int(code) for rank, code in found}
+    outputs = [(folder / f"rank_{rank}.txt").read_text() for rank in range(ranks)]
+    assert len(codes) == ranks, "\n".join([str(ended.value), *outputs])
+    return Endings([codes[rank] for rank in range(ranks)], outputs)

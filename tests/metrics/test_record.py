@@ -1,0 +1,118 @@
+"""The record: what is written, what a crash leaves, what a resumed run adds, what is read back."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megamoe.config.schema import LogConfig
+from megamoe.errors import UserError
+from megamoe.metrics.reader import read_metrics
+from megamoe.metrics.recorder import Recorder
+
+
+def record(folder: Path, rows: list[dict[str, Any]], resumed_step: int | None = None) -> Path:
+    recorder = Recorder.open(folder, LogConfig(), "run", {}, resumed_step)
+    for row in rows:
+        recorder.log(row)
+    recorder.close()
+    return folder / "metrics.jsonl"
+
+
+def test_each_line_is_on_disk_before_the_recorder_closes(tmp_path: Path) -> None:
+    recorder = Recorder.open(tmp_path / "new" / "run", LogConfig(), "run", {}, None)
+    recorder.log({"step": 1, "train/lm_loss": 2.5, "moe/layer_02/load": np.array([3, 1])})
+    line = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
+    assert line == '{"step": 1, "train/lm_loss": 2.5, "moe/layer_02/load": [3, 1]}\n'
+    recorder.close()
+    recorder.close()
+
+
+def test_non_finite_values_are_valid_json_and_come_back(tmp_path: Path) -> None:
+    path = record(
+        tmp_path, [{"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": np.float32("nan")}]
+    )
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["b"] == "Infinity"
+    (row,) = read_metrics(path)
+    assert math.isnan(row["a"]) and row["b"] == math.inf and row["c"] == -math.inf and math.isnan(row["d"])
+
+
+def test_a_resumed_run_cuts_off_the_half_line_of_a_crash(tmp_path: Path) -> None:
+    path = record(tmp_path, [{"step": 1}, {"step": 2}])
+    path.write_text(path.read_text() + '{"step": 3, "train/lm_lo')
+    record(tmp_path, [{"step": 3, "x": 7}], resumed_step=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "x": 7}\n'
+
+
+def test_a_resumed_run_keeps_a_whole_line_without_newline(tmp_path: Path) -> None:
+    path = record(tmp_path, [{"step": 1}, {"step": 2}])
+    path.write_text(path.read_text().removesuffix("\n"))
+    record(tmp_path, [{"step": 3}], resumed_step=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_resumed_run_takes_the_later_steps_again(tmp_path: Path) -> None:
+    path = record(tmp_path, [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4}])
+    record(tmp_path, [{"step": 3, "x": 1}], resumed_step=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "x": 1}\n'
+
+
+def test_a_run_that_begins_anew_drops_the_old_record(tmp_path: Path) -> None:
+    record(tmp_path, [{"step": 1}, {"step": 2}])
+    assert record(tmp_path, [{"step": 1, "x": 5}]).read_text() == '{"step": 1, "x": 5}\n'
+
+
+def test_the_last_record_of_a_repeated_step_counts(tmp_path: Path) -> None:
+    path = record(tmp_path, [{"step": 2, "x": 20}, {"step": 1, "x": 10}, {"step": 3, "x": 30}])
+    record(tmp_path, [{"step": 2, "x": 21}], resumed_step=3)
+    assert read_metrics(path) == [{"step": 1, "x": 10}, {"step": 2, "x": 21}, {"step": 3, "x": 30}]
+
+
+def test_reading_leaves_out_a_broken_last_line_and_reports_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "tr')
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(UserError, match="line 2 is no record"):
+        read_metrics(path)
+
+
+def test_tensorboard_holds_scalars_and_loads(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = LogConfig(tensorboard=True)
+    for resumed_step, steps in ((None, (1, 2, 3)), (1, (2, 3))):
+        recorder = Recorder.open(tmp_path, log, "run", {}, resumed_step)
+        for step in steps:
+            recorder.log(
+                {
+                    "step": step,
+                    "train/lm_loss": step + (resumed_step or 0) * 0.5,
+                    "moe/layer_02/load": [6, 0, 2],
+                }
+            )
+        recorder.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("train/lm_loss")]
+    assert shown == [(1, 1.0), (2, 2.5), (3, 3.5)], "the resumed run supersedes the steps it repeats"
+    histogram = events.Histograms("moe/layer_02/load")[0].histogram_value
+    assert histogram.num == 8 and histogram.sum == 0 * 6 + 1 * 0 + 2 * 2
+    # The writer puts an empty bucket in front of the first one.
+    assert list(zip(histogram.bucket_limit, histogram.bucket, strict=True))[-3:] == [(1, 6), (2, 0), (3, 2)]
+
+
+def test_a_missing_tensorboard_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    record(tmp_path, [{"step": 1}])
+    with pytest.raises(UserError, match=r"log\.tensorboard.*pip install tensorboard"):
+        Recorder.open(tmp_path, LogConfig(tensorboard=True), "run", {}, False)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]

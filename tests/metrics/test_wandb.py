@@ -1,0 +1,145 @@
+"""W&B at arm's length: offline without a login, the same run after a resume, and no harm when it fails."""
+
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megamoe.config.schema import LogConfig, WandbConfig
+from megamoe.metrics.reader import read_metrics
+from megamoe.metrics.recorder import Recorder
+from megamoe.metrics.sinks.wandb_sink import choose_mode
+
+wandb = pytest.importorskip("wandb")
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    netrc_file = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(netrc_file))
+    return netrc_file
+
+
+class FakeRun:
+    """Keeps what the sink hands to W&B."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
+
+    def init(self, **arguments: Any) -> "FakeRun":
+        self.inits.append(arguments)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        pass
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        self.logged.append(metrics)
+
+    def finish(self) -> None:
+        pass
+
+
+def open_recorder(folder: Path, resumed_step: int | None = None) -> Recorder:
+    return Recorder.open(folder, LogConfig(wandb=WandbConfig(enabled=True)), "run", {"seed": 7}, resumed_step)
+
+
+def test_auto_is_online_only_with_a_login(nobody_is_logged_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_mode("auto") == "offline"
+    assert choose_mode("online") == "offline", "asking for a key would hang a batch job"
+    for host in ("api.wandb.ai", "api.forge.coreweave.com"):
+        nobody_is_logged_in.write_text(f"machine {host} login user password made-up\n")
+        assert choose_mode("auto") == "online"
+    assert choose_mode("offline") == "offline"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert choose_mode("auto") == "disabled"
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert choose_mode("auto") == "offline", "a login for another server does not count"
+
+
+def test_an_offline_run_is_recorded_without_network(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path / "run")
+    recorder.log({"step": 1, "train/lm_loss": 2.0, "moe/layer_02/load": [3, 1]})
+    recorder.close()
+    run_id = (tmp_path / "run" / "wandb_run_id.txt").read_text().strip()
+    (recorded,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{run_id}.wandb")
+    deadline = time.monotonic() + 10.0
+    while b"train/lm_loss" not in recorded.read_bytes():  # W&B's own process may write after finish()
+        assert time.monotonic() < deadline, "the metrics never reached W&B's file"
+        time.sleep(0.05)
+
+
+def test_a_load_becomes_a_histogram_and_a_scalar_per_expert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun()
+    monkeypatch.setattr(wandb, "init", run.init)
+    open_recorder(tmp_path).log({"step": 4, "train/lr": 0.1, "moe/layer_02/load": [3, 0, 1]})
+    (logged,) = run.logged
+    histogram = logged.pop("moe/layer_02/load")
+    assert (list(histogram.histogram), list(histogram.bins)) == ([3, 0, 1], [0, 1, 2, 3])
+    assert logged == {
+        "step": 4,
+        "train/lr": 0.1,
+        "moe/layer_02/load/expert_00": 3,
+        "moe/layer_02/load/expert_01": 0,
+        "moe/layer_02/load/expert_02": 1,
+    }
+    assert run.inits[0]["config"] == {"seed": 7}
+
+
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun()
+    monkeypatch.setattr(wandb, "init", run.init)
+    monkeypatch.setenv("WANDB_API_KEY", "made-up")
+    for resumed_step in (None, 1, None):
+        open_recorder(tmp_path, resumed_step).close()
+    first, again, anew = run.inits
+    assert first["id"] == again["id"] != anew["id"]
+    assert (first["resume"], again["resume"], first["mode"]) == (None, "allow", "online")
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_a_failing_wandb_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise wandb.errors.CommError("no route\nand a long explanation")
+
+    run = FakeRun()
+    monkeypatch.setattr(wandb, "init", run.init)
+    monkeypatch.setattr(wandb if where == "init" else run, where, fail)
+    with caplog.at_level(logging.WARNING):
+        recorder = open_recorder(tmp_path)
+        recorder.log({"step": 1})
+        recorder.log({"step": 2})
+        recorder.close()
+    assert [entry.getMessage() for entry in caplog.records] == [
+        "W&B failed (CommError: no route); the run goes on without it"
+    ]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_missing_wandb_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    recorder = open_recorder(tmp_path)
+    recorder.log({"step": 1})
+    recorder.close()
+    assert len(caplog.records) == 1 and "goes on without it" in caplog.text
+
+
+def test_the_limits_keep_wandb_from_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun()
+    monkeypatch.setattr(wandb, "init", run.init)
+    open_recorder(tmp_path).close()
+    settings: SimpleNamespace = run.inits[0]["settings"]
+    assert 0 < settings.init_timeout <= 60 and 0 < settings.finish_timeout <= 60

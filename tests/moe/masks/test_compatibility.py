@@ -1,0 +1,146 @@
+"""Masks among other parts: how many experts a token wants and has, and orders that leave it none."""
+
+from typing import Any
+
+import pytest
+
+from megamoe import registry
+from megamoe.errors import UserError
+from megamoe.moe.composition import check_parts
+from megamoe.moe.masks.compatibility import all_are_step_wide, experts_wanted, most_candidates
+from megamoe.moe.part import Mask, StepContext
+from tests.moe.build import make_hidden, make_layer, moe_config
+
+LEVELS = {"scorer": {"name": "hierarchical", "groups": 4}}
+HOME = {"name": "gating_dropout", "rate": 1.0, "ranks": 2}
+DROPOUT = {"name": "expert_dropout", "cluster_size": 4}
+LIMIT = {"name": "group_limit", "num_groups": 4, "keep": 2}
+PRUNE = {"name": "entropy_prune", "num_groups": 4}
+
+
+def check(*masks: dict[str, Any], num_experts: int = 16, ranks: int = 1, **router: Any) -> None:
+    tree = {"masks": list(masks), **router}
+    check_parts(moe_config(num_experts=num_experts, router=tree), ranks)
+
+
+@pytest.mark.parametrize(
+    ("router", "wanted"),
+    [
+        ({"selector": {"k": 3}}, 3),
+        ({"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 2}, **LEVELS}, 6),
+        ({"selector": {"name": "entropy_aware", "min_k": 3}}, 3),
+        ({"selector": "threshold"}, 1),
+        ({"selector": "expert_choice"}, 1),
+    ],
+)
+def test_how_many_experts_a_token_wants(router: dict[str, Any], wanted: int) -> None:
+    assert experts_wanted(moe_config(num_experts=16, router=router)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("masks", "most"),
+    [
+        ([], 16),
+        ([DROPOUT], 8),
+        ([{**DROPOUT, "rate": 0.25}], 12),
+        ([{**LIMIT, "keep": 3}], 12),
+        ([DROPOUT, {**LIMIT, "keep": 1}], 4),
+        ([PRUNE], 16),
+        ([{**PRUNE, "bound": 0.0}], 4),
+    ],
+)
+def test_how_many_experts_a_token_may_have(masks: list[dict[str, Any]], most: int) -> None:
+    assert most_candidates(moe_config(num_experts=16, router={"masks": masks})) == most
+
+
+@pytest.mark.parametrize("mask", [LIMIT, DROPOUT], ids=lambda r: r["name"])
+@pytest.mark.parametrize(
+    "router",
+    [
+        {"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 3}, **LEVELS},
+        {"selector": {"name": "entropy_aware", "min_k": 9, "max_k": 9}},
+    ],
+    ids=["hierarchical", "entropy"],
+)
+def test_no_fewer_than_the_selector_wants(mask: dict[str, Any], router: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{mask['name']}: .* leaves 8 .*, but the selector's k is 9"):
+        check(mask, **router)
+
+
+def test_a_sum_over_more_experts_than_a_group_has_is_refused() -> None:
+    """Two groups of two chosen: 4 / 1 experts to be summed, of the 2 in a group."""
+    limit = {"name": "group_limit", "num_groups": 8, "keep": 1, "score": "sum"}
+    levels: dict[str, Any] = {**LEVELS, "selector": {"name": "hierarchical_top_k", "groups": 2, "k": 2}}
+    with pytest.raises(UserError, match="keep 1 leaves 2 experts in groups of 2, but the selector's k is 4"):
+        check(limit, **levels)
+    check({**limit, "keep": 2}, **levels)
+    config = moe_config(num_experts=16, router={"masks": [{**limit, "keep": 2}], **levels})
+    assert make_layer(config)(make_hidden(24)).isfinite().all()
+
+
+def test_which_masks_have_one_mask_for_all_tokens() -> None:
+    """As they say, and as they do."""
+    wide = {"expert_dropout", "gating_dropout"}
+    assert not Mask.step_wide
+    for options in (DROPOUT, HOME, LIMIT, PRUNE):
+        config = moe_config(num_experts=16, router={"masks": [options]})
+        part = registry.get_part("mask", options["name"])
+        assert part.step_wide == all_are_step_wide(config) == (options["name"] in wide)
+        layer = make_layer(config)
+        mask_TE = layer.router(make_hidden(24), StepContext()).candidates_TE
+        assert mask_TE is not None and not mask_TE.all()
+        assert bool((mask_TE == mask_TE[0]).all()) == part.step_wide
+    both = moe_config(num_experts=16, router={"masks": [DROPOUT, LIMIT]})
+    assert not all_are_step_wide(both) and all_are_step_wide(moe_config())
+
+
+@pytest.mark.parametrize("late", [DROPOUT, HOME], ids=lambda r: r["name"])
+@pytest.mark.parametrize("early", [LIMIT, PRUNE], ids=lambda r: r["name"])
+def test_a_mask_for_all_tokens_stands_before_those_by_token(
+    early: dict[str, Any], late: dict[str, Any]
+) -> None:
+    check(late, early, LIMIT)
+    one, other = early["name"], late["name"]
+    with pytest.raises(
+        UserError,
+        match=f"^moe.router.masks.1: {other}: takes .* after {one} might .*; put it before {one}$",
+    ):
+        check(early, late)
+
+
+def test_two_masks_for_all_tokens_leave_every_rank_some() -> None:
+    check(DROPOUT, HOME)
+    check(HOME, DROPOUT)
+    check({**DROPOUT, "level": "global", "rate": 0.0}, HOME)
+    of_the_run = {"name": "gating_dropout"}
+    check(DROPOUT, of_the_run, ranks=4)
+    with pytest.raises(UserError, match="expert_dropout: level global may drop all .*; set level: cluster"):
+        check({**DROPOUT, "level": "global"}, HOME)
+    message = "cluster_size is 4, but gating_dropout keeps tokens among the 2 experts of one of 8 ranks"
+    for masks in ([DROPOUT, {**HOME, "ranks": 8}], [{**HOME, "ranks": 8}, DROPOUT]):
+        with pytest.raises(UserError, match=message):
+            check(*masks)
+
+
+@pytest.mark.parametrize("twice", [DROPOUT, HOME], ids=lambda r: r["name"])
+def test_the_same_draw_twice_is_refused(twice: dict[str, Any]) -> None:
+    name = twice["name"]
+    with pytest.raises(UserError, match=f"{name} stands twice in moe.router.masks, .*; keep one"):
+        check(twice, twice)
+    check(twice, LIMIT, LIMIT)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"name": "group_limit", "num_groups": 16, "keep": 1},
+        {"name": "entropy_prune", "bound": 0.0},
+        {"name": "expert_dropout", "cluster_size": 16, "rate": 0.95},
+    ],
+    ids=lambda r: r["name"],
+)
+def test_a_softmax_over_one_expert_is_refused(mask: dict[str, Any]) -> None:
+    one = {"k": 1, "weights": "raw"}
+    with pytest.raises(UserError, match=f"{mask['name']}: leaves one expert .*set score_function: sigmoid"):
+        check(mask, selector=one)
+    check(mask, selector=one, score_function="sigmoid")

@@ -1,0 +1,146 @@
+"""`entropy_prune`: by hand, and against dropping one expert after the other."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.moe.composition import check_parts
+from megamoe.moe.part import StepContext
+from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+
+
+def prune(scores_TE: Tensor, candidates_TE: Tensor | None = None, **options: Any) -> Tensor:
+    part = make_part("mask", "entropy_prune", num_experts=scores_TE.shape[1], **options)
+    allowed: Tensor = part(make_scored(scores_TE, candidates_TE=candidates_TE), StepContext())
+    return allowed
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [(1.03, [1, 1, 1]), (1.02, [0, 1, 1]), (0.67, [0, 1, 1]), (0.66, [0, 1, 0]), (0.0, [0, 1, 0])],
+)
+def test_by_hand(bound: float, expected: list[int]) -> None:
+    """H(0.5, 0.3, 0.2) = 1.0297 and H(0.625, 0.375) = 0.6616."""
+    assert prune(torch.tensor([[0.2, 0.5, 0.3]]).log(), bound=bound).int().tolist() == [expected]
+
+
+def plain(row: list[float], bound: float) -> list[bool]:
+    """Drop the least probable until the entropy is in bounds; at least one stays."""
+    kept = sorted(range(len(row)), key=lambda i: -row[i])
+
+    def entropy() -> float:
+        total = sum(row[i] for i in kept)
+        return -sum(row[i] / total * math.log(row[i] / total) for i in kept)
+
+    while len(kept) > 1 and entropy() > bound:
+        kept.pop()
+    return [i in kept for i in range(len(row))]
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("bound", [0.0, 0.3, 0.9, 1.2])
+def test_dropping_one_after_the_other_says_the_same(bound: float, num_groups: int) -> None:
+    scores_TE = 2 * torch.randn(50, 12, generator=torch.Generator().manual_seed(4))
+    allowed_TE = prune(scores_TE, bound=bound, num_groups=num_groups)
+    probs_TGL = scores_TE.double().softmax(1).view(50, num_groups, -1)
+    expected = [[kept for group in token for kept in plain(group, bound)] for token in probs_TGL.tolist()]
+    assert allowed_TE.tolist() == expected
+    assert 0 < allowed_TE.sum() < 600
+
+
+def test_what_an_earlier_mask_took_away_is_absent() -> None:
+    scores_TE = torch.tensor([[9.0, 0.5, 0.0, -1.0]])
+    candidates_TE = torch.tensor([[False, True, True, True]])
+    allowed_TE = prune(scores_TE, candidates_TE, bound=0.7) & candidates_TE
+    assert allowed_TE.tolist() == [[False, *plain(torch.tensor([0.5, 0.0, -1.0]).exp().tolist(), 0.7)]]
+    assert allowed_TE.sum() == 2
+
+
+def test_an_improbable_group_is_judged_like_any_other() -> None:
+    scores_TE = torch.tensor([[0.0, -0.1, -1.0, -5.0]])
+    both_TE = torch.cat([scores_TE, scores_TE - 70], dim=1)
+    first, second = prune(both_TE, bound=0.8, num_groups=2).view(2, 4).tolist()
+    assert first == second == [True, True, False, False]
+
+
+def test_no_tokens_and_a_group_without_candidates() -> None:
+    assert prune(torch.zeros(0, 8), num_groups=2).shape == (0, 8)
+    candidates_TE = torch.tensor([[False, False, True, True]])
+    allowed_TE = prune(torch.tensor([[0.0, 1.0, 0.0, 3.0]]), candidates_TE, num_groups=2, bound=0.1)
+    assert (allowed_TE & candidates_TE).tolist() == [[False, False, False, True]]
+
+
+def test_in_a_router_every_group_keeps_an_expert() -> None:
+    prune_in_two = {"name": "entropy_prune", "num_groups": 2, "bound": 0.5}
+    layer = make_layer(moe_config(num_experts=8, router={"masks": [prune_in_two]}))
+    routing = layer.router(make_hidden(30), layer.context)
+    assert routing.candidates_TE.view(30, 2, 4).any(-1).all()
+    assert not routing.candidates_TE.all()
+    assert routing.probs_TE.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"bound": -0.1}, "bound must be at least 0"), ({"num_groups": 0}, "num_groups must be at least 1")],
+)
+def test_refused_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        moe_config(router={"masks": [{"name": "entropy_prune", **options}]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_groups": 3}, "num_groups is 3, which does not divide the 16 experts"),
+        ({"num_groups": 8}, r"the entropy over a group of 2 experts is at most ln 2 = 0.693"),
+    ],
+)
+def test_refused_company(options: dict[str, Any], message: str) -> None:
+    router = {"masks": [{"name": "entropy_prune", **options}]}
+    with pytest.raises(UserError, match=f"moe.router.masks.0: entropy_prune: .*{message}"):
+        check_parts(moe_config(num_experts=16, router=router), 1)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "router"),
+    [
+        (1, {"selector": {"k": 2}}),
+        (2, {"selector": {"k": 3, "weights": "kept_softmax"}}),
+        (2, {"selector": {"name": "sample", "k": 4, "weights": "renormalised"}}),
+        (1, {"selector": {"name": "entropy_aware", "weights": "renormalised"}}),
+        (2, {"selector": "hierarchical_top_k", "scorer": "hierarchical"}),
+    ],
+    ids=str,
+)
+def test_bound_0_leaves_weights_that_sum_to_1_too_few(num_groups: int, router: dict[str, Any]) -> None:
+    def check(**options: Any) -> None:
+        prune_hard = {"name": "entropy_prune", "num_groups": num_groups, "bound": 0.0, **options}
+        check_parts(
+            moe_config(
+                num_experts=16, router={"masks": [prune_hard], "score_function": score_function, **router}
+            ),
+            1,
+        )
+
+    # With a softmax over a single expert, that is refused first.
+    score_function = "sigmoid" if num_groups == 1 else "softmax"
+    message = f"entropy_prune: bound 0 leaves {num_groups} experts, one of each group, .*; set bound above 0"
+    with pytest.raises(UserError, match=message):
+        check()
+    check(bound=0.1)
+    check(num_groups=4)
+
+
+def test_bound_0_with_plain_weights() -> None:
+    prune_hard = {"name": "entropy_prune", "bound": 0.0}
+    config = moe_config(
+        num_experts=16,
+        router={"masks": [prune_hard], "score_function": "sigmoid", "selector": {"k": 2, "weights": "raw"}},
+    )
+    check_parts(config, 1)
+    pairs = make_layer(config).router(make_hidden(30), StepContext()).pairs
+    assert pairs.token_N.tolist() == list(range(30))  # one expert each, though k is 2

@@ -1,0 +1,128 @@
+"""`group_limit`: group scores by hand, and a loop over tokens and groups."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.moe.composition import check_parts
+from megamoe.moe.part import StepContext
+from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+
+# Four groups of two: the largest are 0.3, 0.2, 0.12, 0.05; the sums 0.31, 0.39, 0.23, 0.07.
+PROBS = torch.tensor([[0.30, 0.01, 0.20, 0.19, 0.12, 0.11, 0.05, 0.02]])
+
+
+def limit(probs_TE: Tensor, candidates_TE: Tensor | None = None, k: int = 1, **options: Any) -> Tensor:
+    part = make_part("mask", "group_limit", probs_TE.shape[1], dims={"num_choices": k}, **options)
+    allowed: Tensor = part(make_scored(probs_TE, probs_TE, candidates_TE), StepContext())
+    return allowed
+
+
+def groups_of(allowed_TE: Tensor, num_groups: int) -> list[list[int]]:
+    """The groups allowed for each token, after seeing that none is cut."""
+    allowed_TGL = allowed_TE.view(len(allowed_TE), num_groups, -1)
+    assert (allowed_TGL.all(-1) == allowed_TGL.any(-1)).all()
+    return [row.nonzero().flatten().tolist() for row in allowed_TGL.any(-1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "k", "expected"),
+    [
+        ({"keep": 1}, 2, [0]),  # 0.30
+        ({"keep": 1, "score": "sum"}, 2, [1]),  # k / keep = 2: 0.39 against 0.31
+        ({"keep": 2, "score": "sum"}, 2, [0, 1]),  # k / keep = 1, as max
+        ({"keep": 1, "score": "sum"}, 1, [0]),  # of one choice, one
+        ({"keep": 2, "score": "sum", "best": 2}, 2, [0, 1]),
+        ({"keep": 3, "score": "max"}, 6, [0, 1, 2]),
+    ],
+)
+def test_by_hand(options: dict[str, Any], k: int, expected: list[int]) -> None:
+    assert groups_of(limit(PROBS, k=k, num_groups=4, **options), 4) == [expected]
+
+
+@pytest.mark.parametrize("score", ["max", "sum"])
+def test_a_loop_says_the_same(score: str) -> None:
+    probs_TE = torch.rand(40, 24, generator=torch.Generator().manual_seed(3))
+    options = {"score": score, **({"best": 3} if score == "sum" else {})}
+    found = groups_of(limit(probs_TE, num_groups=6, keep=2, **options), 6)
+    for row, groups in zip(probs_TE.tolist(), found, strict=True):
+        members = [sorted(row[4 * g : 4 * g + 4]) for g in range(6)]
+        scores = [member[-1] if score == "max" else sum(member[-3:]) for member in members]
+        assert groups == sorted(sorted(range(6), key=lambda g: -scores[g])[:2])
+
+
+def test_what_an_earlier_mask_took_away_adds_nothing() -> None:
+    probs_TE = torch.tensor([[0.3, 0.3, 0.2, 0.1, 0.05, 0.05]])
+    candidates_TE = torch.tensor([[False, False, True, False, True, True]])
+    for options in ({"score": "max"}, {"score": "sum", "best": 2}):
+        allowed_TE = limit(probs_TE, candidates_TE, num_groups=3, keep=2, **options)
+        assert groups_of(allowed_TE, 3) == [[1, 2]]  # 0.2 of one expert counts; the empty group is last
+        assert groups_of(limit(probs_TE, candidates_TE, num_groups=3, keep=1, **options), 3) == [[1]]
+
+
+@pytest.mark.parametrize("options", [{"score": "max"}, {"score": "sum", "best": 2}])
+def test_a_group_without_candidates_is_last_even_after_negative_ones(options: dict[str, Any]) -> None:
+    scored = make_scored(torch.zeros(1, 6))
+    scored.ranking_TE = torch.tensor([[-torch.inf, -torch.inf, -0.5, -0.2, -0.1, -torch.inf]])  # under a bias
+    scored.candidates_TE = scored.ranking_TE.isfinite()
+    part = make_part("mask", "group_limit", 6, num_groups=3, keep=2, **options)
+    assert groups_of(part(scored, StepContext()), 3) == [[1, 2]]
+
+
+def test_an_absent_expert_never_beats_one_with_a_negative_value() -> None:
+    """Under a bias: -0.3 and an absent one against -0.2 and -0.4; without it the second group is better."""
+    scored = make_scored(torch.zeros(2, 6))
+    scored.ranking_TE = torch.tensor([[-0.3, -torch.inf, -0.2, -0.4, -9.0, -9.0], [-torch.inf] * 6])
+    scored.candidates_TE = scored.ranking_TE.isfinite()
+    part = make_part("mask", "group_limit", 6, num_groups=3, keep=1, score="sum", best=2)
+    assert groups_of(part(scored, StepContext())[:1], 3) == [[1]]  # 8.8 + 8.6 against 8.7 + 0
+    scored.ranking_TE = scored.ranking_TE + 20.0
+    assert groups_of(part(scored, StepContext())[:1], 3) == [[1]]  # what all have in common changes nothing
+
+
+def test_the_bias_of_the_score_function_counts() -> None:
+    router: dict[str, Any] = {
+        "masks": [{"name": "group_limit", "num_groups": 4, "keep": 1}],
+        "score_function": {"name": "sigmoid", "bias_update": 0.1},
+    }
+    layer = make_layer(moe_config(num_experts=8, router=router))
+    assert layer.router(make_hidden(30), layer.context).candidates_TE[:, :6].any()
+    layer.router.score_function.bias_E[6] = 5.0
+    routing = layer.router(make_hidden(30), layer.context)
+    assert groups_of(routing.candidates_TE, 4) == [[3]] * 30
+    assert (routing.pairs.expert_N >= 6).all() and len(routing.pairs.expert_N) == 60
+
+
+def test_no_tokens() -> None:
+    assert limit(torch.zeros(0, 8), num_groups=4, keep=2).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 8}, "keep must be at least 1 and under num_groups 8, found 8"),
+        ({"keep": 0}, "found 0"),
+        ({"best": 2}, "best is an option of score: sum"),
+        ({"score": "sum", "best": 0}, "best must be at least 1"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        moe_config(num_experts=16, router={"masks": [{"name": "group_limit", **options}]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_groups": 6}, "num_groups is 6, which does not divide the 16 experts .* one of 2, 4, 8, 16"),
+        ({"num_groups": 8, "keep": 2}, "keep 2 leaves 4 experts in groups of 2, but the selector's k is 5"),
+        ({"score": "sum", "best": 3}, "best is 3, but a group has 2 experts"),
+    ],
+)
+def test_refused_company(options: dict[str, Any], message: str) -> None:
+    router = {"masks": [{"name": "group_limit", **options}], "selector": {"k": 5}}
+    with pytest.raises(UserError, match=f"moe.router.masks.0: group_limit: {message}"):
+        check_parts(moe_config(num_experts=16, router=router), 1)

@@ -1,0 +1,58 @@
+"""Gates: scores to values p, with and without restricted experts."""
+
+import math
+
+import pytest
+import torch
+
+from megamoe.errors import UserError
+from tests.moe.build import make_part, moe_config
+
+SCORES = torch.tensor([[0.0, math.log(2), math.log(3), math.log(4)]])
+SOME = torch.tensor([[True, False, True, False]])
+NONE = torch.zeros(1, 4, dtype=torch.bool)
+
+
+def test_softmax() -> None:
+    probs_TE = make_part("score_function", "softmax")(SCORES, None)
+    torch.testing.assert_close(probs_TE, torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
+
+
+def test_softmax_with_temperature() -> None:
+    probs_TE = make_part("score_function", "softmax", temperature=0.5)(SCORES, None)
+    torch.testing.assert_close(probs_TE, torch.tensor([[1, 4, 9, 16]]) / 30)
+
+
+def test_softmax_of_the_candidates() -> None:
+    probs_TE = make_part("score_function", "softmax")(SCORES, SOME)
+    torch.testing.assert_close(probs_TE, torch.tensor([[0.25, 0, 0.75, 0]]))
+    assert probs_TE[0, 1] == 0 and probs_TE[0, 3] == 0
+
+
+def test_sigmoid() -> None:
+    probs_TE = make_part("score_function", "sigmoid")(SCORES, None)
+    torch.testing.assert_close(probs_TE, torch.tensor([[1 / 2, 2 / 3, 3 / 4, 4 / 5]]))
+
+
+def test_sigmoid_with_temperature_and_candidates() -> None:
+    probs_TE = make_part("score_function", "sigmoid", temperature=0.5)(SCORES, SOME)
+    torch.testing.assert_close(probs_TE, torch.tensor([[1 / 2, 0, 9 / 10, 0]]))
+    assert probs_TE[0, 1] == 0 and probs_TE[0, 3] == 0
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("candidates_TE", [SOME, NONE], ids=["some", "none"])
+def test_a_restricted_expert_gets_no_gradient(score_function: str, candidates_TE: torch.Tensor) -> None:
+    scores_TE = SCORES.clone().requires_grad_()
+    probs_TE = make_part("score_function", score_function)(scores_TE, candidates_TE)
+    (probs_TE * torch.arange(1.0, 5.0)).sum().backward()
+    assert torch.equal(probs_TE != 0, candidates_TE)
+    assert scores_TE.grad is not None
+    assert torch.equal(scores_TE.grad != 0, candidates_TE)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("temperature", [0, -1.0])
+def test_the_temperature_must_be_positive(score_function: str, temperature: float) -> None:
+    with pytest.raises(UserError, match="moe.router.score_function: temperature must be positive"):
+        moe_config(router={"score_function": {"name": score_function, "temperature": temperature}})

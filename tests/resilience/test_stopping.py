@@ -1,0 +1,85 @@
+"""Reasons to stop, and the profiler's window of steps."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megamoe.config.schema import ProfilerConfig, TrainConfig
+from megamoe.resilience import stopping
+from megamoe.resilience.stopping import StopRule
+from megamoe.train.profile import ProfilerWindow
+
+
+def test_no_reason_without_a_rule() -> None:
+    rule = StopRule(TrainConfig())
+    for _ in range(1000):
+        rule.step_done()
+    assert rule.reason() is None
+
+
+def test_after_so_many_steps_of_this_launch() -> None:
+    rule = StopRule(TrainConfig(exit_after_steps=2))
+    rule.step_done()
+    assert rule.reason() is None
+    rule.step_done()
+    assert rule.reason() == "train.exit_after_steps 2"
+
+
+def test_after_so_many_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    rule = StopRule(TrainConfig(exit_after_minutes=1.5))
+    clock.now += 89.9
+    assert rule.reason() is None
+    clock.now += 0.1
+    assert rule.reason() == "train.exit_after_minutes 1.5"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal(number: signal.Signals, restored_process: None) -> None:
+    rule = StopRule(TrainConfig())
+    rule.listen()
+    assert rule.reason() is None
+    os.kill(os.getpid(), number)
+    assert rule.reason() == f"signal {number.name}"
+
+
+def recorded_steps(folder: Path, config: ProfilerConfig, steps: range) -> tuple[list[int], list[Path]]:
+    """Which of `steps` the trace shows, and the paths that the window said it wrote."""
+    window = ProfilerWindow(config, folder, rank=3)
+    written = []
+    for step in steps:
+        window.before_step(step)
+        with torch.profiler.record_function(f"step {step}"):
+            torch.ones(2).sum()
+        written.append(window.after_step(step))
+    written.append(window.finish())
+    paths = [path for path in written if path is not None]
+    names = {event.get("name") for path in paths for event in json.loads(path.read_text())["traceEvents"]}
+    assert not paths or "aten::sum" in names
+    return [step for step in steps if f"step {step}" in names], paths
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (range(1, 7), [3, 4]),
+        (range(1, 4), [3]),  # the run ends within the window
+        (range(1, 3), []),
+        (range(4, 7), []),  # resumed within the window: its first step is not there
+    ],
+)
+def test_profiler_records_its_window(tmp_path: Path, steps: range, expected: list[int]) -> None:
+    found, paths = recorded_steps(tmp_path / "profile", ProfilerConfig(start_step=3, num_steps=2), steps)
+    assert found == expected
+    assert paths == ([tmp_path / "profile" / "rank_00003.json"] if expected else [])
+
+
+def test_profiler_off_by_default(tmp_path: Path) -> None:
+    assert recorded_steps(tmp_path / "profile", ProfilerConfig(), range(1, 3)) == ([], [])
+    assert not (tmp_path / "profile").exists()
