@@ -17,7 +17,8 @@ SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
 ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
 FOUNDATION = {"config", "errors", "registry"}
-# What each room may import of megamoe, beside itself; `megamoe` is the package's own __init__ (its version).
+SHARDING = FOUNDATION | {"moe", "kernels", "parallel"}
+# What each package may import of megamoe, beside itself; `megamoe` is the package's own __init__ (its version).
 MAY_IMPORT = {
     "errors": set(),
     "registry": {"errors"},
@@ -26,21 +27,26 @@ MAY_IMPORT = {
     "kernels": set(),
     "moe": FOUNDATION | {"kernels"},
     "data": FOUNDATION | {"megamoe"},
-    "observe": FOUNDATION | {"megamoe"},
+    "metrics": FOUNDATION | {"megamoe"},
     "model": FOUNDATION | {"moe", "kernels"},
     "parallel": FOUNDATION | {"moe", "kernels"},
-    "train": FOUNDATION | {"moe", "kernels", "data", "observe", "model", "parallel", "megamoe", "vendors"},
+    "zero": SHARDING,
+    "costs": SHARDING | {"zero"},
+    "resilience": FOUNDATION | {"parallel"},
+    "checkpoint": SHARDING | {"zero", "resilience"},
+    "train": SHARDING
+    | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe", "vendors"},
 }
-# Each vendor's modules, and the rooms that may know them.
+# Each vendor's modules, and the packages that may import them.
 VENDORS = {
     "megatron": {"model"},
-    "megatron.core.parallel_state": {"parallel"},
+    "megatron.core.parallel_state": {"parallel", "zero", "checkpoint"},
     "megatron.core.datasets": {"data"},
-    "deepspeed": {"parallel"},
+    "deepspeed": {"parallel", "zero", "checkpoint"},
     "transformer_engine": {"model"},
-    "apex": {"model", "parallel"},
+    "apex": {"model", "zero"},
     "triton": {"kernels"},
-    "wandb": {"observe"},
+    "wandb": {"metrics"},
 }
 DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
