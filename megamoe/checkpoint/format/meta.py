@@ -18,6 +18,7 @@ from megamoe.checkpoint.format.files import (
     read_json,
 )
 from megamoe.checkpoint.format.overlap import first_overlap
+from megamoe.config.renamed import with_new_names
 from megamoe.errors import UserError
 
 LARGEST = (1 << 63) - 1  # that a tensor's size or a count can be
@@ -27,6 +28,8 @@ Numbers = Annotated[list[Number], Field(max_length=64)]  # PyTorch's limit of di
 ScalerName = Annotated[
     str, Field(pattern="^(cur_scale|cur_iter|last_overflow_iter|cur_hysteresis)$")
 ]  # attributes of DeepSpeed's dynamic scaler
+# Parts of tensors' names in checkpoints of earlier versions, and what they are now.
+RENAMED = {".router.gate.": ".router.score_function.", ".router.restrictions.": ".router.masks."}
 DType = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
@@ -88,11 +91,15 @@ class ShardingMeta(TypedDict):
 
 
 class TensorMeta(TypedDict):
-    """A logical tensor. chunks: (number of the shard, offsets, sizes) of each box of it."""
+    """A logical tensor. chunks: (number of the shard, offsets, sizes) of each box of it.
+
+    stored_name: the name inside the shards. `read_index` sets it where an earlier version wrote another one.
+    """
 
     dtype: DType
     shape: Numbers
     chunks: list[tuple[Number, Numbers, Numbers]]
+    stored_name: NotRequired[str]
 
 
 class Index(TypedDict):
@@ -125,10 +132,13 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> Meta:
             f"{path}: checkpoint format {printable(found, 40)}, this version reads {FORMAT}; load it with "
             "the version that saved it"
         )
+    if "skip_policy" not in content and "broken_steps" in content:  # its name in earlier versions
+        content["skip_policy"] = content.pop("broken_steps")
     try:
-        return _META.validate_python(content, strict=True)
+        meta = _META.validate_python(content, strict=True)
     except ValidationError as error:
         raise damaged(path / META, _words(error)) from None
+    return {**meta, "config": with_new_names(meta["config"])}
 
 
 def read_index(path: Path) -> Index:
@@ -151,7 +161,16 @@ def read_index(path: Path) -> Index:
         problem = _misfit(tensor)
         if problem:
             raise damaged(path / INDEX, f"{printable(name, 120)}: {problem}")
-    return index
+    return {**index, "tensors": dict(_under_new_name(*item) for item in index["tensors"].items())}
+
+
+def _under_new_name(name: str, tensor: TensorMeta) -> tuple[str, TensorMeta]:
+    """A tensor of index.json by its present name, with the name inside the shards where that differs."""
+    new = name
+    for old_part, new_part in RENAMED.items():
+        new = new.replace(old_part, new_part)
+    tensor.pop("stored_name", None)
+    return (new, tensor) if new == name else (new, {**tensor, "stored_name": name})
 
 
 def _misfit(tensor: TensorMeta) -> str | None:

@@ -152,7 +152,7 @@ class Saved:
     def _chunk(self, name: str, number: int) -> tuple[Any, Path]:
         """One of a tensor's chunks, to be sliced, and the file that has it as the index says."""
         shard, offsets, sizes = self.index["tensors"][name]["chunks"][number]
-        key, dtype = chunk_key(name, self.shape(name), offsets, sizes), self.index["tensors"][name]["dtype"]
+        key, dtype = self.chunk_key(name, offsets, sizes), self.index["tensors"][name]["dtype"]
         file, path = self.shard(shard), self.path / shard_file(shard)
         try:
             chunk = file.get_slice(key)
@@ -162,6 +162,11 @@ class Saved:
         if found != expected:
             raise damaged(path, f"{key} is {found[0]} {found[1]}, expected {expected[0]} {expected[1]}")
         return chunk, path
+
+    def chunk_key(self, name: str, offsets: Iterable[int], sizes: Iterable[int]) -> str:
+        """Under which a shard of this checkpoint holds a chunk of a tensor."""
+        tensor = self.index["tensors"][name]
+        return chunk_key(tensor.get("stored_name", name), tensor["shape"], offsets, sizes)
 
     def shard(self, number: int) -> Any:
         """A file of tensors, opened by safetensors.

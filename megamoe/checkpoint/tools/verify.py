@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from megamoe.checkpoint.format import integrity
 from megamoe.checkpoint.format.files import INDEX, printable, shard_file
-from megamoe.checkpoint.format.reader import IN_SAFETENSORS, Saved, chunk_key
+from megamoe.checkpoint.format.reader import IN_SAFETENSORS, Saved
 from megamoe.errors import UserError
 
 Header = dict[str, tuple[str, list[int]]]  # of a shard: dtype and shape by key
@@ -47,7 +47,7 @@ def _misfits(saved: Saved) -> Iterator[str]:
     wanted: dict[int, Header] = {}
     for name, tensor in saved.index["tensors"].items():
         for shard, offsets, sizes in tensor["chunks"]:
-            key = chunk_key(name, tensor["shape"], offsets, sizes)
+            key = saved.chunk_key(name, offsets, sizes)
             wanted.setdefault(shard, {})[key] = IN_SAFETENSORS[tensor["dtype"]], list(sizes)
     known = {shard_file(shard) for shard in wanted}
     for path in sorted(saved.path.glob("*.safetensors")):
