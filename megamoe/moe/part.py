@@ -107,8 +107,8 @@ class Part(nn.Module):
     micro batch's tokens over ranks, it sees its rank's alone. The other stages and the losses always see the
     whole micro batch. An extra with a row for each token has a name whose shape suffix begins with T.
 
-    Of a scorer's extras the router reads one: ranking_TE, fp32 without gradient, takes the place of p in
-    what choices are made by (`Scored.ranking_TE`); the weights stay the score function's.
+    Of a scorer's extras the router reads one: ranking_TE, fp32 without gradient, takes the place of scores
+    and p in what choices are made by (`Scored.ranking_TE`); the weights stay the score function's.
     """
 
     @dataclass
@@ -144,12 +144,40 @@ class Part(nn.Module):
 
 
 class ScoreFunction(Part):
-    """A score function; `bias_E` shifts what the selector and the masks choose by, never p."""
+    """A score function; `bias_E` shifts what the selector and the masks choose by, never p.
+
+    monotone: p of a token's candidates grows with their scores, as c exp(log_values(s)) with a factor c of
+    the token. Choices are then made by the scores where there is no bias, because fp32 rounds the p of
+    scores far apart to the same 1 or 0. elementwise: p of an expert depends on its own score alone (sigmoid;
+    c is 1), so that for a monotone score function the scores also order the pairs of different tokens. Both
+    are False by default: choices are made by p.
+    """
+
+    monotone: bool = False
+    elementwise: bool = False
 
     @property
     def bias_E(self) -> Tensor | None:
         """fp32 [E], or None."""
         return None
+
+    @property
+    def over_all(self) -> bool:
+        """Whether p of a candidate is its value over all experts, whatever the masks took away.
+
+        The router then computes the score function once: p is the affinities, with 0 where an expert is no
+        candidate.
+        """
+        return self.elementwise
+
+    def log_values(self, scores: Tensor) -> Tensor:
+        """log p of a monotone score function, up to a constant of each token: scores, fp32 of any shape ->
+        the same.
+
+        Raises:
+            NotImplementedError: a score function that declares itself monotone must define it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is monotone and must define log_values")
 
 
 class Mask(Part):
@@ -159,7 +187,8 @@ class Mask(Part):
 
     step_wide: its mask is one for all tokens of a micro batch, whatever their scores. Such a mask must stand
     before the others (`check.check_parts`), which then choose among what it leaves; after them it could take
-    away all that they left to a token.
+    away all that they left to a token. It also makes E smaller for the capacity, which a mask that goes by
+    token never does: otherwise a router that sends all tokens to a few experts would raise their capacity.
     """
 
     step_wide: bool = False

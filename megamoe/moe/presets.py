@@ -140,7 +140,7 @@ register_preset(
         "num_shared_experts": 2,
         "router": {
             "scorer": "linear",
-            "score_function": "softmax",
+            "score_function": {"name": "softmax", "over": "all"},
             "selector": {"name": "top_k", "k": 6, "weights": "raw"},
             "capacity": "none",
         },
@@ -156,7 +156,7 @@ register_preset(
         "router": {
             "scorer": "linear",
             "masks": [{"name": "group_limit", "num_groups": 8, "keep": 3, "score": "max"}],
-            "score_function": "softmax",
+            "score_function": {"name": "softmax", "over": "all"},
             "selector": {"name": "top_k", "k": 6, "weights": "raw"},
             "capacity": {"name": "device", "devices": 8, "factor": 1.0, "spare": 0.1},
         },
@@ -166,7 +166,7 @@ register_preset(
             "communication_balance": {"weight": 0.02, "num_groups": 8, "keep": 3},
         },
     },
-    source="DeepSeek-AI 2024, DeepSeek-V2, section 2.1.2 and 2.2.2 to 2.2.4",
+    source="DeepSeek-AI 2024, DeepSeek-V2, section 2.2.1 to 2.2.4",
 )
 
 register_preset(

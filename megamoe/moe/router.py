@@ -76,8 +76,16 @@ class Router(nn.Module):
         scores_TE = whole(scores_TE)
         extras = {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}
         affinities_TE = self.score_function(scores_TE, None)
-        ranking_TE = self._ranking_TE(extras.get("ranking_TE", affinities_TE), None)
-        return Scored(scores_TE, affinities_TE, affinities_TE, ranking_TE, None, extras)
+        scored = Scored(
+            scores_TE,
+            affinities_TE,
+            affinities_TE,
+            affinities_TE,
+            extras=extras,
+            score_function=self.score_function,
+        )
+        scored.ranking_TE = self._ranking_TE(scored)
+        return scored
 
     def _restrict(self, scored: Scored, context: StepContext) -> None:
         for mask in self.masks:
@@ -87,15 +95,22 @@ class Router(nn.Module):
             known_TE = scored.candidates_TE
             scored.candidates_TE = allowed_TE if known_TE is None else known_TE & allowed_TE
             scored.ranking_TE = masked(scored.ranking_TE, scored.candidates_TE, float("-inf"))
-        if scored.candidates_TE is not None:
-            scored.probs_TE = self.score_function(scored.scores_TE, scored.candidates_TE)
-            base_TE = scored.extras.get("ranking_TE", scored.probs_TE)
-            scored.ranking_TE = self._ranking_TE(base_TE, scored.candidates_TE)
+            if mask.step_wide:
+                open_E = allowed_TE[:1].any(dim=0)  # any token's row is all tokens'; without tokens no expert
+                scored.open_E = open_E if scored.open_E is None else scored.open_E & open_E
+        if scored.candidates_TE is None:
+            return
+        if self.score_function.over_all:  # p, and so the ranking, is what it was
+            scored.probs_TE = masked(scored.affinities_TE, scored.candidates_TE, 0.0)
+            return
+        scored.probs_TE = self.score_function(scored.scores_TE, scored.candidates_TE)
+        if not scored.ranked_by_scores:
+            ranking_TE = self._ranking_TE(scored)
+            scored.ranking_TE = masked(ranking_TE, scored.candidates_TE, float("-inf"))
 
-    def _ranking_TE(self, base_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
-        ranking_TE = base_TE.detach()
-        if self.score_function.bias_E is not None:
-            ranking_TE = ranking_TE + self.score_function.bias_E
-        if candidates_TE is not None:
-            ranking_TE = masked(ranking_TE, candidates_TE, float("-inf"))
-        return ranking_TE
+    def _ranking_TE(self, scored: Scored) -> Tensor:
+        """What choices are made by, of all experts; see `Scored`."""
+        if scored.ranked_by_scores:
+            return scored.scores_TE.detach()
+        ranking_TE = scored.extras.get("ranking_TE", scored.probs_TE).detach()
+        return ranking_TE if self.score_function.bias_E is None else ranking_TE + self.score_function.bias_E

@@ -10,9 +10,13 @@ pairs, so everyone downstream (dispatch, losses, metrics) serves any number of e
 """
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megamoe.moe.part import ScoreFunction
 
 
 def count(index_N: Tensor, size: int, weight_N: Tensor | None = None) -> Tensor:
@@ -69,11 +73,16 @@ class Scored:
     """A micro batch on its way through the router: what the stages so far have found.
 
     scores_TE: fp32, the scorer's. affinities_TE: fp32, the score function's values over all experts.
-    probs_TE: fp32, the score function's values over the candidates (the others have exactly 0); until the
-    masks are done, the affinities. ranking_TE: fp32 without gradient, what choices are made by: probs_TE, or
-    the scorer's extras["ranking_TE"] where it gives one, plus the score function's bias, -inf where an expert
-    is no candidate. candidates_TE: bool, the experts that the masks so far left, None for all. extras: what a
-    scorer hands on, by name; one that has a row for each token says so by its shape suffix (clean_TE).
+    probs_TE: fp32, p, the score function's values of the candidates (the others have exactly 0); until the
+    masks are done, the affinities. ranking_TE: fp32 without gradient, what a token's experts are chosen by,
+    -inf where one is no candidate. It holds the scores where the score function is monotone and has no bias
+    (`ranked_by_scores`). Otherwise it holds p, or the scorer's extras["ranking_TE"] where it gives one, plus
+    the score function's bias: under a bias, p in fp32 decides, and experts whose p round alike differ by
+    their biases alone. Only its order within a token has the same meaning in both cases. candidates_TE: bool,
+    the experts that the masks so far left, None for all. extras: what a scorer hands on, by name; one that
+    has a row for each token says so by its shape suffix (clean_TE). open_E: bool, the experts that the masks
+    of the whole step left to all tokens (`Mask.step_wide`), None for all. score_function: what the score
+    function declares of itself; None: nothing, and every order is that of p.
     """
 
     scores_TE: Tensor
@@ -82,6 +91,40 @@ class Scored:
     ranking_TE: Tensor
     candidates_TE: Tensor | None = None
     extras: dict[str, Tensor] = field(default_factory=dict)
+    open_E: Tensor | None = None
+    score_function: "ScoreFunction | None" = field(default=None, repr=False)
+
+    @property
+    def monotone_score_function(self) -> "ScoreFunction | None":
+        """The score function, if its p grows with the scores of a token."""
+        return (
+            self.score_function if self.score_function is not None and self.score_function.monotone else None
+        )
+
+    @property
+    def ranked_by_scores(self) -> bool:
+        """Whether ranking_TE holds the scores."""
+        score_function = self.monotone_score_function
+        return (
+            score_function is not None and score_function.bias_E is None and "ranking_TE" not in self.extras
+        )
+
+    def within_tokens_TE(self, values_TE: Tensor) -> Tensor:
+        """What orders the experts of each token as `values_TE` does, its p, without gradient.
+
+        For a monotone score function the scores, which fp32 tells apart where p rounds to 1 or 0.
+        """
+        return (values_TE if self.monotone_score_function is None else self.scores_TE).detach()
+
+    def across_tokens_TE(self, values_TE: Tensor) -> Tensor:
+        """What orders the pairs of all tokens as `values_TE` does, their p, without gradient.
+
+        The scores where each p depends on its own alone (sigmoid). A softmax's do not compare across tokens.
+        """
+        score_function = self.monotone_score_function
+        return (
+            self.scores_TE if score_function is not None and score_function.elementwise else values_TE
+        ).detach()
 
     @property
     def num_tokens(self) -> int:

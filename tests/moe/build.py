@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamoe.config import PartChoice, parse_config
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.experts.grouped import Activation
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Dims, Part, StepContext
-from megamoe.moe.router import build_part
+from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Pairs, Routing, Scored
 from megamoe.registry import get_part
 
@@ -69,6 +69,32 @@ def make_routing(experts: list[list[int]], scores_TE: Tensor, probs_TE: Tensor) 
     """A Routing in which every wanted pair is computed."""
     pairs = make_pairs(experts)
     return Routing(**vars(make_scored(scores_TE, probs_TE)), wanted=pairs, pairs=pairs)
+
+
+class GivenScores(nn.Module):
+    """A scorer that says what it was told, whatever the hidden states."""
+
+    def __init__(self, scores_TE: Tensor, extras: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.scores_TE, self.extras = scores_TE, extras
+
+    def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.scores_TE, dict(self.extras)
+
+
+def make_router(num_experts: int, preset: str | None = None, **router: Any) -> Router:
+    """A router alone, of these stages or of a preset overridden by them."""
+    tree = router if preset is None else {"preset": preset, **router}
+    return make_layer(moe_config(num_experts=num_experts, router=tree)).router
+
+
+def route_scores(
+    router: Router, scores_TE: Tensor, context: StepContext | None = None, **extras: Tensor
+) -> Routing:
+    """What the router decides on these scores, in place of its scorer's."""
+    router.scorer = GivenScores(scores_TE, extras)  # type: ignore[assignment]
+    routing: Routing = router(torch.zeros(len(scores_TE), HIDDEN), context or StepContext())
+    return routing
 
 
 def make_scored(

@@ -48,6 +48,7 @@ RESTRICTIONS: list[Options] = [
 GATES: list[Options] = [
     {"name": "softmax"},
     {"name": "softmax", "temperature": 2.0},
+    {"name": "softmax", "over": "all"},
     {"name": "softmax", "bias_update": 0.1},
     {"name": "sigmoid"},
     {"name": "sigmoid", "bias_update": 0.1},
@@ -124,8 +125,9 @@ def draw(number: int) -> Options:
     selectors = [s for s in SELECTORS if not usual or _stands_beside(scorer["name"], s["name"])]
     selector = dice.choice(selectors)
     drops = usual and selector.get("renormalise") == "after_drops"
-    score_functions = GATES if dice.random() < 0.3 else [GATES[0], GATES[3]]
-    score_functions = [GATES[3]] if usual and selector["name"] == "balanced" else score_functions
+    softmax, sigmoid = GATES[0], {"name": "sigmoid"}
+    score_functions = GATES if dice.random() < 0.3 else [softmax, sigmoid]
+    score_functions = [sigmoid] if usual and selector["name"] == "balanced" else score_functions
     plain = usual and scorer["name"] in ("hierarchical", "policy")
     count_masks = dice.choice([0, 1, 1, 2, 2]) if selector["name"] not in ALONE else 0
     losses = dict(dice.sample(LOSSES, dice.choice([0, 1, 1, 2, 3])))
@@ -139,7 +141,7 @@ def draw(number: int) -> Options:
         "router": {
             "scorer": scorer,
             "masks": dice.sample(RESTRICTIONS, count_masks),
-            "score_function": GATES[0] if plain else dice.choice(score_functions),
+            "score_function": softmax if plain else dice.choice(score_functions),
             "selector": selector,
             "capacity": dice.choice(CAPACITIES[1:] if drops else [*CAPACITIES[:1] * 3, *CAPACITIES]),
         },

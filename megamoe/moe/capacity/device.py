@@ -18,10 +18,11 @@ class DeviceCapacity(Part):
     """Each of D devices, of E / D neighbouring experts, computes at most B = ceil(factor * k * T / D) pairs.
 
     Over budget, the pairs of lowest affinity are dropped, of equal ones the later. The affinity is the
-    score function's value over all experts, before any mask, as the paper's s. In training a share of the
-    sequences, drawn anew at every step and the same in all layers, is never dropped: their pairs take their
-    places first, count against the budget, and keep them even beyond it. The model thus meets both, and
-    may be used with drops or without (evaluation's default).
+    score function's value over all experts, before any mask, as the paper's s; a sigmoid's are compared by
+    the scores, which have the same order. In training a share of the sequences, drawn anew at every step and
+    the same in all layers, is never dropped: their pairs take their places first, count against the budget,
+    and keep them even beyond it. The model thus meets both, and may be used with drops or without
+    (evaluation's default).
 
     Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.2.4 (factor 1.0, about 10 % of the training
     sequences) and 3.1.2 (no drops in evaluation). Chosen here: T is the micro batch of one data-parallel
@@ -67,22 +68,24 @@ class DeviceCapacity(Part):
         """D."""
         return int(self.config.devices or self.dims.expert_parallel)
 
-    def budget(self, num_tokens: int, candidates_TE: Tensor | None = None) -> int | Tensor | None:
-        """B, the pairs of each device; None: no limit. D counts those with experts that may be chosen."""
+    def budget(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor | None:
+        """B, the pairs of each device; None: no limit.
+
+        D counts all devices but those whose experts a mask of the whole step closes (open_E, see `Scored`).
+        """
         factor = self.config.factor if self.training else self.config.eval_factor
         if factor is None:
             return None
-        return share_of_pairs(
-            factor, self.dims.num_choices * num_tokens, num_open(candidates_TE, self.num_devices)
-        )
+        num_pairs = self.dims.num_choices * num_tokens
+        return share_of_pairs(factor, num_pairs, num_open(open_E, self.num_devices))
 
     def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
         """bool [N]: which pairs are computed; None where there is no limit."""
-        budget = self.budget(scored.num_tokens, scored.candidates_TE)
+        budget = self.budget(scored.num_tokens, scored.open_E)
         if budget is None:
             return None
         device_N = pairs.expert_N // (self.dims.num_experts // self.num_devices)
-        affinity_N = value_of_pairs(scored.affinities_TE, pairs)
+        affinity_N = value_of_pairs(scored.across_tokens_TE(scored.affinities_TE), pairs)
         if not self.training or self.config.spare == 0:
             return place_in_group(device_N, self.num_devices, None, affinity_N) < budget
         spared_N = self._spared_T(scored.num_tokens, device_N.device, context)[pairs.token_N]

@@ -10,9 +10,10 @@ Experts of another size (XMoE eq. 6): the layer's cost is gamma * T * (an expert
 of the size keep it with n times the `factor`, as the paper trains them. That is the configuration's to say.
 With factor = E and k = 1 nothing is dropped (its section 3.6 on dense models).
 
-E counts the experts that any token of the micro batch may choose: where a step's mask closes half of them
-(expert dropout), or all but a rank's own (gating dropout), the others' places grow, and `factor` stays the
-slack that it is without. The papers do not say.
+E counts all experts but those that a mask of the whole step closes: half of them (expert dropout), or all
+but a rank's own (gating dropout). The others' places then grow, and `factor` stays the slack that it is
+without; the papers do not say. A mask that goes by token (`group_limit`, `entropy_prune`) leaves E as it is,
+so that a router that sends all tokens to a few experts does not raise their capacity.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from megamoe.kernels.router import masked
 from megamoe.moe import rng
 from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Part, StepContext
@@ -34,9 +36,8 @@ class PerExpertCapacity(Part):
     """At most C pairs an expert, the first by priority; ties go to the earlier pair (token, then choice).
 
     position: the first tokens of the micro batch (Switch).
-    probability: the largest p of the pair, the score function's value over the candidates. DeepSpeed's
-    `probs`, and
-        Megatron-Core's where weights are raw: its own go by the weight after normalisation.
+    probability: the largest p of the pair. DeepSpeed's `probs`, and Megatron-Core's where weights are raw:
+        its own go by the weight after normalisation.
     choice_then_probability: all first choices before all second ones, the larger p first. XMoE's p - i
         (section 3.2, algorithm 1), as two keys: the sum would round p away.
     batch_prioritised: first choices first, then the tokens whose largest p is the largest (Riquelme et
@@ -44,6 +45,9 @@ class PerExpertCapacity(Part):
     choice_then_position: first choices first, then token order (Lepikhin et al. 2021, GShard, algorithm 1).
     random: an order drawn by token and choice; anew at every step in training, always the same in
         evaluation, which must repeat itself and should not favour early tokens either.
+
+    A sigmoid's p are compared by the scores, which have the same order and do not round to 1 or 0 in fp32. A
+    softmax's scores say nothing across tokens, so that its p themselves are compared.
 
     Only `position` is causal: in the other orders a later token can take an earlier one's place.
 
@@ -76,12 +80,12 @@ class PerExpertCapacity(Part):
             if self.min_capacity < 0:
                 raise ValueError("min_capacity must be at least 0")
 
-    def places(self, num_tokens: int, candidates_TE: Tensor | None = None) -> int | Tensor:
-        """C, the places of each expert."""
+    def places(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor:
+        """C, the places of each expert; open_E: see `Scored`."""
         factor = self.config.factor
         if not self.training and self.config.eval_factor is not None:
             factor = self.config.eval_factor
-        num_experts = num_open(candidates_TE, self.dims.num_experts)
+        num_experts = num_open(open_E, self.dims.num_experts)
         wanted = share_of_pairs(factor, self.dims.num_choices * num_tokens, num_experts)
         floor = self.config.min_capacity
         return wanted.clamp_min(floor) if isinstance(wanted, Tensor) else max(wanted, floor)
@@ -91,15 +95,18 @@ class PerExpertCapacity(Part):
         rank_N = pairs.choice_N if self.config.priority in BY_CHOICE else None
         value_N = self._values(pairs, scored, context)
         place_N = place_in_group(pairs.expert_N, self.dims.num_experts, rank_N, value_N)
-        return place_N < self.places(scored.num_tokens, scored.candidates_TE)
+        return place_N < self.places(scored.num_tokens, scored.open_E)
 
     def _values(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
         """fp32 [N], the larger the better; None: the list's order decides."""
         match self.config.priority:
             case "probability" | "choice_then_probability":
-                return value_of_pairs(scored.probs_TE, pairs)
+                return value_of_pairs(scored.across_tokens_TE(scored.probs_TE), pairs)
             case "batch_prioritised":
-                return scored.probs_TE.detach().amax(dim=1)[pairs.token_N]
+                values_TE = scored.across_tokens_TE(scored.probs_TE)
+                if scored.candidates_TE is not None:
+                    values_TE = masked(values_TE, scored.candidates_TE, float("-inf"))
+                return values_TE.amax(dim=1)[pairs.token_N]
             case "random":
                 step = context.step if self.training else 0
                 draw_key = rng.key(context.seed, step, self.dims.layer, "capacity")

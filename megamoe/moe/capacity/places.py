@@ -43,12 +43,15 @@ def share_of_pairs(factor: float, num_pairs: int, num_groups: int | Tensor) -> i
     return (exact.numerator * num_pairs + divisor - 1) // divisor
 
 
-def num_open(candidates_TE: Tensor | None, num_groups: int) -> int | Tensor:
-    """How many groups of neighbouring experts any token may choose from, at least 1; int64 scalar, or all."""
-    if candidates_TE is None:
+def num_open(open_E: Tensor | None, num_groups: int) -> int | Tensor:
+    """How many groups of neighbouring experts are open in this step, at least 1; int64 scalar, or all.
+
+    open_E: bool, the experts that the masks of the whole step left (`Scored.open_E`). Masks that go by token
+    are left out: what they close is the router's doing, and a limit must not grow as the router collapses.
+    """
+    if open_E is None:
         return num_groups
-    open_GS = candidates_TE.any(dim=0).view(num_groups, -1)
-    return open_GS.any(dim=1).sum().clamp_min(1)
+    return open_E.view(num_groups, -1).any(dim=1).sum().clamp_min(1)
 
 
 def value_of_pairs(values_TE: Tensor, pairs: Pairs) -> Tensor:

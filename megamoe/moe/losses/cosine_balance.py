@@ -19,11 +19,11 @@ class CosineBalance(Part):
     """E * sum_i f_i P_i over the micro batch, P_i the mean over tokens of softmax(cos / tau_0)_i.
 
     tau_0 is a constant, so that the learned temperature of the scores gets no gradient from here; the softmax
-    stands whatever the score function is. Under a mask it runs over the candidates, as the score function
-    does. f_i: the fraction of the wanted pairs that go to expert i, without gradient; with `first_choice`, of
-    first choices alone: the paper's "how many tokens are routed to the i-th expert" is for one choice, where
-    both agree. Source: Chi et al. 2022 (X-MoE) eq. 9; weight and tau_0: appendices A and B. Scope: micro
-    batch; the run's loss is the mean of its values on the micro batches.
+    stands whatever the score function is. Under a mask it runs over the candidates. f_i: the fraction of the
+    wanted pairs that go to expert i, without gradient; with `first_choice`, of first choices alone: the
+    paper's "how many tokens are routed to the i-th expert" is for one choice, where both agree. Source: Chi
+    et al. 2022 (X-MoE) eq. 9; weight and tau_0: appendices A and B. Scope: micro batch; the run's loss is
+    the mean of its values on the micro batches.
     """
 
     @dataclass

@@ -24,8 +24,9 @@ class SwitchBalance(Part):
     XMoE). In every scope the run's loss is the mean over micro batches and data-parallel ranks.
 
     micro_batch: f of the wanted pairs, P_i the mean p_i, both over the micro batch; p_i over the token's sum
-        where the score function is no softmax. XMoE's text sums the p of first choices alone (`probs:
-        first_choice`), its authors' code takes the mean of all.
+        where this is not 1: the score function is no softmax, or one over all experts under a mask. XMoE's
+        text sums the p of first choices alone (`probs: first_choice`), its authors' code takes the mean of
+        all.
     sequence: the mean over the micro batch's B sequences of E * sum_i f_bi P_bi, each over its own tokens.
         P_bi: the mean of s_i / sum_j s_j, with s the score function's values over all experts, unrestricted.
         f_bi: of the k largest s, without bias and masks (the largest one with `first_choice`). Does not
@@ -90,11 +91,20 @@ class SwitchBalance(Part):
         counts_E = wanted_counts(routing, self.config.first_choice)
         if self.config.scope == "global_batch" and self.training:
             counts_E = self._global_counts(counts_E, context)
-        # Values that do not sum to 1, a sigmoid's, would make the loss fall by shrinking all of them.
-        probs_TE = routing.probs_TE if self.dims.score_function == "softmax" else shares(routing.probs_TE)
+        probs_TE = self._shares_TE(routing)
         first = self.config.probs == "first_choice"
         probs_E = _first_choice_probs(routing, probs_TE) if first else probs_TE.sum(dim=0)
         return routing.num_experts * (fractions(counts_E) * probs_E).sum() / max(routing.num_tokens, 1)
+
+    def _shares_TE(self, routing: Routing) -> Tensor:
+        """p that sum to 1 in a token: others would let the loss fall by shrinking all of them."""
+        over_all = (
+            routing.score_function is not None
+            and routing.score_function.over_all
+            and routing.candidates_TE is not None
+        )
+        sums_to_1 = self.dims.score_function == "softmax" and not over_all
+        return routing.probs_TE if sums_to_1 else shares(routing.probs_TE)
 
     def _over_sequences(self, routing: Routing, context: StepContext) -> Tensor:
         affinities_TE = routing.affinities_TE
@@ -108,7 +118,7 @@ class SwitchBalance(Part):
             cell_N = sequence_T[token_N] * num_experts + expert_N
         else:
             k = 1 if self.config.first_choice else self.dims.num_choices
-            expert_TK = affinities_TE.detach().topk(k, dim=-1).indices
+            expert_TK = routing.within_tokens_TE(affinities_TE).topk(k, dim=-1).indices
             cell_N = (sequence_T[:, None] * num_experts + expert_TK).reshape(-1)
         counts_BE = count(cell_N, num_sequences * num_experts).view(num_sequences, num_experts)
         mean_share_BE = mean_over_sequences(shares(affinities_TE), context)

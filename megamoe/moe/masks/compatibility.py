@@ -34,12 +34,19 @@ def all_are_step_wide(moe: MoEConfig, or_one_group: bool = False) -> bool:
     )
 
 
+def is_softmax_over_candidates(moe: MoEConfig) -> bool:
+    """Whether the p of a token's candidates sum to 1 whatever the masks took away."""
+    score_function = moe.router.score_function
+    return score_function.name == "softmax" and score_function.options.over == "candidates"
+
+
 def refuse_one_candidate(moe: MoEConfig) -> None:
     """ValueError where the router could learn nothing, for every token has one candidate at most."""
-    if most_candidates(moe) == 1 and moe.router.score_function.name == "softmax":
+    if most_candidates(moe) == 1 and is_softmax_over_candidates(moe):
         raise ValueError(
-            "leaves one expert to each token, whose softmax is 1 whatever its score, so that the router "
-            "gets no gradient; leave more, or set score_function: sigmoid"
+            "leaves one expert to each token, whose softmax is 1 whatever its score, so that the router gets"
+            " no gradient; leave more, or set score_function: sigmoid, or score_function: {name: softmax,"
+            " over: all}"
         )
 
 

@@ -10,7 +10,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
 from megamoe.moe.masks.compatibility import experts_wanted, refuse_one_candidate
 from megamoe.moe.masks.expert_groups import by_group, check_groups
-from megamoe.moe.part import Mask, StepContext
+from megamoe.moe.part import Mask, ScoreFunction, StepContext
 from megamoe.moe.routing import Scored
 from megamoe.registry import register
 
@@ -21,11 +21,12 @@ HEAD = 8  # an eighth of each group is enough for most tokens: only for the othe
 class EntropyPrune(Mask):
     """For each token and group, the largest set of most probable experts whose entropy is at most the bound.
 
-    A group's experts are sorted by gating value; with q the values of the first m, renormalised to sum 1,
-    H_m = -sum q ln q grows with m, and the first m experts of the largest m with H_m <= bound are kept. One
-    always is: H_1 = 0. Experts that earlier masks took away count as absent. After `group_limit`
-    with as many groups it prunes within the groups kept. A token with fewer experts left than the selector's
-    k goes to those alone: with weights that sum to 1, each then counts for more.
+    A group's experts are sorted by gating value, that is by score for a score function that is monotone; with
+    q the values of the first m, renormalised to sum 1, H_m = -sum q ln q grows with m, and the first m
+    experts of the largest m with H_m <= bound are kept. One always is: H_1 = 0. Experts that earlier masks
+    took away count as absent. After `group_limit` with as many groups it prunes within the groups kept. A
+    token with fewer experts left than the selector's k goes to those alone: with weights that sum to 1, each
+    then counts for more.
 
     Source: Dubois 2025, lecture slides on mixture of experts, DeepSeek's hierarchy: "cluster-level pruning:
     within each pool, a secondary gating mechanism prunes experts based on entropy constraints".
@@ -71,30 +72,48 @@ class EntropyPrune(Mask):
 
     def forward(self, scored: Scored, context: StepContext) -> Tensor:
         """bool [T, E]."""
-        values_TE = scored.affinities_TE.detach()
+        order_TE, score_function = (
+            scored.within_tokens_TE(scored.affinities_TE),
+            scored.monotone_score_function,
+        )
         if scored.candidates_TE is not None:
-            values_TE = masked(values_TE, scored.candidates_TE, 0.0)
-        values_TGL = by_group(values_TE, self.config.num_groups)
-        values_RL = values_TGL.flatten(0, 1)
+            order_TE = masked(order_TE, scored.candidates_TE, float("-inf"))
+        order_RL = by_group(order_TE, self.config.num_groups).flatten(0, 1)
         # Few experts are kept as a rule. A GPU sorts all as fast as it would tell who needs it.
-        depth = -(-values_RL.shape[1] // HEAD) if values_RL.device.type == "cpu" else values_RL.shape[1]
-        allowed_RL, count_R = self._kept(values_RL, depth)
-        if depth < values_RL.shape[1]:
+        depth = -(-order_RL.shape[1] // HEAD) if order_RL.device.type == "cpu" else order_RL.shape[1]
+        allowed_RL, count_R = self._kept(order_RL, depth, score_function)
+        if depth < order_RL.shape[1]:
             row_S = (count_R == depth).nonzero().squeeze(1)
-            allowed_RL[row_S], _ = self._kept(values_RL[row_S], values_RL.shape[1])
-        return allowed_RL.view(values_TE.shape)
+            allowed_RL[row_S], _ = self._kept(order_RL[row_S], order_RL.shape[1], score_function)
+        return allowed_RL.view(order_TE.shape)
 
-    def _kept(self, values_RL: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """bool [R, L], and how many, int64 [R], if only the `depth` largest of a group are looked at."""
-        values_RK, order_RK = _largest(values_RL, depth)
-        # Relative to the largest: a group far from probable is judged like any other, and H_1 is 0 exactly.
-        tiny = torch.finfo(values_RK.dtype).tiny
-        values_RK = values_RK / values_RK[:, :1].clamp_min(tiny)
-        sum_RK = values_RK.cumsum(-1).clamp_min(tiny)
+    def _kept(
+        self, order_RL: Tensor, depth: int, score_function: ScoreFunction | None
+    ) -> tuple[Tensor, Tensor]:
+        """bool [R, L], and how many, int64 [R], if only the `depth` largest of a group are looked at.
+
+        order_RL: the scores of a monotone score function, or without one the gating values; -inf for those
+        absent.
+        """
+        best_RK, place_RK = _largest(order_RL, depth)
+        values_RK = _over_largest(best_RK, score_function)
+        sum_RK = values_RK.cumsum(-1).clamp_min(torch.finfo(values_RK.dtype).tiny)
         entropy_RK = sum_RK.log() - torch.xlogy(values_RK, values_RK).cumsum(-1) / sum_RK
         kept_RK = entropy_RK <= self.config.bound
-        allowed_RL = torch.zeros_like(values_RL, dtype=torch.bool).scatter_(-1, order_RK, kept_RK)
+        allowed_RL = torch.zeros_like(order_RL, dtype=torch.bool).scatter_(-1, place_RK, kept_RK)
         return allowed_RL, kept_RK.sum(dim=-1)
+
+
+def _over_largest(best_RK: Tensor, score_function: ScoreFunction | None) -> Tensor:
+    """The gating values over the first, the group's largest, of what `_kept` sorted; 0 for those absent.
+
+    So a group far from probable is judged like any other, and H_1 is 0 exactly.
+    """
+    limits = torch.finfo(best_RK.dtype)
+    if score_function is None:
+        return best_RK.clamp_min(0.0) / best_RK[:, :1].clamp_min(limits.tiny)
+    log_RK = score_function.log_values(best_RK)
+    return (log_RK - log_RK[:, :1].clamp_min(limits.min)).exp()
 
 
 def _largest(values_RL: Tensor, depth: int) -> tuple[Tensor, Tensor]:

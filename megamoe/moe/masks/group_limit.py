@@ -19,15 +19,18 @@ class GroupLimit(Mask):
     """For each token, the `keep` groups with the highest scores remain.
 
     A group's score is made of its experts' gating values over all experts, with the score function's bias
-    where it has one: `max`, the largest, or `sum`, over its `best` largest. An expert that an earlier mask
+    where it has one: `max`, the largest, or `sum`, over its `best` largest. Without a bias, score functions
+    that are monotone are compared by their scores: `max` by the largest score, `sum` in fp64 by what the
+    scores make of p, so that values which fp32 rounds to 1 or 0 do not tie. An expert that an earlier mask
     took away counts in a sum as the token's least that is left, and a group without any other comes last.
 
     Source: DeepSeek-V2, section 2.2.2, device-limited routing (max, keep 3); DeepSeek-V3, section 2.1.2,
     node-limited routing (sum, 4 of 8).
 
-    Caveats: V3's text sums the k / keep largest (and so does Megatron-Core), the default; V3's released code
-    always sums two, which at its own k = 8, keep = 4 is the same. Where the selector's k varies by token,
-    the default sums 1.
+    Caveats: DeepSeek-V2's weights are of a softmax over all experts, which this limit does not renormalise:
+    set score_function: {name: softmax, over: all}, as the system deepseek_v2 does. V3's text sums the k /
+    keep largest (and so does Megatron-Core), the default; V3's released code always sums two, which at its
+    own k = 8, keep = 4 is the same. Where the selector's k varies by token, the default sums 1.
     """
 
     @dataclass
@@ -71,12 +74,10 @@ class GroupLimit(Mask):
     def forward(self, scored: Scored, context: StepContext) -> Tensor:
         """bool [T, E]: `keep` groups a token."""
         ranking_TGL = by_group(scored.ranking_TE, self.config.num_groups)
-        score_TG = ranking_TGL.amax(dim=-1)
-        if self.config.score == "sum":
-            best_TGB = ranking_TGL.topk(self._best, dim=-1).values
-            if scored.candidates_TE is not None:
-                best_TGB = _above_least(best_TGB, scored)
-            score_TG = best_TGB.sum(dim=-1).masked_fill(score_TG == float("-inf"), float("-inf"))
+        if self.config.score == "sum" and self._best > 1:
+            score_TG = _sums(ranking_TGL.topk(self._best, dim=-1).values, scored)
+        else:
+            score_TG = ranking_TGL.amax(dim=-1)
         kept_TM = score_TG.topk(self.config.keep, dim=-1).indices
         allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter_(1, kept_TM, True)
         return allowed_TG[:, :, None].expand_as(ranking_TGL).reshape(scored.scores_TE.shape)
@@ -86,7 +87,22 @@ class GroupLimit(Mask):
         return int(self.config.best or max(self.dims.num_choices // self.config.keep, 1))
 
 
-def _above_least(best_TGB: Tensor, scored: Scored) -> Tensor:
-    """The values over the token's least finite one, none below 0; 0 for those absent, which never win so."""
-    least_T = scored.ranking_TE.masked_fill(scored.ranking_TE == float("-inf"), float("inf")).amin(dim=-1)
-    return (best_TGB - least_T[:, None, None]).masked_fill(best_TGB == float("-inf"), 0.0)
+def _sums(best_TGB: Tensor, scored: Scored) -> Tensor:
+    """[T, G]: the sum over each group's best, given by their ranking; -inf for a group without candidates."""
+    absent_TGB = best_TGB == float("-inf")
+    value_TGB, least_T11 = best_TGB, None
+    if scored.candidates_TE is not None:
+        absent_TE = scored.ranking_TE == float("-inf")
+        least_T11 = scored.ranking_TE.masked_fill(absent_TE, float("inf")).amin(dim=-1)[:, None, None]
+    score_function = scored.monotone_score_function
+    if scored.ranked_by_scores and score_function is not None:
+        # p over the token's largest: fp64 holds it where fp32 would round it to 1 or 0.
+        log_TGB = score_function.log_values(best_TGB).double()
+        top_T11 = log_TGB.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+        value_TGB = (log_TGB - top_T11).exp()
+        least_T11 = (
+            None if least_T11 is None else (score_function.log_values(least_T11).double() - top_T11).exp()
+        )
+    if least_T11 is not None:  # over the token's least, so that one that is absent, with 0, never wins
+        value_TGB = (value_TGB - least_T11).masked_fill(absent_TGB, 0.0)
+    return value_TGB.sum(dim=-1).masked_fill(absent_TGB.all(dim=-1), float("-inf"))

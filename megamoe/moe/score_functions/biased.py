@@ -12,6 +12,10 @@ from megamoe.moe.part import Dims, ScoreFunction, StepContext
 class BiasedScoreFunction(ScoreFunction):
     """A score function with an optional bias b [E], fp32, that shifts what is chosen by and never p.
 
+    Without a bias experts are chosen by their scores, which have the order of p and do not round to 1 or 0.
+    With a bias they are chosen by p + b in fp32, as in DeepSeek-V3: among experts whose p fp32 rounds to the
+    same value, b alone decides.
+
     After each training step b_i falls by `bias_update` where expert i was wanted more often than the mean
     over the step's whole batch, rises by it where less often, and stays at the mean. Experts that a step's
     mask closed to every token (expert dropout) stay, and are not in the mean. It is a buffer: saved in
@@ -20,6 +24,8 @@ class BiasedScoreFunction(ScoreFunction):
     Source: DeepSeek-V3, section 2.1.2, auxiliary-loss-free load balancing, eq. 16 (u = 0.001,
     and 0 for the last 500 of 14,800 billion tokens).
     """
+
+    monotone = True
 
     @dataclass
     class Config:
@@ -50,9 +56,9 @@ class BiasedScoreFunction(ScoreFunction):
         """fp32 [E]; None where bias_update is 0."""
         return self._buffers.get("bias")
 
-    def _cooled(self, scores_TE: Tensor) -> Tensor:
+    def _cooled(self, scores: Tensor) -> Tensor:
         """The scores over the temperature; at 1 themselves, without a pass over them and one back."""
-        return scores_TE if self.config.temperature == 1 else scores_TE / self.config.temperature
+        return scores if self.config.temperature == 1 else scores / self.config.temperature
 
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
         """Move the bias of the open experts against their load, int64 [E]."""

@@ -1,6 +1,7 @@
 """`sigmoid`: each expert's gating value by itself."""
 
 from torch import Tensor
+from torch.nn import functional
 
 from megamoe.kernels.router import masked
 from megamoe.moe.score_functions.biased import BiasedScoreFunction
@@ -15,7 +16,13 @@ class SigmoidScoreFunction(BiasedScoreFunction):
     DeepSeek-V3.
     """
 
+    elementwise = True
+
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value in (0, 1)."""
         probs_TE = self._cooled(scores_TE).sigmoid()
         return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0)
+
+    def log_values(self, scores: Tensor) -> Tensor:
+        """log p; precise near 0 and 1."""
+        return functional.logsigmoid(self._cooled(scores))

@@ -20,9 +20,10 @@ class EntropyAware(Selector):
     max_k].
 
     H is the entropy in nats of p over the candidates, divided by their sum where they do not sum to 1
-    (sigmoid). exp(H) is the number of experts that the score function weighs up: 1 where p is all on one, n
-    where it is even over n. Weights: raw, p itself; renormalised, p over the sum of the m chosen, which is 1
-    and gives the router no gradient for tokens of one expert.
+    (sigmoid, or a softmax over all experts under a mask). exp(H) is the number of experts that the
+    score function weighs up: 1 where p is all on one, n where it is even over n. Weights: raw, p itself;
+    renormalised, p over the sum of the m chosen, which is 1 and gives the router no gradient for tokens of
+    one expert.
 
     Source: Dubois 2025, lecture slides on mixture of experts, "Entropy Aware Gating"; they give no formula,
     and the perplexity, rounded to the nearest, is the reading chosen here. Capacity counts with k = 1.

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
+from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import masked
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import probs_N
@@ -22,6 +24,9 @@ class ExpertChoice(Selector):
     choice is the one of them with the largest p. T is the micro batch of one data-parallel rank. An expert
     with fewer than C candidates takes them all. Source: Zhou et al. 2022, Mixture-of-Experts with Expert
     Choice Routing (their e, n, c and k are E, T, k and C; how C is rounded is not said).
+
+    An expert compares tokens by p with a softmax, whose scores say nothing across tokens, and by the scores
+    with a sigmoid, whose p have the same order but round to 1 or 0 in fp32.
 
     Not causal: whether a token is taken depends on the tokens after it and on the other sequences, so that
     a decoder sees the future in training and cannot generate token by token as it was trained.
@@ -63,7 +68,7 @@ class ExpertChoice(Selector):
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """C * E pairs, fewer where masks leave an expert too few candidates."""
-        best_EC = scored.ranking_TE.T.topk(self.places(scored.num_tokens), dim=1).indices
+        best_EC = _values_TE(scored).T.topk(self.places(scored.num_tokens), dim=1).indices
         expert_E1 = torch.arange(len(best_EC), device=best_EC.device)[:, None]
         token_N, expert_N = best_EC.reshape(-1), expert_E1.expand_as(best_EC).reshape(-1)
         if scored.candidates_TE is not None:
@@ -77,3 +82,11 @@ class ExpertChoice(Selector):
         first_T = count_T.cumsum(0) - count_T
         choice_N = torch.arange(len(token_N), device=token_N.device) - first_T[token_N]
         return Pairs(token_N, expert_N, probs_N(scored.probs_TE, token_N, expert_N), choice_N)
+
+
+def _values_TE(scored: Scored) -> Tensor:
+    """What an expert's tokens are compared by; -inf where it is no candidate."""
+    if not scored.ranked_by_scores:
+        return scored.ranking_TE
+    values_TE, candidates_TE = scored.across_tokens_TE(scored.probs_TE), scored.candidates_TE
+    return values_TE if candidates_TE is None else masked(values_TE, candidates_TE, float("-inf"))

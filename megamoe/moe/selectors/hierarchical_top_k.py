@@ -93,5 +93,7 @@ class HierarchicalTopK(Selector):
         kept_TAC, place_TAC = inner_TAS.topk(self.config.k, dim=2)
         weight_TK = (kept_TA.softmax(dim=1)[:, :, None] * kept_TAC.softmax(dim=2)).flatten(1)
         expert_TK = (group_TA[:, :, None] * size + place_TAC).flatten(1)
-        order_TK = weight_TK.detach().argsort(dim=1, descending=True, stable=True)
+        # By their logarithms: products that underflow would all be 0.
+        log_TAC = kept_TA.detach().log_softmax(dim=1)[:, :, None] + kept_TAC.detach().log_softmax(dim=2)
+        order_TK = log_TAC.flatten(1).argsort(dim=1, descending=True, stable=True)
         return expert_TK.gather(1, order_TK), weight_TK.gather(1, order_TK)

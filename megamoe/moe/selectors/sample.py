@@ -21,9 +21,11 @@ class Sample(Selector):
     """In training k experts drawn without replacement, in proportion to p; in evaluation the k largest.
 
     The k largest of log p + Gumbel noise are such a draw, in its order (Gumbel top-k: Kool et al. 2019),
-    that of a Plackett-Luce model. Where the scorer gives `sampling_scores_TE`, softmax of these takes p's
-    place in the draw (`policy`: pi_old). Weights: raw p, renormalised to sum 1 over the chosen, or one.
-    Source: the slides' policy o ~ pi_old; Shazeer et al. and GShard draw their second expert alike.
+    that of a Plackett-Luce model. With a monotone score function log p comes from the scores, so that p too
+    small for fp32 are still drawn in proportion. Where the scorer gives `sampling_scores_TE`, softmax of
+    these takes p's place in the draw (`policy`: pi_old). Weights: raw p, renormalised to sum 1 over the
+    chosen, or one. Source: the slides' policy o ~ pi_old; Shazeer et al. and GShard draw their second expert
+    alike.
     """
 
     @dataclass
@@ -64,7 +66,10 @@ class Sample(Selector):
     def _drawn_TE(self, scored: Scored, context: StepContext) -> Tensor:
         """fp32 [T, E]: logarithms of what to draw from, plus the noise; -inf where no candidate."""
         logs_TE = scored.extras.get("sampling_scores_TE")
-        if logs_TE is None:
+        score_function = scored.monotone_score_function
+        if logs_TE is None and score_function is not None:
+            logs_TE = score_function.log_values(scored.scores_TE.detach())
+        elif logs_TE is None:
             probs_TE = scored.probs_TE.detach()
             logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()
         index_T = context.token_index(scored.num_tokens, logs_TE.device)

@@ -19,8 +19,8 @@ class Sinkhorn(Selector):
 
     Sinkhorn's iterations scale rows (to 1 / T) and columns (to 1 / E) in turn, over the micro batch of one
     data-parallel rank; a row's factor does not change what its token chooses, so that b is what counts. The
-    weight is p of the unbalanced score function; evaluation is plain top-k of p. Source: Clark et al. 2022,
-    Unified Scaling Laws for Routed Language Models (S-BASE); Megatron-Core's `sinkhorn`.
+    weight is p of the unbalanced score function; evaluation is plain top-k, as `top_k` has it. Source: Clark
+    et al. 2022, Unified Scaling Laws for Routed Language Models (S-BASE); Megatron-Core's `sinkhorn`.
 
     Megatron iterates until b moves by less than 1e-4 in the mean, which a GPU would have to be asked after
     each iteration; here their number is fixed. It takes sigmoid(s) as p at k = 1 and a softmax above: here

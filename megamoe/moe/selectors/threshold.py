@@ -20,9 +20,10 @@ class Threshold(Selector):
     candidates. Source: Yang et al. 2024 (XMoE) section 3.2, eq. 5, algorithm 1.
 
     The sum is measured against the sum over all candidates: 1 with a softmax, as in the paper; with a
-    sigmoid, t is a share of it. t = 1 is a case of its own, for in fp32 a running sum reaches 1 early. A
-    score function's bias shifts the order in which the p are summed, not the p. The priority p - i, which the
-    paper names together with the threshold, is an option of the capacity; capacity counts with k = 1 (eq. 3).
+    sigmoid, or a softmax over all experts under a mask, t is a share of it. t = 1 is a case of its
+    own, for in fp32 a running sum reaches 1 early. A score function's bias shifts the order in which the p
+    are summed, not the p. The priority p - i, which the paper names together with the threshold, is an option
+    of the capacity; capacity counts with k = 1 (eq. 3).
     """
 
     @dataclass

@@ -24,6 +24,9 @@ from megamoe.registry import register
 class TopK(Selector):
     """The k largest of p, with one of four weights.
 
+    The choice is by the scores where the score function is monotone and has no bias, by p plus the bias where
+    it has one (`Scored.ranking_TE`).
+
     raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard,
     DeepSeek-V3). kept_softmax: softmax over the k chosen scores (Shazeer et al. 2017 eq. 3-5,
     Softmax(KeepTopK)). one: 1. At k = 1 the two normalised kinds are always 1 and would give the

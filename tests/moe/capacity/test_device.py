@@ -10,7 +10,7 @@ from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_pairs, make_part, make_scored, moe_config
+from tests.moe.build import make_pairs, make_part, make_router, make_scored, moe_config, route_scores
 
 # Two devices of two experts. Device 0 is offered 0.5, 0.3 | 0.6, 0.2 | 0.7, device 1 only 0.1.
 WANTED = [[0, 1], [1, 0], [0, 2]]
@@ -133,3 +133,43 @@ def test_devices_hold_whole_experts(devices: int | None, expert_parallel: int) -
     with pytest.raises(UserError, match="^moe.router.capacity: device: 8 experts .* over 3 devices; choose"):
         check_parts(config, expert_parallel)
     check_parts(moe_config(num_experts=9, router={"capacity": {"name": "device", "devices": 3}}), 1)
+
+
+COLLAPSED = torch.tensor([1.0] * 6 + [0.0] * 10).expand(64, 16)  # all tokens to the first 3 of 8 devices
+LIMIT = {"name": "group_limit", "num_groups": 8, "keep": 3}
+
+
+@pytest.mark.parametrize("masks", [[], [LIMIT]], ids=["free", "limited"])
+def test_a_limit_by_token_leaves_the_budget_as_the_router_collapses(masks: list[Any]) -> None:
+    """k T / D = 48; of the 128 that each device is offered."""
+    router = make_router(
+        16,
+        "deepseek_v2",
+        masks=masks,
+        capacity={"name": "device", "devices": 8, "factor": 1.0, "spare": 0.0},
+    )
+    routing = route_scores(router, COLLAPSED)
+    assert torch.bincount(routing.wanted.expert_N // 2, minlength=8).tolist() == [128] * 3 + [0] * 5
+    assert torch.bincount(routing.pairs.expert_N // 2, minlength=8).tolist() == [48] * 3 + [0] * 5
+
+
+def test_a_mask_of_the_whole_step_leaves_fewer_devices() -> None:
+    """At home on one of four ranks, two of eight devices: k T / 2."""
+    router = make_router(
+        16,
+        masks=[{"name": "gating_dropout", "ranks": 4, "rate": 1.0}, {**LIMIT, "keep": 1}],
+        selector={"k": 2},
+        capacity={"name": "device", "devices": 8, "factor": 1.0, "spare": 0.0},
+    )
+    routing = route_scores(router, COLLAPSED, StepContext(micro_batch=0))
+    assert torch.bincount(routing.wanted.expert_N // 2, minlength=8).tolist()[2:] == [0] * 6
+    assert router.capacity.budget(64, routing.open_E) == 64
+    assert routing.counts_E().view(8, 2).sum(1).max() == 64
+
+
+def test_affinities_that_round_to_1_are_told_apart_by_the_scores() -> None:
+    """Device 0 has one place for three pairs; by equal p it would be the first token's."""
+    capacity = {"name": "device", "devices": 2, "factor": 0.5, "spare": 0.0}
+    router = make_router(2, score_function="sigmoid", selector={"k": 1, "weights": "raw"}, capacity=capacity)
+    routing = route_scores(router, torch.tensor([[18.0, 0.0], [20.0, 0.0], [19.0, 0.0]]))
+    assert routing.pairs.token_N.tolist() == [1]

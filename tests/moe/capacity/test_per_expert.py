@@ -1,11 +1,13 @@
 """Capacity: who keeps a place, by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_pairs, make_part, make_scored, moe_config
+from tests.moe.build import make_pairs, make_part, make_router, make_scored, moe_config, route_scores
 
 # Four tokens of two experts; expert 1 is wanted by all of them.
 WANTED = [[1, 0], [1, 2], [2, 1], [1, 3]]
@@ -185,3 +187,53 @@ def test_none_keeps_every_pair() -> None:
 def test_nonsense_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(UserError, match="^configuration: moe.router.capacity: .* must be "):
         moe_config(router={"capacity": {"name": "per_expert", **options}})
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [{"name": "group_limit", "num_groups": 8, "keep": 3}, {"name": "entropy_prune", "bound": 1.8}],
+    ids=lambda mask: mask["name"],
+)
+def test_masks_by_token_leave_the_places_as_the_router_collapses(mask: dict[str, Any]) -> None:
+    """All 64 tokens to the first six of 16 experts: C = 6 * 64 / 16, not 6 * 64 / 6."""
+    capacity = {"name": "per_expert", "factor": 1.0, "min_capacity": 0}
+    router = make_router(16, masks=[mask], selector={"k": 6}, capacity=capacity)
+    routing = route_scores(router, torch.tensor([9.0] * 6 + [5.0] * 10).expand(64, 16))
+    assert routing.candidates_TE is not None and not routing.candidates_TE[:, 6:].any()
+    assert routing.wanted_counts_E().tolist() == [64] * 6 + [0] * 10
+    assert routing.counts_E().tolist() == [24] * 6 + [0] * 10
+
+
+def test_masks_of_the_whole_step_give_the_others_more_places() -> None:
+    """Half of the experts are dropped, and of the rest a token sees two of four groups: C = 2 * 64 / 8."""
+    masks = [
+        {"name": "expert_dropout", "cluster_size": 4},
+        {"name": "group_limit", "num_groups": 4, "keep": 2},
+    ]
+    capacity = {"name": "per_expert", "factor": 1.0, "min_capacity": 0}
+    router = make_router(16, masks=masks, selector={"k": 2}, capacity=capacity)
+    routing = route_scores(router, torch.arange(16.0).expand(64, 16))
+    assert routing.open_E is not None and routing.open_E.sum() == 8
+    assert routing.counts_E().max() == router.capacity.places(64, routing.open_E) == 16
+
+
+@pytest.mark.parametrize("priority", ["probability", "choice_then_probability", "batch_prioritised"])
+@pytest.mark.parametrize("masks", [[], [{"name": "group_limit", "num_groups": 2, "keep": 1}]], ids=len)
+def test_values_that_round_to_1_are_told_apart_by_the_scores(
+    priority: str, masks: list[dict[str, Any]]
+) -> None:
+    """One place at expert 0; by equal p it would be the first token's."""
+    capacity = {"name": "per_expert", "factor": 0.5, "min_capacity": 0, "priority": priority}
+    one = {"k": 1, "weights": "raw"}
+    router = make_router(2, score_function="sigmoid", masks=masks, selector=one, capacity=capacity)
+    routing = route_scores(router, torch.tensor([[18.0, 0.0], [20.0, 0.0], [19.0, 0.0]]))
+    assert routing.pairs.token_N.tolist() == [1]
+
+
+@pytest.mark.parametrize("priority", ["probability", "choice_then_probability", "batch_prioritised"])
+def test_a_softmaxs_pairs_are_compared_by_p(priority: str) -> None:
+    """Token 0 has the larger score for expert 0, token 1 the larger p."""
+    capacity = {"name": "per_expert", "factor": 0.5, "min_capacity": 0, "priority": priority}
+    router = make_router(2, selector={"k": 1, "weights": "raw"}, capacity=capacity)
+    routing = route_scores(router, torch.tensor([[5.0, 4.0], [1.0, -3.0]]))
+    assert routing.pairs.token_N.tolist() == [1]

@@ -22,6 +22,7 @@ PRUNE = {"masks": [{"name": "entropy_prune", "bound": 0.7}]}
 LIMIT = {"masks": [{"name": "group_limit", "num_groups": 4, "keep": 2}]}
 GROUP: dict[str, Any] = {"masks": [{"name": "group_limit", "num_groups": 4, "keep": 1}]}
 ONE = {"masks": [{"name": "entropy_prune", "bound": 0.0}]}
+OVER_ALL = {"name": "softmax", "over": "all"}
 PAIR: dict[str, Any] = {"selector": {"k": 2, "second": "random"}}
 
 
@@ -68,6 +69,7 @@ CONSTANT = [
     ),
     ("cosine_balance", {}, {**GROUP, "scorer": "cosine"}, EVERY),
     ("stable_balance", {}, GROUP, EVERY),
+    ("switch_balance", {}, {**GROUP, "score_function": OVER_ALL}, EVERY),
     ("z_loss", {}, {"scorer": "hierarchical"}, "logsumexp is always 0"),
 ]
 
@@ -97,6 +99,7 @@ def test_a_loss_without_gradient_is_refused(
         ("switch_balance", {"scope": "sequence", "restricted": True}, GROUP, 8),
         ("device_balance", {"num_groups": 4}, GROUP, 8),
         ("stable_balance", {}, {**GROUP, "score_function": "sigmoid"}, 8),
+        ("stable_balance", {}, {**GROUP, "score_function": OVER_ALL}, 8),
         ("switch_balance", {}, PAIR, 2),
         ("cosine_balance", {"first_choice": True}, {**ALL_K, "scorer": "cosine"}, 8),
         ("device_balance", {"num_groups": 4}, {"selector": {"k": 7}}, 8),

@@ -9,7 +9,7 @@ from torch import Tensor
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_part, make_routing, moe_config
+from tests.moe.build import make_part, make_router, make_routing, moe_config, route_scores
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]])
 WANTED = [[0, 1], [0, 2]]  # f = 1/2, 1/4, 1/4; of first choices alone: 1, 0, 0
@@ -236,3 +236,29 @@ def test_values_of_a_sigmoid_are_taken_over_their_sum() -> None:
         assert loss(routing, StepContext()).item() == pytest.approx(1.2)
     softmax = make_part("loss", "switch_balance", num_experts=3)
     assert softmax(make_routing(WANTED, PROBS.log(), 0.5 * PROBS), StepContext()).item() == pytest.approx(0.6)
+
+
+def test_over_all_experts_p_of_the_candidates_sum_to_1_in_the_loss() -> None:
+    """Otherwise a token's loss would fall as it prefers experts that its limit closed."""
+    limit = {"name": "group_limit", "num_groups": 4, "keep": 2}
+    scores_TE = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
+    values, gradients = [], []
+    for over in ("candidates", "all"):
+        leaf_TE = scores_TE.clone().requires_grad_()
+        router = make_router(8, masks=[limit], score_function={"name": "softmax", "over": over})
+        value = make_part("loss", "switch_balance", 8)(route_scores(router, leaf_TE), StepContext())
+        values.append(value.detach())
+        gradients.extend(torch.autograd.grad(value, leaf_TE))
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*gradients)
+
+
+def test_sequence_scope_counts_by_scores_whose_p_round_to_1() -> None:
+    """Both tokens' largest score is expert 2's: f = 1 there, and P nearly 1/4."""
+    router = make_router(4, score_function="sigmoid", selector={"k": 1, "weights": "raw"})
+    routing = route_scores(router, torch.tensor([[18.0, 18, 20, 19], [19.0, 18, 30, 19]]))
+    routing.affinities_TE = torch.tensor([[0.1, 0.2, 0.6, 0.1]] * 2)  # to tell the experts by
+    loss = make_part("loss", "switch_balance", 4, scope="sequence")
+    assert loss(routing, StepContext()).item() == pytest.approx(4 * 0.6)
+    routing.affinities_TE = torch.tensor([[0.4, 0.4, 0.1, 0.1]] * 2)
+    assert loss(routing, StepContext()).item() == pytest.approx(4 * 0.1)

@@ -144,3 +144,15 @@ def test_a_softmax_over_one_expert_is_refused(mask: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"{mask['name']}: leaves one expert .*set score_function: sigmoid"):
         check(mask, selector=one)
     check(mask, selector=one, score_function="sigmoid")
+
+
+def test_over_all_experts_one_candidate_has_a_gradient() -> None:
+    one: dict[str, Any] = {
+        "masks": [{"name": "group_limit", "num_groups": 16, "keep": 1}],
+        "selector": {"k": 1, "weights": "raw"},
+        "score_function": {"name": "softmax", "over": "all"},
+    }
+    check(*one["masks"], selector=one["selector"], score_function=one["score_function"])
+    layer = make_layer(moe_config(num_experts=16, router=one))
+    layer(make_hidden(24)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 1e-4 for p in layer.router.parameters())

@@ -10,7 +10,15 @@ from torch import Tensor
 from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+from tests.moe.build import (
+    make_hidden,
+    make_layer,
+    make_part,
+    make_router,
+    make_scored,
+    moe_config,
+    route_scores,
+)
 
 
 def prune(scores_TE: Tensor, candidates_TE: Tensor | None = None, **options: Any) -> Tensor:
@@ -144,3 +152,29 @@ def test_bound_0_with_plain_weights() -> None:
     check_parts(config, 1)
     pairs = make_layer(config).router(make_hidden(30), StepContext()).pairs
     assert pairs.token_N.tolist() == list(range(30))  # one expert each, though k is 2
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_in_a_router_it_goes_by_the_score_functions_values(score_function: str, num_groups: int) -> None:
+    scores_TE = 2 * torch.randn(50, 12, generator=torch.Generator().manual_seed(4))
+    prune_some = {"name": "entropy_prune", "num_groups": num_groups, "bound": 0.9}
+    routing = route_scores(make_router(12, score_function=score_function, masks=[prune_some]), scores_TE)
+    probs_TE = scores_TE.double().softmax(1) if score_function == "softmax" else scores_TE.double().sigmoid()
+    probs_TGL = probs_TE.view(50, num_groups, -1)
+    expected = [[kept for group in token for kept in plain(group, 0.9)] for token in probs_TGL.tolist()]
+    assert routing.candidates_TE is not None and routing.candidates_TE.tolist() == expected
+
+
+def test_experts_whose_p_round_alike_go_by_their_scores() -> None:
+    """Of four equal p two are within ln 2: those of the largest scores. So is a group of p 0 judged."""
+    prune_half = {"name": "entropy_prune", "bound": 0.7}
+    router = make_router(4, score_function="sigmoid", masks=[prune_half])
+    candidates_TE = route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).candidates_TE
+    assert candidates_TE is not None and candidates_TE.tolist() == [[False, False, True, True]]
+    far = [0.0, -0.1, -1.0, -5.0]
+    router = make_router(8, masks=[{**prune_half, "num_groups": 2, "bound": 0.8}])
+    routing = route_scores(router, torch.tensor([[*far, *(score - 150 for score in far)]]))
+    assert not routing.affinities_TE[:, 4:].any()
+    assert routing.candidates_TE is not None
+    assert routing.candidates_TE.tolist() == [[True, True, False, False] * 2]

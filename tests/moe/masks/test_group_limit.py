@@ -9,7 +9,15 @@ from torch import Tensor
 from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+from tests.moe.build import (
+    make_hidden,
+    make_layer,
+    make_part,
+    make_router,
+    make_scored,
+    moe_config,
+    route_scores,
+)
 
 # Four groups of two: the largest are 0.3, 0.2, 0.12, 0.05; the sums 0.31, 0.39, 0.23, 0.07.
 PROBS = torch.tensor([[0.30, 0.01, 0.20, 0.19, 0.12, 0.11, 0.05, 0.02]])
@@ -126,3 +134,50 @@ def test_refused_company(options: dict[str, Any], message: str) -> None:
     router = {"masks": [{"name": "group_limit", **options}], "selector": {"k": 5}}
     with pytest.raises(UserError, match=f"moe.router.masks.0: group_limit: {message}"):
         check_parts(moe_config(num_experts=16, router=router), 1)
+
+
+@pytest.mark.parametrize("options", [{"score": "max"}, {"score": "sum", "best": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("score_function", "scores", "groups"),
+    [
+        ("sigmoid", [17.0, 18.0, 19.0, 19.0, 20.0, 20.0, 17.0, 17.0], [1, 2]),  # all round to 1
+        ("sigmoid", [-120.0, -121.0, -119.0, -119.0, -110.0, -110.0, -130.0, -130.0], [1, 2]),  # all to 0
+        ("softmax", [1.0, 2.0, 20.0, 3.0, 19.0, 9.0, 150.0, 0.0], [1, 3]),  # all but the first to 0
+    ],
+)
+def test_groups_whose_p_round_alike_are_told_apart_by_their_scores(
+    score_function: str, scores: list[float], groups: list[int], options: dict[str, Any]
+) -> None:
+    router = make_router(
+        8,
+        score_function=score_function,
+        masks=[{"name": "group_limit", "num_groups": 4, "keep": 2, **options}],
+    )
+    candidates_TE = route_scores(router, torch.tensor([scores])).candidates_TE
+    assert candidates_TE is not None and groups_of(candidates_TE, 4) == [groups]
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize(
+    "score_function", [{"name": "softmax", "temperature": 0.7}, {"name": "sigmoid"}], ids=str
+)
+def test_a_sum_is_one_of_p_and_not_of_scores(score_function: dict[str, Any], dropped: bool) -> None:
+    """In a router, against a loop over p in fp64; of an absent expert the token's least counts."""
+    dropout = [{"name": "expert_dropout", "cluster_size": 12, "rate": 0.25}] if dropped else []
+    limit = {"name": "group_limit", "num_groups": 6, "keep": 2, "score": "sum", "best": 3}
+    router = make_router(24, score_function=score_function, masks=[*dropout, limit])
+    scores_TE = 3 * torch.randn(60, 24, generator=torch.Generator().manual_seed(7))
+    routing = route_scores(router, scores_TE)
+    open_E = torch.ones(24, dtype=torch.bool) if routing.open_E is None else routing.open_E
+    probs_TE = router.score_function(scores_TE.double(), None)
+    by_score = 0
+    for row, scores_E, kept_E in zip(probs_TE, scores_TE, routing.candidates_TE, strict=True):  # type: ignore[arg-type]
+        above_E = (row - row[open_E].min() * dropped).masked_fill(~open_E, 0.0)
+        sums = above_E.view(6, 4).topk(3).values.sum(1)
+        expected = sums.topk(2).indices.sort().values
+        assert (kept_E & open_E).view(6, 4).any(1).nonzero().flatten().tolist() == expected.tolist()
+        by_score += (
+            scores_E.view(6, 4).topk(3).values.sum(1).topk(2).indices.sort().values.tolist()
+            != expected.tolist()
+        )
+    assert by_score > 5  # sums of scores would keep other groups

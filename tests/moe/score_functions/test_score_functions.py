@@ -56,3 +56,36 @@ def test_a_restricted_expert_gets_no_gradient(score_function: str, candidates_TE
 def test_the_temperature_must_be_positive(score_function: str, temperature: float) -> None:
     with pytest.raises(UserError, match="moe.router.score_function: temperature must be positive"):
         moe_config(router={"score_function": {"name": score_function, "temperature": temperature}})
+
+
+def test_softmax_over_all_experts_masks_the_choice_alone() -> None:
+    part = make_part("score_function", "softmax", over="all")
+    torch.testing.assert_close(part(SCORES, None), torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
+    torch.testing.assert_close(part(SCORES, SOME), torch.tensor([[0.1, 0, 0.3, 0]]))
+    assert not part(SCORES, NONE).any()
+
+
+def test_softmax_over_all_experts_sends_gradient_to_all() -> None:
+    """dp_0/ds = p_0 (delta - p), of the softmax over all four experts."""
+    scores_TE = SCORES.clone().requires_grad_()
+    make_part("score_function", "softmax", over="all")(scores_TE, SOME)[0, 0].backward()
+    torch.testing.assert_close(scores_TE.grad, torch.tensor([[0.09, -0.02, -0.03, -0.04]]))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("score_function", "options"), [("softmax", {}), ("softmax", {"over": "all"}), ("sigmoid", {})]
+)
+def test_log_values_are_the_logarithms_of_p_up_to_a_constant(
+    score_function: str, options: dict[str, str], temperature: float
+) -> None:
+    part = make_part("score_function", score_function, temperature=temperature, **options)
+    difference_TE = part(SCORES, None).log() - part.log_values(SCORES)
+    torch.testing.assert_close(difference_TE, difference_TE[:, :1].expand(1, 4))
+    if part.elementwise:
+        torch.testing.assert_close(difference_TE, torch.zeros(1, 4))
+
+
+def test_what_the_softmax_runs_over_is_one_of_two() -> None:
+    with pytest.raises(UserError, match="moe.router.score_function.*over"):
+        moe_config(router={"score_function": {"name": "softmax", "over": "chosen"}})

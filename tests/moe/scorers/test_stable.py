@@ -181,6 +181,8 @@ def test_masks_hold_in_phase_2() -> None:
     candidates_TE[torch.arange(36), light_VE(router.scorer)[IDS].argmax(1)] = False
 
     class Without(torch.nn.Module):
+        step_wide = False
+
         def forward(self, *_: object) -> Tensor:
             return candidates_TE
 

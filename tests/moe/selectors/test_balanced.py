@@ -6,7 +6,7 @@ import torch
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.registry import get_part
-from tests.moe.build import make_part, make_scored, moe_config
+from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
 
 # All like expert 0 best; tokens 0 and 3 lose most by leaving it.
 SCORES = torch.tensor([[3.0, 0.0], [2.0, 1.5], [2.0, 1.9], [5.0, 1.0]])
@@ -80,3 +80,8 @@ def test_company_that_is_refused(router: dict[str, object], message: str) -> Non
 
 def test_the_papers_company_is_welcome() -> None:
     check_parts(moe_config(router={"selector": "balanced", "score_function": "sigmoid"}), 1)
+
+
+def test_evaluation_takes_the_best_of_scores_whose_p_round_to_1() -> None:
+    router = make_router(4, score_function="sigmoid", selector="balanced").eval()
+    assert route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).pairs.expert_N.tolist() == [2]

@@ -11,7 +11,7 @@ from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_part, make_scored, moe_config
+from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
 
 # Perplexities: 1, 2, 4, exp(0.802) = 2.23, exp(1.280) = 3.60
 PROBS = torch.tensor(
@@ -96,3 +96,8 @@ def test_no_more_choices_than_experts() -> None:
     config = moe_config(num_experts=4, router={"selector": {"name": "entropy_aware", "max_k": 5}})
     with pytest.raises(UserError, match="entropy_aware: max_k is 5, .* only 4 experts .* max_k <= 4$"):
         check_parts(config, 1)
+
+
+def test_experts_stand_in_the_order_of_scores_whose_p_round_to_1() -> None:
+    router = make_router(4, score_function="sigmoid", selector={"name": "entropy_aware", "max_k": 3})
+    assert route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).pairs.expert_N.tolist() == [2, 3, 1]

@@ -1,5 +1,7 @@
 """expert_choice: even loads, each expert's best tokens, the order of a token's experts, the refusals."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_part, make_scored, moe_config
+from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.05, 0.05, 0.9]])
 
@@ -97,3 +99,38 @@ def test_what_is_refused(router: dict[str, object], message: str) -> None:
 def test_k_is_positive() -> None:
     with pytest.raises(UserError, match="k must be positive"):
         moe_config(router={"selector": {"name": "expert_choice", "k": 0}})
+
+
+def choose(scores_TE: Tensor, k: float, **router: Any) -> set[tuple[int, int]]:
+    """(token, expert) of a whole router."""
+    selector = {"name": "expert_choice", "k": k, "allow_non_causal": True}
+    pairs = route_scores(make_router(scores_TE.shape[1], selector=selector, **router), scores_TE).pairs
+    return set(zip(pairs.token_N.tolist(), pairs.expert_N.tolist(), strict=True))
+
+
+def test_with_a_softmax_an_expert_compares_tokens_by_p() -> None:
+    """Expert 0's largest score is token 1's, its largest p token 0's. C = 1 of two tokens."""
+    scores_TE = torch.tensor([[1.0, -1.0], [3.0, 4.0]])
+    assert choose(scores_TE, k=1) == {(0, 0), (1, 1)}
+    limited = [{"name": "group_limit", "num_groups": 2, "keep": 1}]
+    assert choose(scores_TE, k=1, masks=limited, score_function={"name": "softmax", "over": "all"}) == {
+        (0, 0),
+        (1, 1),
+    }
+
+
+def test_with_a_sigmoid_an_expert_compares_tokens_by_scores() -> None:
+    """Of p that fp32 rounds to 1 the largest score's is taken; a closed expert takes none."""
+    scores_TE = torch.tensor([[18.0, 0.0, 1.0, 0.0], [19.0, 30.0, 0.0, 0.0], [20.0, 0.0, 0.0, 0.0]])
+    scores_TE = torch.cat([scores_TE, torch.full((1, 4), -9.0)])
+    found = choose(scores_TE, k=1, score_function="sigmoid")
+    assert {token for token, expert in found if expert == 0} == {2}
+    limit = {"name": "group_limit", "num_groups": 4, "keep": 1}
+    assert choose(scores_TE, k=1, score_function="sigmoid", masks=[limit]) >= {(2, 0), (1, 1)}
+    assert (1, 0) not in choose(scores_TE, k=2, score_function="sigmoid", masks=[limit])
+
+
+def test_a_tokens_choices_stand_in_the_order_of_its_scores() -> None:
+    selector = {"name": "expert_choice", "k": 4, "allow_non_causal": True}
+    router = make_router(4, score_function="sigmoid", selector=selector)
+    assert route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).pairs.expert_N.tolist() == [2, 3, 1, 0]

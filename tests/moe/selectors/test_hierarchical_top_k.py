@@ -137,3 +137,10 @@ def test_refusals() -> None:
         UserError, match="^moe.router.selector: hierarchical_top_k: score_function.bias_update"
     ):
         check_parts(moe_config(num_experts=4, router=biased), 1)
+
+
+def test_weights_that_underflow_stand_in_the_order_of_their_logarithms() -> None:
+    """Group 0's second expert has weight e^-200, group 1's two about e^-150 and e^-151."""
+    pairs = select(torch.tensor([[150.0, 0.0, -9.0]]), torch.tensor([[0.0, -200, -300, 1, 0, -5, 0, 0, 0]]))
+    assert pairs.expert_N.tolist() == [0, 3, 4, 1]
+    assert pairs.weight_N.tolist() == [1, 0, 0, 0]

@@ -1,6 +1,7 @@
 """Drawing experts: frequencies, order, keys, weights, and none of it in evaluation."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
-from tests.moe.build import make_part, make_scored, moe_config
+from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
 
 PROBS = torch.tensor([0.5, 0.1, 0.3, 0.1])
 DRAWS = 20000
@@ -148,3 +149,31 @@ def test_what_makes_no_sense_is_refused() -> None:
         moe_config(router={"selector": {"name": "sample", "weights": "renormalised"}})
     with pytest.raises(UserError, match="sample: k is 5, .* only 4 experts .* k <= 4"):
         check_parts(moe_config(num_experts=4, router={"selector": {"name": "sample", "k": 5}}), 1)
+
+
+def test_what_underflows_is_still_drawn_in_proportion() -> None:
+    """Behind a score of 150 all p are 0 in fp32; the second is drawn with odds 1 : 3 : 0."""
+    scores_E = torch.tensor([150.0, 0.0, math.log(3.0), -40.0])
+    for temperature in (1.0, 0.5):
+        score_function = {"name": "softmax", "temperature": temperature}
+        router = make_router(4, score_function=score_function, selector={"name": "sample", "k": 2})
+        routing = route_scores(router, (temperature * scores_E).expand(DRAWS, 4), StepContext(seed=1))
+        drawn_TK = routing.pairs.expert_N.reshape(DRAWS, 2)
+        assert not routing.probs_TE[:, 1:].any() and not drawn_TK[:, 0].any()
+        found_E = torch.bincount(drawn_TK[:, 1], minlength=4) / DRAWS
+        torch.testing.assert_close(found_E, torch.tensor([0, 0.25, 0.75, 0]), atol=0.012, rtol=0)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_a_router_draws_in_proportion_to_its_p(score_function: str) -> None:
+    scores_E = torch.tensor([1.0, -0.5, 0.3, 2.0])
+    router = make_router(4, score_function=score_function, selector={"name": "sample", "k": 1})
+    routing = route_scores(router, scores_E.expand(DRAWS, 4), StepContext(seed=1))
+    probs_E = scores_E.sigmoid() if score_function == "sigmoid" else scores_E.softmax(0)
+    found_E = torch.bincount(routing.pairs.expert_N, minlength=4) / DRAWS
+    torch.testing.assert_close(found_E, probs_E / probs_E.sum(), atol=0.012, rtol=0)
+
+
+def test_evaluation_takes_the_best_of_scores_whose_p_round_to_1() -> None:
+    router = make_router(4, score_function="sigmoid", selector={"name": "sample", "k": 2}).eval()
+    assert route_scores(router, torch.tensor([[20.0, 19, 18, 18.5]])).pairs.expert_N.tolist() == [0, 1]

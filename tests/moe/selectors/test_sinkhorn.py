@@ -8,7 +8,7 @@ from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.selectors.sinkhorn import log_column_factors_E
-from tests.moe.build import make_part, make_scored, moe_config
+from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
 
 
 def skewed_scores(num_tokens: int = 64, num_experts: int = 8) -> Tensor:
@@ -112,3 +112,8 @@ def test_what_is_refused() -> None:
         check_parts(moe_config(router={"selector": "sinkhorn", "score_function": score_function}), 1)
     with pytest.raises(UserError, match="sinkhorn: k is 5, .* choose k <= 4$"):
         check_parts(moe_config(num_experts=4, router={"selector": {"name": "sinkhorn", "k": 5}}), 1)
+
+
+def test_evaluation_takes_the_best_of_scores_whose_p_round_to_1() -> None:
+    router = make_router(4, score_function="sigmoid", selector={"name": "sinkhorn", "k": 2}).eval()
+    assert route_scores(router, torch.tensor([[20.0, 19, 18, 18.5]])).pairs.expert_N.tolist() == [0, 1]

@@ -7,7 +7,7 @@ from torch import Tensor
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_part, make_scored, moe_config
+from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
 
 PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.95, 0.01, 0.02, 0.02], [0.25, 0.45, 0.2, 0.1]])
 
@@ -112,3 +112,28 @@ def test_gradient_is_that_of_the_chosen_values() -> None:
 def test_a_share_is_between_0_and_1(option: str, value: float) -> None:
     with pytest.raises(UserError, match=f"{option} must be at least 0 and at most 1"):
         moe_config(router={"selector": {"name": "threshold", option: value}})
+
+
+def test_experts_are_gathered_in_the_order_of_scores_whose_p_round_alike() -> None:
+    """p are equal but for rounding: 0.6 of their sum takes three of four, those of the largest scores."""
+    router = make_router(4, score_function="sigmoid", selector={"name": "threshold", "threshold": 0.6})
+    assert route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).pairs.expert_N.tolist() == [2, 3, 1]
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
+def test_over_all_experts_the_share_is_that_of_the_candidates_sum(threshold: float) -> None:
+    scores_TE = torch.randn(50, 16, generator=torch.Generator().manual_seed(3))
+    limit = {"name": "group_limit", "num_groups": 4, "keep": 2}
+    selector = {"name": "threshold", "threshold": threshold}
+    found = []
+    for over in ("candidates", "all"):
+        score_function = {"name": "softmax", "over": over}
+        found.append(
+            route_scores(
+                make_router(16, masks=[limit], score_function=score_function, selector=selector), scores_TE
+            )
+        )
+    pairs, other = (routing.pairs for routing in found)
+    assert torch.equal(pairs.token_N, other.token_N) and torch.equal(pairs.expert_N, other.expert_N)
+    torch.testing.assert_close(other.weight_N, scores_TE.softmax(1)[other.token_N, other.expert_N])
+    assert (other.weight_N < pairs.weight_N).all()

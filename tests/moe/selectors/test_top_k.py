@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
+from megamoe.kernels import library as kernels
 from megamoe.moe import rng
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
-from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+from tests.moe.build import (
+    make_hidden,
+    make_layer,
+    make_part,
+    make_router,
+    make_scored,
+    moe_config,
+    route_scores,
+)
 
 # As softmax gives for scores log(10 p).
 PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.05, 0.05, 0.4], [0.3, 0.4, 0.2, 0.1]])
@@ -266,3 +275,34 @@ def test_the_router_renormalises_after_its_capacity() -> None:
     pairs_T = torch.bincount(routing.pairs.token_N, minlength=40)
     assert set(pairs_T.tolist()) == {0, 1, 2}
     torch.testing.assert_close(total_T, (pairs_T > 0).float())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("score_function", "shift", "spread"), [("sigmoid", 18.0, 1.0), ("softmax", 0.0, 90.0)]
+)
+def test_saturated_values_choose_as_exact_ones_would(
+    score_function: str, shift: float, spread: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32 ties many p of a token; the choice is that of fp64, whichever kernel makes it."""
+    monkeypatch.setattr(kernels._Choice, "compiled", compiled)
+    scores_TE = shift + spread * torch.randn(200, 16, generator=torch.Generator().manual_seed(5))
+    routing = route_scores(make_router(16, score_function=score_function, selector={"k": 4}), scores_TE)
+    exact_TE = (
+        scores_TE.double().sigmoid() if score_function == "sigmoid" else scores_TE.double().log_softmax(1)
+    )
+    assert routing.pairs.expert_N.tolist() == exact_TE.topk(4).indices.flatten().tolist()
+    assert (routing.probs_TE.topk(5).values.diff() == 0).any(), "p do not tie, and the test shows nothing"
+
+
+def test_equal_scores_are_chosen_in_the_order_of_the_experts() -> None:
+    """As equal p were, by the compiled kernel; PyTorch's promises no order."""
+    if kernels.find_library()[0] is None:
+        pytest.skip("no compiled kernels")
+    router = make_router(8, score_function="sigmoid", selector={"k": 3})
+    assert route_scores(
+        router, torch.tensor([[1.0] * 8, [0, 30, 30, 0, 30, 0, 30, 0]])
+    ).pairs.expert_N.tolist() == [
+        *[0, 1, 2],
+        *[1, 2, 4],
+    ]
