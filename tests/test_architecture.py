@@ -18,7 +18,7 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_fi
 
 FOUNDATION = {"config", "errors", "registry"}
 SHARDING = FOUNDATION | {"moe", "kernels", "parallel"}
-# What each package may import of megamoe, beside itself; `megamoe` is the package's own __init__ (its version).
+# What each package may import of megamoe, beside itself; `megamoe` is its own __init__ (the version).
 MAY_IMPORT = {
     "errors": set(),
     "registry": {"errors"},
