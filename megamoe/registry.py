@@ -55,18 +55,18 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
     """
     if kind not in _parts:
         raise ValueError(f"register: unknown kind {kind!r}, expected one of {', '.join(KINDS)}")
-    _check_name(kind, name)
+    _check_name(label(kind), name)
 
     def decorate(part: PartClass) -> PartClass:
         known = _parts[kind].get(name)
         if known is not None and _full_name(known) != _full_name(part):
             raise ValueError(
-                f"{kind} {name!r} is registered twice: {_full_name(known)} and {_full_name(part)}; "
+                f"{label(kind)} {name!r} is registered twice: {_full_name(known)} and {_full_name(part)}; "
                 "give one of them another name"
             )
         fields = getattr(getattr(part, "Config", None), "__dataclass_fields__", None)
         if fields is None:
-            raise ValueError(f"{kind} {name!r}: {part.__qualname__} needs a nested dataclass `Config`")
+            raise ValueError(f"{label(kind)} {name!r}: {part.__qualname__} needs a nested dataclass `Config`")
         if kind == "loss" and "weight" not in fields:
             raise ValueError(f"loss {name!r}: the `Config` of {part.__qualname__} needs a field `weight`")
         if kind == "loss" and name in RESERVED_LOSS_NAMES:
@@ -77,6 +77,11 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
         return part
 
     return decorate
+
+
+def label(kind: str) -> str:
+    """A kind of parts in words: `score function`."""
+    return kind.replace("_", " ")
 
 
 def is_name(name: object) -> bool:
@@ -170,7 +175,7 @@ def get_part(kind: str, name: str) -> Any:
     discover()
     known = _parts[kind]
     if name not in known:
-        raise UserError(unknown_name_message(kind, name, list(known)))
+        raise UserError(unknown_name_message(label(kind), name, list(known)))
     return known[name]
 
 

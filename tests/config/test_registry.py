@@ -63,9 +63,9 @@ def test_a_loss_needs_a_weight() -> None:
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="unknown kind 'gates', expected one of scorer, mask, score function, "
+        ValueError, match="unknown kind 'gates', expected one of scorer, mask, score_function, "
     ):
-        registry.register("score functions", "x")
+        registry.register("gates", "x")
 
 
 @pytest.mark.parametrize("name", ["lab.margin", "Margin", "2nd", "a b", "", "größe", "a\n", None])

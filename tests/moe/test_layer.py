@@ -158,7 +158,7 @@ def test_a_token_without_a_place_gets_only_the_shared_experts(num_shared: int) -
         {"num_shared_experts": 1},
         {"num_shared_experts": 1, "shared_expert_mode": "residual"},
         {"expert_sublayers": 2},
-        {"expert_dropout": 0.5, "expert_activation_dropout": 0.5},
+        {"expert_output_dropout": 0.5, "expert_activation_dropout": 0.5},
     ],
     ids=str,
 )
@@ -180,7 +180,7 @@ def test_no_tokens_at_all(options: dict[str, Any]) -> None:
         {"num_shared_experts": 1},
         {"num_shared_experts": 1, "shared_expert_mode": "residual"},
         {"expert_sublayers": 2},
-        {"expert_dropout": 0.25, "expert_activation_dropout": 0.25},
+        {"expert_output_dropout": 0.25, "expert_activation_dropout": 0.25},
     ],
     ids=str,
 )
@@ -236,7 +236,7 @@ def test_a_second_forward_replaces_the_observation() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_changes_nothing(reentrant: bool) -> None:
     router = {"scorer": {"jitter": 0.3}, "capacity": DROPPING}
-    dropout = {"expert_dropout": 0.3, "expert_activation_dropout": 0.3}
+    dropout = {"expert_output_dropout": 0.3, "expert_activation_dropout": 0.3}
     config = moe_config(num_experts=4, num_shared_experts=1, router=router, losses=LOSSES, **dropout)
     layer = make_layer(config, StepContext(seed=3, step=7, aux_scale=0.5))
     expected_TH, expected = gradients_of_layer(layer, make_hidden(16))

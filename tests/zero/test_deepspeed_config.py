@@ -21,7 +21,7 @@ from tests.distributed.fp16 import with_fp16
 from tests.tiny import tiny
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 24}
-SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
+SHIPPED = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
 
 def run_of(precision: str = "auto") -> RunConfig:

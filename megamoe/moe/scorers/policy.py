@@ -53,7 +53,7 @@ class PolicyScorer(Part):
         if score_function != PartChoice.default("score_function", "softmax"):
             raise ValueError(
                 f"the score function is {score_function.to_dict()}, but the policy is the plain softmax of"
-                " its scores; set score function: softmax"
+                " its scores; set score_function: softmax"
             )
 
     def __init__(self, config: Config, dims: Dims) -> None:

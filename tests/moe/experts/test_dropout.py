@@ -113,7 +113,7 @@ def test_activation_dropout_stands_between_the_products() -> None:
     torch.testing.assert_close(layer(hidden_TH), dropped_TF @ down.T, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rates", [{"expert_dropout": 0.5}, {"expert_activation_dropout": 0.5}], ids=str)
+@pytest.mark.parametrize("rates", [{"expert_output_dropout": 0.5}, {"expert_activation_dropout": 0.5}], ids=str)
 @pytest.mark.parametrize("sublayers", [1, 2])
 def test_only_in_training_and_repeatable(rates: dict[str, float], sublayers: int) -> None:
     layer = make_layer(moe_config(num_experts=4, expert_sublayers=sublayers, **rates))
