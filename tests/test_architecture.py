@@ -21,7 +21,7 @@ FOUNDATION = {"config", "errors", "registry"}
 MAY_IMPORT = {
     "errors": set(),
     "registry": {"errors"},
-    "vendors": set(),
+    "vendors": {"errors"},
     "config": {"errors", "registry"},
     "kernels": set(),
     "moe": FOUNDATION | {"kernels"},
@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "model": FOUNDATION | {"moe", "kernels"},
     "parallel": FOUNDATION | {"moe", "kernels"},
     "train": FOUNDATION | {"moe", "kernels", "data", "observe", "model", "parallel", "megamoe", "vendors"},
+    "__main__": {"train"},
 }
 # Each vendor's modules, and the rooms that may know them.
 VENDORS = {
@@ -64,7 +65,7 @@ def imports_of(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__", "find_spec"):
-            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def called(node: ast.Call) -> str:

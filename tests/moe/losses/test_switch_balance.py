@@ -72,7 +72,8 @@ def plain_sequence_loss(affinities_TE: Tensor, k: int, num_sequences: int) -> Te
         for expert in range(num_experts):
             chosen = [t for t in tokens if expert in affinities_TE[t].argsort(descending=True)[:k].tolist()]
             f = num_experts / (k * len(tokens)) * len(chosen)
-            p = sum(affinities_TE[t, expert] / affinities_TE[t].sum() for t in tokens) / len(tokens)
+            shares = [affinities_TE[t, expert] / affinities_TE[t].sum() for t in tokens]
+            p = torch.stack(shares).sum() / len(tokens)
             values.append(f * p)
     return torch.stack(values).sum() / num_sequences
 
