@@ -64,7 +64,7 @@ def _round(trainer: Trainer) -> dict[str, float]:
     checkpoints = trainer.checkpoints
     plain = [_seconds(trainer.step) for _ in range(PLAIN_STEPS)]
     begins = _seconds(trainer.begin_save) + _seconds(trainer.step)
-    beside = []
+    beside: list[float] = []
     while not checkpoints.is_written and len(beside) < MOST_STEPS:
         beside.append(_seconds(trainer.step))
     publishes = _seconds(checkpoints.finish)

@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,9 +208,9 @@ class Bench:
         found = Measured({name: [] for name in DTYPES}, [], {stage: [] for stage in STAGES})
         for number in range(WARM_UP_ROUNDS + self.rounds):
             layer.context.step += 1
-            times = {name: clock(layer, lambda name=name: self._whole(layer, name)) for name in DTYPES}
+            times = {name: clock(layer, partial(self._whole, layer, name)) for name in DTYPES}
             router = clock(layer, lambda: self._route(layer))
-            by_part = [(label, stage, clock(layer, lambda c=call: replay(c))) for label, stage, call in calls]
+            by_part = [(label, stage, clock(layer, partial(replay, call))) for label, stage, call in calls]
             if number < WARM_UP_ROUNDS:
                 continue
             found.router.append(router)

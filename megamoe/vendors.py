@@ -1,14 +1,72 @@
-"""Quiet start: what the libraries say to their own developers at import does not concern a run's user."""
+"""The libraries that megamoe is built on: whether their versions are tested ones, and a quiet start.
 
+What they say to their own developers at import does not concern a run's user.
+"""
+
+import importlib.metadata
+import importlib.util
 import logging
 import os
+import sys
 import warnings
 
+from packaging.version import InvalidVersion, Version
+
+from megamoe.errors import UserError
+
+# By distribution: its module, the oldest version that is supported, and the first one that is not tested.
+# The same as the bounds in pyproject.toml; the versions tested are in constraints/.
+TESTED = {
+    "torch": ("torch", "2.13", "2.16"),
+    "megatron-core": ("megatron", "0.16.1", "0.20"),
+    "deepspeed": ("deepspeed", "0.19.8", "0.20"),
+}
 _NOTICES = (
     ".*(Transformer Engine|Apex).*not installed.*",
     ".*full scope is deprecated.*",
     r".*`torch\.distributed\.\w+` is deprecated.*",  # DeepSpeed's collectives
 )
+
+
+def check_versions() -> None:
+    """Call once in an entry point, before `settle_vendors`. Imports none of the libraries.
+
+    A version newer than the tested ones is one line of warning on rank 0. A library without metadata, such as
+    a source tree on PYTHONPATH, is not checked.
+
+    Raises:
+        UserError: if one of the libraries is missing or too old.
+    """
+    for name, (module, oldest, untested) in TESTED.items():
+        way_out = f"pip install '{name}>={oldest},<{untested}'"
+        found = _installed_version(name)
+        if found is None:
+            if importlib.util.find_spec(module) is None:
+                raise UserError(f"{name}: not installed, expected {oldest} or later; {way_out}")
+            continue
+        # Without its pre-release part: a container's 2.14.0a0+nv is as good as a 2.14.
+        release = Version(found.base_version)
+        if release < Version(oldest):
+            raise UserError(f"{name}: found version {found}, expected {oldest} or later; {way_out}")
+        if release >= Version(untested) and _is_first_rank():
+            print(
+                f"warning: {name}: found version {found}, tested from {oldest} up to, but not including, "
+                f"{untested}; if the run fails: {way_out}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _installed_version(name: str) -> Version | None:
+    """None where there is no metadata, or no version that can be compared."""
+    try:
+        return Version(importlib.metadata.version(name))
+    except (importlib.metadata.PackageNotFoundError, InvalidVersion, TypeError):
+        return None
+
+
+def _is_first_rank() -> bool:
+    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
 def settle_vendors() -> None:

@@ -8,6 +8,7 @@ python tools/checkpoint.py prune runs/demo --keep 2 --dry-run
 """
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -29,7 +30,8 @@ DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 def main(arguments: list[str] | None = None) -> int:
     """Do what is asked; 1 if `verify` finds damage, 2 for a user's mistake, 130 if interrupted."""
     options = _parser().parse_args(arguments)
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be any bytes
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -94,19 +96,20 @@ def _inspect(options: argparse.Namespace) -> int:
     path = describe.taken_by_resume(states) if is_run else paths[0]
     if path is None and (options.config or options.tensors):
         raise UserError(f"{options.path}: no intact checkpoint; name a step_* folder")
-    if options.config:
+    if path is not None and options.config:
         print(describe.config_as_yaml(path), end="")
         return 0
     rows = describe.table(states, path) if is_run else []
     facts = describe.describe(path, states[path]) if path is not None else None
     if options.json:
-        found = {"checkpoints": rows, "resume": facts} if is_run else facts
-        tensors = {"index": describe.tensors(path)} if options.tensors else {}
-        print(json.dumps({**found, **tensors}, indent=1))
+        found = {"checkpoints": rows, "resume": facts} if is_run else {**(facts or {})}
+        if path is not None and options.tensors:
+            found["index"] = describe.tensors(path)
+        print(json.dumps(found, indent=1))
         return 0
     blocks = [describe.table_as_text(rows)] if is_run else []
     blocks.append("no intact checkpoint" if facts is None else describe.as_text(facts))
-    if options.tensors:
+    if path is not None and options.tensors:
         blocks.append(describe.tensors_as_text(path))
     print("\n\n".join(blocks))
     return 0

@@ -75,7 +75,8 @@ def as_markdown(kind: str) -> str:
             for preset in registry.list_presets().values()
         ]
         return "## Presets\n\n" + "\n\n".join(blocks)
-    rows = [f"## {registry.label(kind).capitalize()}", "", "| name | what it does | options | source |", "|---|---|---|---|"]
+    heading = f"## {registry.label(kind).capitalize()}"
+    rows = [heading, "", "| name | what it does | options | source |", "|---|---|---|---|"]
     for name, part in registry.list_parts(kind).items():
         options = "<br>".join(f"`{option}: {default}` ({kind})" for option, kind, default in options_of(part))
         cells = [

@@ -72,12 +72,14 @@ def _config(grouped: bool, shape: Shape, dtype: torch.dtype) -> Any:
 
 def _copy_experts(experts: nn.Module, weights: Weights) -> None:
     if hasattr(experts, "weight1"):  # stacked, [in, out] each
-        experts.weight1.data.copy_(weights.up_EGH.transpose(1, 2).reshape_as(experts.weight1))
-        experts.weight2.data.copy_(weights.down_EHF.transpose(1, 2).reshape_as(experts.weight2))
+        up, down = experts.get_parameter("weight1"), experts.get_parameter("weight2")
+        up.data.copy_(weights.up_EGH.transpose(1, 2).reshape_as(up))
+        down.data.copy_(weights.down_EHF.transpose(1, 2).reshape_as(down))
         return
-    for expert, up_GH, down_HF in zip(experts.local_experts, weights.up_EGH, weights.down_EHF, strict=True):
-        expert.linear_fc1.weight.data.copy_(up_GH)
-        expert.linear_fc2.weight.data.copy_(down_HF)
+    local = experts.get_submodule("local_experts").children()
+    for expert, up_GH, down_HF in zip(local, weights.up_EGH, weights.down_EHF, strict=True):
+        expert.get_parameter("linear_fc1.weight").data.copy_(up_GH)
+        expert.get_parameter("linear_fc2.weight").data.copy_(down_HF)
 
 
 sequential = partial(MegatronLayer, False)

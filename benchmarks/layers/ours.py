@@ -14,7 +14,7 @@ def build(shape: Shape, dtype: torch.dtype, weights: Weights) -> MoELayer:
     router = {"scorer": "linear", "score_function": "softmax", "selector": selector}
     tree = {"num_experts": shape.experts, "router": router, "losses": {}}
     layer = build_layer(tree, shape.hidden, shape.ffn)
-    layer.router.scorer.weight.data.copy_(weights.router_EH)
-    layer.experts.up.data.copy_(weights.up_EGH)
-    layer.experts.down.data.copy_(weights.down_EHF)
+    layer.get_parameter("router.scorer.weight").data.copy_(weights.router_EH)
+    layer.get_parameter("experts.up").data.copy_(weights.up_EGH)
+    layer.get_parameter("experts.down").data.copy_(weights.down_EHF)
     return layer.to(dtype)

@@ -17,8 +17,10 @@ from megamoe.model.block import MoEBlock
 from megamoe.model.gpt import GPT
 
 # In the order of the table; the second level is inside what stands before it.
-FORWARD = ("attention", "FFN", "MoE layer", "MoE layer: router", "MoE layer: dispatch")
-FORWARD += ("MoE layer: experts", "MoE layer: combine", "output words")
+FORWARD = (
+    *("attention", "FFN", "MoE layer", "MoE layer: router", "MoE layer: dispatch"),
+    *("MoE layer: experts", "MoE layer: combine", "output words"),
+)
 BACKWARD = ("attention", "FFN", "MoE layer", "MoE layer: experts")
 
 

@@ -46,7 +46,9 @@ def one_part(kind: str) -> PlainValidator:
         options = dict(value) if isinstance(value, dict) else {"name": value}
         name = options.pop("name", DEFAULTS.get(kind))
         if not isinstance(name, str):
-            raise _problem(f"expected the name of a {registry.label(kind)}, or a mapping with `name`, found {shown(value)}")
+            raise _problem(
+                f"expected the name of a {registry.label(kind)}, or a mapping with `name`, found {shown(value)}"
+            )
         return PartChoice(kind, name, _build_options(kind, name, options))
 
     return PlainValidator(validate)
@@ -89,7 +91,10 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
     known = [field.name for field in dataclasses.fields(config_class)]
     for key in options:
         if key not in known:
-            raise _problem(f"the {registry.label(kind)} {name!r} has no option {key!r}{registry.nearest_and_all(key, known)}")
+            raise _problem(
+                f"the {registry.label(kind)} {name!r} has no option {key!r}"
+                f"{registry.nearest_and_all(key, known)}"
+            )
     if "__pydantic_config__" not in vars(config_class):
         config_class.__pydantic_config__ = STRICT  # a plugin's plain dataclass, made as strict as ours
     try:

@@ -103,4 +103,6 @@ def _make_groups(layout: Layout, timeout: timedelta) -> _Made:
 def _make(all_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
     """Every rank takes part in making every group; returns this rank's."""
     made = [dist.new_group(ranks, timeout=timeout) for ranks in all_ranks]
-    return next(group for group, ranks in zip(made, all_ranks, strict=True) if dist.get_rank() in ranks)
+    own = next(group for group, ranks in zip(made, all_ranks, strict=True) if dist.get_rank() in ranks)
+    assert isinstance(own, dist.ProcessGroup)  # of other ranks' groups a number comes back
+    return own

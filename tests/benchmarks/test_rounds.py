@@ -1,5 +1,6 @@
 """How the benchmarks pair what they measure."""
 
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -14,7 +15,12 @@ def _rounds(scripts: None) -> ModuleType:
 
 def test_each_round_begins_with_another_and_warm_up_is_not_kept(rounds: ModuleType) -> None:
     order: list[str] = []
-    runs = {name: lambda number, name=name: order.append(name) or number for name in "abc"}
+
+    def run(name: str, number: int) -> int:
+        order.append(name)
+        return number
+
+    runs = {name: partial(run, name) for name in "abc"}
     assert rounds.in_turn(runs, rounds=3, warm_up=1) == {name: [1, 2, 3] for name in "abc"}
     assert "".join(order) == "abc" + "bca" + "cab" + "abc"
 

@@ -147,7 +147,11 @@ def _edit(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
 
 
 def _and_seal(damage: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda folder: (damage(folder), seal(folder))[1]
+    def both(folder: Path) -> None:
+        damage(folder)
+        seal(folder)
+
+    return both
 
 
 def _unlink(file: str) -> Callable[[Path], None]:

@@ -59,8 +59,9 @@ def test_a_file_that_is_replaced_or_removed_does_not_matter(tmp_path: Path) -> N
 def test_a_stream_tells_it_in_one_line(tmp_path: Path, workers: int) -> None:
     """And not as the text of a loader process' traceback."""
     dataset = build(config(make_data(tmp_path / "a", ["x" * 2000])), train=200).train
-    positions = {"start_sample": 0, "micro_batch_size": 1, "data_rank": 0, "data_size": 1}
-    with BatchStream(dataset, **positions, workers=workers) as stream:
+    with BatchStream(
+        dataset, start_sample=0, micro_batch_size=1, data_rank=0, data_size=1, workers=workers
+    ) as stream:
         next(stream)
         os.truncate(tmp_path / "a.bin", 10)
         with pytest.raises(UserError) as told:

@@ -261,11 +261,12 @@ def die_at(point: str, output: Path, source: Path) -> None:
             die()
         rename(*arguments)
 
-    prepare_module.BATCH_DOCUMENTS = 1
+    monkeypatch = pytest.MonkeyPatch()  # of this process, which ends here
+    monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 1)
     if point == "tokens":
-        prepare_module.encode_batches = encode_two
+        monkeypatch.setattr(prepare_module, "encode_batches", encode_two)
     else:
-        os.replace = rename_some
+        monkeypatch.setattr(os, "replace", rename_some)
     run(output, source)
 
 

@@ -62,7 +62,7 @@ def _engine_step(config: RunConfig) -> Found:
                 moment = engine.inner_optimizer.state[parameter].get("exp_avg", torch.zeros_like(parameter))
             gradients[name] = moment.clone() / (1 - config.optimizer.beta1)
         cuts = {
-            name: (parameter.partition_dim, parameter.partition_stride)
+            name: tuple(getattr(parameter, f"partition_{word}") for word in ("dim", "stride"))
             for name, parameter in engine.model.named_parameters()
             if getattr(parameter, "tensor_model_parallel", False)
         }
@@ -139,14 +139,15 @@ def _global_balance(model: GPT, routings: dict[int, list[Routing]], ranks: int) 
     terms: list[Tensor] = []
     for number, layer in model.moe_layers():
         for loss in layer.losses.values():
-            if getattr(loss.config, "scope", None) != "global_batch":
+            config: Any = loss.config
+            if getattr(config, "scope", None) != "global_batch":
                 continue
             for first in range(0, len(routings[number]), ranks):
                 together = routings[number][first : first + ranks]
                 wanted_N = torch.cat([routing.wanted.expert_N for routing in together])
                 fraction_E = torch.bincount(wanted_N, minlength=layer.num_experts) / wanted_N.numel()
                 mean_E = torch.cat([routing.probs_TE for routing in together]).mean(0)
-                terms.append(ranks * loss.config.weight * layer.num_experts * (fraction_E * mean_E).sum())
+                terms.append(ranks * config.weight * layer.num_experts * (fraction_E * mean_E).sum())
     return terms
 
 
@@ -186,7 +187,8 @@ def _piece(whole: dict[str, Tensor], name: str, cuts: dict[str, Any], layout: La
         gradient = gradient.chunk(layout.expert)[layout.expert_rank(rank)]
         return _cut(gradient, dimension, stride, rank % layout.expert_tensor, layout.expert_tensor)
     if name in cuts:
-        return _cut(gradient, *cuts[name], layout.tensor_rank(rank), layout.tensor)
+        dimension, stride = cuts[name]
+        return _cut(gradient, dimension, stride, layout.tensor_rank(rank), layout.tensor)
     return gradient
 
 

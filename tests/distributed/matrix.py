@@ -21,7 +21,7 @@ T = TypeVar("T")
 WORDS = ("lm_loss", "loss", "grad_norm")
 # Tokens enough that in bf16 a near-tie which falls differently moves a norm by less than the tolerance.
 SEQUENCES = 4  # of a micro batch
-SIZES = {
+SIZES: dict[str, Any] = {
     "train__micro_batch_size": SEQUENCES,
     "model__num_attention_heads": 4,
     "model__hidden_size": 32,

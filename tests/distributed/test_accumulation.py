@@ -70,7 +70,7 @@ def accumulated(**changes: Any) -> float:
         worst: list[float] = []
         step, scale = engine.step, engine.loss_scale
 
-        def watched(lr: float, rest: bool) -> float:
+        def watched(lr: float, rest: bool = False) -> float:
             for parameter, exact in sums.items():
                 found = safe_get_full_grad(parameter)
                 assert found is not None

@@ -186,12 +186,17 @@ def _swap_shards(folder: Path) -> None:
 
 def _sealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
     """With checksums of what is left: what loads the tensors must see it."""
-    return lambda folder: (damage(folder), seal(folder))[1]
+
+    def both(folder: Path) -> None:
+        damage(folder)
+        seal(folder)
+
+    return both
 
 
 SHARDS = ("shard_00000.safetensors", "shard_00001.safetensors")
 CHECKSUM = "damaged, its SHA-256 is not the one in SHA256SUMS"
-DAMAGES = {
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no meta": (_remove("checkpoint.json"), "is not a complete checkpoint"),
     "meta cut short": (_spoil_meta, "is not a complete checkpoint"),
     "another format": (_change_format, "checkpoint format 99"),

@@ -178,7 +178,7 @@ def test_a_converted_checkpoint_trains_on(
     relayout(path, tmp_path / "converted", layout, stage)
     assert list(verify.problems(tmp_path / "converted")) == []
     parallel = {name: getattr(layout, name) for name in ("tensor", "expert", "expert_tensor")}
-    changes = {
+    changes: dict[str, Any] = {
         "parallel": {**parallel, "deepspeed": ds_config(file)},
         "checkpoint__resume": str(tmp_path / "converted"),
         "output": tmp_path,

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,8 @@ def kill_the_loader_of_rank_1(trainer: Trainer) -> None:
 
 def kill_each_loader_of_rank_1(trainer: Trainer) -> None:
     if trainer.progress.step > 1 and trainer.world.rank == 1:
-        (loader,) = trainer._stream._loader._iterators[0]._workers  # type: ignore[union-attr]
+        stream: Any = trainer._stream
+        (loader,) = stream._loader._iterators[0]._workers
         os.kill(loader.pid, signal.SIGKILL)
         time.sleep(0.3)
 

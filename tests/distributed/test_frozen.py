@@ -31,7 +31,11 @@ FROZEN_REST = [
 def moe_fp32(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint after one step of 2 ranks."""
     output = tmp_path_factory.mktemp("moe")
-    run = {"parallel__expert": 2, "parallel__deepspeed": ds_config("zero1_fp32"), "output": output}
+    run: dict[str, Any] = {
+        "parallel__expert": 2,
+        "parallel__deepspeed": ds_config("zero1_fp32"),
+        "output": output,
+    }
     pool.run(look, 1, True, **run, ranks=2)
     return output / STEP_1
 
@@ -39,7 +43,7 @@ def moe_fp32(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(pool: Pool, moe_fp32: Path) -> dict[str, Any]:
     """One rank, fp32, no ZeRO, all frozen."""
-    run = {"moe__frozen": BOTH, "checkpoint__init": {"path": str(moe_fp32)}}
+    run: dict[str, Any] = {"moe__frozen": BOTH, "checkpoint__init": {"path": str(moe_fp32)}}
     (found,) = pool.run(look, STEPS, **run, ranks=1)
     return found
 
@@ -56,12 +60,13 @@ def _assert_frozen(here: dict[str, Any], frozen: list[str]) -> None:
     assert here["masters"].keys() - moved <= {n for n in here["before"] if "norm" in n}  # 1 is coarse in bf16
 
 
-@pytest.mark.parametrize(("file", "expert"), FROZEN_LAYOUTS + FROZEN_REST)
+@pytest.mark.parametrize(("file", "expert"), [*FROZEN_LAYOUTS, *FROZEN_REST])
 def test_what_is_frozen_keeps_its_bits_and_the_rest_trains_as_on_one_rank(
     pool: Pool, moe_fp32: Path, plain: dict[str, Any], file: str, expert: int
 ) -> None:
-    run = {"moe__frozen": BOTH, "checkpoint__init": {"path": str(moe_fp32)}, "parallel__expert": expert}
-    found = pool.run(look, STEPS, **run, parallel__deepspeed=ds_config(file), ranks=2)
+    run: dict[str, Any] = {"moe__frozen": BOTH, "checkpoint__init": {"path": str(moe_fp32)}}
+    layout: dict[str, Any] = {"parallel__expert": expert, "parallel__deepspeed": ds_config(file)}
+    found = pool.run(look, STEPS, **run, **layout, ranks=2)
     tolerance = 3e-2 if "bf16" in file else 1e-5
     for here in found:
         _assert_frozen(here, BOTH)
@@ -73,8 +78,8 @@ def test_what_is_frozen_keeps_its_bits_and_the_rest_trains_as_on_one_rank(
 @pytest.mark.parametrize("room", BOTH)
 @pytest.mark.parametrize("file", ["zero0_bf16", "zero1_fp32"])
 def test_one_of_them_is_frozen_by_itself(pool: Pool, file: str, room: str) -> None:
-    run = {"moe__frozen": [room], "parallel__expert": 2, "parallel__deepspeed": ds_config(file)}
-    for here in pool.run(look, STEPS, **run, ranks=2):
+    layout: dict[str, Any] = {"parallel__expert": 2, "parallel__deepspeed": ds_config(file)}
+    for here in pool.run(look, STEPS, moe__frozen=[room], **layout, ranks=2):
         _assert_frozen(here, [room])
 
 
@@ -86,7 +91,7 @@ def test_a_frozen_run_resumes_bit_for_bit(pool: Pool, moe_fp32: Path, tmp_path: 
     """And does not start from its `init` again, which is gone by then."""
     source = tmp_path / "source" / moe_fp32.name
     shutil.copytree(moe_fp32, source)
-    run = {
+    run: dict[str, Any] = {
         "moe__frozen": BOTH,
         "checkpoint__init": {"path": str(source)},
         "checkpoint__resume": "auto",

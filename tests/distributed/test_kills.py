@@ -70,11 +70,11 @@ def _die_by_the_clock(seconds: float) -> None:
     step = trainer.train_step
 
     def first_step(*args: Any, **kwargs: Any) -> Any:
-        trainer.train_step = step  # type: ignore[attr-defined]
+        trainer.train_step = step
         threading.Timer(seconds, _die).start()
         return step(*args, **kwargs)
 
-    trainer.train_step = first_step  # type: ignore[attr-defined]
+    trainer.train_step = first_step
 
 
 def _die_at_a_call(where: Any, name: str, call: int, after: bool) -> None:

@@ -61,7 +61,7 @@ def test_a_layout_trains_as_one_rank_does(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_batch_may_be_cut_into_micro_batches_of_any_size(pool: Pool, ranks: int) -> None:
     """Without a loss whose scope is the micro batch. Jitter's draws follow the token, not its place."""
-    losses = {"moe__losses": {"z_loss": 0.1}}
+    losses: dict[str, Any] = {"moe__losses": {"z_loss": 0.1}}
     cut = pool.run(run_steps, STEPS, **losses, train__global_batch_size=4 * ranks, ranks=ranks)
     whole = pool.run(
         run_steps,

@@ -59,7 +59,8 @@ def test_a_longer_run_learns(pool: Pool, file: str) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
 def test_offload_follows_a_batch_that_grows(pool: Pool, stage: int) -> None:
     """DeepSpeed accumulates offloaded gradients by a road of its own; here from 1 micro batch to 4."""
-    growth = {"train__batch_rampup": {"start": 2, "increment": 6, "samples": 4}, "parallel__expert": 2}
+    ramp = {"start": 2, "increment": 6, "samples": 4}
+    growth: dict[str, Any] = {"train__batch_rampup": ramp, "parallel__expert": 2}
     here, offloaded = (
         pool.run(run_steps, 4, parallel__deepspeed=str(DS_CONFIGS / f"{file}.json"), ranks=2, **growth)[0]
         for file in (f"zero{stage}_bf16", f"zero{stage}_bf16_offload")

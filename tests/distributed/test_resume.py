@@ -94,7 +94,7 @@ def _assert_same_state(one: Path, other: Path, ranks: int) -> None:
 def test_auto_begins_anew_where_nothing_was_saved_and_saving_disturbs_nothing(
     pool: Pool, tmp_path: Path
 ) -> None:
-    auto = {"checkpoint__resume": "auto", "output": tmp_path}
+    auto: dict[str, Any] = {"checkpoint__resume": "auto", "output": tmp_path}
     plain = pool.run(run_steps, 2, ranks=1)
     saved = pool.run(run_steps, 2, True, **auto, ranks=1)
     assert saved[0]["lm_loss"] == plain[0]["lm_loss"]
@@ -104,12 +104,12 @@ def test_auto_begins_anew_where_nothing_was_saved_and_saving_disturbs_nothing(
 
 
 def test_the_newest_are_kept_and_a_path_resumes_an_older_one(pool: Pool, tmp_path: Path) -> None:
-    changes = {"output": tmp_path, "checkpoint__keep": 2, "checkpoint__resume": "auto"}
+    changes: dict[str, Any] = {"output": tmp_path, "checkpoint__keep": 2, "checkpoint__resume": "auto"}
     losses = [pool.run(run_steps, 1, True, **changes, ranks=1)[0]["lm_loss"] for _ in range(4)]
     folder = tmp_path / "small" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000003", "step_00000004"]
     assert (folder / "latest").read_text() == "step_00000004"
-    older = {"output": tmp_path, "checkpoint__resume": str(folder / "step_00000003")}
+    older: dict[str, Any] = {"output": tmp_path, "checkpoint__resume": str(folder / "step_00000003")}
     (again,) = pool.run(run_steps, 1, **older, ranks=1)
     assert again["lm_loss"] == losses[3]
 

@@ -240,8 +240,7 @@ SPOILT = [
 
 @pytest.mark.parametrize("config", ["zero0_fp32", "zero2_bf16"])
 def test_no_tensor_too_many_too_few_or_of_another_shape(pool: Pool, tmp_path: Path, config: str) -> None:
-    run = {"parallel__deepspeed": ds_config(config)}
-    (found,) = pool.run(save_and_resume, tmp_path, **run, ranks=1)
+    (found,) = pool.run(save_and_resume, tmp_path, parallel__deepspeed=ds_config(config), ranks=1)
     for (name, spoil), told in zip(SPOILT, found, strict=True):
         what = name.removeprefix("model/")
         if name.startswith("random"):

@@ -236,7 +236,10 @@ def test_so_at_every_layout_and_file(
     layout: tuple[int, dict[str, Any]],
 ) -> None:
     saved = ("fp32", "cut fp32", "bf16")
-    moves = [(source, (*layout, file, {})) for source in saved for file in PLAIN_FILES]
+    ranks, changes = layout
+    moves: list[tuple[str, Place]] = [
+        (source, (ranks, changes, file, {})) for source in saved for file in PLAIN_FILES
+    ]
     found = move_all(pool, sources, moves, tmp_path)
     for (source, place), after in zip(moves, found, strict=True):
         assert_moved(source, place, sources[source], after)

@@ -17,7 +17,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, run_steps, small_run
 
 LAYOUT: dict[str, Any] = {"parallel__expert": 2, "parallel__deepspeed": ds_config("zero1_fp32")}
-LARGER = {"model__hidden_size": 128, "moe__expert_ffn_hidden_size": 128}
+LARGER: dict[str, Any] = {"model__hidden_size": 128, "moe__expert_ffn_hidden_size": 128}
 
 
 def written_by_a_save(**changes: Any) -> tuple[int, int]:
@@ -68,7 +68,9 @@ def steps_beside_a_slow_save(slow_rank: int, **changes: Any) -> list[tuple[bool,
             trainer.step()
             if number == 1:
                 go_on.set()
-                trainer.checkpoints._save.wait()
+                save = trainer.checkpoints._save
+                assert save is not None
+                save.wait()
             shown.append((trainer.checkpoints.is_written, _names(trainer)))
     trainer.checkpoints.finish()
     trainer.checkpoints.close()
@@ -115,8 +117,8 @@ def train_where_a_rank_cannot_write(rank: int, **changes: Any) -> str:
 def test_a_rank_that_cannot_write_ends_the_run_and_the_last_checkpoint_stays(
     pool: Pool, tmp_path: Path
 ) -> None:
-    run = {"output": tmp_path, "checkpoint": {"every": 2}, "train__steps": 12, "log__report": False}
-    messages = pool.run(train_where_a_rank_cannot_write, 1, **run, ranks=2)
+    run: dict[str, Any] = {"output": tmp_path, "checkpoint": {"every": 2}, "train__steps": 12}
+    messages = pool.run(train_where_a_rank_cannot_write, 1, **run, log__report=False, ranks=2)
     folder = tmp_path / "small" / "checkpoints"
     assert len(set(messages)) == 1
     assert messages[0] == (
@@ -127,7 +129,8 @@ def test_a_rank_that_cannot_write_ends_the_run_and_the_last_checkpoint_stays(
 
 
 def test_a_save_in_the_foreground_is_there_at_once(pool: Pool, tmp_path: Path) -> None:
-    run = {"output": tmp_path, "checkpoint": {"every": 2, "background": False}, "train__steps": 4}
+    saves = {"every": 2, "background": False}
+    run: dict[str, Any] = {"output": tmp_path, "checkpoint": saves, "train__steps": 4}
     pool.run(train_where_a_rank_cannot_write, -1, **run, log__report=False, ranks=2)
     assert (tmp_path / "small" / "checkpoints" / "latest").read_text() == "step_00000004"
 

@@ -178,7 +178,11 @@ def end_of_a_run(first: int, what: str, **changes: Any) -> tuple[int, str]:
 
 
 def test_too_many_in_a_row_end_the_run_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    run = {"output": tmp_path, "train__max_skipped_in_a_row": 2, "train__global_batch_size": 8}
+    run: dict[str, Any] = {
+        "output": tmp_path,
+        "train__max_skipped_in_a_row": 2,
+        "train__global_batch_size": 8,
+    }
     ends = pool.run(end_of_a_run, 2, "both", **run, parallel__expert=2, ranks=2)
     last = tmp_path / "small" / "checkpoints" / "step_00000001"
     told = (
@@ -194,7 +198,7 @@ def test_an_overflow_counts_where_the_loss_scale_cannot_fall(
     pool: Pool, tmp_path: Path, scale: dict[str, int], step: int
 ) -> None:
     path = ds_variant(tmp_path, "zero2_fp16", fp16=scale)
-    run = {"output": tmp_path, "train__max_skipped_in_a_row": 2, "parallel__deepspeed": path}
+    run: dict[str, Any] = {"output": tmp_path, "train__max_skipped_in_a_row": 2, "parallel__deepspeed": path}
     for last, told in pool.run(end_of_a_run, 2, "gradient", **run, ranks=2):
         assert last == step
         assert told.startswith("step 3: train/grad_norm is inf at loss scale 64" if step == 3 else "went on")

@@ -2,7 +2,6 @@
 
 import io
 import shutil
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,7 @@ def runs_of(cases: list[Case], sources: dict[str, Path]) -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def started(pool: Pool, sources: dict[str, Path]) -> Iterator[Any]:
+def started(pool: Pool, sources: dict[str, Path]) -> dict[str, list[Run]]:
     """By case, what each rank shows; those of as many ranks in one world."""
     found: dict[str, list[Run]] = {}
     for ranks in (1, 2, 4):
@@ -270,7 +269,7 @@ def test_a_run_does_not_empty_the_folder_that_it_starts_from(
     inside = tmp_path / "small" / "checkpoints" / moe_fp32.name
     shutil.copytree(moe_fp32, inside)
     (tmp_path / "small" / "config.yaml").touch()  # by which a run's folder is known
-    own = {"output": tmp_path, "overwrite": True, "checkpoint__init": {"path": str(inside)}}
+    own: dict[str, Any] = {"output": tmp_path, "overwrite": True, "checkpoint__init": {"path": str(inside)}}
     (message,) = pool.run(refusal, **own, ranks=1)
     assert message.startswith(f"checkpoint.init.path: {inside} lies in this run's own folder")
 

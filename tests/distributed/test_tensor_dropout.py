@@ -28,7 +28,7 @@ RUN: dict[str, Any] = {
     "parallel__expert": 2,
     "parallel__deepspeed": ds_config("zero1_fp32"),
 }
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {"parallel__sequence": False},
     "whole, computed again": {"parallel__sequence": False, "model__recompute": "full"},
     "sequence": {"parallel__sequence": True},
@@ -69,12 +69,12 @@ def _note_masks(masks: list[bytes]) -> None:
     """Every hidden dropout's mask, whatever it is applied to: drawn once more from the same state."""
     real = functional.dropout
 
-    def dropout(rows: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if training and p > 0:
             state = torch.get_rng_state()
-            masks.append(real(torch.ones_like(rows), p).bool().numpy().tobytes())
+            masks.append(real(torch.ones_like(input), p).bool().numpy().tobytes())
             torch.set_rng_state(state)
-        return real(rows, p, training, inplace)
+        return real(input, p, training, inplace)
 
     functional.dropout = dropout
 

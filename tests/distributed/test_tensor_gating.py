@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megamoe.model.gpt import GPT
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
@@ -23,23 +24,33 @@ def run_all(spread: bool) -> dict[str, Found]:
     """Job: what each run showed; sent: all-to-alls of its steps, all of which are dropped."""
     calls: list[Any] = []
     real = dist.all_to_all_single
-    dist.all_to_all_single = lambda *args, **kwargs: (calls.append(kwargs["group"]), real(*args, **kwargs))[1]
-    found = {}
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["group"])
+        return real(*args, **kwargs)
+
+    dist.all_to_all_single = counted
+    found: dict[str, Found] = {}
     try:
         for name, (parts, layout) in LAYOUTS.items():
             mask = {"name": "gating_dropout", "rate": 1.0, "ranks": parts}
             router = {"selector": {"name": "top_k", "k": 2}, "masks": [mask]}
-            changes = {**layout, "parallel__deepspeed": ds_config("zero1_fp32")} if spread else {}
+            changes: dict[str, Any] = (
+                {**layout, "parallel__deepspeed": ds_config("zero1_fp32")} if spread else {}
+            )
             trainer = Trainer(
                 small_run(moe__router=router, train__global_batch_size=4, optimizer__grad_clip=0.0, **changes)
             )
-            ((_, layer),) = trainer.engine.model.moe_layers()
-            expert = layer.dispatcher.expert if spread else None
+            model = trainer.engine.model
+            assert isinstance(model, GPT)
+            ((_, layer),) = model.moe_layers()
+            dispatcher: Any = layer.dispatcher
+            expert = dispatcher.expert if spread else None
             calls.clear()
             found[name] = watched_steps(trainer, STEPS)
             found[name]["sent"] = calls.count(expert) if spread else len(calls)
             found[name]["follows_data"] = layer.router.dims.follows_data
-            del trainer
+            del trainer, model, dispatcher
     finally:
         launch.stop()
     return found

@@ -217,10 +217,12 @@ def summed(place: int, group: Any, accumulation: int, dtype: torch.dtype) -> Fou
     model = Marked(dtype)
     sums = TensorParallelGradientSync(model, group)
     calls, real = [], dist.all_reduce
-    dist.all_reduce = lambda tensor, *args, **kwargs: (
-        calls.append(tensor.dtype),
-        real(tensor, *args, **kwargs),
-    )[1]
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.dtype)
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = noted
     try:
         for micro_batch in range(accumulation):
             sums.last = micro_batch == accumulation - 1

@@ -128,7 +128,7 @@ def test_an_even_moe_layer(pool: Pool, ranks: int) -> None:
 
 def send_dense(tensor: int) -> list[float]:
     """Job: what a dense model's blocks send beyond one block less, without and with sequence parallelism."""
-    found = []
+    found: list[float] = []
     for sequence in (False, True):
         sent = []
         for blocks in (1, 2):

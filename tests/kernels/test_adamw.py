@@ -1,5 +1,7 @@
 """The optimiser's passes against PyTorch's optimiser and float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.library import use_compiled
 
 SHAPES = [(3,), (1,), (257, 131), (4, 16, 33), (0,)]
-OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -51,12 +53,12 @@ def test_the_update_is_adamws(compiled: bool, factor: float) -> None:
 def test_the_models_weights_are_the_rounded_ones(compiled: bool) -> None:
     use_compiled(compiled)
     parameters = make_parameters()
-    rounded = {p: torch.full_like(p, 7.0, dtype=torch.bfloat16) for p in parameters}
+    rounded: dict[Tensor, Tensor] = {p: torch.full_like(p, 7.0, dtype=torch.bfloat16) for p in parameters}
     for number, parameter in enumerate(parameters):
         parameter.grad = draw(parameter.shape, number)
     AdamW(groups_of(parameters), fused=True, **OPTIONS).update(1.0, rounded)
-    for parameter, target in rounded.items():
-        assert torch.equal(target, parameter.detach().bfloat16())
+    for parameter in parameters:
+        assert torch.equal(rounded[parameter], parameter.detach().bfloat16())
 
 
 @pytest.mark.parametrize("compiled", [True, False])

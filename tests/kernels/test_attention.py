@@ -1,6 +1,7 @@
 """Causal attention against its formula in float64, and the heads' gradients as one tensor."""
 
 import math
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ SIZES = {
     "queries share keys": (70, 2, 6, 2, 8),
     "all queries share one key": (33, 3, 4, 1, 2),
 }
+Sides = tuple[Tensor, Tensor, Tensor]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: float) -> Tensor:
@@ -45,14 +47,19 @@ def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: 
     return torch.einsum("bnst,tbnd->sbnd", shares, value).flatten(2)
 
 
-def make(sizes: tuple[int, int, int, int, int], factor: float = 1.0) -> list[Tensor]:
+def make(sizes: tuple[int, int, int, int, int], factor: float = 1.0) -> Sides:
     """Query, key and value; of one projection where they are alike."""
     length, batch, heads, groups, size = sizes
     if heads == groups:
         mixed = factor * draw(length, batch, heads, 3 * size)
-        return [side.requires_grad_() for side in mixed.chunk(3, dim=-1)]
+        return each(Tensor.requires_grad_, mixed.chunk(3, dim=-1))
     counts = enumerate((heads, groups, groups))
-    return [(factor * draw(length, batch, n, size, seed=i)).requires_grad_() for i, n in counts]
+    return each(Tensor.requires_grad_, [factor * draw(length, batch, n, size, seed=i) for i, n in counts])
+
+
+def each(change: Callable[[Tensor], Tensor], sides: Iterable[Tensor]) -> Sides:
+    query, key, value = map(change, sides)
+    return query, key, value
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -61,7 +68,7 @@ def make(sizes: tuple[int, int, int, int, int], factor: float = 1.0) -> list[Ten
 def test_the_formula(sizes: tuple[int, int, int, int, int], base: float | None, compiled: bool) -> None:
     use_compiled(compiled)
     sides = make(sizes)
-    doubles = [side.detach().double().requires_grad_() for side in sides]
+    doubles = each(lambda side: side.detach().double().requires_grad_(), sides)
     found, expected = causal_attention(*sides, base), exact(*doubles, base, sizes[-1] ** -0.5)
     assert_close_to(found, expected, 1e-5)
     upstream = draw(*found.shape, seed=9)
@@ -86,7 +93,7 @@ def test_two_positions_by_hand(compiled: bool) -> None:
 def test_scores_of_any_size(factor: float, library: Library) -> None:
     sides = make((40, 2, 2, 2, 8), factor)
     found = causal_attention(*sides)
-    expected = exact(*(side.double() for side in sides), None, 8**-0.5)
+    expected = exact(*each(Tensor.double, sides), None, 8**-0.5)
     assert_close_to(found, expected, 1e-4)
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), sides))
 
@@ -95,7 +102,7 @@ def test_scores_of_any_size(factor: float, library: Library) -> None:
 @pytest.mark.parametrize(("length", "batch"), [(0, 2), (3, 0), (0, 0)])
 def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
     use_compiled(compiled)
-    sides = [draw(length, batch, 2, 4).requires_grad_() for _ in range(3)]
+    sides = make((length, batch, 2, 2, 4))
     found = causal_attention(*sides, 100.0)
     assert found.shape == (length, batch, 8)
     for side, gradient in zip(sides, torch.autograd.grad(found.sum(), sides), strict=True):
@@ -151,8 +158,8 @@ def test_an_odd_column_cannot_be_turned(compiled: bool) -> None:
 
 
 def test_plain_in_bf16(library: Library) -> None:
-    sides = [side.bfloat16() for side in make((9, 2, 2, 2, 8))]
-    expected = exact(*(side.double() for side in sides), 100.0, 8**-0.5)
+    sides = each(Tensor.bfloat16, make((9, 2, 2, 2, 8)))
+    expected = exact(*each(Tensor.double, sides), 100.0, 8**-0.5)
     assert_close_to(causal_attention(*sides, 100.0), expected, 2.0**-6)
     assert torch.equal(causal_attention(*sides, 100.0), plain_causal_attention(*sides, 100.0))
 
@@ -199,7 +206,8 @@ def test_the_gradients_of_one_projection_are_not_copied(
         raise AssertionError("copied")
 
     mixed = draw(70, 2, 2, 24).requires_grad_()
-    output = causal_attention(*split_heads(mixed, [8, 8, 8]), 100.0)
+    query, key, value = split_heads(mixed, [8, 8, 8])
+    output = causal_attention(query, key, value, 100.0)
     monkeypatch.setattr(torch, "cat", refuse)
     output.sum().backward()
     assert mixed.grad is not None and mixed.grad.is_contiguous()

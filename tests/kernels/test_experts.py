@@ -26,14 +26,15 @@ CASES: dict[str, tuple[list[int], int, int]] = {
     "one hot expert among many": ([3] * 20 + [900] + [3] * 20, 16, 8),
 }
 
-
+Sides = tuple[Tensor, Tensor, Tensor]
 ODD = {"odd sizes": ([13, 0, 50], 17, 33), "one of each": ([1], 1, 1)}  # which PyTorch does not take
 
 
-def make(counts: list[int], hidden: int, ffn: int) -> list[Tensor]:
+def make(counts: list[int], hidden: int, ffn: int) -> Sides:
     """Rows and both weights."""
     shapes = [(sum(counts), hidden), (len(counts), 2 * ffn, hidden), (len(counts), hidden, ffn)]
-    return [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    rows, up, down = (draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
+    return rows, up, down
 
 
 TILED: dict[str, tuple[list[int], int, int]] = {  # sizes that AMX takes
@@ -47,7 +48,7 @@ TILED: dict[str, tuple[list[int], int, int]] = {  # sizes that AMX takes
 }
 
 
-def exact(counts: list[int], sides: list[Tensor], sent: Tensor) -> list[Tensor]:
+def exact(counts: list[int], sides: Sides, sent: Tensor) -> list[Tensor]:
     """Output and gradients; of SwiGLU, g s(g) v: s(g) (1 + g (1 - s(g))) v by g, and g s(g) by v."""
     rows, up, down = (side.detach().double() for side in sides)
     ends = [sum(counts[:e]) for e in range(len(counts) + 1)]
@@ -92,7 +93,8 @@ def test_the_formulas_in_bf16(case: tuple[list[int], int, int], threads: int, li
         pytest.skip("the processor has no AMX")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    sides = [side.detach().bfloat16().requires_grad_() for side in make(*case)]
+    rows, up, down = (side.detach().bfloat16().requires_grad_() for side in make(*case))
+    sides = rows, up, down
     output = swiglu_experts(*sides, torch.tensor(case[0]))
     sent = draw(*output.shape, seed=7).bfloat16()
     first = torch.autograd.grad(output, sides, sent, retain_graph=True)
@@ -193,4 +195,5 @@ def test_a_gradient_that_is_not_contiguous(library: Library) -> None:
 def test_what_does_not_fit(shapes: tuple[tuple[int, ...], ...], counts: list[int], compiled: bool) -> None:
     use_compiled(compiled)
     with pytest.raises(ValueError, match="found"):
-        swiglu_experts(*(torch.zeros(shape) for shape in shapes), torch.tensor(counts))
+        rows, up, down = map(torch.zeros, shapes)
+        swiglu_experts(rows, up, down, torch.tensor(counts))

@@ -125,12 +125,12 @@ def test_any_number_of_threads_gives_the_same(case: str, dtype: torch.dtype) -> 
 
 
 def test_one_gradient_alone(dtype: torch.dtype) -> None:
-    counts, *sizes = CASES["uneven"]
-    rows_NI, weight_EOI, sent_NO = make(counts, *sizes, dtype)
+    counts, in_size, out_size = CASES["uneven"]
+    rows_NI, weight_EOI, sent_NO = make(counts, in_size, out_size, dtype)
     _, to_rows, to_weight = run(rows_NI, weight_EOI, sent_NO, counts)
     for wanted, expected in ((rows_NI, to_rows), (weight_EOI, to_weight)):
-        pair = [tensor if tensor is wanted else tensor.detach() for tensor in (rows_NI, weight_EOI)]
-        output_NO = grouped_product(*pair, torch.tensor(counts))
+        rows, weight = (side if side is wanted else side.detach() for side in (rows_NI, weight_EOI))
+        output_NO = grouped_product(rows, weight, torch.tensor(counts))
         assert torch.equal(torch.autograd.grad(output_NO, wanted, sent_NO)[0], expected)
 
 

@@ -104,7 +104,10 @@ def test_messages_stay_above_the_live_line() -> None:
 
 
 def test_the_summary_is_plain_without_a_terminal_and_a_table_on_one() -> None:
-    rows = {"Model": [("parameters", "24,318,976"), ("path", "x" * 80)], "MoE": [("experts", 8)]}
+    rows: dict[str, list[tuple[str, object]]] = {
+        "Model": [("parameters", "24,318,976"), ("path", "x" * 80)],
+        "MoE": [("experts", 8)],
+    }
     console, file = plain_console()
     print_summary(rows, console)
     assert file.getvalue().splitlines() == [

@@ -103,8 +103,9 @@ def check_norms_are_the_engines() -> None:
 
 
 def make_experts(products: Products) -> GroupedExperts:
-    options = {"activation": "swiglu", "std": 0.4, "output_std": 0.4, "seed": 1, "layer": 1}
-    return GroupedExperts(32, 64, range(3), products=products, **options)
+    return GroupedExperts(
+        32, 64, range(3), activation="swiglu", std=0.4, output_std=0.4, seed=1, layer=1, products=products
+    )
 
 
 def check_products_of_no_rows() -> None:
@@ -119,7 +120,9 @@ def check_products_of_no_rows() -> None:
         assert experts.up.grad is not None
         assert [bool(grad.any()) for grad in experts.up.grad] == [count > 0 for count in counts]
         experts.zero_grad()
-    assert not list(experts.up_product.parameters()), "the weights are the stacked ones alone"
+    assert not list(experts.get_submodule("up_product").parameters()), (
+        "the weights are the stacked ones alone"
+    )
     assert {name for name, _ in experts.named_parameters()} == {"up", "down"}
 
 
@@ -283,7 +286,7 @@ def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
     finally:
         transformer_engine.__version__ = "2.20.2"
         say_cuda_is_here()
-    backends.has_cuda = lambda: False  # type: ignore[assignment]
+    backends.has_cuda = lambda: False
     backends.find_transformer_engine.cache_clear()
     try:
         assert not backends.uses_transformer_engine(tiny().model)

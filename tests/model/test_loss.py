@@ -40,4 +40,5 @@ def test_smoothing_keeps_to_the_other_words(one_rank: None) -> None:
     token_losses(logits_SBV * 1, torch.tensor([[2]]), 1.0).sum().backward()
     expected = torch.full((V,), 1 / V - 1 / (V - 1))
     expected[2] = 1 / V
+    assert logits_SBV.grad is not None
     torch.testing.assert_close(logits_SBV.grad[0, 0], expected)

@@ -57,6 +57,18 @@ def make_hidden(num_tokens: int, seed: int = 2, skewed: bool = False) -> Tensor:
     return hidden_TH
 
 
+def gradient_of(leaf: Any) -> Tensor:
+    """Its gradient, which it must have; leaf: a tensor, or what a module has under a parameter's name."""
+    assert isinstance(leaf.grad, Tensor)
+    return leaf.grad
+
+
+def losses_of(layer: MoELayer) -> dict[str, Tensor]:
+    """Its losses in the forward pass before, by their names in the configuration."""
+    assert layer.observation is not None
+    return layer.observation.losses
+
+
 def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = None) -> Pairs:
     """Pairs from each token's experts in the order of choice."""
     flat = [(token, expert, choice) for token, row in enumerate(experts) for choice, expert in enumerate(row)]

@@ -51,9 +51,9 @@ def plain_layer(
         rows.append(_with_shared(row, weights, hidden_TH[token], activation))
     losses = {
         "switch_balance": num_experts
-        * sum(
-            wanted[e] / sum(wanted) * (probs_TE[:, e] / probs_TE.sum(1)).mean() for e in range(num_experts)
-        ),
+        * torch.stack(
+            [wanted[e] / sum(wanted) * (probs_TE[:, e] / probs_TE.sum(1)).mean() for e in range(num_experts)]
+        ).sum(),
         "z_loss": (scores_TE.exp().sum(1).log() ** 2).mean(),
     }
     return PlainResult(torch.stack(rows), losses, load, wanted)

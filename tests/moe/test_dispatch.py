@@ -29,7 +29,7 @@ def make_routing(experts: list[list[int]], weights: list[list[float]]) -> Routin
     return Routing(**vars(make_scored(scores_TE)), wanted=pairs, pairs=pairs)
 
 
-CASES = {
+CASES: dict[str, tuple[list[list[int]], list[list[float]]]] = {
     "uneven": ([[2, 0], [2], [], [0, 2, 3]], [[0.5, 2.0], [1.0], [], [3.0, 0.25, 1.5]]),
     "one expert": ([[1], [1]], [[1.0], [2.0]]),
     "no pairs": ([[], []], [[], []]),

@@ -13,7 +13,7 @@ from megamoe.moe.experts.grouped import Activation
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Objective, StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
+from tests.moe.build import FFN, HIDDEN, gradient_of, make_hidden, make_layer, moe_config
 from tests.moe.plain import PlainResult, plain_layer
 
 LOSSES = {"switch_balance": 0.3, "z_loss": 0.05}
@@ -50,7 +50,7 @@ def build(case: dict[str, Any], context: StepContext) -> tuple[MoELayer, MoEConf
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         if skewed:
-            layer.router.scorer.weight[3, 0] = 2.0
+            layer.get_parameter("router.scorer.weight")[3, 0] = 2.0
         for name, parameter in layer.named_parameters():  # what starts at 0 or 1
             if name.startswith(("shared.gate", "shared.mix_bias", "experts.norms")):
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.5)
@@ -78,8 +78,8 @@ def gradients_of_layer(
     layer.zero_grad()
     output_TH = checkpoint(layer, hidden, **options) if options else layer(hidden)
     (output_TH * direction(hidden)).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return output_TH.detach(), {"hidden": hidden.grad, **gradients}
+    gradients = {name: gradient_of(parameter) for name, parameter in layer.named_parameters()}
+    return output_TH.detach(), {"hidden": gradient_of(hidden), **gradients}
 
 
 def direction(like: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def test_the_scale_is_read_when_the_gradient_flows() -> None:
         output_TH = layer(make_hidden(8))
         context.aux_scale = scale
         output_TH.sum().backward()
-        gradients.append(layer.router.scorer.weight.grad.clone())
+        gradients.append(gradient_of(layer.router.scorer.weight).clone())
     torch.testing.assert_close(gradients[2] - gradients[0], 3 * (gradients[1] - gradients[0]))
     assert (gradients[1] - gradients[0]).norm() > 1e-3
 

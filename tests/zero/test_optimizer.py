@@ -72,8 +72,8 @@ def test_masters_sum_gradients_in_fp32(one_rank: None) -> None:
         norm = torch.stack([total.square().sum() for total in sums]).sum().sqrt()
         assert ours._global_grad_norm == pytest.approx(float(norm), rel=1e-5, nan_ok=True)
         if step not in (1, 3):
-            for parameter, total in zip(exact, sums, strict=True):
-                parameter.grad = total
+            for expected, total in zip(exact, sums, strict=True):
+                expected.grad = total
             theirs.step()
     for master, other in zip(ours.masters(), exact, strict=True):
         torch.testing.assert_close(master, other, rtol=1e-6, atol=1e-7)

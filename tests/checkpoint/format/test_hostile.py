@@ -25,7 +25,7 @@ from tests.checkpoint_files import seal
 from tests.tiny import VOCABULARY, tiny
 
 pytestmark = pytest.mark.usefixtures("patience")
-Harm = Callable[[Path], None]
+Harm = Callable[[Path], object]
 
 
 def test_the_one_by_hand_is_intact(folder: Path) -> None:
@@ -63,7 +63,7 @@ def of_index(**values: Any) -> Harm:
 
 def text(name: str, content: str | bytes) -> Harm:
     data = content if isinstance(content, bytes) else content.encode()
-    return lambda folder: (folder / name).write_bytes(data) and None
+    return lambda folder: (folder / name).write_bytes(data)
 
 
 def replaced(name: str, old: str, new: str) -> Harm:
@@ -189,9 +189,7 @@ FORGED: dict[str, Harm] = {
 # What a model would miss, or not ask for.
 FORGED_FOR_VERIFY: dict[str, Harm] = {
     "no tensors": of_index(tensors={}),
-    "a shard too many": lambda folder: (
-        shutil.copy(folder / SHARD, folder / "shard_00009.safetensors") and None
-    ),
+    "a shard too many": lambda folder: shutil.copy(folder / SHARD, folder / "shard_00009.safetensors"),
     "a tensor too many": header(
         lambda it: {**it, "more": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
     ),

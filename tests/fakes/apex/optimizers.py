@@ -24,7 +24,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {**options, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["step"] = group["step"] + 1 if "step" in group else 1
             for parameter in group["params"]:

@@ -1,6 +1,6 @@
 """Capacity: who keeps a place, by hand."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -214,7 +214,7 @@ def test_masks_of_the_whole_step_give_the_others_more_places() -> None:
     router = make_router(16, masks=masks, selector={"k": 2}, capacity=capacity)
     routing = route_scores(router, torch.arange(16.0).expand(64, 16))
     assert routing.open_E is not None and routing.open_E.sum() == 8
-    assert routing.counts_E().max() == router.capacity.places(64, routing.open_E) == 16
+    assert routing.counts_E().max() == cast(Any, router.capacity).places(64, routing.open_E) == 16
 
 
 @pytest.mark.parametrize("priority", ["probability", "choice_then_probability", "batch_prioritised"])

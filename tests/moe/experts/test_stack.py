@@ -63,8 +63,8 @@ def test_the_identity_counts_once() -> None:
     """A token at weight w gets x + w (S(x) - x); with sub-layers that write nothing, x itself."""
     tree = {"num_experts": 4, "expert_sublayers": 2, "router": {"selector": {"k": 1, "weights": "raw"}}}
     layer = make_layer(moe_config(**tree))
-    for sublayer in layer.experts.sublayers:
-        sublayer.down.data.zero_()
+    for sublayer in layer.get_submodule("experts.sublayers").children():
+        sublayer.get_parameter("down").data.zero_()
     assert not layer(make_hidden(6)).any()
 
 
@@ -80,9 +80,9 @@ def test_sub_layers_and_experts_start_apart_and_alike_whatever_the_split() -> No
     whole, part = make_stack(2), make_stack(2, expert_ids=range(2, 4))
     for name, weight in part.named_parameters():
         assert torch.equal(weight, whole.get_parameter(name)[2:])
-    first, second = whole.sublayers
-    assert not torch.equal(first.up, second.up) and not torch.equal(first.up[0], first.up[1])
-    assert not torch.equal(first.down, second.down)
+    first, second = (dict(sublayer.named_parameters()) for sublayer in whole.sublayers)
+    assert not torch.equal(first["up"], second["up"]) and not torch.equal(first["up"][0], first["up"][1])
+    assert not torch.equal(first["down"], second["down"])
 
 
 def test_norms_are_vectors_of_an_expert_and_weights_its_matrices() -> None:

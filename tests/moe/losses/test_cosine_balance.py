@@ -1,6 +1,7 @@
 """The balance loss on cosines: hand-worked numbers, a plain fp64 formula, the constant temperature."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_hidden, make_layer, make_pairs, make_part, make_scored, moe_config
+from tests.moe.build import (
+    gradient_of,
+    losses_of,
+    make_hidden,
+    make_layer,
+    make_pairs,
+    make_part,
+    make_scored,
+    moe_config,
+)
 
 
 def value(
@@ -18,7 +28,7 @@ def value(
     cosine_TE: Tensor,
     candidates_TE: Tensor | None = None,
     score_function: str = "softmax",
-    **options: float,
+    **options: Any,
 ) -> Tensor:
     pairs = make_pairs(experts)
     scored = make_scored(cosine_TE / 0.01, None, candidates_TE, cosine_TE=cosine_TE)  # another temperature
@@ -42,7 +52,7 @@ def test_cosine_balance_by_hand() -> None:
     [("softmax", {}, 0.3), ("sigmoid", {}, 0.07), ("sigmoid", {"temperature": 0.5}, 0.5), ("other", {}, 0.3)],
 )
 def test_the_temperature_is_by_the_score_function_or_the_users(
-    score_function: str, options: dict[str, float], tau: float
+    score_function: str, options: dict[str, Any], tau: float
 ) -> None:
     cosine_TE = torch.tensor([[0.1, 0.0]])
     expected = 2 / (1 + math.exp(-0.1 / tau))
@@ -62,7 +72,7 @@ def test_value_and_gradient_of_equation_9() -> None:
     for token in range(6):
         odds = [(plain_TE[token, i] / 0.3).exp() for i in range(4)]
         terms += [t[i] * odds[i] / sum(odds) for i in range(4)]
-    plain = 4 / 6 * sum(terms)
+    plain = 4 / 6 * torch.stack(terms).sum()
     plain.backward()
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(cosine_TE.grad, plain_TE.grad, rtol=1e-6, atol=1e-7)
@@ -80,21 +90,22 @@ def test_the_softmax_runs_over_the_candidates() -> None:
     loss = value([[0]], cosine_TE, candidates_TE)
     loss.backward()
     assert loss.item() == pytest.approx(3 * 0.75 / 2)
-    assert cosine_TE.grad.isfinite().all() and cosine_TE.grad[0, 0] > 0
-    assert cosine_TE.grad[0, 2] == 0 and not cosine_TE.grad[1].any()
+    gradient_TE = gradient_of(cosine_TE)
+    assert gradient_TE.isfinite().all() and gradient_TE[0, 0] > 0
+    assert gradient_TE[0, 2] == 0 and not gradient_TE[1].any()
 
 
 def test_the_learned_temperature_gets_no_gradient_from_it() -> None:
     layer = make_layer(moe_config(num_experts=4, router={"scorer": "cosine"}, losses={"cosine_balance": 1.0}))
     (layer(make_hidden(24)) * 0).sum().backward()
-    scorer = layer.router.scorer
+    scorer: Any = layer.router.scorer
     assert not scorer.log_temperature.grad.any()
     assert scorer.weight.grad.any() and scorer.embedding.grad.any()
     with torch.no_grad():
-        before = layer.observation.losses["cosine_balance"]
+        before = losses_of(layer)["cosine_balance"]
         scorer.log_temperature.add_(1.0)
         layer(make_hidden(24))
-        assert torch.equal(layer.observation.losses["cosine_balance"], before)
+        assert torch.equal(losses_of(layer)["cosine_balance"], before)
 
 
 def test_a_layer_tells_it_the_score_function() -> None:

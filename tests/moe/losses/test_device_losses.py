@@ -56,7 +56,7 @@ def plain(
         tokens = range(b, len(experts), sequences)
         length = len(tokens)
         f = [num_experts / (k * length) * sum(e in experts[t] for t in tokens) for e in range(num_experts)]
-        p = sum(affinities_TE[t] / affinities_TE[t].sum() for t in tokens) / length
+        p = sum((affinities_TE[t] / affinities_TE[t].sum() for t in tokens), torch.zeros(())) / length
         for d in range(groups):
             members = range(d * size, (d + 1) * size)
             if name == "device_balance":

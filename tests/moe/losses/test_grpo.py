@@ -82,7 +82,7 @@ K3 = [[1, 0], [3], [0, 3, 2], [2, 0, 3], [3, 1, 0], [2], [0, 1], [0, 1, 2]]
 )
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5, "kl": 2.0}, {"kl": 0.0}], ids=str)
 def test_value_and_gradient(
-    candidates: list[list[int]], wanted: list[list[int]], options: dict[str, float]
+    candidates: list[list[int]], wanted: list[list[int]], options: dict[str, Any]
 ) -> None:
     scores_TE, plain_TE = SCORES.clone().requires_grad_(), SCORES.clone().requires_grad_()
     mask_TE = None
@@ -183,7 +183,7 @@ def test_grpo_raises_the_probability_of_the_better_expert() -> None:
     }
     context = StepContext(seed=1, num_rollouts=4, sample_index_B=torch.zeros(4))
     layer = make_layer(moe_config(**tree), context)
-    scorer = layer.router.scorer
+    scorer: Any = layer.router.scorer
     hidden_TH = make_hidden(8).mul(0.1).add(1).repeat_interleave(4, 0)
     torch.nn.init.zeros_(scorer.weight)
     scorer.old_weight.zero_()

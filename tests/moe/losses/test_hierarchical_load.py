@@ -1,6 +1,7 @@
 """hierarchical_load: SGMoE's smooth load at two levels, by hand and against a plain formula."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -57,6 +58,10 @@ def plain_chance(clean: Tensor, scores: Tensor, std: Tensor, i: int, k: int) -> 
     return phi((clean[i] - others.sort(descending=True).values[k - 1]) / std[i])
 
 
+def total(chances: Iterable[Tensor]) -> Tensor:
+    return sum(chances, torch.zeros((), dtype=torch.float64))
+
+
 def plain_loss(extras: Pieces, groups: int, k: int) -> Tensor:
     group = [extras[f"group_{name}_TG"] for name in ("clean", "scores", "std")]
     inner = [extras[f"inner_{name}_TE"] for name in ("clean", "scores", "std")]
@@ -64,11 +69,12 @@ def plain_loss(extras: Pieces, groups: int, k: int) -> Tensor:
     size = inner[0].shape[1] // num_groups
     loads = []
     for i in range(num_groups):
-        primary = sum(plain_chance(*(part[t] for part in group), i, groups) for t in range(num_tokens))
+        of_group = [[part[t] for part in group] for t in range(num_tokens)]
+        primary = total(plain_chance(clean, scores, std, i, groups) for clean, scores, std in of_group)
         mine = [t for t in range(num_tokens) if i in group[1][t].topk(groups).indices.tolist()]
         for j in range(size):
             rows = [[part[t, i * size : (i + 1) * size] for part in inner] for t in mine]
-            load = sum((plain_chance(*row, j, k) for row in rows), torch.zeros((), dtype=torch.float64))
+            load = total(plain_chance(clean, scores, std, j, k) for clean, scores, std in rows)
             loads.append(primary * load / max(len(mine), 1))
     load_E = torch.stack(loads)
     return ((load_E - load_E.mean()) ** 2).mean() / load_E.mean() ** 2
@@ -90,7 +96,7 @@ def test_value_and_gradients_against_the_formula(groups: int, k: int) -> None:
         value = formula(extras, groups, k)
         value.backward()
         results.append([value, *(part.grad for part in extras.values())])
-    assert results[1][0] > 0.01
+    assert results[1][0] is not None and results[1][0] > 0.01
     for mine, right in zip(results[0], results[1], strict=True):
         if right is None:  # a level that chooses everything
             assert mine is None or not mine.any()
@@ -153,7 +159,7 @@ def test_in_a_layer_it_reaches_every_weight_of_the_scorer_in_training() -> None:
     config = moe_config(**preset())
     assert config.losses["hierarchical_load"].options.weight == 0.1
     layer = make_layer(config, StepContext(seed=3))
-    layer.router.scorer.group_weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    layer.get_parameter("router.scorer.group_weight").data.normal_(generator=torch.Generator().manual_seed(0))
     (layer(make_hidden(24)) * 0).sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in layer.router.scorer.parameters())
     assert layer.observation is not None and layer.observation.losses["hierarchical_load"] > 0.01

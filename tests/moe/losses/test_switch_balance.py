@@ -72,7 +72,8 @@ def plain_sequence_loss(affinities_TE: Tensor, k: int, num_sequences: int) -> Te
         for expert in range(num_experts):
             chosen = [t for t in tokens if expert in affinities_TE[t].argsort(descending=True)[:k].tolist()]
             f = num_experts / (k * len(tokens)) * len(chosen)
-            p = sum(affinities_TE[t, expert] / affinities_TE[t].sum() for t in tokens) / len(tokens)
+            shares = [affinities_TE[t, expert] / affinities_TE[t].sum() for t in tokens]
+            p = torch.stack(shares).sum() / len(tokens)
             values.append(f * p)
     return torch.stack(values).sum() / num_sequences
 
@@ -242,7 +243,8 @@ def test_over_all_experts_p_of_the_candidates_sum_to_1_in_the_loss() -> None:
     """Otherwise a token's loss would fall as it prefers experts that its limit closed."""
     limit = {"name": "group_limit", "num_groups": 4, "keep": 2}
     scores_TE = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
-    values, gradients = [], []
+    values: list[Tensor] = []
+    gradients: list[Tensor] = []
     for over in ("candidates", "all"):
         leaf_TE = scores_TE.clone().requires_grad_()
         router = make_router(8, masks=[limit], score_function={"name": "softmax", "over": over})

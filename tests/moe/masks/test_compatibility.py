@@ -84,7 +84,7 @@ def test_which_masks_have_one_mask_for_all_tokens() -> None:
     assert not Mask.step_wide
     for options in (DROPOUT, HOME, LIMIT, PRUNE):
         config = moe_config(num_experts=16, router={"masks": [options]})
-        part = registry.get_part("mask", options["name"])
+        part = registry.get_part("mask", str(options["name"]))
         assert part.step_wide == all_are_step_wide(config) == (options["name"] in wide)
         layer = make_layer(config)
         mask_TE = layer.router(make_hidden(24), StepContext()).candidates_TE

@@ -67,8 +67,11 @@ def test_those_closed_are_those_dropped(level: str) -> None:
         assert closed_E.dtype == torch.bool and closed_E.sum() == 4
         assert torch.equal(~closed_E, part(make_scored(torch.zeros(3, 16)), context)[0])
     assert part.eval().closed_E(context) is None
-    for other in (("expert_dropout", {"rate": 0.0}), ("gating_dropout", {"rate": 1.0, "ranks": 2})):
-        name, options = other
+    others: dict[str, dict[str, Any]] = {
+        "expert_dropout": {"rate": 0.0},
+        "gating_dropout": {"rate": 1.0, "ranks": 2},
+    }
+    for name, options in others.items():
         assert make_part("mask", name, num_experts=16, **options).closed_E(context) is None
 
 

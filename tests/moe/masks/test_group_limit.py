@@ -54,7 +54,7 @@ def test_by_hand(options: dict[str, Any], k: int, expected: list[int]) -> None:
 @pytest.mark.parametrize("score", ["max", "sum"])
 def test_a_loop_says_the_same(score: str) -> None:
     probs_TE = torch.rand(40, 24, generator=torch.Generator().manual_seed(3))
-    options = {"score": score, **({"best": 3} if score == "sum" else {})}
+    options: dict[str, Any] = {"score": score, **({"best": 3} if score == "sum" else {})}
     found = groups_of(limit(probs_TE, num_groups=6, keep=2, **options), 6)
     for row, groups in zip(probs_TE.tolist(), found, strict=True):
         members = [sorted(row[4 * g : 4 * g + 4]) for g in range(6)]
@@ -98,6 +98,7 @@ def test_the_bias_of_the_score_function_counts() -> None:
     }
     layer = make_layer(moe_config(num_experts=8, router=router))
     assert layer.router(make_hidden(30), layer.context).candidates_TE[:, :6].any()
+    assert layer.router.score_function.bias_E is not None
     layer.router.score_function.bias_E[6] = 5.0
     routing = layer.router(make_hidden(30), layer.context)
     assert groups_of(routing.candidates_TE, 4) == [[3]] * 30

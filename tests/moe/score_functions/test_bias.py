@@ -1,5 +1,7 @@
 """The bias of DeepSeek-V3: how it moves, what it shifts, and that it touches nothing else."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -51,7 +53,8 @@ def test_the_layer_tells_the_score_function_which_experts_a_step_closed() -> Non
     wanted_E = layer.observation.wanted_E
     layer.after_step(wanted_E)
     bias_E = layer.router.score_function.bias_E
-    closed_E = layer.router.masks[0].closed_E(context)
+    mask: Any = layer.router.masks[0]
+    closed_E = mask.closed_E(context)
     assert bias_E is not None and closed_E.sum() == 4
     mean = 40 * 2 / 4
     expected_E = torch.where(closed_E, 0.0, -0.25 * (wanted_E - mean).sign())

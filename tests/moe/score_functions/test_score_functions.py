@@ -1,6 +1,7 @@
 """Gates: scores to values p, with and without restricted experts."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_softmax_over_all_experts_sends_gradient_to_all() -> None:
     ("score_function", "options"), [("softmax", {}), ("softmax", {"over": "all"}), ("sigmoid", {})]
 )
 def test_log_values_are_the_logarithms_of_p_up_to_a_constant(
-    score_function: str, options: dict[str, str], temperature: float
+    score_function: str, options: dict[str, Any], temperature: float
 ) -> None:
     part = make_part("score_function", score_function, temperature=temperature, **options)
     difference_TE = part(SCORES, None).log() - part.log_values(SCORES)

@@ -1,6 +1,7 @@
 """The cosine scorer: hand-worked angles, its gradient against a plain formula, the kept norm."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from megamoe.errors import UserError
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.scorers.cosine import CosineScorer
-from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
+from tests.moe.build import HIDDEN, gradient_of, make_hidden, make_layer, make_part, moe_config
 
 CONTEXT = StepContext()
 
@@ -45,10 +46,10 @@ def test_scores_and_gradients_follow_the_plain_formula() -> None:
     plain_TE = torch.stack(rows)
     (plain_TE * upstream_TE).sum().backward()
 
-    close = {"rtol": 1e-4, "atol": 1e-4}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
     assert scores_TE.dtype == torch.float32
     torch.testing.assert_close(scores_TE.double(), plain_TE, **close)
-    torch.testing.assert_close(hidden_TH.grad.double(), x_TH.grad, **close)
+    torch.testing.assert_close(gradient_of(hidden_TH).double(), x_TH.grad, **close)
     torch.testing.assert_close(scorer.weight.grad.double(), w.grad, **close)
     torch.testing.assert_close(scorer.embedding.grad.double(), e.grad, **close)
     # d/d log tau = tau d/d tau
@@ -60,7 +61,7 @@ def test_the_temperature_starts_by_the_score_function(score_function: str, expec
     layer = make_layer(
         moe_config(num_experts=4, router={"scorer": "cosine", "score_function": score_function})
     )
-    tau = layer.router.scorer.log_temperature.exp()
+    tau = layer.get_parameter("router.scorer.log_temperature").exp()
     assert tau.shape == (1,) and tau.item() == pytest.approx(expected)
     assert make_part("scorer", "cosine", temperature=2.0).log_temperature.item() == pytest.approx(math.log(2))
 
@@ -68,7 +69,7 @@ def test_the_temperature_starts_by_the_score_function(score_function: str, expec
 @pytest.mark.parametrize(
     ("num_experts", "options", "expected"), [(32, {}, 16), (2, {}, 2), (4, {"routing_dim": 5}, 5)]
 )
-def test_the_routing_dimension(num_experts: int, options: dict[str, int], expected: int) -> None:
+def test_the_routing_dimension(num_experts: int, options: dict[str, Any], expected: int) -> None:
     scorer = make_part("scorer", "cosine", num_experts=num_experts, **options)
     assert scorer.weight.shape == (expected, HIDDEN)
     assert scorer.embedding.shape == (num_experts, expected)
@@ -101,7 +102,7 @@ def test_a_vector_without_direction_scores_0_and_gets_no_gradient() -> None:
     scores_TE, _ = scorer(hidden_TH, CONTEXT)
     scores_TE.sum().backward()
     assert not scores_TE[1].any() and scores_TE[0].any()
-    assert not hidden_TH.grad[1].any() and hidden_TH.grad[0].any()
+    assert not gradient_of(hidden_TH)[1].any() and gradient_of(hidden_TH)[0].any()
     assert all(parameter.grad.isfinite().all() for parameter in scorer.parameters())
 
 
@@ -114,7 +115,7 @@ def test_only_the_direction_of_a_token_counts() -> None:
 def test_scores_of_a_bf16_layer_are_computed_in_fp32() -> None:
     layer = make_layer(moe_config(num_experts=4, router={"scorer": "cosine"})).bfloat16()
     scores_TE = layer.router(make_hidden(9).bfloat16(), layer.context).scores_TE
-    scorer = layer.router.scorer
+    scorer: Any = layer.router.scorer
     low_TD = make_hidden(9).bfloat16().double() @ scorer.weight.double().T
     cosine_TE = torch.nn.functional.cosine_similarity(
         low_TD[:, None], scorer.embedding.double()[None], dim=-1

@@ -1,6 +1,7 @@
 """The hierarchical scorer: p(group) p(expert given group), linear or noisy at both levels."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_softmax_of_the_scores_is_p_and_has_its_gradient(groups: int) -> None:
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5)
 
 
-def noisy(start: float = 0.0) -> torch.nn.Module:
+def noisy(start: float = 0.0) -> Any:
     scorer = make_part("scorer", "hierarchical", 6, groups=2, noisy=True)
     for number, name in enumerate(NAMES):
         weight = getattr(scorer, name)

@@ -1,5 +1,7 @@
 """The linear scorer: fp32 arithmetic, and jitter keyed by token."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,14 +10,14 @@ from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.scorers.linear import LinearScorer
 from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
 
-JITTER = {"jitter": 0.25}
+JITTER: dict[str, Any] = {"jitter": 0.25}
 
 
 def test_scores_of_a_bf16_layer_are_computed_in_fp32() -> None:
     layer = make_layer(moe_config(num_experts=4)).bfloat16()
     hidden_TH = make_hidden(9).bfloat16()
     scores_TE = layer.router(hidden_TH, layer.context).scores_TE
-    expected_TE = hidden_TH.double() @ layer.router.scorer.weight.double().T
+    expected_TE = hidden_TH.double() @ layer.get_parameter("router.scorer.weight").double().T
     assert scores_TE.dtype == torch.float32
     torch.testing.assert_close(scores_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
     assert not torch.equal(scores_TE, scores_TE.bfloat16().float())
@@ -74,7 +76,7 @@ def test_jitter_outside_its_range_is_refused(jitter: float) -> None:
 
 def test_the_start_depends_on_seed_and_layer_alone() -> None:
     config = moe_config(num_experts=4)
-    weight = make_layer(config, seed=1).router.scorer.weight
+    weight = make_layer(config, seed=1).get_parameter("router.scorer.weight")
     torch.manual_seed(9)
     part = LinearScorer(LinearScorer.Config(), Dims(HIDDEN, 4, layer=1, init_std=0.4, seed=1))
     assert torch.equal(part.weight, weight)

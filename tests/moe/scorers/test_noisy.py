@@ -1,6 +1,7 @@
 """The noisy scorer: its start, the noise's size and keys, its gradient against a plain formula."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from megamoe.errors import UserError
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.scorers.noisy import NoisyScorer
-from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
+from tests.moe.build import HIDDEN, gradient_of, make_hidden, make_layer, make_part, moe_config
 
 CONTEXT = StepContext(seed=1, step=4)
 
 
-def learned(**options: float) -> NoisyScorer:
+def learned(**options: Any) -> NoisyScorer:
     """A scorer whose weights are away from zero."""
     scorer: NoisyScorer = make_part("scorer", "noisy", dims={"init_std": 0.4}, start="normal", **options)
     return scorer
@@ -59,12 +60,12 @@ def test_scores_and_gradients_follow_the_plain_formula(floor: float) -> None:
     (plain_TE * upstream_TE).sum().backward()
 
     assert scores_TE.dtype == torch.float32
-    close = {"rtol": 1e-4, "atol": 1e-5}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(scores_TE.double(), plain_TE, **close)
     torch.testing.assert_close(extras["clean_TE"].double(), x_TH @ w_score_function.T, **close)
     torch.testing.assert_close(extras["noise_std_TE"].double(), std_TE, **close)
-    torch.testing.assert_close(scorer.weight.grad.double(), w_score_function.grad, **close)
-    torch.testing.assert_close(scorer.noise_weight.grad.double(), w_noise.grad, **close)
+    torch.testing.assert_close(gradient_of(scorer.weight).double(), w_score_function.grad, **close)
+    torch.testing.assert_close(gradient_of(scorer.noise_weight).double(), w_noise.grad, **close)
 
 
 def test_noise_is_of_training_only() -> None:
@@ -103,7 +104,7 @@ def test_scores_of_a_bf16_layer_are_computed_in_fp32() -> None:
         moe_config(num_experts=4, router={"scorer": {"name": "noisy", "start": "normal"}})
     ).bfloat16()
     routing = layer.eval().router(make_hidden(9).bfloat16(), layer.context)
-    expected_TE = make_hidden(9).bfloat16().double() @ layer.router.scorer.weight.double().T
+    expected_TE = make_hidden(9).bfloat16().double() @ layer.get_parameter("router.scorer.weight").double().T
     torch.testing.assert_close(routing.scores_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
     assert routing.extras["noise_std_TE"].dtype == torch.float32
 

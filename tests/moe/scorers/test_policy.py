@@ -53,7 +53,7 @@ def test_they_begin_alike() -> None:
     ],
 )
 def test_copies_are_made_when_their_time_has_come(
-    options: dict[str, int], old: list[int], reference: list[int]
+    options: dict[str, Any], old: list[int], reference: list[int]
 ) -> None:
     scorer = make_part("scorer", "policy", **options)
     for buffer in (scorer.old_weight, scorer.reference_weight):
@@ -81,14 +81,15 @@ def test_the_copies_survive_a_checkpoint_and_follow_no_gradient() -> None:
 
 def test_a_layer_draws_from_pi_old_and_takes_the_likeliest_in_evaluation() -> None:
     layer = make_layer(moe_config(**TREE))
+    scorer: Any = layer.router.scorer
     with torch.no_grad():
-        layer.router.scorer.old_weight.zero_()
-        layer.router.scorer.old_weight[3] = layer.router.scorer.weight[3] * 0 + 50
+        scorer.old_weight.zero_()
+        scorer.old_weight[3] = scorer.weight[3] * 0 + 50
     hidden_TH = make_hidden(40).abs()
     routing = layer.router(hidden_TH, layer.context)
     assert (routing.pairs.expert_N == 3).all()
     torch.testing.assert_close(routing.pairs.weight_N, routing.scores_TE.softmax(1)[:, 3])
-    best_T = (hidden_TH @ layer.router.scorer.weight.T).argmax(1)
+    best_T = (hidden_TH @ scorer.weight.T).argmax(1)
     assert torch.equal(layer.eval().router(hidden_TH, layer.context).pairs.expert_N, best_T)
 
 

@@ -12,7 +12,7 @@ from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.moe.scorers.stable import StableScorer
-from tests.moe.build import HIDDEN, make_hidden, make_part, moe_config
+from tests.moe.build import HIDDEN, gradient_of, make_hidden, make_part, moe_config
 
 VOCABULARY = 12
 EXPERTS = 4
@@ -48,6 +48,11 @@ def in_phase_2(seed: int = 1, **router: Any) -> Router:
     return made
 
 
+def scorer_of(router: Router) -> StableScorer:
+    assert isinstance(router.scorer, StableScorer)
+    return router.scorer
+
+
 def light_VE(scorer: StableScorer) -> Tensor:
     """What the light router says of each word, in fp64."""
     return (scorer.light_embedding.double() @ scorer.light_centroids.double().T).detach()
@@ -56,25 +61,25 @@ def light_VE(scorer: StableScorer) -> Tensor:
 def test_phase_1_chooses_by_the_centroids() -> None:
     router, hidden_TH = make_router(), make_hidden(36)
     routing = router(hidden_TH, told())
-    plain_TE = hidden_TH.double() @ router.scorer.centroids.double().T
+    plain_TE = hidden_TH.double() @ scorer_of(router).centroids.double().T
     torch.testing.assert_close(routing.scores_TE.double(), plain_TE, rtol=1e-5, atol=1e-5)
     assert torch.equal(routing.pairs.expert_N, plain_TE.argmax(1))
     weight_T = 1 / (1 + (-plain_TE.max(1).values).exp())
     torch.testing.assert_close(routing.pairs.weight_N.double(), weight_T, rtol=1e-5, atol=1e-5)
     assert routing.extras["phase_1"].item() == 1
-    assert not torch.equal(routing.pairs.expert_N, light_VE(router.scorer)[IDS].argmax(1))
+    assert not torch.equal(routing.pairs.expert_N, light_VE(scorer_of(router))[IDS].argmax(1))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_phase_2_chooses_by_the_words_alone_and_weighs_by_the_centroids(training: bool) -> None:
     router = in_phase_2().train(training)
-    choice_T = light_VE(router.scorer)[IDS].argmax(1)
+    choice_T = light_VE(scorer_of(router))[IDS].argmax(1)
     assert len(choice_T.unique()) > 2
     for seed in (2, 3):
         hidden_TH = make_hidden(36, seed)
         routing = router(hidden_TH, told())
         assert torch.equal(routing.pairs.expert_N, choice_T)
-        plain_TE = hidden_TH.double() @ router.scorer.centroids.double().T
+        plain_TE = hidden_TH.double() @ scorer_of(router).centroids.double().T
         weight_T = 1 / (1 + (-plain_TE.gather(1, choice_T[:, None])[:, 0]).exp())
         torch.testing.assert_close(routing.pairs.weight_N.double(), weight_T, rtol=1e-5, atol=1e-5)
         assert routing.extras["phase_1"].item() == 0
@@ -107,11 +112,11 @@ def test_frozen_is_exact_under_momentum_and_weight_decay() -> None:
         optimizer.zero_grad()
         routing = router(make_hidden(36), told(step))
         loss_of(router, routing, "stable_balance", "stable_distillation").backward()
-        before_EH = router.scorer.centroids.detach().clone()
-        light_VD = router.scorer.light_embedding.detach().clone()
+        before_EH = scorer_of(router).centroids.detach().clone()
+        light_VD = scorer_of(router).light_embedding.detach().clone()
         optimizer.step()
-        assert not torch.equal(router.scorer.centroids, before_EH)  # in both phases
-        assert not torch.equal(router.scorer.light_embedding, light_VD)  # what the buffers are for
+        assert not torch.equal(scorer_of(router).centroids, before_EH)  # in both phases
+        assert not torch.equal(scorer_of(router).light_embedding, light_VD)  # what the buffers are for
         end_step(router, step)
         if step >= 3:
             after = router.eval()(make_hidden(36, seed=step), told(step))
@@ -145,16 +150,17 @@ def test_phase_2_teaches_the_centroids_alone() -> None:
     losses = [make_part("loss", name)(routing, told()) for name in ("stable_balance", "stable_distillation")]
     assert [loss.item() for loss in losses] == [0, 0]
     loss_of(router, routing, "stable_balance", "stable_distillation").backward()
-    scorer = router.scorer
-    assert scorer.centroids.grad.any()
-    assert not scorer.light_embedding.grad.any() and not scorer.light_centroids.grad.any()
+    scorer = scorer_of(router)
+    assert gradient_of(scorer.centroids).any()
+    assert not gradient_of(scorer.light_embedding).any()
+    assert not gradient_of(scorer.light_centroids).any()
 
 
 def test_the_light_router_learns_what_the_words_decide() -> None:
     """Where a word's hidden state is its own, phase 2 goes on where phase 1 was."""
     router = make_router()
     hidden_TH = make_hidden(VOCABULARY)[IDS]
-    light = [router.scorer.light_embedding, router.scorer.light_centroids]
+    light = [scorer_of(router).light_embedding, scorer_of(router).light_centroids]
     optimizer = torch.optim.Adam(light, lr=0.1)
     for _ in range(40):
         optimizer.zero_grad()
@@ -169,7 +175,7 @@ def test_the_light_router_learns_what_the_words_decide() -> None:
 def test_the_phase_survives_a_checkpoint() -> None:
     router, other = in_phase_2(), make_router(seed=5)
     other.load_state_dict(router.state_dict())
-    torch.nn.init.zeros_(other.scorer.light_embedding)
+    torch.nn.init.zeros_(scorer_of(other).light_embedding)
     found, expected = (r.eval()(make_hidden(36), told()) for r in (other, router))
     assert torch.equal(found.pairs.expert_N, expected.pairs.expert_N)
     assert found.extras["phase_1"].item() == 0
@@ -178,7 +184,7 @@ def test_the_phase_survives_a_checkpoint() -> None:
 def test_masks_hold_in_phase_2() -> None:
     router = in_phase_2()
     candidates_TE = torch.ones(36, EXPERTS, dtype=torch.bool)
-    candidates_TE[torch.arange(36), light_VE(router.scorer)[IDS].argmax(1)] = False
+    candidates_TE[torch.arange(36), light_VE(scorer_of(router))[IDS].argmax(1)] = False
 
     class Without(torch.nn.Module):
         step_wide = False
@@ -190,7 +196,7 @@ def test_masks_hold_in_phase_2() -> None:
             return False
 
     router.masks.append(Without())
-    second_T = light_VE(router.scorer)[IDS].argsort(1, descending=True)[:, 1]
+    second_T = light_VE(scorer_of(router))[IDS].argsort(1, descending=True)[:, 1]
     assert torch.equal(router(make_hidden(36), told()).pairs.expert_N, second_T)
 
 

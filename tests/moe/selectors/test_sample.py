@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_the_scorer_may_say_what_to_draw_from() -> None:
 @pytest.mark.parametrize("sampling", [False, True])
 def test_only_candidates_are_drawn(sampling: bool) -> None:
     candidates_TE = torch.tensor([False, True, True, True]).expand(DRAWS, 4)
-    extras = {"sampling_scores_TE": PROBS.log().expand(DRAWS, 4)} if sampling else {}
+    extras: dict[str, Any] = {"sampling_scores_TE": PROBS.log().expand(DRAWS, 4)} if sampling else {}
     drawn_TK = draw(1, PROBS, candidates_TE=candidates_TE, **extras)
     found_E = torch.bincount(drawn_TK[:, 0], minlength=4) / DRAWS
     torch.testing.assert_close(found_E, torch.tensor([0, 0.2, 0.6, 0.2]), atol=0.012, rtol=0)

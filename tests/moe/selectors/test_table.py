@@ -29,7 +29,8 @@ def test_a_router_has_as_many_tables_as_choices() -> None:
     assert router.scorer.table_KV.shape == (3, 50)
     ids_T = torch.tensor([7, 49, 7])
     pairs = router(make_hidden(3), StepContext(token_ids_T=ids_T)).pairs
-    assert pairs.expert_N.tolist() == router.scorer.table_KV[:, ids_T].T.flatten().tolist()
+    table_KV = router.get_buffer("scorer.table_KV")
+    assert pairs.expert_N.tolist() == table_KV[:, ids_T].T.flatten().tolist()
 
 
 def test_refusals() -> None:

@@ -1,5 +1,7 @@
 """threshold: as many experts as it takes, by hand and against the paper's loop; its two ends; evaluation."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from tests.moe.build import make_part, make_router, make_scored, moe_config, rou
 PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.95, 0.01, 0.02, 0.02], [0.25, 0.45, 0.2, 0.1]])
 
 
-def route(scored: Scored, evaluate: bool = False, num_experts: int = 4, **options: float) -> Pairs:
+def route(scored: Scored, evaluate: bool = False, num_experts: int = 4, **options: Any) -> Pairs:
     selector = make_part("selector", "threshold", num_experts, **options)
     pairs: Pairs = selector.train(not evaluate)(scored, StepContext())
     return pairs
@@ -62,7 +64,7 @@ def test_the_two_ends() -> None:
 
 
 def test_evaluation_may_have_its_own() -> None:
-    options = {"threshold": 0.65, "eval_threshold": 0.0}
+    options: dict[str, Any] = {"threshold": 0.65, "eval_threshold": 0.0}
     assert len(route(scored_by(PROBS), **options).token_N) == 5
     assert len(route(scored_by(PROBS), evaluate=True, **options).token_N) == 3
     assert len(route(scored_by(PROBS), evaluate=True, threshold=0.65).token_N) == 5

@@ -175,8 +175,9 @@ class DotProductAttention(Base):
     ) -> Tensor:
         """[s, b, heads, d] -> [s, b, heads * d]."""
         assert attention_mask is None and attn_mask_type == "causal"
-        parts = (part.permute(1, 2, 0, 3) for part in (query_layer, key_layer, value_layer))
+        sides = query_layer, key_layer, value_layer
+        query, key, value = (side.permute(1, 2, 0, 3) for side in sides)
         context = functional.scaled_dot_product_attention(
-            *parts, is_causal=True, dropout_p=self.dropout, scale=self.scale, enable_gqa=True
+            query, key, value, is_causal=True, dropout_p=self.dropout, scale=self.scale, enable_gqa=True
         )
         return context.permute(2, 0, 1, 3).flatten(2)

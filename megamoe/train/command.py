@@ -1,0 +1,59 @@
+"""Pretrain a Mixture-of-Experts GPT.
+
+python pretrain_gpt_moe.py --config examples/demo.yaml [section.key=value ...]
+torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml train.micro_batch_size=4
+
+Without a clone, an installed package offers the same:
+
+megamoe-pretrain --config run.yaml [section.key=value ...]
+torchrun --nproc-per-node 2 -m megamoe --config run.yaml [section.key=value ...]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megamoe.resilience.error_reporting import leave, tell
+
+
+def main() -> int:
+    """Read the configuration, train; returns the exit code (megamoe.errors.ExitCode)."""
+    arguments = _parser().parse_intermixed_args()
+    overrides = arguments.overrides + (["checkpoint.resume=auto"] if arguments.resume else [])
+
+    try:
+        from megamoe.config import load_config
+        from megamoe.vendors import check_versions, settle_vendors
+
+        check_versions()
+        settle_vendors()
+        config = load_config(arguments.config, overrides)
+        from megamoe.train.loop import train
+
+        return train(config)
+    except (Exception, KeyboardInterrupt) as error:
+        return tell(error)
+
+
+def run() -> None:
+    """Call `main` and end the process with its exit code."""
+    if code := main():
+        leave(code)
+    sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megamoe" if Path(sys.argv[0]).name == "__main__.py" else None,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, help="the run's YAML")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run's latest checkpoint, if any"
+    )
+    parser.add_argument(
+        "--local_rank", "--local-rank", help=argparse.SUPPRESS
+    )  # the deepspeed launcher adds it
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the YAML")
+    return parser

@@ -1,0 +1,98 @@
+"""The versions of torch, Megatron-Core and DeepSpeed: the bounds agree, and others are told or refused."""
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import pretrain_gpt_moe
+from megamoe.errors import UserError
+from megamoe.vendors import TESTED, check_versions
+
+ROOT = Path(__file__).parents[1]
+
+
+def have(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """The installed versions, but for these."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or real(name))
+
+
+def requirements() -> dict[str, Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {parsed.name: parsed for parsed in map(Requirement, project["dependencies"])}
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_the_bounds_are_those_of_pyproject(name: str) -> None:
+    _, oldest, untested = TESTED[name]
+    assert {str(bound) for bound in requirements()[name].specifier} == {f">={oldest}", f"<{untested}"}
+
+
+@pytest.mark.parametrize("constraints", sorted((ROOT / "constraints").iterdir()), ids=lambda path: path.name)
+def test_the_pinned_versions_lie_within_every_bound(constraints: Path) -> None:
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints.read_text(), flags=re.MULTILINE))
+    for name, requirement in requirements().items():
+        assert requirement.specifier.contains(pinned[name]), name
+
+
+@pytest.mark.parametrize(
+    "torch", ["2.13.0", "2.13", "2.15.9+cu130", "2.13.0a0+nv26.4", "unknown"], ids=lambda version: version
+)
+def test_tested_versions_are_taken_in_silence(
+    torch: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    have(monkeypatch, torch=torch)
+    check_versions()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "way_out"),
+    [
+        ("torch", "2.16.0+cpu", "pip install 'torch>=2.13,<2.16'"),
+        ("torch", "2.16.0a0+nv", "pip install 'torch>=2.13,<2.16'"),
+        ("megatron-core", "0.20.0", "pip install 'megatron-core>=0.16.1,<0.20'"),
+        ("deepspeed", "1.0", "pip install 'deepspeed>=0.19.8,<0.20'"),
+    ],
+)
+def test_a_newer_version_is_one_warning_on_the_first_rank(
+    name: str, found: str, way_out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    have(monkeypatch, **{name: found})
+    monkeypatch.setenv("RANK", "1")
+    check_versions()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    check_versions()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {name}: found version {found}, tested from ")
+    assert line.endswith(way_out)
+
+
+def test_an_older_version_ends_the_program_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    have(monkeypatch, **{"megatron-core": "0.16.0"})
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--config", "examples/demo.yaml"])
+    assert pretrain_gpt_moe.main() == 2
+    assert capsys.readouterr().err == (
+        "error: megatron-core: found version 0.16.0, expected 0.16.1 or later; "
+        "pip install 'megatron-core>=0.16.1,<0.20'\n"
+    )
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    check_versions()  # source trees without metadata
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="torch: not installed, expected 2.13 or later; pip install"):
+        check_versions()
