@@ -7,11 +7,13 @@ torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml trai
 import argparse
 import sys
 
+from megamoe.parallel.parent_death import end_with_launcher
 from megamoe.resilience.error_reporting import leave, tell
 
 
 def main() -> int:
     """Read the configuration, train; returns the exit code (megamoe.errors.ExitCode)."""
+    end_with_launcher()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -31,8 +33,11 @@ def main() -> int:
         from megamoe.vendors import settle_vendors
 
         settle_vendors()
-        config = load_config(arguments.config, overrides)
-        from megamoe.train.loop import train
+        from megamoe.parallel.rank_consistency import refusing_together
+
+        with refusing_together({}):
+            config = load_config(arguments.config, overrides)
+            from megamoe.train.loop import train
 
         return train(config)
     except (Exception, KeyboardInterrupt) as error:
