@@ -21,3 +21,10 @@ class ExitCode(IntEnum):
     HANG = 70  # EX_SOFTWARE: ended by the watchdog
     STOPPED = 75  # EX_TEMPFAIL: told to stop by a signal, and saved: start again to go on
     INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C
+
+
+def printable(text: object, length: int = 300) -> str:
+    """One line, whatever a file's content or name may hold: no control characters, cut where it is long."""
+    cut = str(text)[: length + 1]
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    return line if len(line) <= length else f"{line[: length - 3]}..."

@@ -41,6 +41,7 @@ STAGES = ("scorer", "score_function", "selector", "capacity")  # of a router, on
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
 _presets: dict[str, "Preset"] = {}
+_plugin_files: dict[str, dict[str, Path]] = {}  # by the plugin's reference: its source files by name
 _discovered = False
 
 PartClass = TypeVar("PartClass", bound=type)
@@ -228,10 +229,13 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
     try:
         if path is not None:
             _run_file(path)
+            _plugin_files[reference] = {path.name: path}
         elif reference in entry_points:
             entry_points[reference].load()
+            _plugin_files[reference] = _files_of(entry_points[reference].module)
         else:
             importlib.import_module(reference)
+            _plugin_files[reference] = _files_of(reference)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if path is None and f"{reference}.".startswith(f"{missing}."):
@@ -240,6 +244,22 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
                 f"point of {ENTRY_POINT_GROUP}{nearest_and_all(reference, list(entry_points))}"
             ) from None
         raise UserError(f"plugins: {reference!r} failed{_failure(error, str(path))}") from error
+
+
+def plugin_files(reference: str) -> dict[str, Path]:
+    """The source files of a plugin that was loaded, by name: its own, or its whole package's."""
+    return _plugin_files.get(reference, {})
+
+
+def _files_of(module: str) -> dict[str, Path]:
+    package = sys.modules.get(sys.modules[module].__package__ or "")
+    folders = [Path(folder) for folder in getattr(package, "__path__", [])]
+    if not folders:
+        file = sys.modules[module].__file__
+        return {Path(file).name: Path(file)} if file else {}
+    return {
+        str(path.relative_to(folder)): path for folder in folders for path in sorted(folder.rglob("*.py"))
+    }
 
 
 def is_ours(part: type) -> bool:

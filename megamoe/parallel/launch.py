@@ -1,19 +1,18 @@
 """Who am I among the ranks: torchrun, the deepspeed launcher, SLURM, or one process alone."""
 
-import ctypes
 import importlib
 import os
-import signal
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from megamoe.errors import UserError
+from megamoe.parallel.parent_death import end_with_launcher
 
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
+_store: Store | None = None  # of the rendezvous
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,36 @@ def _device_index(local_rank: int) -> int:
     return local_rank
 
 
+def hosts_store(world: World) -> bool:
+    """Whether this rank's process hosts the store of the rendezvous: rank 0, unless torchrun's agent does."""
+    return world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def open_store(world: World, timeout_s: float) -> Store:
+    """The key-value store of the rendezvous, at MASTER_ADDR and MASTER_PORT, until `stop`.
+
+    It waits for its host alone, while `dist.rendezvous` waits for all ranks.
+
+    Raises:
+        UserError: if MASTER_PORT is no number.
+        RuntimeError: if the host does not answer within `timeout_s`.
+    """
+    global _store
+    if _store is None:
+        _export(world)
+        (port,) = _numbers("MASTER_PORT")
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            port,
+            is_master=hosts_store(world),
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,  # the process group's, later, is the same
+        )
+        _store = PrefixStore(f"megamoe/attempt_{_attempt()}", store)
+    return _store
+
+
 def start(world: World, timeout_minutes: float) -> None:
     """Join the process group of all ranks.
 
@@ -80,12 +109,12 @@ def start(world: World, timeout_minutes: float) -> None:
     import deepspeed
 
     _without_shared_memory_op()
-    _end_with_launcher()
+    end_with_launcher()
     _export(world)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     timeout = timedelta(minutes=timeout_minutes)
-    if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+    if (attempt := _attempt()) != "0":
         _join_again(world, timeout, attempt)
     deepspeed.init_distributed(
         dist_backend=world.backend,
@@ -95,6 +124,11 @@ def start(world: World, timeout_minutes: float) -> None:
         rank=world.rank,
         world_size=world.size,
     )
+
+
+def _attempt() -> str:
+    """How often torchrun has started the ranks again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _join_again(world: World, timeout: timedelta, attempt: str) -> None:
@@ -122,6 +156,7 @@ def order_device_queues() -> None:
 
 def stop() -> None:
     """Leave the process group and forget every group made from it; a new `start` may follow."""
+    global _store
     import deepspeed.comm.comm as deepspeed_comm
     import torch.distributed as dist
 
@@ -131,6 +166,7 @@ def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     deepspeed_comm.cdb = None
+    _store = None
 
 
 def _numbers(*names: str) -> list[int]:
@@ -154,16 +190,6 @@ def _export(world: World) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port()) if world.size == 1 else "29500"
-
-
-def _end_with_launcher() -> None:
-    """Where torchrun's agent or DeepSpeed's launcher is killed, its ranks are told to stop (SIGTERM).
-
-    They would else train on, watched by nobody. A shell that starts a rank may end as it likes.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_RANK" in os.environ:  # the latter is DeepSpeed's
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def _free_port() -> int:

@@ -13,11 +13,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from megamoe.parallel.parent_death import end_with_launcher
 from megamoe.resilience.error_reporting import leave, tell
 
 
 def main() -> int:
     """Read the configuration, train; returns the exit code (megamoe.errors.ExitCode)."""
+    end_with_launcher()
     arguments = _parser().parse_intermixed_args()
     overrides = arguments.overrides + (["checkpoint.resume=auto"] if arguments.resume else [])
 
@@ -27,8 +29,11 @@ def main() -> int:
 
         check_versions()
         settle_vendors()
-        config = load_config(arguments.config, overrides)
-        from megamoe.train.loop import train
+        from megamoe.parallel.rank_consistency import refusing_together
+
+        with refusing_together({}):
+            config = load_config(arguments.config, overrides)
+            from megamoe.train.loop import train
 
         return train(config)
     except (Exception, KeyboardInterrupt) as error:

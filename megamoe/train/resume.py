@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megamoe.checkpoint.format.files import META, damaged, printable
+from megamoe.checkpoint.format.files import META, damaged
 from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 from megamoe.model.size import moe_layer_numbers, part_shapes
 
 # Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps

@@ -31,8 +31,10 @@ from megamoe.parallel.consensus import (
 )
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.rank_consistency import Facts, check_same, refusing_together
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.check import check_run
+from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import BatchSchedule, learning_rate
@@ -70,25 +72,11 @@ class Trainer:
         if config.parallel.tensor > 1:
             launch.order_device_queues()
         self.world = world or launch.find_world()
-        check_run(config, self.world.size)
-        use_compiled(config.model.cpu_kernels != "plain")
-        use_triton(config.model.gpu_kernels == "triton")
-        if self.world.device.type == "cpu":
-            keep_freed_memory()
-        self.layout = Layout.of(config.parallel, self.world.size)
-        self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
-        self.folder: RunFolder = choose_run_folder(config)
-        self.schedule = BatchSchedule.from_config(config.train, self.layout.data)
-        # For its refusals alone; the engine, which comes after the ranks' start, does it again.
-        content = read_deepspeed_config(config.parallel.deepspeed)
-        fill_in(config, content, self.layout.data, self.schedule.accumulation_at(0))
-        resume_from = self.folder.resume_from
-        if resume_from is not None:
-            check_resume(config, self.vocabulary.size, resume_from)
-        elif config.checkpoint.init.path is not None:
-            check_init(config, self.vocabulary.size, self.folder.path)
+        facts: Facts = {}
+        with refusing_together(facts, self.world):
+            resume_from = self._check(facts)
+        check_same(self.world, facts, config.parallel.timeout_minutes)
         launch.start(self.world, config.parallel.timeout_minutes)
-        self._check_all_go_on(resume_from)
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(
@@ -113,6 +101,33 @@ class Trainer:
             self._resume(saved)
         self.engine.train(True)
         self._stream = self._open_stream()
+
+    def _check(self, facts: Facts) -> Path | None:
+        """Refuse what cannot run, before ranks are started; returns the checkpoint to go on from, if any.
+
+        facts: gets what must be the same on all ranks.
+        """
+        config = self.config
+        facts.update(facts_of_start(config, self.world))
+        check_run(config, self.world.size)
+        use_compiled(config.model.cpu_kernels != "plain")
+        use_triton(config.model.gpu_kernels == "triton")
+        if self.world.device.type == "cpu":
+            keep_freed_memory()
+        self.layout = Layout.of(config.parallel, self.world.size)
+        self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
+        self.folder: RunFolder = choose_run_folder(config)
+        self.schedule = BatchSchedule.from_config(config.train, self.layout.data)
+        # For its refusals alone; the engine, which comes after the ranks' start, does it again.
+        content = read_deepspeed_config(config.parallel.deepspeed)
+        fill_in(config, content, self.layout.data, self.schedule.accumulation_at(0))
+        resume_from = self.folder.resume_from
+        if resume_from is not None:
+            check_resume(config, self.vocabulary.size, resume_from)
+        elif config.checkpoint.init.path is not None:
+            check_init(config, self.vocabulary.size, self.folder.path)
+        facts.update(facts_of_files(config, self.vocabulary, content, resume_from))
+        return resume_from
 
     def step(self) -> tuple[StepRecord, dict[str, Any]]:
         """One optimiser step; returns its record and the metrics under the names of metrics.jsonl.
@@ -282,15 +297,6 @@ class Trainer:
     def _say(self, line: str) -> None:
         if self.world.is_first:
             print(line)
-
-    def _check_all_go_on(self, resume_from: Path | None) -> None:
-        """Or none: each rank has looked for checkpoints by itself, perhaps on a disk of its machine alone."""
-        goes_on = gather_from_ranks(resume_from is not None)
-        if len(set(goes_on)) > 1:
-            raise UserError(
-                f"{self.folder.checkpoints}: rank {goes_on.index(True)} finds a checkpoint to go on from, "
-                f"rank {goes_on.index(False)} does not; name as output=... a folder that all machines share"
-            )
 
     def _open_checkpoint(self, checked: Path | None) -> Saved | None:
         """The first intact candidate; `checked`: the one that was found to fit this run."""

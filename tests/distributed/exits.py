@@ -30,7 +30,7 @@ class Endings:
         return [[line for line in text.splitlines() if line.startswith(words)] for text in self.outputs]
 
 
-def play(folder: str, arguments: list[str], trouble: Trouble | None) -> None:
+def play(folder: str, arguments: list[str], by_rank: dict[int, list[str]], trouble: Trouble | None) -> None:
     """Job: what `python pretrain_gpt_moe.py` does; `trouble` is called before each step. Does not return."""
     import pretrain_gpt_moe
     from megamoe.resilience import error_reporting, watchdog
@@ -47,7 +47,8 @@ def play(folder: str, arguments: list[str], trouble: Trouble | None) -> None:
             return step(self)
 
         Trainer.step = step_in_trouble  # type: ignore[assignment, method-assign]
-    sys.argv = ["pretrain_gpt_moe.py", "--config", f"{folder}/run.yaml", *arguments]
+    own = by_rank.get(int(os.environ["RANK"]), [])
+    sys.argv = ["pretrain_gpt_moe.py", "--config", f"{folder}/run.yaml", *arguments, *own]
     error_reporting.leave(pretrain_gpt_moe.main())
 
 
@@ -55,14 +56,19 @@ def endings(
     pool: Pool,
     folder: Path,
     *arguments: str,
+    by_rank: dict[int, list[str]] | None = None,
     trouble: Trouble | None = None,
     ranks: int = 2,
     timeout_s: float = 60,
 ) -> Endings:
-    """Train tiny(output=<folder>/runs, name=a, ...) with `arguments` until every rank has ended."""
+    """Train tiny(output=<folder>/runs, name=a, ...) with `arguments` until every rank has ended.
+
+    by_rank: further arguments of single ranks.
+    """
     (folder / "run.yaml").write_text(dump_yaml(tiny(f"output={folder}/runs", "name=a", "train.steps=8")))
     with pytest.raises(RankError) as ended:
-        pool.run(play, str(folder), list(arguments), trouble, ranks=ranks, timeout_s=timeout_s)
+        job = (play, str(folder), list(arguments), by_rank or {}, trouble)
+        pool.run(*job, ranks=ranks, timeout_s=timeout_s)
     found = re.findall(r"--- rank (\d+)\nthe process died with exit code (-?\d+)", str(ended.value))
     codes = {int(rank): int(code) for rank, code in found}
     outputs = [(folder / f"rank_{rank}.txt").read_text() for rank in range(ranks)]

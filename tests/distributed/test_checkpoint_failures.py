@@ -272,12 +272,17 @@ def test_a_pointer_to_nothing_leads_to_the_newest_complete_one(
 def resumed_where_a_rank_sees_nothing(output: Path, **changes: Any) -> str:
     """Job: what the user is told where the first rank alone has the run's folder."""
     mine = output if os.environ["RANK"] == "0" else output / "elsewhere"
-    return try_each([{**changes, "output": mine}])[0]
+    mine.mkdir(exist_ok=True)
+    os.chdir(mine)
+    return try_each([{**changes, "output": "."}])[0]
 
 
 def test_no_rank_begins_anew_where_another_goes_on(pool: Pool, saved: Path) -> None:
     run = {"output": saved.parents[2], "checkpoint__resume": "auto"}
     messages = pool.run(resumed_where_a_rank_sees_nothing, **LAYOUT, **run, ranks=2, timeout_s=30)
     for message in messages:
-        assert "rank 0 finds a checkpoint to go on from, rank 1 does not" in message
+        assert message.startswith(f"checkpoint to go on from: {saved.name} (")
+        assert message.endswith(
+            "on rank 0, none on rank 1; name as output=... a folder that all machines share"
+        )
         assert "\n" not in message

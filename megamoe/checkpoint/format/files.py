@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 
 META = "checkpoint.json"
 INDEX = "index.json"
@@ -93,13 +93,6 @@ def _check_depth(content: Any, left: int = DEEPEST) -> None:
         for value in content.values() if isinstance(content, dict) else content:
             if isinstance(value, dict | list):
                 _check_depth(value, left - 1)
-
-
-def printable(text: object, length: int = 300) -> str:
-    """One line, whatever a file's content or name may hold: no control characters, cut where it is long."""
-    cut = str(text)[: length + 1]
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
-    return line if len(line) <= length else f"{line[: length - 3]}..."
 
 
 def damaged(path: Path, problem: object) -> UserError:

@@ -12,7 +12,8 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megamoe.checkpoint.format.files import META, SUMS, is_plain, printable, read_bytes, write_text
+from megamoe.checkpoint.format.files import META, SUMS, is_plain, read_bytes, write_text
+from megamoe.errors import printable
 
 NAME = re.compile(r"[a-z0-9_]+\.(?:json|safetensors)")
 LINE = re.compile(rf"([0-9a-f]{{64}})  ({NAME.pattern})")

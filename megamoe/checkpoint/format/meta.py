@@ -7,19 +7,10 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from megamoe.checkpoint.format.files import (
-    FORMAT,
-    INDEX,
-    META,
-    damaged,
-    parse_json,
-    printable,
-    read_bytes,
-    read_json,
-)
+from megamoe.checkpoint.format.files import FORMAT, INDEX, META, damaged, parse_json, read_bytes, read_json
 from megamoe.checkpoint.format.overlap import first_overlap
 from megamoe.config.renamed import with_new_names
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 
 LARGEST = (1 << 63) - 1  # that a tensor's size or a count can be
 Number = Annotated[int, Field(ge=0, le=LARGEST)]

@@ -5,12 +5,11 @@ from typing import Any
 
 import yaml
 
-from megamoe.checkpoint.format.files import printable
 from megamoe.checkpoint.format.folder import candidates
 from megamoe.checkpoint.format.reader import MOMENTS, Saved, moment_name
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.consolidate import count_parameters
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 
 INTACT = "intact"
 UNREAD = "list, JSON and headers intact; tensors not read"

@@ -7,9 +7,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from megamoe.checkpoint.format import integrity
-from megamoe.checkpoint.format.files import INDEX, printable, shard_file
+from megamoe.checkpoint.format.files import INDEX, shard_file
 from megamoe.checkpoint.format.reader import IN_SAFETENSORS, Saved
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 
 Header = dict[str, tuple[str, list[int]]]  # of a shard: dtype and shape by key
 

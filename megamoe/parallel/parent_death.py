@@ -1,0 +1,77 @@
+"""A rank ends with its launcher, from its first line on.
+
+Standard library alone: PyTorch takes seconds to import, in which the launcher may be killed.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
+LAUNCHERS = ("python", "pypy", "torchrun", "deepspeed")  # in the name of a launcher's program
+CONNECT_S = 2.0
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this rank when torchrun's agent or DeepSpeed's launcher ends.
+
+    They would else train on, watched by nobody. Where the launcher is gone already, the signal comes at once.
+    Without such a launcher nothing is done: the shell that starts a process may end as it likes, as may
+    whatever started the launcher.
+    """
+    if not is_launched():
+        return
+    with suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if not may_have_launcher(os.getppid()) or _agent_store_is_gone():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_launched() -> bool:
+    """Whether torchrun or the deepspeed launcher started this process as a rank."""
+    variables = os.environ
+    # CROSS_RANK is DeepSpeed's.
+    return "RANK" in variables and ("TORCHELASTIC_RUN_ID" in variables or "CROSS_RANK" in variables)
+
+
+def may_have_launcher(parent: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a launcher, which is a Python program, is among the ancestors; True where nobody can tell.
+
+    An orphan's parent is init or a subreaper (systemd, tini, slurmstepd). That its pid is 1 says little: in a
+    container the launcher itself may be process 1. A script may stand between the launcher and the rank.
+    """
+    while parent > 0:
+        folder = proc / str(parent)
+        try:
+            program = (folder / "cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
+            # The name, in parentheses, may hold anything; then come the state and the parent's pid.
+            above = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return True
+        names = [program]
+        with suppress(OSError):  # of another user's process
+            names.append(os.readlink(folder / "exe"))
+        if any(launcher in Path(name).name for name in names for launcher in LAUNCHERS):
+            return True
+        if above == 0:
+            return parent != 1  # else its parent is in another name space of pids
+        parent = above
+    return True
+
+
+def _agent_store_is_gone() -> bool:
+    """Whether torchrun's agent of this machine hosts the ranks' store, and nobody listens there any more."""
+    variables = os.environ
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or variables.get("GROUP_RANK") != "0":
+        return False
+    try:
+        address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+        socket.create_connection(address, timeout=CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, KeyError, ValueError):
+        pass
+    return False

@@ -1,0 +1,140 @@
+"""What must be the same on all ranks of a run, as facts that `megamoe.parallel.rank_consistency` compares."""
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import megamoe
+from megamoe import registry
+from megamoe.checkpoint.format.files import SUMS
+from megamoe.config import RunConfig, to_dict
+from megamoe.config.schema import DataConfig
+from megamoe.data.card import DataFiles, load_card
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.parallel.launch import World
+from megamoe.parallel.rank_consistency import Facts
+
+# Keys that may differ between ranks: none decides what is computed or sent.
+FREE = {
+    "data.workers": "a rank's own loader processes; the batches are the same with any number",
+    "log": "rank 0 alone writes",
+    "train.profiler": "a rank traces itself, and one may be enough",
+}
+VERSIONS = ("torch", "numpy", "megatron-core", "deepspeed", "transformer-engine")
+SOURCES = (".py", ".cpp", ".h")
+ENDS = 1 << 16  # bytes that are read at either end of an index without a card
+
+
+def facts_of_start(config: RunConfig, world: World) -> Facts:
+    """Facts that need no look at the run's files: the ranks, versions, source code and configuration."""
+    return {
+        "environment": {"WORLD_SIZE": world.size, "device": world.device.type},
+        "versions": _versions(),
+        "source": {**_own_source(), **_plugin_sources(config.plugins)},
+        "configuration": configuration_facts(to_dict(config)),
+    }
+
+
+def facts_of_files(
+    config: RunConfig, vocabulary: Vocabulary, deepspeed: dict[str, Any], resume_from: Path | None
+) -> Facts:
+    """Facts of what the run reads, after it has been checked: data, checkpoints, the DeepSpeed file.
+
+    Args:
+        config: the run's.
+        vocabulary: the resolved one.
+        deepspeed: the content of the DeepSpeed file.
+        resume_from: the checkpoint to go on from, if any.
+    """
+    tokenizer = vocabulary.tokenizer
+    init = config.checkpoint.init.path
+    return {
+        "deepspeed": {f"parallel.deepspeed: {key}": value for key, value in deepspeed.items()},
+        "vocabulary": {
+            "vocabulary": vocabulary.size,
+            "end-of-document token": vocabulary.eod,
+            "tokenizer's fingerprint": tokenizer.fingerprint if tokenizer else None,
+        },
+        "data": {} if config.data.mock else _data(config.data),
+        "checkpoints": {
+            "checkpoint to go on from": _checkpoint(resume_from),
+            "checkpoint.init.path": _checkpoint(Path(init) if init and resume_from is None else None),
+        },
+    }
+
+
+def configuration_facts(tree: dict[str, Any]) -> dict[str, Any]:
+    """The resolved configuration as plain data, without the keys that are `FREE`."""
+    return _without_free(tree, "")
+
+
+def _without_free(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+    left = {key: value for key, value in tree.items() if f"{prefix}{key}" not in FREE}
+    return {
+        key: _without_free(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in left.items()
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {"megamoe": megamoe.__version__} | {name: _version(name) for name in VERSIONS}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _own_source() -> dict[str, str]:
+    """SHA-256 of every source file of the package: an editable install may differ without another version."""
+    package = Path(megamoe.__file__).parent
+    files = sorted(path for path in package.rglob("*") if path.suffix in SOURCES)
+    return {f"megamoe/{path.relative_to(package)} (SHA-256)": _digest([path.read_bytes()]) for path in files}
+
+
+def _plugin_sources(plugins: list[str]) -> dict[str, str]:
+    return {
+        f"plugin {plugin}: {name} (SHA-256)": _digest([path.read_bytes()])
+        for plugin in plugins
+        for name, path in registry.plugin_files(plugin).items()
+        if path.is_file()
+    }
+
+
+def _data(data: DataConfig) -> dict[str, Any]:
+    sources = (data.sources, *data.validation.values())
+    paths = dict.fromkeys(source.path for group in sources for source in group)
+    return {f"data {path}": _dataset(path) for path in paths}
+
+
+def _dataset(path: str) -> dict[str, Any]:
+    """By the card the hashes of all bytes; without one, sizes and the index's two ends."""
+    card, files = load_card(path), DataFiles(Path(path))
+    if card is not None:
+        return {"bin (SHA-256)": card.bin.sha256, "idx (SHA-256)": card.idx.sha256}
+    sizes = {"bin (bytes)": files.bin.stat().st_size, "idx (bytes)": files.idx.stat().st_size}
+    with files.idx.open("rb") as file:
+        head = file.read(ENDS)
+        file.seek(max(0, sizes["idx (bytes)"] - ENDS))
+        return {**sizes, "idx's head and tail (SHA-256)": _digest([head, file.read(ENDS)])}
+
+
+def _checkpoint(path: Path | None) -> str | None:
+    """Its name, and the digest of the list of its files' digests."""
+    if path is None:
+        return None
+    sums = path / SUMS
+    return f"{path.name} ({_digest([sums.read_bytes()])[:16] if sums.is_file() else f'no {SUMS}'})"
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
