@@ -2,6 +2,7 @@
 
 python tools/prepare_data.py --stdlib --tokenizer train --vocab-size 4096 --output data/stdlib
 python tools/prepare_data.py corpus/*.jsonl.zst --tokenizer path/to/tokenizer.json --output data/corpus
+python tools/prepare_data.py --verify data/corpus
 """
 
 import argparse
@@ -21,14 +22,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
     parser.add_argument(
+        "--verify",
+        metavar="PREFIX",
+        help="prepare nothing; read PREFIX.bin and PREFIX.idx whole and compare them with PREFIX.card.json",
+    )
+    parser.add_argument(
         "--output",
-        required=True,
         metavar="PREFIX",
         help="write PREFIX.bin, PREFIX.idx, PREFIX.counts.npy (of each token), PREFIX.card.json",
     )
     parser.add_argument(
         "--tokenizer",
-        required=True,
         metavar="REF",
         help="bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model, or train: a new BPE",
     )
@@ -43,12 +47,37 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="take the files in a random order: training and validation then see all kinds",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    given = [f"--{name}" for name in ("output", "tokenizer") if getattr(arguments, name) is not None]
+    if arguments.verify is None and len(given) < 2:
+        parser.error("--output and --tokenizer are required, or --verify alone")
+    if arguments.verify is not None and (given or arguments.inputs or arguments.stdlib):
+        parser.error("--verify prepares nothing: give the prefix of prepared data alone")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prepare; exit code 0, 2 for a user's mistake, 130 if interrupted."""
+    """Prepare or verify; exit code 0, 2 for a user's mistake or damaged data, 130 if interrupted."""
     arguments = parse_arguments(argv)
+    return _prepare(arguments) if arguments.verify is None else _verify(arguments.verify)
+
+
+def _verify(prefix: str) -> int:
+    from megamoe.data.verify import verify_in_full
+    from megamoe.errors import UserError
+
+    try:
+        print(verify_in_full(prefix))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
     # Here, not at the top: worker processes import this file too.
     from megamoe.data.prepare import TRAIN, Preparation, prepare
     from megamoe.errors import UserError

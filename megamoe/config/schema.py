@@ -43,6 +43,7 @@ class DataConfig:
     tokenizer: str | None = None  # default: the one named in the data card
     document_aware: bool = False  # attention, positions and loss stop at document boundaries
     cache: str | None = None  # folder of the sample index; default: beside the data
+    verify: Literal["full", "structure"] = "full"  # full: every byte, once per version of a file
     workers: NonNegativeInt = 1  # loader processes per rank
 
 

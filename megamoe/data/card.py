@@ -2,24 +2,21 @@
 
 The card is written last, so a dataset with a card is whole. Data made by Megatron-LM's own
 preprocess_data.py has none and is read without. Beside the card this file knows the names of a
-dataset's files, and how to tell cheaply that .bin and .idx belong together.
+dataset's files, and how to tell cheaply that .bin and .idx belong together; `verify.py` reads them whole.
 """
 
+import hashlib
 import json
-import os
-import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from megamoe.data.index_file import AGAIN, read_header
 from megamoe.errors import UserError
 
-# .idx: magic, version, dtype code, number of sequences, number of document boundaries.
-INDEX_HEADER = struct.Struct("<9sQBQQ")
-INDEX_MAGIC = b"MMIDIDX\x00\x00"
-# Megatron-Core's DType codes and their bytes a token.
-TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+CHECKSUM = "checksum"  # of the card: SHA-256 of everything else in it
 
 
 @dataclass(frozen=True)
@@ -102,32 +99,54 @@ class DataCard:
     sources: list[SourceCard]
     bin: FileCard
     idx: FileCard
+    largest_token: int | None = None  # id that occurs; None: the card is from before it was noted
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        """Write it, with a checksum over its content."""
+        content = asdict(self)
+        content[CHECKSUM] = _checksum(content)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """Of a card's JSON, apart from the checksum in it; blanks and order do not count."""
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def load_card(prefix: str) -> DataCard | None:
     """The card of the dataset `prefix`, None if it has none.
 
+    A card without a checksum, or without `largest_token`, is from an earlier version and is read as well.
+
     Raises:
-        UserError: if the card cannot be read, or if the preparation was not finished.
+        UserError: if the card cannot be read or was changed, or if the preparation was not finished.
     """
     files = DataFiles(Path(prefix))
     if not files.card.exists():
         if files.partial.exists():
             raise UserError(f"data {prefix!r} is unfinished: an interrupted preparation; prepare it again")
         return None
+    name = f"data card {str(files.card)!r}"
+    if not files.card.is_file():
+        raise UserError(f"{name} cannot be read: not a file")
     try:
-        return TypeAdapter(DataCard).validate_json(files.card.read_bytes())
+        content = json.loads(files.card.read_bytes())
+        card = TypeAdapter(DataCard).validate_python(content)
     except OSError as error:
-        raise UserError(f"data card {str(files.card)!r} cannot be read: {error.strerror}") from error
+        raise UserError(f"{name} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
+        raise UserError(f"{name} is broken: {where}: {first['msg']}; prepare the data again") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is broken: no JSON; prepare the data again") from error
+    if content.get(CHECKSUM, expected := _checksum(content)) != expected:
         raise UserError(
-            f"data card {str(files.card)!r} is broken: {where}: {first['msg']}; prepare the data again"
-        ) from error
+            f"{name} is damaged: its content does not fit its {CHECKSUM!r}; prepare the data again, or, "
+            "if you have edited the card, remove that entry"
+        )
+    return card
 
 
 def check_files(prefix: str, card: DataCard | None) -> None:
@@ -142,40 +161,21 @@ def check_files(prefix: str, card: DataCard | None) -> None:
     for path in (files.bin, files.idx):
         if not path.is_file():
             raise UserError(f"data {prefix!r}: no file {str(path)!r}; prepare it with tools/prepare_data.py")
-    expected = _size_of_bin(files.idx)
+    header, expected = read_header(files.idx)
     for path, size in ((files.bin, expected), *_sizes_in_card(files, card)):
         found = path.stat().st_size
         if found != size:
             what = "truncated" if found < size else "too long"
+            raise UserError(f"data file {str(path)!r} is {what}: {found} bytes, expected {size}; {AGAIN}")
+    for what, of_index, of_card in (
+        ("sequences", header.num_sequences, card.documents if card else None),
+        ("tokens of dtype", header.dtype, card.dtype if card else None),
+    ):
+        if of_card not in (None, of_index):
             raise UserError(
-                f"data file {str(path)!r} is {what}: {found} bytes, expected {size}; prepare the data again"
+                f"data index {str(files.idx)!r} has {what} {of_index}, its card says {of_card}; {AGAIN}"
             )
 
 
 def _sizes_in_card(files: DataFiles, card: DataCard | None) -> list[tuple[Path, int]]:
     return [(files.bin, card.bin.size), (files.idx, card.idx.size)] if card else []
-
-
-def _size_of_bin(idx: Path) -> int:
-    """Bytes of the .bin that this .idx describes: where its last sequence ends."""
-    broken = f"data index {str(idx)!r} is"
-    with open(idx, "rb") as file:
-        header = file.read(INDEX_HEADER.size)
-        if len(header) < INDEX_HEADER.size:
-            raise UserError(f"{broken} truncated: {len(header)} bytes; prepare the data again")
-        magic, version, code, num_sequences, num_boundaries = INDEX_HEADER.unpack(header)
-        if magic != INDEX_MAGIC or version != 1 or code not in TOKEN_BYTES:
-            raise UserError(f"{broken} no Megatron-Core index (version 1) of token ids; prepare it again")
-        lengths_end = INDEX_HEADER.size + 4 * num_sequences
-        pointers_end = lengths_end + 8 * num_sequences
-        size, expected = os.fstat(file.fileno()).st_size, pointers_end + 8 * num_boundaries
-        if size != expected:
-            what = "truncated" if size < expected else "too long"
-            raise UserError(f"{broken} {what}: {size} bytes, expected {expected}; prepare the data again")
-        if num_sequences == 0:
-            raise UserError(f"{broken} empty: it lists no document; prepare the data again")
-        file.seek(lengths_end - 4)
-        last_length = int.from_bytes(file.read(4), "little")
-        file.seek(pointers_end - 8)
-        last_pointer = int.from_bytes(file.read(8), "little")
-    return last_pointer + last_length * TOKEN_BYTES[code]

@@ -1,37 +1,30 @@
 """Indexed data to training samples: blended, split and shuffled by Megatron-Core's dataset builder.
 
 Design choices:
+- data is verified before anything is built on it (`verify.py`);
 - the sample index is cached under a key that covers the data's own identity, so that data prepared anew
-  under the same name never meets an old index;
-- one builder at a time per cache folder (a lock), and index files that a killed run cut short are
-  dropped before they can be read;
-- everything a user can get wrong is checked alike on every rank, before the builder's first barrier.
+  under the same name never meets an old index, and is verified when it is read (`index_cache.py`);
+- everything a user can get wrong is told alike on every rank.
 
 Note on resuming: the order of samples depends on the number of epochs that `train_samples` asks for;
 a run that is prolonged into a further epoch sees another order.
 """
 
-import contextlib
-import copy
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from filelock import FileLock
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
-from megamoe.data.card import DataFiles, load_card
+from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.data.mock import MockDataset
+from megamoe.data.verify import cache_folder, verify_sources
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 
@@ -71,8 +64,9 @@ def build_datasets(
     With torch.distributed initialised every rank must call it: rank 0 writes the index, the others wait.
 
     Raises:
-        UserError: for a split that is malformed or too small for one sample, a validation set named
-            `valid` twice, document-aware data without an eod, or a cache that cannot be written.
+        UserError: for data that is damaged (by `data.verify`), a split that is malformed or too small for one
+            sample, a validation set named `valid` twice, document-aware data without an eod, or a cache that
+            cannot be written.
     """
     split = _check_split(data)
     names = [VALID] if split[1] > 0 else []
@@ -89,13 +83,16 @@ def build_datasets(
             if split[2] * validation_samples
             else None,
         )
+    further = data.validation if validation_samples > 0 else {}
+    paths = [source.path for sources in (data.sources, *further.values()) for source in sources]
+    identities = verify_sources(data, paths, vocabulary.size)
     sizes = [train_samples, *(validation_samples if share > 0 else 0 for share in split[1:])]
-    train, valid, test = _build(data, data.sources, vocabulary, split, sizes, seed)
+    train, valid, test = _build(data, data.sources, vocabulary, identities, split, sizes, seed)
     validation = {} if valid is None else {VALID: valid}
-    if validation_samples > 0:
-        sizes = [0, validation_samples, 0]
-        for name, sources in data.validation.items():
-            validation[name] = _build(data, sources, vocabulary, WHOLE_AS_VALIDATION, sizes, seed)[1]
+    sizes = [0, validation_samples, 0]
+    for name, sources in further.items():
+        built = _build(data, sources, vocabulary, identities, WHOLE_AS_VALIDATION, sizes, seed)
+        validation[name] = built[1]
     return Datasets(train, validation, test)
 
 
@@ -123,21 +120,24 @@ def _build(
     data: "DataConfig",
     sources: "Sequence[SourceConfig]",
     vocabulary: Vocabulary,
+    identities: Mapping[str, str],
     split: list[float],
     sizes: list[int],
     seed: int,
 ) -> list[Any]:
-    """One dataset per split whose size is not 0, from one source or a blend by weight."""
+    """One dataset per split whose size is not 0, from one source or a blend by weight.
+
+    identities: of each source's data, by path.
+    """
     paths = [source.path for source in sources]
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]
-    cache = Path(data.cache) if data.cache else Path(paths[0]).parent / "cache"
-    config = GPTDatasetConfig(
+    config = CachedConfig(
         random_seed=seed,
         sequence_length=data.sequence_length,
         blend=(paths, weights if len(paths) > 1 else None),
         split=",".join(f"{share:.12f}" for share in split),
-        path_to_cache=str(cache),
-        tokenizer=_TokenFacts(vocabulary.size, vocabulary.eod, tuple(map(_identity, paths))),
+        path_to_cache="",  # Megatron-Core's own: none
+        tokenizer=_TokenFacts(vocabulary.size, vocabulary.eod, tuple(identities[path] for path in paths)),
         reset_position_ids=data.document_aware,
         reset_attention_mask=data.document_aware,
         eod_mask_loss=data.document_aware,
@@ -149,9 +149,8 @@ def _build(
     ]
     for path in paths:
         _check_room(path, config)
-    with _writable_cache(cache):
-        built = _Builder(GPTDataset, sizes, lambda: True, config).build()
-    return [None if dataset is None else CheckedDataset(dataset) for dataset in built]
+    built = build_cached(config, sizes, cache_folder(data, paths[0]))
+    return [None if dataset is None else CheckedDataset(dataset, vocabulary.size) for dataset in built]
 
 
 def _check_room(path: str, config: GPTDatasetConfig) -> None:
@@ -180,16 +179,7 @@ class _TokenFacts:
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        return {"data": list(self.identities)}
-
-
-def _identity(path: str) -> str:
-    """What changes when the data is made anew: the card's hash of the .idx, or its size and time."""
-    card = load_card(path)
-    if card:
-        return card.idx.sha256
-    status = DataFiles(Path(path)).idx.stat()
-    return f"{status.st_size} bytes of {status.st_mtime_ns}"
+        return {"data": list(self.identities), "versions": VERSIONS}
 
 
 def _surplus(weights: list[float], sizes: list[int]) -> float:
@@ -205,47 +195,3 @@ def _surplus(weights: list[float], sizes: list[int]) -> float:
         if size > 0
     ]
     return max([MIN_SURPLUS, *needed])
-
-
-class _Builder(BlendedMegatronDatasetBuilder):
-    """Does without a cache where Megatron-Core 0.16 cannot write it: a blend without torch.distributed."""
-
-    @staticmethod
-    def build_generic_dataset(cls: Any, *args: Any) -> Any:
-        if cls is BlendedDataset and not torch.distributed.is_initialized():
-            config = copy.copy(args[-1])
-            config.path_to_cache = None
-            args = (*args[:-1], config)
-        return BlendedMegatronDatasetBuilder.build_generic_dataset(cls, *args)
-
-
-@contextlib.contextmanager
-def _writable_cache(cache: Path) -> Iterator[None]:
-    """The cache folder, made, locked and cleared of broken files by rank 0; its failure is every rank's."""
-    with contextlib.ExitStack() as stack:
-        failure = [""]
-        if _rank() == 0:
-            try:
-                cache.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(cache / ".lock"))
-                _drop_broken_indices(cache)
-            except OSError as error:
-                failure = [f"data.cache {str(cache)!r}: {error.strerror}; name a folder that can be written"]
-        if torch.distributed.is_initialized():
-            torch.distributed.broadcast_object_list(failure, src=0)
-        if failure[0]:
-            raise UserError(failure[0])
-        yield
-
-
-def _drop_broken_indices(cache: Path) -> None:
-    """Remove what a killed run wrote in part: Megatron-Core would take it for a finished index."""
-    for path in cache.glob("*.npy"):
-        try:
-            np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            os.unlink(path)
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

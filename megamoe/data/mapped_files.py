@@ -2,12 +2,14 @@
 
 A read past the end of a mapped file that was cut short is SIGBUS. So before each sample the sizes of its
 files are looked at, which takes a microsecond each. Another file in a mapped one's place, or none, changes
-nothing: the map keeps the old one.
+nothing: the map keeps the old one. What is written into a mapped file does show: a token id outside of the
+vocabulary, or an index that leads out of the file, is told as well.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -41,10 +43,15 @@ WAY_OUT = "prepare it again under another name, or put it back, and go on with -
 
 
 class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
-    """A GPTDataset, or a blend of several, that looks at a sample's files before it reads the sample."""
+    """A GPTDataset, or a blend of several, that looks at a sample's files before it reads the sample.
 
-    def __init__(self, dataset: Any) -> None:
+    Args:
+        vocab_size: every token id must be smaller.
+    """
+
+    def __init__(self, dataset: Any, vocab_size: int) -> None:
         self._dataset = dataset
+        self._vocab_size = vocab_size
         self._blended = hasattr(dataset, "datasets")
         self._own = _of(dataset, "dataset_index", "dataset_sample_index") if self._blended else []
         self._parts = [_files(part) for part in (dataset.datasets if self._blended else [dataset])]
@@ -56,15 +63,45 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
         """Sample `index`.
 
         Raises:
-            UserError: if a file has another size than at the start.
+            UserError: if a file has another size than at the start, or the sample's tokens are none.
+            IndexError: if there is no such sample.
         """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
         for file in self._own:
             file.check()
-        part = int(self._dataset.dataset_index[index]) if self._blended else 0
+        part, inner = 0, index
+        if self._blended:
+            part = int(self._dataset.dataset_index[index])
+            inner = int(self._dataset.dataset_sample_index[index])
+        if not 0 <= part < len(self._parts):
+            raise UserError(f"data: {self._own[0].name} was changed at sample {index}; {WAY_OUT}")
         for file in self._parts[part]:
             file.check()
-        sample: dict[str, torch.Tensor] = self._dataset[index]
+        dataset = self._dataset.datasets[part] if self._blended else self._dataset
+        try:
+            sample: dict[str, torch.Tensor] = self._dataset[index]
+        except (IndexError, ValueError) as error:
+            raise self._changed(dataset, index, f"cannot be read ({error})") from error
+        # The labels are the tokens after the first, and one more.
+        low, high = torch.aminmax(sample["labels"])
+        first = int(sample["tokens"][0])
+        if min(int(low), first) < 0 or max(int(high), first) >= self._vocab_size:
+            raise self._changed(dataset, index, self._outside(dataset, inner))
         return sample
+
+    def _changed(self, dataset: Any, index: int, what: str) -> UserError:
+        return UserError(f"data: sample {index} of {dataset.dataset_path}.bin {what}; {WAY_OUT}")
+
+    def _outside(self, dataset: Any, inner: int) -> str:
+        """Which token it is; `inner`: the sample's number in its dataset."""
+        for document in dataset._query_document_sample_shuffle_indices(inner)[1]:
+            tokens_N = dataset.dataset.get(int(document))
+            wrong_N = np.flatnonzero((tokens_N < 0) | (tokens_N >= self._vocab_size))
+            if wrong_N.size:
+                token = f"token {wrong_N[0]} of document {document} is {tokens_N[wrong_N[0]]}"
+                return f"holds no token id: {token}, the vocabulary has {self._vocab_size}"
+        return "has changed"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

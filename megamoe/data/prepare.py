@@ -69,7 +69,7 @@ def prepare(preparation: Preparation) -> DataCard:
             corpus = _Corpus(sources, preparation, "tokenize")
             counts_V = _write_indexed(corpus, tokenizer, partial, preparation.workers)
             np.save(partial.counts, counts_V, allow_pickle=False)
-            card = _card(corpus, tokenizer, files, partial)
+            card = _card(corpus, tokenizer, files, partial, int(np.flatnonzero(counts_V)[-1]))
             card.save(partial.card)
             _publish(partial, files)
     except OSError as error:
@@ -182,7 +182,9 @@ def _write_indexed(corpus: _Corpus, tokenizer: Tokenizer, partial: DataFiles, wo
     return counts_V
 
 
-def _card(corpus: _Corpus, tokenizer: Tokenizer, files: DataFiles, partial: DataFiles) -> DataCard:
+def _card(
+    corpus: _Corpus, tokenizer: Tokenizer, files: DataFiles, partial: DataFiles, largest_token: int
+) -> DataCard:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     indexed = IndexedDataset(str(partial.prefix))
@@ -205,6 +207,7 @@ def _card(corpus: _Corpus, tokenizer: Tokenizer, files: DataFiles, partial: Data
         sources=corpus.read,
         bin=_file_card(partial.bin),
         idx=_file_card(partial.idx),
+        largest_token=largest_token,
     )
 
 

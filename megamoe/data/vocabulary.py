@@ -97,4 +97,9 @@ def _find_tokenizer(data: "DataConfig", known: tuple[str, TokenizerCard] | None)
             f"tokenizer {tokenizer.name!r} (vocabulary {tokenizer.vocab_size}) is not the one of "
             f"data {path!r} (vocabulary {card.vocab_size}); {way_out}"
         )
+    if (tokenizer.vocab_size, tokenizer.eod) != (card.vocab_size, card.eod):
+        raise UserError(
+            f"data card of {path!r} is damaged: it says vocabulary {card.vocab_size} and end of document "
+            f"{card.eod}, its tokenizer {tokenizer.vocab_size} and {tokenizer.eod}; prepare the data again"
+        )
     return tokenizer

@@ -305,6 +305,23 @@ def test_tool_writes_data_and_says_what(tmp_path: Path) -> None:
     assert documents_of(tmp_path / "new" / "out") == ["abc"]
 
 
+def test_tool_verifies_what_was_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("abc")
+    prefix = str(tmp_path / "out")
+    run(tmp_path / "out", tmp_path / "in.txt")
+    tool = importlib.util.module_from_spec(TOOL)
+    TOOL.loader.exec_module(tool)
+    assert tool.main(["--verify", prefix]) == 0
+    assert capsys.readouterr().out == f"{prefix}: sizes, SHA-256, index and token ids (up to 256) are right\n"
+    (tmp_path / "out.bin").write_bytes(bytes((tmp_path / "out.bin").stat().st_size))
+    assert tool.main(["--verify", prefix]) == 2
+    assert capsys.readouterr().err.startswith(f"error: data file '{prefix}.bin' is damaged")
+    for wrong in (["--verify", prefix, "--output", prefix], ["--output", prefix], []):
+        with pytest.raises(SystemExit, match="2"):
+            tool.main(wrong)
+        assert "--verify" in capsys.readouterr().err
+
+
 def test_tool_on_a_full_disk_is_an_error_without_traceback(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("x" * 100_000)
     (tmp_path / "to").mkdir()

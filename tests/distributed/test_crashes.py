@@ -117,6 +117,20 @@ def test_data_that_shrinks_ends_all_ranks_with_one_line(
     assert (tmp_path / "runs/a/checkpoints/latest").is_file()
 
 
+def test_damaged_data_ends_all_ranks_before_the_first_step(pool: Pool, tmp_path: Path, corpus: Path) -> None:
+    """One flipped bit: the size is right, and so is every token id."""
+    shutil.copytree(corpus.parent, tmp_path / "data")
+    with (tmp_path / "data/train.bin").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"u")  # of "to be or not to be"
+    data = f"data={{mock: false, sources: [{tmp_path}/data/train], split: [1, 0, 0]}}"
+    found = endings(pool, tmp_path, data, "model.vocab_size=null")
+    assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
+    for lines in found.errors():
+        assert len(lines) == 1 and "/data/train.bin' is damaged or another dataset's: SHA-256" in lines[0]
+    assert not (tmp_path / "runs/a/metrics.jsonl").exists()
+
+
 @pytest.mark.full
 def test_data_that_is_replaced_is_read_on(pool: Pool, tmp_path: Path, corpus: Path) -> None:
     shutil.copytree(corpus.parent, tmp_path / "data")

@@ -1,0 +1,152 @@
+"""What was found by reading a file whole, kept so that it is read again only when it has changed.
+
+Beside the facts (the file's SHA-256, its largest token id) its size, inode and times are kept; the facts
+hold as long as these are the same. The time of the last change of status (ctime) is among them, which no
+program sets back.
+"""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megamoe.errors import UserError
+
+CHUNK_BYTES = 1 << 22
+# A file may change twice within one tick of its file system's clock: what is that young is read again.
+SETTLED_S = 2.0
+MOST_BYTES_OF_FACTS = 1 << 16
+
+Facts = dict[str, Any]
+
+
+class FileFacts:
+    """What was found in files, kept as one small file for each in `folder`; None: nothing is kept."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def of(self, path: Path, wanted: Iterable[str], find: Callable[[], Facts]) -> Facts:
+        """At least the `wanted` facts of `path`: those kept, if the file is the same since, or `find()`.
+
+        Raises:
+            UserError: if the file cannot be read, or changes meanwhile.
+        """
+        state = _state(path)
+        known = self._read(path, state)
+        if known is not None and set(wanted) <= known.keys():
+            return known
+        begun = time.time()
+        facts = find()
+        if _state(path) != state:
+            raise UserError(f"data file {str(path)!r} changed while it was read; start again")
+        if max(state["changed_ns"], state["modified_ns"]) < (begun - SETTLED_S) * 1e9:
+            self._keep(path, state, facts)
+        return facts
+
+    def has(self, path: Path) -> bool:
+        """Whether anything is kept of the file as it is."""
+        return self._read(path, _state(path)) is not None
+
+    def _place(self, path: Path) -> Path | None:
+        name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+        return self._folder and self._folder / f"{path.name}.{name}.json"
+
+    def _read(self, path: Path, state: Facts) -> Facts | None:
+        place = self._place(path)
+        if place is None:
+            return None
+        try:
+            with open(place, "rb") as file:
+                content = json.loads(file.read(MOST_BYTES_OF_FACTS))
+            if content["checksum"] == _checksum(state, content["facts"]):
+                return dict(content["facts"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            pass  # none there, or damaged: the file is read again
+        return None
+
+    def _keep(self, path: Path, state: Facts, facts: Facts) -> None:
+        place = self._place(path)
+        if place is None:
+            return
+        content = {"state": state, "facts": facts, "checksum": _checksum(state, facts)}
+        partial = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+        with suppress(OSError):  # of a cache that cannot be written a start that needs it will tell
+            place.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(partial, place)
+
+
+def _state(path: Path) -> Facts:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return {
+        "path": str(path.resolve()),
+        "size": status.st_size,
+        "inode": status.st_ino,
+        "modified_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,
+    }
+
+
+def _checksum(state: Facts, facts: Facts) -> str:
+    return hashlib.sha256(json.dumps([state, facts], sort_keys=True).encode()).hexdigest()
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The line for a data file that the system does not let us read."""
+    return UserError(f"data file {str(path)!r} cannot be read: {error.strerror or error}")
+
+
+def scan(
+    path: Path, *, dtype: str | None = None, hashed: bool = True, stop: threading.Event | None = None
+) -> Facts:
+    """Read a file once: its `sha256` if `hashed`; under the name of `dtype` its smallest and largest number.
+
+    Takes CHUNK_BYTES of memory.
+
+    Args:
+        dtype: of the numbers that the file consists of; None: they are not looked at.
+        stop: set by another thread to break off.
+
+    Raises:
+        UserError: if the file cannot be read, or was told to stop.
+    """
+    digest = hashlib.sha256()
+    smallest, largest = [], []
+    memory = memoryview(bytearray(CHUNK_BYTES))
+    buffer = np.frombuffer(memory, np.uint8)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while size := _fill(file, memory):
+                if stop is not None and stop.is_set():
+                    raise UserError(f"data file {str(path)!r}: reading was interrupted")
+                if hashed:
+                    digest.update(memory[:size])
+                if dtype is not None:
+                    numbers_N = buffer[: size - size % np.dtype(dtype).itemsize].view(dtype)
+                    smallest.append(int(numbers_N.min(initial=0)) if dtype[0] == "i" else 0)
+                    largest.append(int(numbers_N.max(initial=0)))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    facts: Facts = {"sha256": digest.hexdigest()} if hashed else {}
+    if dtype is not None:
+        facts[dtype] = [min(smallest, default=0), max(largest, default=0)]
+    return facts
+
+
+def _fill(file: Any, buffer: memoryview) -> int:
+    """Bytes read: all of the buffer but at the end of the file."""
+    size = 0
+    while size < len(buffer) and (found := file.readinto(buffer[size:])):
+        size += found
+    return size

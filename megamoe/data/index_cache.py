@@ -1,0 +1,207 @@
+"""Cached indices (which tokens make sample i, and in which order), verified before they are used.
+
+Megatron-Core computes them and, by itself, writes them in place and unpickles whatever it finds. Here it only
+computes. An entry of the cache is a few .npy files and, written last, their record: the key (data, split,
+length, seed, versions) and each file's size and SHA-256. A file that does not fit its record is not opened.
+"""
+
+import contextlib
+import copy
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from megamoe.data.batches import warn
+from megamoe.data.file_facts import FileFacts, scan
+from megamoe.data.ranks import agree, first_ranks, rank
+from megamoe.errors import UserError
+
+VERSION = 1  # of the entries' form; another one is another key
+VERSIONS = {"entry": VERSION, "megatron_core": version("megatron-core")}
+MOST_BYTES_OF_RECORD = 1 << 24
+PARTIAL = ".partial"
+
+Arrays = Sequence[np.ndarray]
+
+
+class IndexCache:
+    """The entries of one folder, for one rank.
+
+    Args:
+        builds: this rank makes what is missing, damaged or of other data; it must hold the folder's lock.
+        reads_whole: this rank compares the files' SHA-256; the others compare sizes.
+    """
+
+    def __init__(self, folder: Path, *, builds: bool, reads_whole: bool) -> None:
+        self._folder = folder
+        self._builds = builds
+        self._reads_whole = reads_whole
+        self._facts = FileFacts(folder / "verified")
+
+    def arrays(self, stem: str, key: str, names: Sequence[str], make: Callable[[], Arrays]) -> Arrays:
+        """The memory-mapped arrays `names` of the entry `stem`, made by `make` if they are not there.
+
+        Args:
+            key: everything that the arrays depend on.
+
+        Raises:
+            UserError: if they are not there, or damaged, on a rank that does not make any.
+            OSError: if they cannot be written.
+        """
+        paths = {name: self._folder / f"{stem}-{name}.npy" for name in names}
+        record = self._folder / f"{stem}.json"
+        problem = self._problem(record, key, paths)
+        if problem and not self._builds:
+            raise UserError(
+                f"data.cache: {problem}, as rank {rank()} sees it; rank 0 has just verified it, so name a "
+                "folder that all machines share"
+            )
+        if problem:
+            if record.exists() or any(path.exists() for path in paths.values()):
+                warn(f"data.cache: {problem}; the index is made anew")
+            self._write(record, key, paths, make())
+        return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths.values()]
+
+    def _problem(self, record: Path, key: str, paths: dict[str, Path]) -> str | None:
+        try:
+            with open(record, "rb") as file:
+                content = json.loads(file.read(MOST_BYTES_OF_RECORD))
+            files = {name: (int(facts["size"]), facts["sha256"]) for name, facts in content["files"].items()}
+            found_key = content["key"]
+        except FileNotFoundError:
+            return f"{record} is missing"
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return f"{record} is damaged"
+        if found_key != key or files.keys() != paths.keys():
+            return f"{record} belongs to other data"
+        for name, path in paths.items():
+            size, sha256 = files[name]
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != size:
+                return f"{path} has {path.stat().st_size} bytes, expected {size}"
+            if self._reads_whole and self._hash(path) != sha256:
+                return f"{path} is damaged or another index (its SHA-256 differs)"
+        return None
+
+    def _hash(self, path: Path) -> str:
+        return str(self._facts.of(path, ("sha256",), lambda: scan(path))["sha256"])
+
+    def _write(self, record: Path, key: str, paths: dict[str, Path], arrays: Arrays) -> None:
+        record.unlink(missing_ok=True)
+        files = {}
+        for (name, path), array in zip(paths.items(), arrays, strict=True):
+            partial = path.with_name(path.name + PARTIAL)
+            with open(partial, "wb") as file:
+                np.save(file, array, allow_pickle=False)
+            files[name] = {"size": partial.stat().st_size, **scan(partial)}
+            os.replace(partial, path)
+        partial = record.with_name(record.name + PARTIAL)
+        partial.write_text(json.dumps({"key": key, "files": files}, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, record)
+
+
+@dataclass
+class CachedConfig(GPTDatasetConfig):
+    """Megatron-Core's, with our cache in place of its own."""
+
+    index_cache: IndexCache | None = None
+
+
+class CachedGPTDataset(GPTDataset):
+    """Megatron-Core's dataset of one source and split, its indices from the cache."""
+
+    def _build_document_sample_shuffle_indices(self) -> Any:
+        return self.config.index_cache.arrays(
+            f"{self.unique_description_hash}-GPTDataset-{self.index_split.name}",
+            self.unique_description,
+            ("document_index", "sample_index", "shuffle_index"),
+            super()._build_document_sample_shuffle_indices,
+        )
+
+
+class CachedBlend(BlendedDataset):
+    """Megatron-Core's blend of several sources, its indices from the cache."""
+
+    def _build_indices(self) -> Any:
+        return self.config.index_cache.arrays(
+            f"{self.unique_description_hash}-BlendedDataset-{self.split.name}",
+            self.unique_description,
+            ("dataset_index", "dataset_sample_index"),
+            super()._build_indices,
+        )
+
+
+class _Builder(BlendedMegatronDatasetBuilder):
+    """Builds on the calling rank, without barriers: what fails on one rank must reach the others."""
+
+    @staticmethod
+    def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
+        return (CachedBlend if cls is BlendedDataset else cls)(*args)
+
+    def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
+        datasets = [
+            self._build_megatron_dataset_splits(prefix, split, sizes, False)
+            for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
+        ]
+        return [list(of_split) for of_split in zip(*datasets, strict=True)]
+
+
+def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[Any]:
+    """A dataset per split, None where the split has none. Rank 0 makes the indices, the others read them.
+
+    With torch.distributed initialised every rank must call it.
+
+    Raises:
+        UserError: on every rank: for a folder that rank 0 cannot write, or that another rank does not see.
+    """
+    # Megatron-Core warns that it does not save the indices.
+    logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
+    firsts = first_ranks()
+    built: list[Any] = []
+    problem = None
+    with contextlib.ExitStack() as stack:
+        if rank() == 0:
+            try:
+                stack.enter_context(_locked(folder))
+                built = _build(config, sizes, IndexCache(folder, builds=True, reads_whole=True))
+            except OSError as error:
+                problem = f"data.cache {str(folder)!r}: {error.strerror}; name a folder that can be written"
+            except UserError as error:
+                problem = str(error)
+        agree(problem)
+        if rank() != 0:
+            try:
+                cache = IndexCache(folder, builds=False, reads_whole=rank() in firsts)
+                built = _build(config, sizes, cache)
+            except (OSError, UserError) as error:
+                problem = str(error)
+        agree(problem)
+    return built
+
+
+def _build(config: CachedConfig, sizes: list[int], cache: IndexCache) -> list[Any]:
+    config = copy.copy(config)
+    config.index_cache = cache
+    return list(_Builder(CachedGPTDataset, sizes, lambda: True, config).build())
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder, made if need be, for this process alone; what a killed one left half-written is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        for path in folder.glob(f"*{PARTIAL}"):
+            path.unlink(missing_ok=True)
+        yield

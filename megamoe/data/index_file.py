@@ -1,0 +1,168 @@
+"""The `.idx` file of Megatron-Core's indexed datasets: its header, and whether its arithmetic holds.
+
+Layout, little-endian: 9 bytes magic, uint64 version, uint8 dtype code, uint64 number of sequences n, uint64
+number of document boundaries m; int32 lengths [n] in tokens, int64 pointers [n] in bytes into the .bin, int64
+document boundaries [m] in sequences. Source: `megatron/core/datasets/indexed_dataset.py`, `_IndexWriter`.
+
+Nothing here takes memory in proportion to the file, or to a number in it.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megamoe.errors import UserError
+
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+# Megatron-Core's codes of the dtypes that can hold token ids.
+TOKEN_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+MOST_SEQUENCES = 2**31 - 1  # Megatron-Core numbers them in int32
+CHUNK = 1 << 18  # sequences that are looked at together
+AGAIN = "put the right file back or prepare the data again"
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """What the header says, and the places in the file that follow from it."""
+
+    dtype: str
+    num_sequences: int
+    num_boundaries: int
+
+    @property
+    def token_bytes(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def pointers_at(self) -> int:
+        return HEADER.size + 4 * self.num_sequences
+
+    @property
+    def boundaries_at(self) -> int:
+        return self.pointers_at + 8 * self.num_sequences
+
+    @property
+    def file_size(self) -> int:
+        return self.boundaries_at + 8 * self.num_boundaries
+
+
+def read_header(idx: Path) -> tuple[IndexHeader, int]:
+    """The header, and the size of the .bin by the last length and pointer. Reads a few bytes.
+
+    Raises:
+        UserError: for a file that cannot be read, is no index, or has not the size that its header demands.
+    """
+    broken = f"data index {str(idx)!r} is"
+    try:
+        with open(idx, "rb") as file:
+            content = file.read(HEADER.size)
+            if len(content) < HEADER.size:
+                raise UserError(f"{broken} truncated: {len(content)} bytes; {AGAIN}")
+            magic, version, code, num_sequences, num_boundaries = HEADER.unpack(content)
+            if magic != MAGIC or version != VERSION or code not in TOKEN_DTYPES:
+                raise UserError(f"{broken} no Megatron-Core index (version 1) of token ids; {AGAIN}")
+            header = IndexHeader(TOKEN_DTYPES[code], num_sequences, num_boundaries)
+            size = os.fstat(file.fileno()).st_size
+            if size != header.file_size:
+                what = "truncated" if size < header.file_size else "too long"
+                raise UserError(f"{broken} {what}: {size} bytes, expected {header.file_size}; {AGAIN}")
+            if num_sequences == 0 or num_boundaries == 0:
+                raise UserError(f"{broken} empty: it lists no document; {AGAIN}")
+            if num_sequences > MOST_SEQUENCES:
+                raise UserError(f"{broken} too long: {num_sequences} sequences, expected at most 2^31 - 1")
+            file.seek(header.pointers_at - 4)
+            last_length = int.from_bytes(file.read(4), "little")
+            file.seek(header.boundaries_at - 8)
+            last_pointer = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise UserError(f"{broken} not readable: {error.strerror}") from error
+    return header, last_pointer + last_length * header.token_bytes
+
+
+def check_arithmetic(idx: Path, bin_size: int) -> tuple[IndexHeader, int]:
+    """The header and the number of tokens of an index that is sound.
+
+    Lengths are 0 or more, each pointer is the sum of the lengths before it times the bytes of a token, the
+    last sequence ends where the .bin ends, and the document boundaries ascend from 0 to the number of
+    sequences.
+
+    Args:
+        bin_size: bytes of the .bin.
+
+    Raises:
+        UserError: naming the file, the first entry that is wrong, and what was expected of it.
+    """
+    header, _ = read_header(idx)
+    broken = f"data index {str(idx)!r} is damaged:"
+    with ExitStack() as stack:
+        try:
+            files = [stack.enter_context(open(idx, "rb")) for _ in range(3)]
+        except OSError as error:
+            raise UserError(f"{broken} not readable: {error.strerror}") from error
+        _check_boundaries(files[2], header, broken)
+        end = _check_sequences(files[0], files[1], header, bin_size, broken)
+    if end != bin_size:
+        raise UserError(f"{broken} its sequences end at byte {end}, the .bin has {bin_size}; {AGAIN}")
+    return header, end // header.token_bytes
+
+
+def _check_sequences(
+    lengths_file: Any, pointers_file: Any, header: IndexHeader, bin_size: int, broken: str
+) -> int:
+    """The byte at which the last sequence ends."""
+    end, first = 0, 0
+    lengths = _chunks(lengths_file, HEADER.size, header.num_sequences, "<i4", broken)
+    pointers = _chunks(pointers_file, header.pointers_at, header.num_sequences, "<i8", broken)
+    for lengths_N, pointers_N in zip(lengths, pointers, strict=True):
+        if lengths_N.min() < 0:
+            wrong = int(np.argmax(lengths_N < 0))
+            raise UserError(f"{broken} sequence {first + wrong} has length {lengths_N[wrong]}; {AGAIN}")
+        ends_N = np.cumsum(lengths_N, dtype=np.int64) * header.token_bytes + end
+        starts_N = np.concatenate(([end], ends_N[:-1]))
+        if not np.array_equal(starts_N, pointers_N):
+            wrong = int(np.argmax(starts_N != pointers_N))
+            raise UserError(
+                f"{broken} sequence {first + wrong} begins at byte {pointers_N[wrong]}, expected "
+                f"{starts_N[wrong]} by the lengths before it; {AGAIN}"
+            )
+        end, first = int(ends_N[-1]), first + len(lengths_N)
+        if end > bin_size:
+            wrong = first - len(lengths_N) + int(np.argmax(ends_N > bin_size))
+            raise UserError(f"{broken} sequence {wrong} ends after the .bin's {bin_size} bytes; {AGAIN}")
+    return end
+
+
+def _check_boundaries(file: Any, header: IndexHeader, broken: str) -> None:
+    last: int | None = None
+    for boundaries_N in _chunks(file, header.boundaries_at, header.num_boundaries, "<i8", broken):
+        if last is None and boundaries_N[0] != 0:
+            raise UserError(f"{broken} the first document begins at sequence {boundaries_N[0]}; {AGAIN}")
+        if boundaries_N[0] < (last or 0) or np.any(boundaries_N[1:] < boundaries_N[:-1]):
+            raise UserError(f"{broken} its document boundaries do not ascend; {AGAIN}")
+        last = int(boundaries_N[-1])
+    if last != header.num_sequences:
+        raise UserError(
+            f"{broken} the last document ends at sequence {last}, there are {header.num_sequences}; {AGAIN}"
+        )
+
+
+def _chunks(file: Any, place: int, count: int, dtype: str, broken: str) -> Iterator[np.ndarray]:
+    """The `count` numbers from byte `place` on, at most CHUNK at a time."""
+    file.seek(place)
+    for first in range(0, count, CHUNK):
+        size = min(CHUNK, count - first) * np.dtype(dtype).itemsize
+        try:
+            content = file.read(size)
+        except OSError as error:
+            raise UserError(f"{broken} not readable: {error.strerror}") from error
+        if len(content) < size:
+            raise UserError(f"{broken} it was truncated while it was read; {AGAIN}")
+        yield np.frombuffer(content, dtype)

@@ -1,0 +1,102 @@
+"""The ranks of a start: one verdict for all of them, and work that one rank of each machine does."""
+
+import platform
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megamoe.errors import UserError
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+POLL_S = 1.0  # how long the ranks leave each other alone while one of them works
+
+Value = TypeVar("Value")
+
+
+def rank() -> int:
+    """0 without torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(value: Value) -> list[Value]:
+    """Each rank's small value, in the order of the ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(problem: str | None) -> None:
+    """Return if no rank has a problem.
+
+    Raises:
+        UserError: on every rank, with the first rank's problem.
+    """
+    for found in gather(problem):
+        if found:
+            raise UserError(found)
+
+
+def first_ranks() -> list[int]:
+    """The lowest rank of each machine, in ascending order."""
+    machines = gather(_machine())
+    return sorted({machine: number for number, machine in reversed(list(enumerate(machines)))}.values())
+
+
+def once_per_machine(action: Callable[[threading.Event], Value]) -> dict[int, Value]:
+    """What `action` returns on the first rank of each machine, by that rank, on every rank.
+
+    The action runs in a thread. Meanwhile the ranks meet every POLL_S seconds, so that the time limit on
+    collective operations does not end a long action. Its argument is set when the ranks no longer wait.
+
+    Raises:
+        UserError: on every rank, if an action raises one.
+    """
+    if not dist.is_initialized():
+        return {0: action(threading.Event())}
+    firsts = first_ranks()
+    stop = threading.Event()
+    future: Future[Value] = Future()
+    if rank() in firsts:
+        threading.Thread(target=_run, args=(action, stop, future), daemon=True).start()
+    else:
+        future.cancel()
+    try:
+        while not all(gather(_is_done(future))):
+            pass
+    finally:
+        stop.set()
+    value, problem = None, None
+    if rank() in firsts:
+        try:
+            value = future.result()
+        except UserError as error:
+            problem = str(error)
+    agree(problem)
+    values: list[Any] = gather(value)
+    return {first: values[first] for first in firsts}
+
+
+def _run(action: Callable[[threading.Event], Value], stop: threading.Event, future: "Future[Value]") -> None:
+    try:
+        future.set_result(action(stop))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _is_done(future: "Future[Any]") -> bool:
+    return future.cancelled() or bool(wait([future], POLL_S).done)
+
+
+def _machine() -> str:
+    """Hosts may share a name, and containers of one machine its boot."""
+    try:
+        boot = BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()} {boot}"

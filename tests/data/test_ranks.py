@@ -1,0 +1,117 @@
+"""Work of one rank of each machine, and one verdict on all ranks."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from megamoe.data import ranks
+from megamoe.data.datasets import build_datasets, resolve_vocabulary
+from megamoe.errors import UserError
+from tests.data.test_datasets import config, make_bare_data, make_data
+
+MACHINES = ["a", "a", "b"]
+
+
+def found_by(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except UserError as error:
+        return f"told: {error}"
+
+
+def fail_on(number: int) -> Callable[[threading.Event], None]:
+    def fail(_: threading.Event) -> None:
+        if ranks.rank() == number:
+            raise UserError(f"damaged, as rank {number} sees it")
+
+    return fail
+
+
+def meetings_during_long_work() -> int:
+    """How often this rank takes part in a collective operation while rank 2 works for 0.5 s."""
+    times = []
+    gather, ranks.POLL_S = ranks.gather, 0.05
+
+    def note(value: Any) -> list[Any]:
+        times.append(time.monotonic())
+        return gather(value)
+
+    ranks.gather = note
+    ranks.once_per_machine(lambda _: time.sleep(0.5 if ranks.rank() == 2 else 0))
+    ranks.gather = gather
+    return len(times)
+
+
+def build_own(folder: Path) -> None:
+    """Each machine has its own disk; the second one's data differs."""
+    os.chdir(folder / MACHINES[ranks.rank()])
+    data = config("x", cache=str(folder / "cache"))
+    build_datasets(data, resolve_vocabulary(data, 500), seed=1, train_samples=3, validation_samples=0)
+
+
+def build_without_a_shared_cache(folder: Path) -> None:
+    data = config(str(folder / "c"), cache=str(folder / f"cache_of_{MACHINES[ranks.rank()]}"))
+    build_datasets(data, resolve_vocabulary(data, None), seed=1, train_samples=3, validation_samples=0)
+
+
+def be_a_rank(rank: int, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=3)
+    ranks._machine = lambda: MACHINES[rank]  # the process ends with this function
+    found = {
+        "firsts": ranks.first_ranks(),
+        "values": found_by(lambda: sorted(ranks.once_per_machine(lambda _: ranks.rank() * 10).items())),
+        "one fails": found_by(lambda: ranks.once_per_machine(fail_on(2))),
+        "meetings": meetings_during_long_work(),
+        "differs": found_by(lambda: build_own(folder)).replace(str(folder), ""),
+        "not shared": found_by(lambda: build_without_a_shared_cache(folder)).replace(str(folder), ""),
+    }
+    (folder / f"found{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What three ranks on two machines have found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    make_bare_data(folder / "a" / "x")
+    make_data(folder / "b" / "x", ["other" * 9])
+    make_data(folder / "c", ["shared" * 9])
+    torch.multiprocessing.start_processes(be_a_rank, (folder,), nprocs=3, start_method="fork")
+    return [json.loads((folder / f"found{rank}").read_text()) for rank in range(3)]
+
+
+def test_all_ranks_find_the_same(found: list[dict[str, Any]]) -> None:
+    for key in found[0]:
+        assert found[0][key] == found[1][key] == found[2][key], key
+
+
+def test_one_rank_of_each_machine_works(found: list[dict[str, Any]]) -> None:
+    assert found[0]["firsts"] == [0, 2]
+    assert found[0]["values"] == [[0, 0], [2, 20]]
+
+
+def test_what_fails_on_one_is_told_by_all(found: list[dict[str, Any]]) -> None:
+    assert found[0]["one fails"] == "told: damaged, as rank 2 sees it"
+
+
+def test_long_work_is_not_one_long_collective_operation(found: list[dict[str, Any]]) -> None:
+    """Which would end at `parallel.timeout_minutes`."""
+    assert found[0]["meetings"] >= 6
+
+
+def test_machines_with_other_data_or_without_the_cache_are_told(found: list[dict[str, Any]]) -> None:
+    assert found[0]["differs"].startswith("told: data 'x' is not the same for ranks 0 and 2: SHA-256")
+    told = found[0]["not shared"]
+    assert (
+        told.startswith("told: data.cache: /cache_of_b/") and "name a folder that all machines share" in told
+    )
