@@ -30,6 +30,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
 from megamoe.data.card import DataFiles, load_card
+from megamoe.data.epochs import blend_weights
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.data.mock import MockDataset
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
@@ -129,7 +130,7 @@ def _build(
 ) -> list[Any]:
     """One dataset per split whose size is not 0, from one source or a blend by weight."""
     paths = [source.path for source in sources]
-    weights = [source.weight / sum(source.weight for source in sources) for source in sources]
+    weights = blend_weights(sources, data.sampling_exponent if sources is data.sources else None)
     cache = Path(data.cache) if data.cache else Path(paths[0]).parent / "cache"
     config = GPTDatasetConfig(
         random_seed=seed,
