@@ -2,8 +2,8 @@
 
     same   the same model, dense or MoE
     cut    a dense model whose FFN is cut into the experts (Yang et al. 2024, XMoE, section 3.6): expert e of
-           E gets rows e F/E .. of the first weight (of SwiGLU's gate and value each) and those columns of
-           the second, so that the experts together, each with weight 1, are the dense FFN
+           E gets rows e F/E .. of the first weight (of gate and value each, if it has both) and those columns
+           of the second, so that the experts together, each with weight 1, are the dense FFN
     copy   a dense model whose FFN is copied into every expert (Komatsuzaki et al. 2023, sparse upcycling),
            so that experts whose weights sum to 1 are the dense FFN
 
@@ -25,7 +25,8 @@ from megamoe.checkpoint.format.reader import WEIGHT, Saved
 from megamoe.checkpoint.placements import Sharding, shardings
 from megamoe.checkpoint.state import fill_weights, load_weights, weight_pieces
 from megamoe.errors import UserError
-from megamoe.moe.experts.grouped import GroupedExperts, up_width
+from megamoe.moe.experts.activations import num_halves
+from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
 from megamoe.parallel.layout import Layout
 
@@ -125,7 +126,7 @@ def _experts_from_ffn(
     size = here * ranks.expert_tensor
     whole = saved.shape(down_name)[-1]
     _check_ffn_size(saved.path, whole, layer.num_experts, size, cut)
-    halves = up_width(1, layer.experts.activation)
+    halves = num_halves(layer.experts.activation)
     first_expert, slice_start = ranks.expert_rank(rank) * len(up), rank % ranks.expert_tensor * here
     pieces = []
     for local in range(len(up)):

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from megamoe.checkpoint.format.boxes import Placement
 from megamoe.checkpoint.format.sharding import Sharding
+from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.parallel.layout import Layout
 
@@ -56,6 +57,5 @@ def _slices(model: nn.Module) -> list[tuple[str, tuple[int, int]]]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts):
-            halves = 2 if module.activation == "swiglu" else 1
-            found += [(f"{name}.up", (1, halves)), (f"{name}.down", (2, 1))]
+            found += [(f"{name}.up", (1, num_halves(module.activation))), (f"{name}.down", (2, 1))]
     return found

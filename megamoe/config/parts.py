@@ -60,6 +60,17 @@ def none_at_all(parts: Any) -> Any:
     return [] if parts == "none" else parts
 
 
+def one_size(size: Any) -> Any:
+    """A list of sizes is refused by name: experts of one layer are stacked, and a layer's size is one."""
+    if isinstance(size, list):
+        raise _problem(
+            f"found {shown(size)}, but all experts of a layer have one size; give one whole number. For "
+            "experts of several sizes take the smallest and more of them (moe.num_experts), of which a token "
+            "chooses several (moe.router.selector), or shared ones (moe.num_shared_experts)"
+        )
+    return size
+
+
 def names_inside(losses: Any) -> Any:
     """`{z_loss: 0.1}` and `{z_loss: {weight: 0.1}}` -> `{z_loss: {name: z_loss, weight: 0.1}}`.
 

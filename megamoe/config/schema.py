@@ -9,13 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megamoe.config.parts import STRICT, PartChoice, names_inside, none_at_all, one_part
+from megamoe.config.parts import STRICT, PartChoice, names_inside, none_at_all, one_part, one_size
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+DEFAULT_STEPS = 100
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
 
 
 @dataclass
@@ -36,6 +38,7 @@ class DataConfig:
 
     __pydantic_config__ = STRICT
     sources: Sources = field(default_factory=list)  # blended by weight, cut by `split`
+    sampling_exponent: NonNegativeFloat | None = None  # a: weights are tokens^a, in place of the sources' own
     split: list[NonNegativeFloat] = field(default_factory=lambda: [0.98, 0.02, 0.0])  # train, valid, test
     validation: dict[str, Sources] = field(default_factory=dict)  # further validation sets, by name
     mock: bool = False  # made-up tokens, to try a layout or a machine
@@ -63,7 +66,7 @@ class ModelConfig:
     rope_base: PositiveInt = 10000  # of the rotary frequencies
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: PositiveFloat = 1e-5  # added to the variance
-    activation: Literal["swiglu", "gelu"] = "swiglu"
+    activation: Activation = "swiglu"  # of FFNs; those in ...glu have a score function beside each value
     bias: bool = False  # of attention and the dense FFN; experts have none, as Megatron's grouped ones
     tie_embeddings: bool = True  # output weights are the embedding
     init_std: PositiveFloat = 0.02  # over sqrt(2 num_layers) where a weight writes into the residual
@@ -103,6 +106,9 @@ Masks = Annotated[list[Mask], BeforeValidator(none_at_all)]
 Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
 
 
+ExpertSize = Annotated[PositiveInt | None, BeforeValidator(one_size)]
+
+
 @dataclass
 class RouterConfig:
     """The stages between the hidden states and the Routing, in their order."""
@@ -122,10 +128,11 @@ class MoEConfig:
     __pydantic_config__ = STRICT
     layers: LayersConfig = field(default_factory=LayersConfig)
     num_experts: PositiveInt = 8  # of each MoE block
-    expert_ffn_hidden_size: PositiveInt | None = None  # default: the dense blocks' size
+    expert_ffn_hidden_size: ExpertSize = None  # of every expert; default: the dense blocks' size
+    expert_activation: Activation | None = None  # of experts, shared ones too; default: model.activation
     expert_sublayers: PositiveInt = 1  # above 1: each expert is a stack of that many residual FFN sub-layers
-    expert_output_dropout: Fraction = 0.0  # on an expert's output
-    expert_activation_dropout: Fraction = 0.0  # inside an expert, after its activation
+    expert_output_dropout: Fraction = 0.0  # on an expert's output (MoEC's "MoE dropout")
+    expert_activation_dropout: Fraction = 0.0  # after the activation inside (Switch's "expert dropout")
     num_shared_experts: NonNegativeInt = 0  # each of the experts' size; every token visits them
     shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"  # gated: sigmoid(w.x); residual: softmax
     frozen: list[Literal["router", "experts"]] = field(default_factory=list)  # kept as they are
@@ -149,21 +156,25 @@ class ParallelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule. Steps are optimiser steps."""
+    """AdamW or Adam, and its learning-rate schedule. Steps are optimiser steps."""
 
     __pydantic_config__ = STRICT
+    name: Literal["adamw", "adam"] = "adamw"  # weight decay apart from the gradient; adam: L2, added to it
     lr: PositiveFloat = 3e-4  # the peak
     min_lr: NonNegativeFloat = 0.0
     schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 0  # linear, from 0 to lr
-    decay_steps: PositiveInt | None = None  # cosine, linear, wsd reach min_lr there; default: train.steps
+    warmup_share: Fraction | None = None  # in place of warmup_steps: of the run's steps, rounded up
+    decay_steps: PositiveInt | None = None  # cosine, linear, wsd reach min_lr there; default: the run's end
     wsd_decay_steps: PositiveInt | None = None  # the last stretch of `wsd`; default: a tenth of decay_steps
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1  # not on norms, biases and vectors
+    weight_decay: NonNegativeFloat | None = None  # of matrices alone; default: 0.1 of adamw, 0 of adam
     grad_clip: NonNegativeFloat = 1.0  # global norm, dense and expert parameters together; 0: off
-    kernel: Literal["auto", "torch", "apex"] = "auto"  # AdamW's; auto: Apex's if installed, but not at ZeRO 0
+    kernel: Literal["auto", "torch", "apex"] = (
+        "auto"  # the update's; auto: Apex's if installed, but not at ZeRO 0
+    )
 
 
 @dataclass
@@ -200,7 +211,8 @@ class TrainConfig:
     """How long and how large. Batch sizes count sequences."""
 
     __pydantic_config__ = STRICT
-    steps: PositiveInt = 100  # optimiser steps of the whole run
+    steps: PositiveInt | None = None  # optimiser steps of the whole run; default: 100, if no epochs
+    epochs: PositiveFloat | None = None  # in place of steps: passes over the training data, in whole batches
     micro_batch_size: PositiveInt = 1  # sequences per rank and forward pass
     global_batch_size: PositiveInt | None = None  # default: micro_batch_size x data-parallel size
     batch_rampup: RampupConfig | None = None
@@ -211,6 +223,10 @@ class TrainConfig:
     loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     hang_minutes: NonNegativeFloat = 10.0  # without progress of any rank, until the run is ended; 0: never
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.epochs is None:
+            self.steps = DEFAULT_STEPS
 
 
 @dataclass

@@ -21,6 +21,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
+from megamoe.data.epochs import blend_weights
 from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.data.mock import MockDataset
@@ -130,7 +131,7 @@ def _build(
     identities: of each source's data, by path.
     """
     paths = [source.path for source in sources]
-    weights = [source.weight / sum(source.weight for source in sources) for source in sources]
+    weights = blend_weights(sources, data.sampling_exponent if sources is data.sources else None)
     config = CachedConfig(
         random_seed=seed,
         sequence_length=data.sequence_length,

@@ -1,4 +1,4 @@
-"""The optimiser's passes over all parameters: the gradient's norm, and AdamW's update with the clipping."""
+"""The optimiser's passes over all parameters: the gradient's norm, and the update with the clipping."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,15 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return norms.double().square().sum()
 
 
-class AdamW(torch.optim.AdamW):
-    """PyTorch's AdamW; on the CPU, in fp32, its step is one pass over all tensors together."""
+class AdamW(torch.optim.Adam):
+    """PyTorch's AdamW, or its Adam; on the CPU, in fp32, its step is one pass over all tensors together.
+
+    decoupled_weight_decay: AdamW's, apart from the gradient (Loshchilov and Hutter 2019); False: Adam's, L2
+    regularisation, added to the gradient after the clipping and before the moments (Kingma and Ba 2015).
+    """
+
+    def __init__(self, params: Any, *, decoupled_weight_decay: bool = True, **options: Any) -> None:
+        super().__init__(params, decoupled_weight_decay=decoupled_weight_decay, **options)
 
     @torch.no_grad()
     def update(self, factor: float, rounded: dict[Tensor, Tensor] | None = None) -> None:
@@ -50,7 +57,7 @@ class AdamW(torch.optim.AdamW):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
-        torch.optim.AdamW.step(self)
+        torch.optim.Adam.step(self)
         for parameter in parameters if rounded is not None else ():
             assert rounded is not None
             rounded[parameter].copy_(parameter)
@@ -72,6 +79,12 @@ class _Columns:
         return self.weights + self.gradients + self.means + self.squares
 
 
+def _decays(group: dict[str, Any]) -> tuple[float, float]:
+    """Of the weight itself, and into the gradient."""
+    decay = float(group["weight_decay"])
+    return (decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
+
+
 def _update(
     library: Library,
     columns: _Columns,
@@ -85,5 +98,5 @@ def _update(
         [columns.weights, columns.gradients, columns.means, columns.squares],
         None if rounded is None else [rounded[weight] for weight in columns.weights],
         [[1 - beta**count for count in counts] for beta in group["betas"]],
-        [factor, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]],
+        [factor, float(group["lr"]), *group["betas"], group["eps"], *_decays(group)],
     )

@@ -121,7 +121,7 @@ class Library:
         """One update of many fp32 tensors.
 
         states: weights, gradients, first and second moments. rounded: see `adamw.cpp`. corrections: of each
-        tensor, for the first and for the second moment. numbers: factor, lr, beta1, beta2, eps, decay.
+        tensor, for the first and for the second moment. numbers: factor, lr, beta1, beta2, eps, decay, l2.
         """
         size = len(states[0])
         counts = (Int * size)(*(weight.numel() for weight in states[0]))
@@ -185,7 +185,7 @@ def _loaded() -> ctypes.CDLL:
 def _declare(functions: ctypes.CDLL) -> None:
     declared: dict[str, list[Any]] = {"sort_by_key": SORT, "has_tiles": []}
     declared["sum_of_squares"] = [Pointer, Pointer, Int, Threads]
-    declared["adamw"] = [*[Pointer] * 8, Int, *[ctypes.c_double] * 6, Threads]
+    declared["adamw"] = [*[Pointer] * 8, Int, *[ctypes.c_double] * 7, Threads]
     declared |= {
         f"{name}_{suffix}": kinds for name, kinds in PER_NUMBER.items() for suffix in SUFFIXES.values()
     }

@@ -13,7 +13,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import BlockConfig, SDPAttention
@@ -23,6 +22,7 @@ from megamoe.model.loss import token_losses
 from megamoe.model.modules import Modules, choose_modules, fp8_options
 from megamoe.model.random_streams import use_one_stream
 from megamoe.model.size import (
+    expert_activation,
     expert_ffn_size,
     ffn_size,
     inserted_has_norm,
@@ -30,6 +30,7 @@ from megamoe.model.size import (
     padded_vocab_size,
 )
 from megamoe.moe import rng
+from megamoe.moe.experts.activations import is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer
 
 MoEFactory = Callable[[LayerShape], MoELayer]
@@ -128,8 +129,8 @@ def _transformer_config(config: RunConfig, own_rotary_base: int | None) -> Block
         ffn_hidden_size=ffn_size(model),
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         layernorm_epsilon=model.norm_eps,
-        activation_func=functional.silu if model.activation == "swiglu" else functional.gelu,
-        gated_linear_unit=model.activation == "swiglu",
+        activation_func=pointwise(model.activation),
+        gated_linear_unit=is_gated(model.activation),
         add_bias_linear=model.bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
@@ -203,7 +204,7 @@ def _layer_shape(config: RunConfig, modules: Modules, number: int, vocab_size: i
         hidden_size=model.hidden_size,
         ffn_size=expert_ffn_size(config),
         layer=number,
-        activation=model.activation,
+        activation=expert_activation(config),
         init_std=model.init_std,
         output_std=model.init_std / math.sqrt(2 * model.num_layers),
         seed=config.seed,

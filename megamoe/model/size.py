@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
-from megamoe.moe.experts.grouped import up_width
+from megamoe.config.schema import Activation, ModelConfig, MoEConfig, RunConfig
+from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
 from megamoe.moe.router import Router, build_part
 
@@ -82,12 +82,17 @@ def expert_ffn_size(config: RunConfig) -> int:
     return config.moe.expert_ffn_hidden_size or ffn_size(config.model)
 
 
+def expert_activation(config: RunConfig) -> Activation:
+    """The activation of routed and shared experts."""
+    return config.moe.expert_activation or config.model.activation
+
+
 def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     """Count the parameters of the model that `config` describes; `vocab_size` before padding."""
     model, moe = config.model, config.moe
     moe_blocks = len(moe_block_numbers(moe, model.num_layers))
     dense = _embedding(config, vocab_size) + model.num_layers * _attention(model) + _norm(model)
-    dense += (model.num_layers - moe_blocks) * _ffn(config, ffn_size(model), bias=model.bias)
+    dense += (model.num_layers - moe_blocks) * _dense_ffn(model)
     cut = dense - _replicated(config, model.num_layers - moe_blocks)
     layers = moe_blocks + len(set(moe.layers.insert_after))
     if layers == 0:
@@ -132,14 +137,18 @@ def _attention(model: ModelConfig) -> int:
     return hidden * qkv + hidden * hidden + biases + 2 * _norm(model)
 
 
-def _ffn(config: RunConfig, size: int, bias: bool) -> int:
-    hidden = config.model.hidden_size
-    up = up_width(size, config.model.activation)
-    return hidden * up + size * hidden + (up + hidden if bias else 0)
+def _dense_ffn(model: ModelConfig) -> int:
+    biases = up_width(ffn_size(model), model.activation) + model.hidden_size if model.bias else 0
+    return _weights(model.hidden_size, ffn_size(model), model.activation) + biases
+
+
+def _weights(hidden: int, size: int, activation: Activation) -> int:
+    """Of an FFN's two products."""
+    return hidden * up_width(size, activation) + size * hidden
 
 
 def _expert(config: RunConfig) -> int:
-    ffn = _ffn(config, expert_ffn_size(config), bias=False)
+    ffn = _weights(config.model.hidden_size, expert_ffn_size(config), expert_activation(config))
     sublayers = config.moe.expert_sublayers
     return ffn if sublayers == 1 else sublayers * (ffn + _norm(config.model))
 
@@ -149,7 +158,8 @@ def _shared(config: RunConfig) -> int:
     if moe.num_shared_experts == 0:
         return 0
     mode = {"sum": 0, "gated": hidden, "residual": 2 * hidden + 2}[moe.shared_expert_mode]
-    return _ffn(config, moe.num_shared_experts * expert_ffn_size(config), bias=False) + mode
+    size = moe.num_shared_experts * expert_ffn_size(config)
+    return _weights(hidden, size, expert_activation(config)) + mode
 
 
 def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megamoe.config.schema import MoEConfig
+from megamoe.config.schema import Activation, MoEConfig
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
-from megamoe.moe.experts.grouped import OWN_PRODUCTS, Activation, GroupedExperts, Products, Slice
+from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.part import Constraint, Dims, Objective, Part, StepContext

@@ -1,12 +1,13 @@
 """Checks between sections of the configuration and the world, before anything is allocated."""
 
-from megamoe.config.schema import RunConfig
+from megamoe.config.schema import DataConfig, RunConfig
 from megamoe.errors import UserError
 from megamoe.model.backends import check_backends
 from megamoe.model.size import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
 from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout import Layout
 from megamoe.train.layout_rules import check_layout, row_unit
+from megamoe.train.length import check_warmup
 from megamoe.zero.apex_adamw import check_kernel
 from megamoe.zero.deepspeed_config import (
     read_deepspeed_config,
@@ -27,6 +28,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     _check_start(config)
     _check_batches(config, world_size)
     _check_schedule(config)
+    _check_blend(config.data)
     _check_accelerators(config)
 
 
@@ -163,14 +165,37 @@ def _check_batches(config: RunConfig, world_size: int) -> None:
 
 def _check_schedule(config: RunConfig) -> None:
     optimizer = config.optimizer
-    end = optimizer.decay_steps or config.train.steps
-    if optimizer.schedule != "constant" and optimizer.warmup_steps > end:
+    if config.train.steps is not None and config.train.epochs is not None:
         raise UserError(
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {end} steps of the schedule "
-            "(optimizer.decay_steps, by default train.steps)"
+            f"train.steps: found {config.train.steps} beside train.epochs {config.train.epochs:g}, and both "
+            "say how long the run is; leave one out (on the command line: train.steps=null)"
         )
+    if config.train.epochs is not None and config.data.mock:
+        raise UserError("train.epochs: data.mock has no end, so no epochs; set train.steps instead")
+    if optimizer.warmup_share is not None and optimizer.warmup_steps:
+        raise UserError(
+            f"optimizer.warmup_share: found {optimizer.warmup_share:g} beside optimizer.warmup_steps "
+            f"{optimizer.warmup_steps}; leave one of them out"
+        )
+    if config.train.steps is not None:  # else when the data is read
+        check_warmup(config, config.train.steps)
     if optimizer.min_lr > optimizer.lr:
         raise UserError(f"optimizer.min_lr: {optimizer.min_lr} is more than optimizer.lr {optimizer.lr}")
+
+
+def _check_blend(data: DataConfig) -> None:
+    """The sources' weights come from one place."""
+    if data.sampling_exponent is None:
+        return
+    asked = f"data.sampling_exponent: found {data.sampling_exponent:g}"
+    if data.mock:
+        raise UserError(f"{asked}, but data.mock has no sources to weigh; leave it out")
+    for place, source in enumerate(data.sources):
+        if source.weight != 1:
+            raise UserError(
+                f"{asked}, from which the weights follow, but data.sources.{place} ({source.path}) has the "
+                f"weight {source.weight:g}; leave the exponent or the weights out"
+            )
 
 
 def _divides(key: str, value: int, by_key: str, by: int) -> None:

@@ -76,7 +76,7 @@ class Loop:
             self._record({"step": 0, "tokens": 0, **self._evaluate()})
         reason = None
         try:
-            while trainer.progress.step < self.config.train.steps and reason is None:
+            while trainer.progress.step < trainer.steps and reason is None:
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
                 self._say_trace(profiler.after_step(trainer.progress.step))
@@ -95,14 +95,16 @@ class Loop:
         cleanup.enter_context(locked(folder.path))
         record = summary_record(self.config, trainer.vocabulary, trainer.engine)
         prepare_run_folder(folder, self.config, record, this_launch)
-        rows = summary_rows(self.config, trainer.vocabulary, trainer.engine, trainer.schedule, first_step)
+        rows = summary_rows(
+            self.config, trainer.vocabulary, trainer.engine, trainer.schedule, trainer.steps, first_step
+        )
         print_summary(rows)
         resumed_step = first_step if folder.continues else None
         self.recorder = Recorder.open(
             folder.path, self.config.log, self.config.name, to_dict(self.config), resumed_step
         )
         cleanup.callback(self.recorder.close)
-        self.line = cleanup.enter_context(ProgressLine(self.config.train.steps, self.config.log.every))
+        self.line = cleanup.enter_context(ProgressLine(trainer.steps, self.config.log.every))
 
     def _one_step(self) -> str | None:
         """Step, evaluate and save when due, record; returns the reason to stop, if any."""
@@ -112,7 +114,7 @@ class Loop:
         if step_record.told:
             self._say(step_record.told)
         self.stop_rule.step_done()
-        step, last = trainer.progress.step, trainer.progress.step == self.config.train.steps
+        step, last = trainer.progress.step, trainer.progress.step == trainer.steps
         reason = self._agreed_reason()
         evaluates = last or _is_due(step, self.config.evaluation.every)
         if evaluates:

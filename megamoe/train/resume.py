@@ -10,7 +10,7 @@ from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError, printable
-from megamoe.model.size import moe_layer_numbers, part_shapes
+from megamoe.model.size import expert_activation, moe_layer_numbers, part_shapes
 
 # Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps
 # state is compared by itself. The rest may change.
@@ -21,12 +21,13 @@ SAME = {
         "layers",
         "num_experts",
         "expert_ffn_hidden_size",
+        "expert_activation",
         "num_shared_experts",
         "shared_expert_mode",
         "expert_sublayers",
         "frozen",
     ),
-    "data": ("sources", "split", "mock", "sequence_length", "document_aware"),
+    "data": ("sources", "sampling_exponent", "split", "mock", "sequence_length", "document_aware"),
 }
 SECTIONS = (("model",), ("data",), ("moe", "router", "scorer"), ("moe", "losses"))
 FREE = (
@@ -131,9 +132,17 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
         )
     _same(path, "vocabulary", meta["vocabulary"], vocabulary, INIT_WAY_OUT)
     # The tensors' names and shapes tell the sizes, when they are read.
-    saved, current = _saved_config(path, meta)["model"], to_dict(config)["model"]
+    saved_config = _saved_config(path, meta)
+    saved, current = saved_config["model"], to_dict(config)["model"]
     for key in SAME_FUNCTION:
         _same(path, f"model.{key}", saved.get(key), current[key], INIT_WAY_OUT)
+    if moe_layer_numbers(config.moe, config.model.num_layers):
+        # Experts that are made of a dense FFN compute as that did.
+        own = (
+            saved_config["moe"].get("expert_activation") if config.checkpoint.init.experts == "same" else None
+        )
+        before = own or saved.get("activation")
+        _same(path, "moe.expert_activation", before, expert_activation(config), INIT_WAY_OUT)
 
 
 def _same(path: Path, key: str, before: Any, after: Any, way_out: str = RESUME_WAY_OUT) -> None:

@@ -1,4 +1,7 @@
-"""What changes from step to step by plan: the learning rate and the global batch size. Pure arithmetic."""
+"""What changes from step to step by plan: the learning rate and the global batch size; how many steps.
+
+Pure arithmetic.
+"""
 
 import math
 from collections.abc import Iterator
@@ -10,12 +13,12 @@ from megamoe.config.schema import OptimizerConfig, TrainConfig
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """The rate of optimiser step `step`, counted from 1.
 
-    A linear warm-up reaches `lr` at step `warmup_steps`; then, until `decay_steps`, the schedule falls to
-    `min_lr`, where it stays: cosine (half a wave), linear, inverse_sqrt (lr * sqrt(warmup / step), never
-    under min_lr), wsd (constant, then a linear fall over the last `wsd_decay_steps`; Hu et al. 2024),
-    or constant.
+    A linear warm-up reaches `lr` at its last step (`warmup_steps`, or `warmup_share` of all); then, until
+    `decay_steps`, the schedule falls to `min_lr`, where it stays: cosine (half a wave), linear, inverse_sqrt
+    (lr * sqrt(warmup / step), never under min_lr), wsd (constant, then a linear fall over the last
+    `wsd_decay_steps`; Hu et al. 2024), or constant.
     """
-    warmup, peak, floor = config.warmup_steps, config.lr, config.min_lr
+    warmup, peak, floor = warmup_steps(config, total_steps), config.lr, config.min_lr
     if step <= warmup:
         return peak * step / warmup
     end = config.decay_steps or total_steps
@@ -32,6 +35,14 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     if config.schedule == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
     return peak + (floor - peak) * progress
+
+
+def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
+    """Steps of the warm-up; a share is rounded up, as Hugging Face does with its warmup_ratio."""
+    if config.warmup_share is None:
+        return config.warmup_steps
+    # Rounded first: 0.1 * 30 is a little more than 3 in binary.
+    return math.ceil(round(config.warmup_share * total_steps, 6))
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,16 @@ class BatchSchedule:
     def total_samples(self, steps: int) -> int:
         """Samples of the first `steps` steps."""
         return sum(self._sizes(steps))
+
+    def whole_steps(self, samples: int) -> int:
+        """The steps whose batches are at most so many samples together."""
+        steps = consumed = 0
+        while consumed < self.ramp_samples:
+            size = self.size_at(consumed)
+            if consumed + size > samples:
+                return steps
+            steps, consumed = steps + 1, consumed + size
+        return steps + max(0, samples - consumed) // self.final
 
     def _sizes(self, steps: int) -> Iterator[int]:
         consumed = 0

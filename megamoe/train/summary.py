@@ -3,6 +3,7 @@
 from typing import Any
 
 from megamoe.config import RunConfig
+from megamoe.config.schema import Activation, OptimizerConfig
 from megamoe.costs.memory import Share, StateBytes, state_bytes
 from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.data.vocabulary import Vocabulary
@@ -10,6 +11,7 @@ from megamoe.model.backends import backend_rows
 from megamoe.model.gpt import GPT
 from megamoe.model.size import (
     ModelSize,
+    expert_activation,
     expert_ffn_size,
     ffn_size,
     mean_choices,
@@ -17,12 +19,14 @@ from megamoe.model.size import (
     moe_block_numbers,
     moe_layer_numbers,
 )
+from megamoe.moe.experts.activations import num_halves
 from megamoe.parallel.layout import Layout
-from megamoe.train.schedule import BatchSchedule
+from megamoe.train.schedule import BatchSchedule, warmup_steps
 from megamoe.train.step import num_rollouts
-from megamoe.zero.apex_adamw import uses_apex
+from megamoe.zero.apex_adamw import uses_apex, weight_decay
 from megamoe.zero.engine import Engine
 
+OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 Rows = dict[str, list[tuple[str, object]]]
 
 
@@ -44,37 +48,54 @@ def summary_record(config: RunConfig, vocabulary: Vocabulary, engine: Engine) ->
 
 
 def summary_rows(
-    config: RunConfig, vocabulary: Vocabulary, engine: Engine, schedule: BatchSchedule, first_step: int
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    engine: Engine,
+    schedule: BatchSchedule,
+    steps: int,
+    first_step: int,
 ) -> Rows:
-    """The start-up table."""
+    """The start-up table; steps: of the whole run, see `length.run_steps`."""
     size = model_size(config, vocabulary.size)
+    offloads = engine.offload.optimizer != "none"
     optimizer = (
-        "AdamW" if uses_apex(config.optimizer, engine.stage, engine.offload.optimizer != "none") else ""
+        OPTIMIZERS[config.optimizer.name] if uses_apex(config.optimizer, engine.stage, offloads) else ""
     )
     return {
-        "run": _run_rows(config, schedule, first_step),
+        "run": _run_rows(config, schedule, steps, first_step),
         "model": _model_rows(config, vocabulary, size),
         "ranks": _rank_rows(config, vocabulary, engine, size),
         "backends": list(backend_rows(config, optimizer).items()),
     }
 
 
-def _run_rows(config: RunConfig, schedule: BatchSchedule, first_step: int) -> list[tuple[str, object]]:
-    samples = schedule.total_samples(config.train.steps)
+def _run_rows(
+    config: RunConfig, schedule: BatchSchedule, steps: int, first_step: int
+) -> list[tuple[str, object]]:
+    samples = schedule.total_samples(steps)
+    length = f"{steps:,}" if config.train.epochs is None else f"{steps:,} ({config.train.epochs:g} epochs)"
     batch = f"{schedule.final} sequences of {config.data.sequence_length} tokens"
     if schedule.start < schedule.final:
         batch += f", growing from {schedule.start} over the first {schedule.ramp_samples:,} samples"
     begin = "from the start" if first_step == 0 else f"resumed after step {first_step:,}"
     return [
         ("name", config.name),
-        ("steps", f"{config.train.steps:,}, {begin}"),
+        ("steps", f"{length}, {begin}"),
         ("batch", batch),
         (
             "tokens to come",
             f"{(samples - schedule.total_samples(first_step)) * config.data.sequence_length:,}",
         ),
-        ("optimiser", f"AdamW, lr {config.optimizer.lr:g}, {config.optimizer.schedule}"),
+        ("optimiser", _optimizer(config.optimizer, steps)),
     ]
+
+
+def _optimizer(config: OptimizerConfig, steps: int) -> str:
+    decay = {"adamw": "weight decay", "adam": "L2 regularisation"}[config.name]
+    told = f"{OPTIMIZERS[config.name]}, lr {config.lr:g}, {config.schedule}"
+    if warmup_steps(config, steps):
+        told += f" after {warmup_steps(config, steps):,} steps of warm-up"
+    return f"{told}, {decay} {weight_decay(config):g}" if weight_decay(config) else told
 
 
 def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:
@@ -86,6 +107,7 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
             f"{model.num_layers} of hidden size {model.hidden_size}, {model.num_attention_heads} heads",
         ),
         ("vocabulary", f"{vocabulary.size:,}"),
+        ("activation", _activations(config)),
     ]
     if not moe_layer_numbers(moe, model.num_layers):
         return [*rows, ("FFN", f"dense, size {ffn_size(model)}")]
@@ -105,6 +127,12 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
         ("router", " -> ".join(stage.name for stage in stages if stage.name != "none")),
         ("auxiliary losses", ", ".join(f"{n} {c.options.weight:g}" for n, c in moe.losses.items()) or "none"),
     ]
+
+
+def _activations(config: RunConfig) -> str:
+    dense, experts = config.model.activation, expert_activation(config)
+    is_moe = moe_layer_numbers(config.moe, config.model.num_layers)
+    return dense if dense == experts or not is_moe else f"{dense}, of experts {experts}"
 
 
 def _rank_rows(
@@ -209,14 +237,21 @@ def _block_width(config: RunConfig) -> float:
     model, moe = config.model, config.moe
     layers = len(moe_layer_numbers(moe, model.num_layers))
     dense = model.num_layers - len(moe_block_numbers(moe, model.num_layers))
-    inner: float = 4 * dense * ffn_size(model)
+    inner: float = _ffn_width(model.activation) * dense * ffn_size(model)
     if layers and model.recompute != "selective":
         chosen = mean_choices(config) * moe.expert_sublayers + moe.num_shared_experts
-        inner += layers * chosen * (4 * expert_ffn_size(config) + 3 * model.hidden_size)
+        width = _ffn_width(expert_activation(config)) * expert_ffn_size(config)
+        inner += layers * chosen * (width + 3 * model.hidden_size)
     ranks = config.parallel.tensor
     undivided = 0 if config.parallel.sequence else 10 / 34
     share = undivided + (1 - undivided) / ranks
     return 14 * share * model.num_layers * model.hidden_size + inner / ranks
+
+
+def _ffn_width(activation: Activation) -> int:
+    """Numbers that an FFN keeps for each of its size: before and after the activation, the latter twice where
+    a score function is multiplied with a value."""
+    return 2 * num_halves(activation)
 
 
 def _mib(size: float) -> str:

@@ -34,6 +34,7 @@ from megamoe.parallel.layout import Layout
 from megamoe.parallel.rank_consistency import Facts, check_same, refusing_together
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.check import check_run
+from megamoe.train.length import run_steps
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
@@ -61,7 +62,7 @@ class Progress:
 class Trainer:
     """A run that is ready: one `step` at a time, evaluated and saved when the loop says so.
 
-    last_checkpoint: the one to go on from, written or resumed from in this launch.
+    steps: of the whole run. last_checkpoint: the one to go on from, written or resumed from in this launch.
 
     Raises (when built):
         UserError: for everything that a user can put right, before ranks are started where possible.
@@ -118,6 +119,7 @@ class Trainer:
         self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
         self.folder: RunFolder = choose_run_folder(config)
         self.schedule = BatchSchedule.from_config(config.train, self.layout.data)
+        self.steps = run_steps(config, self.schedule)
         # For its refusals alone; the engine, which comes after the ranks' start, does it again.
         content = read_deepspeed_config(config.parallel.deepspeed)
         fill_in(config, content, self.layout.data, self.schedule.accumulation_at(0))
@@ -139,7 +141,7 @@ class Trainer:
         size = self.schedule.size_at(self.progress.samples)
         batches = self._take(self._stream, size // self.schedule.unit)
         self.context.step = self.progress.step + 1
-        lr = learning_rate(self.context.step, self.config.optimizer, self.config.train.steps)
+        lr = learning_rate(self.context.step, self.config.optimizer, self.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
         judge = self.skip_policy.judge
@@ -261,9 +263,10 @@ class Trainer:
             self.finish_save()
         last = self.last_checkpoint
         way_out = f"go on from the last good checkpoint, {last}" if last else "begin anew (nothing is saved)"
+        warmup = "warmup_steps" if self.config.optimizer.warmup_share is None else "warmup_share"
         raise CollectiveError(
             f"{told}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
-            f"optimizer.warmup_steps, and {way_out}"
+            f"optimizer.{warmup}, and {way_out}"
         )
 
     def _build_datasets(self) -> Datasets:
@@ -272,7 +275,7 @@ class Trainer:
             config.data,
             self.vocabulary,
             seed=config.seed,
-            train_samples=self.schedule.total_samples(config.train.steps),
+            train_samples=self.schedule.total_samples(self.steps),
             validation_samples=config.evaluation.batches * self.schedule.final,
         )
 

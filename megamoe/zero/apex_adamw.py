@@ -1,4 +1,4 @@
-"""AdamW of ZeRO 1 and 2: PyTorch's fused one, or NVIDIA Apex's where it is installed."""
+"""AdamW or Adam of ZeRO 1 to 3: PyTorch's fused one, or NVIDIA Apex's where it is installed."""
 
 import importlib.util
 from typing import Any
@@ -7,6 +7,13 @@ import torch
 
 from megamoe.config.schema import OptimizerConfig
 from megamoe.errors import UserError
+
+
+def weight_decay(config: OptimizerConfig) -> float:
+    """What optimizer.weight_decay comes to: 0.1 for AdamW and 0 for Adam, where it says nothing."""
+    if config.weight_decay is not None:
+        return config.weight_decay
+    return 0.1 if config.name == "adamw" else 0.0
 
 
 def uses_apex(config: OptimizerConfig, stage: int, offload: bool) -> bool:
@@ -33,6 +40,26 @@ def check_kernel(config: OptimizerConfig, stage: int, offload: bool) -> None:
         raise UserError(f"optimizer.kernel: found apex, but {problem}; set optimizer.kernel: auto")
 
 
+def check_adam(where: str, section: dict[str, Any], config: OptimizerConfig) -> None:
+    """Refuse Adam's weight decay where DeepSpeed steps by an AdamW of its own making.
+
+    where: the DeepSpeed file; section: its zero_optimization, whose keys are DeepSpeed's already.
+
+    Raises:
+        UserError: naming the file's key, what it does, and the way out.
+    """
+    offload = section.get("offload_optimizer") or {}
+    if config.name == "adamw" or weight_decay(config) == 0:
+        return
+    for key, without in (("ratio", 1.0), ("super_offload", False)):
+        if offload.get(key, without) != without:
+            raise UserError(
+                f"{where}: zero_optimization.offload_optimizer.{key} is {offload[key]!r}, with which "
+                f"DeepSpeed takes AdamW for a part of the weights, but optimizer.name is {config.name} with "
+                f"weight_decay {weight_decay(config):g}; leave {key} out, or set optimizer.name: adamw"
+            )
+
+
 def apex_problem() -> str:
     """Why Apex's optimiser cannot be used here; empty where it can. PyPI's `apex` is another package."""
     try:
@@ -54,8 +81,10 @@ def zero_adamw(
 ) -> torch.optim.Optimizer:
     """What DeepSpeed partitions; options: of `adamw_options`."""
     if not uses_apex(config, stage=1, offload=False):
-        return torch.optim.AdamW(groups, **options)
-    return _apex_adamw(groups, {name: value for name, value in options.items() if name != "fused"})
+        kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+        return kind(groups, **options)
+    apex_options = {name: value for name, value in options.items() if name != "fused"}
+    return _apex_adamw(groups, {**apex_options, "adam_w_mode": config.name == "adamw"})
 
 
 def _apex_adamw(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -77,5 +106,5 @@ def _apex_adamw(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.
                     if state:
                         state["step"] = torch.tensor(float(group["step"]))
 
-    optimizer: torch.optim.Optimizer = ApexAdamW(groups, adam_w_mode=True, **options)
+    optimizer: torch.optim.Optimizer = ApexAdamW(groups, **options)
     return optimizer

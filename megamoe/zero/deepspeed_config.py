@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
 from megamoe.registry import unknown_name_message
+from megamoe.zero.apex_adamw import check_adam
 from megamoe.zero.offload import check_offload, offload_device
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -92,6 +93,7 @@ def fill_in(
     _check_zero(where, content.get("zero_optimization", {}), stage)
     _check_overflow_checks(where, content)
     check_offload(where, content, stage)
+    check_adam(where, content.get("zero_optimization", {}), config.optimizer)
     for section, owner in OF_THE_YAML.items():
         if section in content:
             raise UserError(f"{where}: remove {section!r}; the YAML's {owner} decides that")

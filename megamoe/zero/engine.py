@@ -215,12 +215,14 @@ def _build_optimizer(
     options = adamw_options(config.optimizer)
     if stage == 0:
         kind = MasterWeightAdamW if precision == "bf16" else Stage0AdamW
-        return kind(groups, grad_clip=config.optimizer.grad_clip, **options)
+        clip, decoupled = config.optimizer.grad_clip, config.optimizer.name == "adamw"
+        return kind(groups, clip, decoupled_weight_decay=decoupled, **options)
     if offload != "none" and world.device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         del options["fused"]
-        cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        decoupled = config.optimizer.name == "adamw"
+        cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
         return cpu_adam
     return zero_adamw(config.optimizer, groups, options)
 

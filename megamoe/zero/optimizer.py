@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, and global-norm clipping where DeepSpeed's own is wrong."""
+"""AdamW or Adam, its parameter groups, and global-norm clipping where DeepSpeed's own is wrong."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from megamoe.config.schema import OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.parallel.groups import ModelParallelUnit
+from megamoe.zero.apex_adamw import weight_decay
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, norms, biases and other vectors do not; experts stand apart.
+    """The optimiser's groups: matrices decay, norms, biases and other vectors do not; experts stand apart.
 
     Experts' weights are stacked, so what decays is decided on the shape that one expert has.
     """
@@ -29,7 +30,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             dimensions = parameter.dim() - (1 if is_moe_param(parameter) else 0)
             (decay if dimensions >= 2 else no_decay).append(parameter)
     named = [
-        {"name": "decay", "params": decay, "weight_decay": config.weight_decay},
+        {"name": "decay", "params": decay, "weight_decay": weight_decay(config)},
         {"name": "no_decay", "params": no_decay, "weight_decay": 0.0},
     ]
     split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
@@ -37,12 +38,12 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 
 def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
-    """Keywords of torch.optim.AdamW; fused is one pass over each tensor, on CPU and GPU."""
+    """Keywords of torch.optim.AdamW and Adam; fused is one pass over each tensor, on CPU and GPU."""
     return {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
-        "weight_decay": config.weight_decay,
+        "weight_decay": weight_decay(config),
         "fused": True,
     }
 
@@ -79,10 +80,11 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 class Stage0AdamW(AdamW):
-    """AdamW for ZeRO 0, which clips by the global norm itself.
+    """AdamW, or Adam, for ZeRO 0, which clips by the global norm itself.
 
     DeepSpeed's clipping at stage 0 averages norms over data-parallel ranks, which hold different
-    experts. The engine reads `_global_grad_norm` after each step. rests: of `resting`.
+    experts. The engine reads `_global_grad_norm` after each step. options: of `adamw_options`, and
+    `decoupled_weight_decay`. rests: of `resting`.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
@@ -102,7 +104,7 @@ class Stage0AdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Clip by the global norm, then AdamW; a norm that is not finite leaves the weights as they are."""
+        """Clip by the global norm, then update; a norm that is not finite leaves the weights as they are."""
         gradients = self._gradients()
         norm = global_grad_norm(gradients)
         self._global_grad_norm = float(norm)

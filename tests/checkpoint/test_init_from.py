@@ -85,7 +85,7 @@ def test_bf16_weights_and_scalars_come_through(tmp_path: Path) -> None:
     assert model.scale.item() == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu", "relu"])
 def test_a_dense_model_cut_into_experts_is_the_same_function(tmp_path: Path, activation: str) -> None:
     """Every expert chosen with weight 1; and each expert against a slice worked out by hand."""
     own = f"model.activation={activation}"
@@ -96,7 +96,7 @@ def test_a_dense_model_cut_into_experts_is_the_same_function(tmp_path: Path, act
     torch.testing.assert_close(losses(model), losses(dense), rtol=1e-6, atol=1e-6)
     state, experts = dense.state_dict(), model.state_dict()
     up, down = state[f"{MLP}.linear_fc1.weight"], state[f"{MLP}.linear_fc2.weight"]
-    last = torch.cat([up[16:24], up[40:48]]) if activation == "swiglu" else up[16:24]
+    last = torch.cat([up[16:24], up[40:48]]) if activation.endswith("glu") else up[16:24]
     assert torch.equal(experts[f"{MLP}.layer.experts.up"][2], last)
     assert torch.equal(experts[f"{MLP}.layer.experts.down"][2], down[:, 16:24])
 

@@ -99,6 +99,12 @@ moe: {losses: {z_loss: .nan}}
     moe.losses.z_loss.weight: expected a finite number, found NaN
 moe: {router: {selector: {weights: row}}}
     moe.router.selector.weights: expected 'raw', 'renormalised', 'kept_softmax' or 'one', found 'row'; did
+moe: {expert_ffn_hidden_size: [64, 128]}
+    moe.expert_ffn_hidden_size: found [64, 128], but all experts of a layer have one size; give one whole
+moe: {expert_ffn_hidden_size: '64'}
+    moe.expert_ffn_hidden_size: expected a whole number, found '64'
+moe: {expert_activation: glu}
+    moe.expert_activation: expected 'swiglu', 'geglu', 'reglu', 'gelu' or 'relu', found 'glu'
 moe: {router: {selector: 3}}
     moe.router.selector: expected the name of a selector, or a mapping with `name`, found 3
 moe: {router: {selector: {name: [1]}}}

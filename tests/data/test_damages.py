@@ -217,7 +217,7 @@ def test_a_token_that_changes_while_training_is_told(tmp_path: Path) -> None:
         build_lengths_anew(dataset)[0]
 
 
-def build_lengths_anew(dataset: object) -> object:
+def build_lengths_anew(dataset: Any) -> Any:
     """Megatron-Core remembers the last few entries of the .idx."""
     dataset._dataset.dataset.index.__getitem__.cache_clear()  # type: ignore[attr-defined]
     return dataset

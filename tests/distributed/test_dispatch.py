@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
-from megamoe.moe.experts.grouped import GroupedExperts, Slice, activate
+from megamoe.moe.experts.activations import activate
+from megamoe.moe.experts.grouped import GroupedExperts, Slice
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.parallel import launch

@@ -27,12 +27,14 @@ def groups_of(parameters: list[torch.nn.Parameter]) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_the_update_is_adamws(compiled: bool, factor: float) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_the_update_is_pytorchs(compiled: bool, factor: float, kind: type[torch.optim.Adam]) -> None:
     """Four steps, one parameter without a gradient in the second of them; state under PyTorch's names."""
     use_compiled(compiled)
     found, exact = make_parameters(), [torch.nn.Parameter(p.detach().double()) for p in make_parameters()]
-    optimizer = AdamW(groups_of(found), fused=True, **OPTIONS)
-    oracle = torch.optim.AdamW(groups_of(exact), foreach=False, **OPTIONS)
+    decoupled = kind is torch.optim.AdamW
+    optimizer = AdamW(groups_of(found), decoupled_weight_decay=decoupled, fused=True, **OPTIONS)
+    oracle = kind(groups_of(exact), foreach=False, **OPTIONS)
     for step in range(4):
         for number, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
             gradient = draw(ours.shape, 100 * step + number)
@@ -47,6 +49,18 @@ def test_the_update_is_adamws(compiled: bool, factor: float) -> None:
         assert float(state["step"]) == float(expected["step"]) == (3 if ours is found[2] else 4)
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(state[name].double(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_two_kinds_of_decay_by_hand(compiled: bool) -> None:
+    """The first step of Adam is lr in the direction of the gradient's sign; L2 can turn that sign."""
+    use_compiled(compiled)
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-12, "weight_decay": 0.5, "fused": True}
+    for decoupled, expected in ((True, 2.0 * (1 - 0.1 * 0.5) + 0.1), (False, 2.0 - 0.1)):
+        weight = torch.nn.Parameter(torch.tensor([2.0]))
+        weight.grad = torch.tensor([-1.0])  # clipped to a half: -0.5 + 0.5 * 2 is above 0
+        AdamW([weight], decoupled_weight_decay=decoupled, **options).update(0.5)
+        assert weight.item() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -26,6 +26,7 @@ from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from megamoe.train.check import check_run as refuse
 from megamoe.zero import apex_adamw
+from megamoe.zero.optimizer import adamw_options
 from tests.distributed.runs import ds_config, small_run
 from tests.in_subprocess import checks_of, verdicts_of
 from tests.model.runs_on_fakes import check_runs_of_two_ranks  # noqa: F401
@@ -51,6 +52,7 @@ MODELS = {
     "dense and MoE": ("moe.layers={at: [2]}", "model.norm=layernorm", "model.bias=true"),
     "query groups": ("model.num_attention_heads=4", "model.num_query_groups=2", "moe.layers=none"),
     "gelu and shared experts": ("model.activation=gelu", "moe.num_shared_experts=1"),
+    "two activations": ("model.activation=relu", "moe.expert_activation=geglu", "moe.layers={at: [2]}"),
     "stacks, inserted": ("moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"),
     "inserted with a norm": ("moe.layers={at: [1], insert_after: [2]}",),
     "recomputed": ("moe.layers={at: [2]}", "model.recompute=full"),
@@ -326,6 +328,24 @@ def check_apex_is_refused_where_it_cannot_step() -> None:
         True,
     ]
     assert not apex_adamw.uses_apex(config.optimizer, 1, True)
+
+
+def check_apex_steps_as_pytorchs_adamw_and_adam() -> None:
+    for name, kind in (("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)):
+        config = tiny(
+            f"optimizer.name={name}", "optimizer.kernel=apex", "optimizer.weight_decay=0.5"
+        ).optimizer
+        ours, theirs = (torch.nn.Parameter(torch.linspace(-1.0, 1.0, 6).view(2, 3)) for _ in range(2))
+        options = adamw_options(config)
+        found = apex_adamw.zero_adamw(config, [{"params": [ours]}], options)
+        assert type(found).__name__ == "ApexAdamW"
+        expected = kind([theirs], **options)
+        for step in range(3):
+            ours.grad = torch.full((2, 3), 0.1 * step)
+            theirs.grad = ours.grad.clone()
+            found.step()
+            expected.step()
+        torch.testing.assert_close(ours, theirs)
 
 
 def check_each_weight_has_a_product_of_its_own() -> None:

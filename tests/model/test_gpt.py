@@ -2,15 +2,19 @@
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megamoe import registry
+from megamoe.checkpoint.placements import shardings
+from megamoe.config.schema import Activation
 from megamoe.data.mock import document_masks
 from megamoe.model.size import mean_choices, model_size, moe_layer_numbers, padded_vocab_size
 from megamoe.moe.part import Dims, Part
+from tests.moe.plain import plain_activation
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 S = 8
@@ -34,6 +38,14 @@ SIZES: dict[str, list[str]] = {
     "layernorm without biases": ["model.norm=layernorm", "moe.layers=none"],
     "gelu with biases": ["model.activation=gelu", "model.bias=true", "moe.layers=none"],
     "gelu experts": ["model.activation=gelu"],
+    "geglu with biases": ["model.activation=geglu", "model.bias=true", "moe.layers={at: [2]}"],
+    "relu": ["model.activation=relu", "moe.layers={at: [2]}"],
+    "gated experts beside dense blocks without": [
+        "model.activation=gelu",
+        "moe.expert_activation=reglu",
+        "moe.layers={at: [2]}",
+        "moe.num_shared_experts=1",
+    ],
     "query groups": ["model.num_attention_heads=4", "model.num_query_groups=2", "model.bias=true"],
     "untied": ["model.tie_embeddings=false"],
     "default FFN sizes": ["model.ffn_hidden_size=null", "moe.expert_ffn_hidden_size=null"],
@@ -65,6 +77,40 @@ def test_size_is_that_of_the_built_model(one_rank: None, case: str) -> None:
     assert size.total == sum(parameter.numel() for parameter in model.parameters())
     assert size.expert == experts
     assert size.on_rank(1, 4) == (size.total - experts, experts / 4)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_a_dense_ffn_is_its_formula(one_rank: None, activation: str) -> None:
+    config = tiny(
+        f"model.activation={activation}", "model.bias=true", "model.init_std=0.4", "moe.layers=none"
+    )
+    ffn = tiny_gpt(config).model.decoder.layers[0].mlp
+    for bias in (ffn.linear_fc1.bias, ffn.linear_fc2.bias):
+        bias.data.copy_(torch.linspace(-1, 1, len(bias)))
+    hidden_SBH = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(1))
+    output_SBH, output_bias = ffn(hidden_SBH)  # Megatron-Core leaves the second bias to the residual's sum
+    inner = hidden_SBH @ ffn.linear_fc1.weight.T + ffn.linear_fc1.bias
+    expected_SBH = plain_activation(inner, activation) @ ffn.linear_fc2.weight.T
+    torch.testing.assert_close(output_SBH, expected_SBH, rtol=1e-4, atol=1e-5)
+    assert torch.equal(output_bias, ffn.linear_fc2.bias)
+
+
+def test_experts_may_have_another_activation_than_dense_blocks(one_rank: None) -> None:
+    for own, expected in (("null", "gelu"), ("reglu", "reglu")):
+        config = tiny(
+            "model.activation=gelu",
+            f"moe.expert_activation={own}",
+            "moe.layers={at: [2]}",
+            "moe.num_shared_experts=1",
+        )
+        model = tiny_gpt(config)
+        ((_, layer),) = model.moe_layers()
+        assert layer.shared is not None
+        assert layer.experts.activation == layer.shared.activation == expected
+        assert model.model.decoder.layers[0].mlp.linear_fc1.weight.shape == (24, 16)
+        halves = 2 if expected == "reglu" else 1
+        assert layer.experts.up.shape == (4, halves * 12, 16)
+        assert shardings(model)["model.decoder.layers.1.mlp.layer.experts.up"].slices == (1, halves)
 
 
 def test_size_by_hand() -> None:

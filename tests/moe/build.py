@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config import PartChoice, parse_config
-from megamoe.config.schema import MoEConfig
-from megamoe.moe.experts.grouped import Activation
+from megamoe.config.schema import Activation, MoEConfig
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.router import Router, build_part

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from megamoe.config.schema import MoEConfig
-from megamoe.moe.experts.grouped import Activation
+from megamoe.config.schema import Activation, MoEConfig
 
 
 @dataclass
@@ -91,12 +89,21 @@ def plain_expert(weights: dict[str, Tensor], expert: int, token_H: Tensor, activ
 
 
 def _ffn(token_H: Tensor, up: Tensor, down: Tensor, activation: Activation) -> Tensor:
-    inner = up @ token_H
-    if activation == "gelu":
-        return down @ functional.gelu(inner)
-    half = len(inner) // 2
-    score_function, value = inner[:half], inner[half:]
-    return down @ (score_function / (1 + (-score_function).exp()) * value)
+    return down @ plain_activation(up @ token_H, activation)
+
+
+def plain_activation(inner: Tensor, activation: str) -> Tensor:
+    """[..., F], or [..., 2F] of [score function | value] -> [..., F], written out (Shazeer 2020, equation
+    5)."""
+    score_function, value = inner, torch.ones_like(inner)
+    if activation.endswith("glu"):
+        score_function, value = inner.tensor_split(2, dim=-1)
+    if activation in ("relu", "reglu"):
+        return torch.where(score_function > 0, score_function, torch.zeros_like(score_function)) * value
+    if activation in ("gelu", "geglu"):
+        return score_function * (1 + torch.special.erf(score_function / math.sqrt(2))) / 2 * value
+    assert activation == "swiglu"
+    return score_function / (1 + (-score_function).exp()) * value
 
 
 def _with_shared(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megamoe.config.schema import MoEConfig
-from megamoe.moe.experts.grouped import Activation
+from megamoe.config.schema import Activation, MoEConfig
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Objective, StepContext
 from megamoe.moe.routing import Routing
@@ -23,6 +22,9 @@ DROPPING = {"name": "per_expert", "factor": 0.75, "min_capacity": 0}
 CASES: dict[str, dict[str, Any]] = {
     "top-1 of 8": {"num_experts": 8, "router": {"selector": TOP_1}},
     "top-2 of 8, gelu": {"num_experts": 8, "activation": "gelu"},
+    "relu": {"activation": "relu", "num_shared_experts": 1},
+    "geglu": {"activation": "geglu", "num_shared_experts": 1},
+    "reglu": {"activation": "reglu", "expert_sublayers": 2},
     "top-8 of 8": {"num_experts": 8, "router": {"selector": {"k": 8, "weights": "raw", "scale": 2.5}}},
     "top-8 of 16": {"num_experts": 16, "router": {"selector": {"k": 8, "weights": "kept_softmax"}}},
     "top-1 of 16": {"num_experts": 16, "router": {"selector": TOP_1, "score_function": "sigmoid"}},

@@ -126,6 +126,36 @@ REFUSALS = {
         1,
         r"optimizer.warmup_steps: 5 is more than the 4 steps of the schedule",
     ),
+    "two warm-ups": (
+        ["optimizer.warmup_steps=2", "optimizer.warmup_share=0.5"],
+        1,
+        "optimizer.warmup_share: found 0.5 beside optimizer.warmup_steps 2; leave one of them out",
+    ),
+    "a share of warm-up against decay_steps": (
+        ["optimizer.warmup_share=0.9", "optimizer.decay_steps=3"],
+        1,
+        "optimizer.warmup_share: 0.9 of 4 steps, 4, is more than the 3 steps of the schedule",
+    ),
+    "two lengths": (
+        ["train.epochs=2", "data={mock: false, sources: [a]}"],
+        1,
+        "train.steps: found 4 beside train.epochs 2, .* leave one out .on the command line: train.steps=null",
+    ),
+    "epochs of mock data": (
+        ["train.epochs=2", "train.steps=null"],
+        1,
+        "train.epochs: data.mock has no end, so no epochs; set train.steps instead",
+    ),
+    "weights and an exponent": (
+        ["data={sources: [a, {path: b, weight: 2}], sampling_exponent: 0.7}"],
+        1,
+        "data.sampling_exponent: found 0.7, .* data.sources.1 .b. has the weight 2; leave the exponent or",
+    ),
+    "an exponent for mock data": (
+        ["data.sampling_exponent=0.7"],
+        1,
+        "data.sampling_exponent: found 0.7, but data.mock has no sources to weigh",
+    ),
     "warm-up against decay_steps": (
         ["optimizer.warmup_steps=4", "optimizer.decay_steps=3"],
         1,
@@ -156,6 +186,9 @@ def test_refused_in_one_line(case: str) -> None:
         (["moe.layers=none", "moe.router.selector.k=5"], 3),  # no router, so its k does not matter
         (["train.global_batch_size=16", RAMP], 2),
         (["optimizer.warmup_steps=4"], 1),
+        (["optimizer.warmup_share=0.5"], 1),
+        (["train.epochs=0.5", "train.steps=null", "data={mock: false, sources: [a]}"], 1),
+        (["data={sources: [a, {path: b, weight: 1}], sampling_exponent: 0}"], 1),
         (["moe.layers={at: [2], insert_after: [1]}", "moe.num_shared_experts=1"], 1),
         (["moe.layers={every: 1}", "moe.expert_sublayers=2", "moe.num_shared_experts=1"], 1),
         (["optimizer.warmup_steps=9", "optimizer.schedule=constant"], 1),

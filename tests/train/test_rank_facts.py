@@ -62,7 +62,9 @@ def changed(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
     elif isinstance(before, int | float):
         node[path[-1]] = before + before / 64 if before else 1
     else:
-        node[path[-1]] = {str: f"{before}x", list: ["x"]}.get(type(before), "x")
+        node[path[-1]] = (
+            ["x"] if isinstance(before, list) else f"{before}x" if isinstance(before, str) else "x"
+        )
     return tree
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megamoe.config import to_dict
 from megamoe.errors import UserError
-from megamoe.train.resume import check_init
+from megamoe.train.resume import check_init, check_resume
 from tests.checkpoint_files import write_checkpoint
 from tests.tiny import VOCABULARY, tiny
 
@@ -39,6 +39,59 @@ def test_weights_are_not_the_start_of_another_function(saved: Path, tmp_path: Pa
     told = f"saved with model.{key} {before}, this run has {after}; start with the model's configuration"
     with pytest.raises(UserError, match=told):
         init_from(saved, tmp_path / "run", f"model.{key}={after}")
+
+
+def test_experts_keep_the_activation_that_they_learned_with(saved: Path, tmp_path: Path) -> None:
+    """Whether the checkpoint says it of the experts themselves, or of all FFNs."""
+    told = "saved with moe.expert_activation swiglu, this run has relu; start with the model's configuration"
+    with pytest.raises(UserError, match=told):
+        init_from(saved, tmp_path / "run", "moe.expert_activation=relu")
+    init_from(saved, tmp_path / "run", "moe.expert_activation=swiglu")
+    init_from(saved, tmp_path / "run", "moe.expert_activation=relu", "moe.layers=none")
+    meta = {"vocabulary": VOCABULARY, "config": to_dict(tiny("moe.expert_activation=relu"))}
+    own = write_checkpoint(tmp_path / "elsewhere" / "step_00000002", {}, **meta)
+    init_from(own, tmp_path / "run", "moe.expert_activation=relu")
+    with pytest.raises(UserError, match="saved with moe.expert_activation relu, this run has swiglu"):
+        init_from(own, tmp_path / "run")
+
+
+def test_experts_made_of_a_dense_ffn_have_its_activation(tmp_path: Path) -> None:
+    config = to_dict(tiny("moe.layers=none", "moe.expert_activation=relu"))  # of no experts
+    meta = {"vocabulary": VOCABULARY, "config": config}
+    dense = write_checkpoint(tmp_path / "elsewhere" / "step_00000003", {}, **meta)
+    init_from(dense, tmp_path / "run", "checkpoint.init.experts=copy")
+    with pytest.raises(UserError, match="saved with moe.expert_activation swiglu, this run has relu"):
+        init_from(dense, tmp_path / "run", "checkpoint.init.experts=cut", "moe.expert_activation=relu")
+
+
+def test_a_checkpoint_from_before_the_key_has_the_models_activation(tmp_path: Path) -> None:
+    config = to_dict(tiny("model.activation=gelu"))
+    del config["moe"]["expert_activation"]
+    meta = {"vocabulary": VOCABULARY, "config": config}
+    old = write_checkpoint(tmp_path / "elsewhere" / "step_00000004", {}, **meta)
+    init_from(old, tmp_path / "run", "model.activation=gelu")
+
+
+def test_another_optimizer_may_go_on_with_the_moments(tmp_path: Path) -> None:
+    """AdamW and Adam keep the same state; a checkpoint from before the key had AdamW."""
+    config = to_dict(tiny("moe.layers=none"))
+    del config["optimizer"]["name"]
+    meta = {"vocabulary": VOCABULARY, "config": config}
+    dense = write_checkpoint(tmp_path / "elsewhere" / "step_00000005", {}, **meta)
+    for name in ("adamw", "adam"):
+        check_resume(tiny("moe.layers=none", f"optimizer.name={name}"), VOCABULARY, dense)
+
+
+def test_a_blend_is_weighed_as_before(tmp_path: Path) -> None:
+    """The exponent decides which sample comes next; a checkpoint from before the key had none."""
+    data = "data={sources: [a, b], sequence_length: 8}"
+    config = to_dict(tiny("moe.layers=none", data))
+    del config["data"]["sampling_exponent"]
+    meta = {"vocabulary": VOCABULARY, "config": config}
+    saved = write_checkpoint(tmp_path / "elsewhere" / "step_00000006", {}, **meta)
+    check_resume(tiny("moe.layers=none", data), VOCABULARY, saved)
+    with pytest.raises(UserError, match="saved with data.sampling_exponent None, this run has 0.7; resume"):
+        check_resume(tiny("moe.layers=none", data, "data.sampling_exponent=0.7"), VOCABULARY, saved)
 
 
 def test_what_does_not_change_the_function_may_differ(saved: Path, tmp_path: Path) -> None:

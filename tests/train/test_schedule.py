@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megamoe.config.schema import OptimizerConfig, RampupConfig, TrainConfig
-from megamoe.train.schedule import BatchSchedule, learning_rate
+from megamoe.train.schedule import BatchSchedule, learning_rate, warmup_steps
 
 # With lr 1, min_lr 0.1, a warm-up of 10 steps and the end at step 110, step 35 is a quarter of the fall.
 POINTS = {
@@ -52,6 +52,18 @@ def test_warmup_may_take_the_whole_schedule() -> None:
     assert [learning_rate(step, config, 110) for step in (55, 110, 111)] == [0.5, 1.0, 0.1]
 
 
+@pytest.mark.parametrize(
+    ("share", "steps", "expected"),
+    [(0.1, 100, 10), (0.1, 30, 3), (0.1, 31, 4), (0.06, 125_000, 7500), (0.0, 50, 0), (0.29, 100, 29)],
+)
+def test_warmup_as_a_share_is_rounded_up(share: float, steps: int, expected: int) -> None:
+    config = OptimizerConfig(lr=1.0, schedule="linear", warmup_share=share)
+    assert warmup_steps(config, steps) == expected
+    explicit = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=expected)
+    for step in (1, max(expected, 1), expected + 1, steps):
+        assert learning_rate(step, config, steps) == learning_rate(step, explicit, steps)
+
+
 def test_constant_batch() -> None:
     schedule = BatchSchedule.from_config(TrainConfig(micro_batch_size=2, global_batch_size=24), 3)
     assert (schedule.size_at(0), schedule.size_at(10**9)) == (24, 24)
@@ -87,6 +99,14 @@ def test_rampup_is_megatrons(start: int, increment: int, samples: int, final: in
     assert sizes == expected
     assert sizes[0] == start and sizes[-1] == final
     assert [schedule.total_samples(steps) for steps in range(121)] == [sum(sizes[:n]) for n in range(121)]
+
+
+@pytest.mark.parametrize("ramp", [None, RampupConfig(start=4, increment=4, samples=24)])
+def test_whole_steps_are_the_most_that_fit(ramp: RampupConfig | None) -> None:
+    schedule = BatchSchedule.from_config(TrainConfig(global_batch_size=12, batch_rampup=ramp), 2)
+    for samples in range(100):
+        steps = schedule.whole_steps(samples)
+        assert schedule.total_samples(steps) <= samples < schedule.total_samples(steps + 1)
 
 
 def test_rampup_by_hand() -> None:

@@ -27,7 +27,7 @@ def engine_of(config: RunConfig, precision: str = "fp32") -> Engine:
 def rows_of(*overrides: str) -> dict[str, Any]:
     config = tiny(*overrides)
     schedule = BatchSchedule.from_config(config.train, 1)
-    rows = summary_rows(config, WORDS, engine_of(config), schedule, first_step=0)
+    rows = summary_rows(config, WORDS, engine_of(config), schedule, steps=4, first_step=0)
     return dict(rows["model"])
 
 
@@ -48,6 +48,21 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
     assert found["auxiliary losses"] == "none"
 
 
+def test_the_run_is_told_in_steps(one_rank: None) -> None:
+    config = tiny("train.steps=null", "train.epochs=1.5", "optimizer.warmup_share=0.1", "optimizer.name=adam")
+    schedule = BatchSchedule.from_config(config.train, 1)
+    rows = dict(summary_rows(config, WORDS, engine_of(config), schedule, steps=1234, first_step=0)["run"])
+    assert rows["steps"] == "1,234 (1.5 epochs), from the start"
+    assert rows["tokens to come"] == f"{1234 * 2 * 8:,}"
+    assert rows["optimiser"] == "Adam, lr 0.0003, cosine after 124 steps of warm-up"
+
+
+def test_the_activation_is_named_and_the_experts_own(one_rank: None) -> None:
+    assert rows_of("model.activation=relu")["activation"] == "relu"
+    assert rows_of("moe.expert_activation=gelu")["activation"] == "swiglu, of experts gelu"
+    assert rows_of("moe.expert_activation=gelu", "moe.layers=none")["activation"] == "swiglu"
+
+
 def test_a_dense_model_has_no_rows_of_experts(one_rank: None) -> None:
     found = rows_of("moe.layers=none")
     assert found["FFN"] == "dense, size 24"
@@ -64,6 +79,10 @@ POLICY = "moe.router={scorer: policy, selector: {name: sample, k: 2}}"
 EXPERT_CHOICE = "moe.router.selector={name: expert_choice, k: 3, allow_non_causal: true}"
 ACTIVATIONS: dict[str, tuple[tuple[str, ...], float]] = {
     "dense": (("moe.layers=none",), TOKENS * (4 * (ATTENTION + 2 * DENSE) + LOGITS)),
+    "without score functions": (
+        ("model.activation=gelu", "moe.layers={at: [2]}"),
+        TOKENS * (4 * (ATTENTION + 2 * 24 + 2 * (2 * 12 + 3 * 16)) + LOGITS),
+    ),
     "two choices": ((), TOKENS * (4 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS)),
     "an inserted layer": (
         ("moe.layers={insert_after: [1]}", "moe.num_shared_experts=1"),

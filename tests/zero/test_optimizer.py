@@ -8,19 +8,23 @@ import pytest
 import torch
 from torch import nn
 
+from megamoe.zero.apex_adamw import zero_adamw
 from megamoe.zero.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
 from tests.tiny import tiny, tiny_gpt
 
 
-def test_stage_0_clips_as_pytorch_does(one_rank: None) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_stage_0_clips_as_pytorch_does(one_rank: None, kind: type[torch.optim.Adam]) -> None:
     """Several steps: some gradients above the limit, some below."""
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
     theirs = copy.deepcopy(ours)
     config = tiny("optimizer.weight_decay=0.3").optimizer
     options = adamw_options(config)
-    first = Stage0AdamW(parameter_groups(ours, config), grad_clip=1.0, **options)
-    second = torch.optim.AdamW(parameter_groups(theirs, config), **options)
+    decoupled = kind is torch.optim.AdamW
+    groups = parameter_groups(ours, config)
+    first = Stage0AdamW(groups, grad_clip=1.0, decoupled_weight_decay=decoupled, **options)
+    second = kind(parameter_groups(theirs, config), **options)
     for scale in (10.0, 0.01, 3.0):
         inputs = torch.randn(4, 5)
         for model, optimizer in ((ours, first), (theirs, second)):
@@ -110,6 +114,30 @@ def test_a_gradient_is_summed_before_and_after_the_reduction_reads_it(one_rank: 
     gradient += torch.tensor([[3.0, 4.0]])  # of another rank; this one has none
     optimizer.step()
     assert optimizer._global_grad_norm == 5.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 0.1),
+        (["optimizer.name=adam"], 0.0),
+        (["optimizer.name=adam", "optimizer.weight_decay=0.01"], 0.01),
+        (["optimizer.weight_decay=0"], 0.0),
+    ],
+)
+def test_how_much_decays_by_default(overrides: list[str], expected: float) -> None:
+    config = tiny(*overrides).optimizer
+    groups = parameter_groups(nn.Linear(3, 2), config)
+    assert {group["name"]: group["weight_decay"] for group in groups} == {"decay": expected, "no_decay": 0.0}
+    assert adamw_options(config)["weight_decay"] == expected
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
+def test_what_deepspeed_partitions(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    config = tiny(f"optimizer.name={name}", "optimizer.kernel=torch").optimizer
+    optimizer = zero_adamw(config, parameter_groups(nn.Linear(3, 2), config), adamw_options(config))
+    assert type(optimizer) is kind
+    assert {group["decoupled_weight_decay"] for group in optimizer.param_groups} == {name == "adamw"}
 
 
 def test_which_parameters_decay(one_rank: None) -> None:

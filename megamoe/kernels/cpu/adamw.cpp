@@ -40,13 +40,15 @@ extern "C" double sum_of_squares(const float* const* values, const int64_t* coun
 }
 
 // One update of AdamW (Loshchilov and Hutter 2019, algorithm 2) by `factor` times the gradients, in one pass.
+// l2: instead of the decoupled decay, Adam's: so many times the weight are added to the scaled gradient.
 // correction1, correction2: of each tensor, 1 - beta^step. rounded: the weights in bf16 for the model, or null.
 extern "C" void adamw(float* const* weights, const float* const* gradients, float* const* means, float* const* squares,
                       bf16* const* rounded, const int64_t* counts, const double* correction1,
                       const double* correction2, int64_t tensors, double factor, double lr, double beta1,
-                      double beta2, double eps, double decay, int threads) {
+                      double beta2, double eps, double decay, double l2, int threads) {
   const std::vector<Piece> pieces = pieces_of(counts, tensors);
-  const float scale = factor, keep = 1 - lr * decay, part1 = 1 - beta1, kept2 = beta2, part2 = 1 - beta2, least = eps;
+  const float scale = factor, keep = 1 - lr * decay, part1 = 1 - beta1, kept2 = beta2, part2 = 1 - beta2, least = eps,
+              pull = l2;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (size_t p = 0; p < pieces.size(); p++) {
     const auto [t, begin, end] = pieces[p];
@@ -56,7 +58,7 @@ extern "C" void adamw(float* const* weights, const float* const* gradients, floa
     const int64_t first = begin, last = end;
 #pragma omp simd
     for (int64_t i = first; i < last; i++) {
-      const float slope = gradient[i] * scale;
+      const float slope = gradient[i] * scale + pull * weight[i];
       mean[i] += part1 * (slope - mean[i]);
       square[i] = kept2 * square[i] + part2 * slope * slope;
       weight[i] = weight[i] * keep - step * mean[i] / (std::sqrt(square[i]) * root + least);

@@ -57,14 +57,12 @@ class PerExpertCapacity(Part):
 
     @dataclass
     class Config:
-        """factor: gamma. eval_factor: in evaluation; default: the same. min_capacity: C's floor.
-
-        priority: who keeps a place, see the class.
-        """
+        """factor: gamma. eval_factor: in evaluation; default: the same. min_capacity: C's floor, which none
+        of the papers has; DeepSpeed's is 4 by default. priority: who keeps a place, see the class."""
 
         factor: float = 1.25
         eval_factor: float | None = None
-        min_capacity: int = 4
+        min_capacity: int = 0
         priority: Literal[
             "position",
             "probability",

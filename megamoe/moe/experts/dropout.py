@@ -12,9 +12,10 @@ from megamoe.moe import rng
 class ExpertDropout:
     """The dropout of one micro batch's rows at their experts, in training; inverted scaling.
 
-    Two rates: `output` on what an expert gives back (Fedus et al. 2021, Switch, section 2.4; Xie et al. 2022,
-    MoEC, table 7: "MoE dropout"), `activation` after each activation inside it (MoEC: "MoE activation
-    dropout"). Shared experts have none of it.
+    Two rates: `output` on what an expert gives back (Xie et al. 2022, MoEC, table 7: "MoE dropout"),
+    `activation` after each activation inside it (Fedus et al. 2021, Switch, section 2.4: "expert dropout" at
+    the interim feed-forward computation, 0.4 there; MoEC: "MoE activation dropout"). Shared experts have none
+    of it.
 
     row_N: int64, each row's number, which follows from its token and expert alone, so that the masks are the
     same whichever rank holds the expert, and when a block is recomputed. draw_key: from a purpose to the key

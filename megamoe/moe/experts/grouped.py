@@ -8,19 +8,17 @@ against each other.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from megamoe.config.schema import Activation
 from megamoe.kernels.experts import swiglu_experts
 from megamoe.kernels.products import grouped_product, takes_any_count
-from megamoe.kernels.rows import plain_swiglu, swiglu
 from megamoe.moe import rng
+from megamoe.moe.experts.activations import activate, activate_plainly, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
 
-Activation = Literal["swiglu", "gelu"]
 # Of PyTorch's product in bf16 on the CPU: oneDNN prepares its kernel anew for every row count, and the counts
 # change at every step; groups padded to a multiple of this meet only a few.
 PADDED_ROWS = 64
@@ -49,18 +47,6 @@ class Products:
 
 
 OWN_PRODUCTS = Products()
-
-
-def activate(rows: Tensor, activation: Activation) -> Tensor:
-    """GELU, or SwiGLU of [gate | value] halves: [..., F or 2F] -> [..., F]."""
-    if activation == "gelu":
-        return functional.gelu(rows)
-    return swiglu(rows)
-
-
-def up_width(ffn_size: int, activation: Activation) -> int:
-    """Rows of the first weight: SwiGLU has a gate beside each value."""
-    return 2 * ffn_size if activation == "swiglu" else ffn_size
 
 
 @dataclass(frozen=True)
@@ -144,6 +130,7 @@ class GroupedExperts(nn.Module):
     def _ffn(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
         if self.products.host_counts:
             counts_E = counts_E.cpu()
+        # The fused form knows SwiGLU alone; every other activation takes the three steps below.
         if self.activation == "swiglu" and dropout is None and self.up_product is grouped_product:
             return swiglu_experts(rows_NH, self.up, self.down, counts_E)
         rows_NF = activate(self.up_product(rows_NH, self.up, counts_E), self.activation)
@@ -170,8 +157,7 @@ def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
 
 def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
     """The oracle of `GroupedExperts.forward`: one expert after the other, by PyTorch's operators."""
-    activate_plainly = plain_swiglu if experts.activation == "swiglu" else functional.gelu
     outputs = []
     for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
-        outputs.append(activate_plainly(rows @ up.T) @ down.T)
+        outputs.append(activate_plainly(rows @ up.T, experts.activation) @ down.T)
     return torch.cat(outputs)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamoe.config.schema import Activation
 from megamoe.moe import rng
-from megamoe.moe.experts.grouped import Activation, activate, up_width
+from megamoe.moe.experts.activations import activate, up_width
 
 SharedMode = Literal["sum", "gated", "residual"]
 

@@ -42,11 +42,16 @@ class CosineBalance(Part):
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Scores that are cosines, and counts that the router can change."""
-        scorer = moe.router.scorer.name
-        if not issubclass(get_part("scorer", scorer), CosineScorer):
+        scorer = moe.router.scorer
+        if not issubclass(get_part("scorer", scorer.name), CosineScorer):
             raise ValueError(
-                f"the scorer {scorer!r} gives no cosines; set moe.router.scorer: cosine, or take the loss "
-                "switch_balance"
+                f"the scorer {scorer.name!r} gives no cosines; set moe.router.scorer: cosine, or take the "
+                "loss switch_balance"
+            )
+        if not getattr(scorer.options, "normalise", True):
+            raise ValueError(
+                f"the scorer {scorer.name!r} gives no cosines with normalise: false; take the loss "
+                "switch_balance, or set moe.router.scorer.normalise: true"
             )
         refuse_even_selector(moe, options.first_choice)
         refuse_all_chosen(moe, options.first_choice)

@@ -26,53 +26,86 @@ class CosineScorer(Part):
 
     Both sides are L2-normalised. The embeddings start at norm 0.1 and return to it after each step, so
     that only their angle learns, at a speed that does not drift. A vector W x without a direction (all 0)
-    scores 0 and gets no gradient. Source: Chi et al. 2022 (X-MoE) eq. 7 and 8, section 3.1 and appendix A.
+    scores 0 and gets no gradient. Source: Chi et al. 2022 (X-MoE) eq. 7 and 8, section 3.1 and appendix A;
+    options `reduction` and `normalise`: table 3.
+
+    reduction false: s_i = cos(x, e_i) / tau with e: [E, H], and no W.
+    normalise false: s_i = (W x) . e_i. The embeddings start as any weight and their norm is free, since its
+    effect on the score is what the paper's normalisation takes away. There is no tau, which the paper
+    introduces because cosines lie in [-1, 1]; `temperature` brings it back.
+    Both false: the scorer `linear`; with the score function `sigmoid` that is the last row of table 3, whose
+    numbers are those of the baseline in table 1.
 
     The paper does not say how tau stays positive: here exp(log_temperature), which a step changes in
     proportion and cannot bring to 0; as a vector of one it gets no weight decay, which would pull tau to 1.
     tau stands in the score and not in the score function, so that any score function and selector can follow.
     Public code differs: torchscale's score function leaves W x unnormalised, keeps the embeddings' norm at
     1.5, fixes D = 16 and uses no temperature.
-    Hands on cosine_TE, the cosines themselves, for the loss `cosine_balance`.
+    Hands on cosine_TE, the cosines themselves, for the loss `cosine_balance`; not without normalisation.
     """
 
     @dataclass
     class Config:
         """routing_dim: D; null: half the number of experts, at least 2. temperature: tau at the start;
-        null: 0.07 with the score function `sigmoid`, otherwise 0.3."""
+        null: 0.07 with the score function `sigmoid`, otherwise 0.3; without `normalise`, no tau. reduction:
+        project tokens to D dimensions; false: score in the hidden size. normalise: divide tokens and
+        embeddings by their L2 norm, and keep the embeddings' at 0.1; false: plain dot products."""
 
         routing_dim: int | None = None
         temperature: float | None = None
+        reduction: bool = True
+        normalise: bool = True
 
         def __post_init__(self) -> None:
-            if self.routing_dim is not None and self.routing_dim < 2:
+            if self.routing_dim is not None and self.normalise and self.routing_dim < 2:
                 raise ValueError(
                     "routing_dim must be at least 2: on a line a cosine is 1 or -1 and learns nothing"
+                )
+            if self.routing_dim is not None and self.routing_dim < 1:
+                raise ValueError("routing_dim must be at least 1")
+            if self.routing_dim is not None and not self.reduction:
+                raise ValueError(
+                    "routing_dim is the size after the reduction, and reduction is false; "
+                    "leave one of them out"
                 )
             if self.temperature is not None and not self.temperature > 0:
                 raise ValueError("temperature must be positive")
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
-        routing_dim = config.routing_dim or max(dims.num_experts // 2, 2)
-        temperature = config.temperature or default_temperature(dims.score_function)
-        self.weight = nn.Parameter(torch.empty(routing_dim, dims.hidden_size))
-        self.embedding = nn.Parameter(torch.empty(dims.num_experts, routing_dim))
-        # Of shape [1]: DeepSpeed cannot broadcast a parameter without dimensions.
-        self.log_temperature = nn.Parameter(torch.full((1,), math.log(temperature)))
-        dims.start(self.weight, "router")
+        size = dims.hidden_size
+        if config.reduction:
+            size = config.routing_dim or max(dims.num_experts // 2, 2)
+            self.weight = nn.Parameter(torch.empty(size, dims.hidden_size))
+            dims.start(self.weight, "router")
+        self.embedding = nn.Parameter(torch.empty(dims.num_experts, size))
         dims.start(self.embedding, "router_embedding")
-        self.embedding.data.copy_(_at_norm(self.embedding.data))
+        if config.normalise:
+            self.embedding.data.copy_(_at_norm(self.embedding.data))
+        self.has_temperature = config.normalise or config.temperature is not None
+        if self.has_temperature:
+            temperature = config.temperature or default_temperature(dims.score_function)
+            # Of shape [1]: DeepSpeed cannot broadcast a parameter without dimensions.
+            self.log_temperature = nn.Parameter(torch.full((1,), math.log(temperature)))
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] fp32 -> scores [T, E] fp32, and cosine_TE by name, fp32 in [-1, 1]."""
-        low_TD = functional.linear(hidden_TH, self.weight.float())
-        cosine_TE = functional.linear(_direction(low_TD), _direction(self.embedding.float()))
-        return cosine_TE / self.log_temperature.float().exp(), {"cosine_TE": cosine_TE}
+        """[T, H] fp32 -> scores [T, E] fp32; and, normalised, cosine_TE by name, fp32 in [-1, 1]."""
+        token_TD, embedding_ED = hidden_TH, self.embedding.float()
+        if self.config.reduction:
+            token_TD = functional.linear(hidden_TH, self.weight.float())
+        extras: dict[str, Tensor] = {}
+        if self.config.normalise:
+            scores_TE = functional.linear(_direction(token_TD), _direction(embedding_ED))
+            extras["cosine_TE"] = scores_TE
+        else:
+            scores_TE = functional.linear(token_TD, embedding_ED)
+        if self.has_temperature:
+            scores_TE = scores_TE / self.log_temperature.float().exp()
+        return scores_TE, extras
 
     def constraints(self) -> list[Constraint]:
-        """The embeddings go back to their norm."""
-        return [(self.embedding, _at_norm)]
+        """The embeddings go back to their norm, where scores are normalised."""
+        return [(self.embedding, _at_norm)] if self.config.normalise else []
 
 
 def _direction(vector_XD: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ class FusedAdam(torch.optim.Optimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
     ) -> None:
-        assert adam_w_mode and not amsgrad and not capturable
+        assert not amsgrad and not capturable
+        self.adam_w_mode = adam_w_mode
         options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**options, "weight_decay": weight_decay})
 
@@ -37,10 +38,13 @@ class FusedAdam(torch.optim.Optimizer):
                 self._update(parameter, state, group)
 
     def _update(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        (beta1, beta2), gradient = group["betas"], parameter.grad
+        if self.adam_w_mode:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        else:
+            gradient = gradient + group["weight_decay"] * parameter
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         mean = state["exp_avg"] / (1 - beta1 ** group["step"])
         square = state["exp_avg_sq"] / (1 - beta2 ** group["step"])
         parameter.addcdiv_(mean, square.sqrt() + group["eps"], value=-group["lr"])

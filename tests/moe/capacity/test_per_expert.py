@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megamoe import registry
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from tests.moe.build import make_pairs, make_part, make_router, make_scored, moe_config, route_scores
@@ -172,11 +173,20 @@ def test_the_places_are_the_ceiling_of_the_formula(
 
 
 def test_min_capacity_is_a_floor_and_eval_factor_is_of_evaluation() -> None:
-    part = make_part("capacity", "per_expert", factor=1.0, eval_factor=2.0)
-    assert part.places(12) == 4  # 3, under the default floor of 4
+    part = make_part("capacity", "per_expert", factor=1.0, eval_factor=2.0, min_capacity=4)
+    assert part.places(12) == 4  # 3, under the floor
     assert part.places(40) == 10
     assert part.eval().places(40) == 20
     assert make_part("capacity", "per_expert", factor=1.0).eval().places(40) == 10
+
+
+def test_there_is_no_floor_where_the_papers_have_none() -> None:
+    """By default, and in every preset: C = ceil(factor * k * T / E), 1 where that is under 1."""
+    part = make_part("capacity", "per_expert", num_experts=8, factor=1.0)
+    assert [part.places(num_tokens) for num_tokens in (1, 8, 9, 24)] == [1, 1, 2, 3]
+    for name in registry.list_presets():
+        capacity = moe_config(router=name, num_experts=16).router.capacity
+        assert capacity.name != "per_expert" or capacity.options.min_capacity == 0, name
 
 
 def test_none_keeps_every_pair() -> None:

@@ -2,18 +2,18 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megamoe.config.schema import Activation
 from megamoe.kernels.products import grouped_product
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import (
     OWN_PRODUCTS,
-    Activation,
     GroupedExperts,
     GroupedProduct,
     Products,
@@ -45,7 +45,7 @@ def run(experts: GroupedExperts, counts: list[int], grouped: bool) -> list[Tenso
     return [output_NH, *torch.autograd.grad(objective, [rows_NH, experts.up, experts.down])]
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize(
     "counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0], [8, 0, 1, 0]], ids=lambda counts: str(counts)
 )
@@ -151,7 +151,7 @@ def test_all_weights_start_small_where_asked() -> None:
 
 
 @pytest.mark.parametrize("init_scale", [None, 0.1])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("count", [2, 3])
 def test_slices_are_of_the_same_start(activation: Activation, count: int, init_scale: float | None) -> None:
     """The gate's rows and the value's are cut alike."""
@@ -160,7 +160,7 @@ def test_slices_are_of_the_same_start(activation: Activation, count: int, init_s
     for index in range(count):
         part = make_experts(range(1, 3), activation, init_scale=init_scale, cut=Slice(index, count))
         here = range(index * size, (index + 1) * size)
-        rows = [*here, *(FFN + row for row in here)] if activation == "swiglu" else list(here)
+        rows = [*here, *(FFN + row for row in here)] if activation.endswith("glu") else list(here)
         assert torch.equal(part.up, whole.up[1:3, rows])
         assert torch.equal(part.down, whole.down[1:3][:, :, list(here)])
 

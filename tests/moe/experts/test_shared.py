@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from megamoe.moe.experts.grouped import Activation
+from megamoe.config.schema import Activation
 from megamoe.moe.experts.shared import SharedExperts, SharedMode
 from tests.moe.build import FFN, HIDDEN, make_hidden
+from tests.moe.plain import plain_activation
 
 
 def make_shared(
@@ -37,11 +37,7 @@ def with_routed(shared: SharedExperts, hidden_TH: Tensor, routed_TH: Tensor) -> 
 def formula(
     weights: dict[str, Tensor], hidden_TH: Tensor, routed_TH: Tensor, activation: Activation
 ) -> Tensor:
-    inner_TF = hidden_TH @ weights["up"].T
-    if activation == "swiglu":
-        inner_TF = functional.silu(inner_TF[:, :FFN]) * inner_TF[:, FFN:]
-    else:
-        inner_TF = functional.gelu(inner_TF)
+    inner_TF = plain_activation(hidden_TH @ weights["up"].T, activation)
     shared_TH = inner_TF @ weights["down"].T
     if "gate" in weights:
         shared_TH = shared_TH / (1 + (-hidden_TH @ weights["gate"][:, None]).exp())
@@ -53,7 +49,7 @@ def formula(
 
 
 @pytest.mark.parametrize("mode", ["sum", "gated", "residual"])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "reglu"])
 def test_each_mode_is_its_formula_with_every_gradient(activation: Activation, mode: SharedMode) -> None:
     shared = make_shared(mode, activation)
     generator = torch.Generator().manual_seed(3)

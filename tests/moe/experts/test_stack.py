@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.experts.grouped import Activation
+from megamoe.config.schema import Activation
 from megamoe.moe.experts.stack import ExpertStack, NormKind
 from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
 from tests.moe.plain import plain_expert

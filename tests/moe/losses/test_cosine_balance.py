@@ -126,5 +126,9 @@ def test_its_weight_and_its_company() -> None:
     message = "the scorer 'linear' gives no cosines; set moe.router.scorer: cosine"
     with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
         check_parts(moe_config(losses={"cosine_balance": 0.01}), 1)
+    without_norm = {"name": "cosine", "normalise": False}
+    message = "the scorer 'cosine' gives no cosines with normalise: false; take the loss switch_balance"
+    with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
+        check_parts(moe_config(router={"scorer": without_norm}, losses={"cosine_balance": 0.01}), 1)
     with pytest.raises(UserError, match="temperature must be positive"):
         moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": {"temperature": 0.0}})

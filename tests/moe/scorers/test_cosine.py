@@ -130,11 +130,88 @@ def test_scores_of_a_bf16_layer_are_computed_in_fp32() -> None:
     [
         ({"routing_dim": 1}, "routing_dim must be at least 2"),
         ({"temperature": 0.0}, "temperature must be positive"),
+        ({"routing_dim": 0, "normalise": False}, "routing_dim must be at least 1"),
+        ({"routing_dim": 4, "reduction": False}, "reduction is false; leave one of them out"),
     ],
 )
 def test_nonsense_is_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         moe_config(router={"scorer": {"name": "cosine", **options}})
+
+
+def test_without_reduction_by_hand() -> None:
+    """Table 3's second row: cosines in the hidden size, with the temperature and the kept norm."""
+    scorer = make_part("scorer", "cosine", num_experts=2, reduction=False, temperature=0.5)
+    assert {name: tuple(p.shape) for name, p in scorer.named_parameters()} == {
+        "embedding": (2, HIDDEN),
+        "log_temperature": (1,),
+    }
+    torch.testing.assert_close(scorer.embedding.norm(dim=1), torch.full((2,), 0.1))
+    scorer.embedding.data.zero_()
+    scorer.embedding.data[0, 0] = 0.1
+    scorer.embedding.data[1, 1:3] = torch.tensor([0.3, -0.4])
+    hidden_TH = torch.zeros(1, HIDDEN)
+    hidden_TH[0, :3] = torch.tensor([2.0, 1.0, 2.0])
+    scores_TE, extras = scorer(hidden_TH, CONTEXT)
+    cosine_TE = torch.tensor([[2 / 3, (0.3 - 0.8) / (3 * 0.5)]])
+    torch.testing.assert_close(extras["cosine_TE"], cosine_TE)
+    torch.testing.assert_close(scores_TE, 2 * cosine_TE)
+    ((parameter, project),) = scorer.constraints()
+    torch.testing.assert_close(project(parameter.detach()).norm(dim=1), torch.full((2,), 0.1))
+
+
+def test_without_normalisation_by_hand() -> None:
+    """Table 3's third row, s_i = (W x) . e_i: lengths count, on both sides, and no norm is kept."""
+    scorer = make_part("scorer", "cosine", num_experts=3, routing_dim=2, normalise=False)
+    assert {name: tuple(p.shape) for name, p in scorer.named_parameters()} == {
+        "weight": (2, HIDDEN),
+        "embedding": (3, 2),
+    }
+    assert scorer.constraints() == []
+    scorer.weight.data.zero_()
+    scorer.weight.data[0, 0] = scorer.weight.data[1, 1] = 2.0
+    scorer.embedding.data = torch.tensor([[0.1, 0.0], [0.0, -0.2], [0.3, 0.4]])
+    hidden_TH = torch.zeros(1, HIDDEN)
+    hidden_TH[0, :3] = torch.tensor([3.0, 4.0, 9.0])
+    scores_TE, extras = scorer(hidden_TH, CONTEXT)
+    torch.testing.assert_close(scores_TE, torch.tensor([[0.6, -1.6, 1.8 + 3.2]]))
+    assert extras == {}
+
+
+def test_without_normalisation_the_embeddings_start_as_any_weight() -> None:
+    scorer = make_part(
+        "scorer", "cosine", num_experts=64, dims={"init_std": 0.3}, normalise=False, reduction=False
+    )
+    assert scorer.embedding.std().item() == pytest.approx(0.3, rel=0.1)
+    assert scorer.embedding.norm(dim=1).std() > 0.05
+
+
+def test_without_both_it_is_the_linear_scorer() -> None:
+    scorer = make_part("scorer", "cosine", num_experts=8, reduction=False, normalise=False)
+    linear, hidden_TH = make_part("scorer", "linear", num_experts=8), make_hidden(5)
+    (name, embedding), *others = scorer.named_parameters()
+    assert name == "embedding" and not others
+    linear.weight.data.copy_(embedding.data)
+    assert torch.equal(scorer(hidden_TH, CONTEXT)[0], linear(hidden_TH, CONTEXT))
+
+
+def test_a_temperature_beside_dot_products_is_learned_where_asked() -> None:
+    scorer = make_part("scorer", "cosine", num_experts=4, normalise=False, temperature=0.5)
+    plain = make_part("scorer", "cosine", num_experts=4, normalise=False)
+    hidden_TH = make_hidden(5)
+    scores_TE, _ = scorer(hidden_TH, CONTEXT)
+    torch.testing.assert_close(scores_TE, 2 * plain(hidden_TH, CONTEXT)[0])
+    scores_TE.square().sum().backward()
+    assert scorer.log_temperature.grad.abs().item() > 0
+
+
+def test_ablations_train_in_a_layer() -> None:
+    for options in ({"reduction": False}, {"normalise": False}, {"reduction": False, "normalise": False}):
+        router = {"scorer": {"name": "cosine", **options}, "score_function": "sigmoid"}
+        layer = make_layer(moe_config(num_experts=4, router=router))
+        layer(make_hidden(24)).square().sum().backward()
+        gradients = [parameter.grad for parameter in layer.router.parameters()]
+        assert all(g is not None and g.isfinite().all() and g.any() for g in gradients)
 
 
 def test_it_can_be_counted_without_memory() -> None:

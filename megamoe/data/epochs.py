@@ -1,0 +1,64 @@
+"""How large the training data is: its samples in an epoch, and a blend's weights by the sources' sizes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megamoe.data.card import DataFiles, load_card
+from megamoe.data.index_file import check_arithmetic
+
+if TYPE_CHECKING:
+    from megamoe.config.schema import DataConfig, SourceConfig
+
+
+def samples_per_epoch(data: "DataConfig") -> int:
+    """Samples of all sources' train splits, each taken once, whatever their weights in the blend.
+
+    As Megatron-Core's GPTDataset counts: a source of n tokens has (n - 1) // sequence_length samples, for the
+    last token of each sample is the first of the next. Not for mock data, which has no end.
+    """
+    assert not data.mock
+    shares = parse_and_normalize_split(",".join(f"{share:.12f}" for share in data.split))
+    _, train_end = convert_split_vector_to_split_matrix(shares)[0] or (0.0, 0.0)
+    total = 0
+    for source in data.sources:
+        files = DataFiles(Path(source.path))
+        check_arithmetic(files.idx, files.bin.stat().st_size)  # a damaged index is one line, not a traceback
+        indexed = IndexedDataset(source.path)
+        documents = round(train_end * len(indexed))
+        tokens = int(indexed.sequence_lengths[:documents].sum(dtype=np.int64))
+        total += max(tokens - 1, 0) // data.sequence_length
+    return total
+
+
+def blend_weights(sources: "Sequence[SourceConfig]", exponent: float | None) -> list[float]:
+    """Each source's share of a blend, in their order; they sum to 1.
+
+    By `weight`, or with an exponent a by size: n_i^a / sum_j n_j^a for n_i tokens (Conneau and Lample 2019,
+    XLM, section 3.1, whose a is 0.5 and whose n counts sentences; Chi et al. 2022, X-MoE, section 4.1).
+    a = 1: in proportion to the sizes; a = 0: evenly; between them small sources come more often than they
+    would by size.
+    """
+    if exponent is None:
+        parts = [source.weight for source in sources]
+    else:
+        sizes = [_tokens(source.path) for source in sources]
+        # Over the largest first: a power of a large count by itself could leave the range of a float.
+        parts = [(size / max(sizes)) ** exponent for size in sizes]
+    return [part / sum(parts) for part in parts]
+
+
+def _tokens(path: str) -> int:
+    """Of a whole dataset: its card's count, or without a card the sum of the index's lengths."""
+    card = load_card(path)
+    if card is not None:
+        return card.tokens
+    indexed = IndexedDataset(path)  # kept while its lengths are summed: they are unmapped with it
+    return int(indexed.sequence_lengths.sum(dtype=np.int64))

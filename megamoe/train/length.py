@@ -1,0 +1,54 @@
+"""The run's length in optimiser steps: as configured, or worked out from epochs and the data."""
+
+import math
+
+from megamoe.config import RunConfig
+from megamoe.data.epochs import samples_per_epoch
+from megamoe.errors import UserError
+from megamoe.train.schedule import BatchSchedule, warmup_steps
+
+
+def run_steps(config: RunConfig, schedule: BatchSchedule) -> int:
+    """`train.steps`, or the whole batches that `train.epochs` of the training data hold.
+
+    The data are read as one stream over all epochs, so that at most one batch, that of the end, is left out.
+    A blend has one epoch's samples when there are as many as all its sources have, each once; how often a
+    source then comes is up to its weight. The checks of the data must be through.
+
+    Raises:
+        UserError: for fewer samples than a batch, and for a warm-up that is longer than the schedule.
+    """
+    steps = config.train.steps
+    if config.train.epochs is not None:
+        steps = _steps_of_epochs(config, config.train.epochs, schedule)
+    assert steps is not None
+    check_warmup(config, steps)
+    return steps
+
+
+def _steps_of_epochs(config: RunConfig, epochs: float, schedule: BatchSchedule) -> int:
+    per_epoch = samples_per_epoch(config.data)
+    samples = math.floor(round(epochs * per_epoch, 6))  # rounded first: 0.29 * 100 is under 29 in binary
+    steps = schedule.whole_steps(samples)
+    if steps == 0:
+        raise UserError(
+            f"train.epochs: {epochs:g} of {per_epoch} training samples are {samples}, fewer than the first "
+            f"batch of {schedule.size_at(0)} (train.global_batch_size); raise train.epochs, or lower the "
+            "batch size"
+        )
+    return steps
+
+
+def check_warmup(config: RunConfig, steps: int) -> None:
+    """UserError where the warm-up does not fit into a schedule that has an end."""
+    optimizer = config.optimizer
+    end, warmup = optimizer.decay_steps or steps, warmup_steps(optimizer, steps)
+    if optimizer.schedule == "constant" or warmup <= end:
+        return
+    if optimizer.warmup_share is None:
+        found = f"optimizer.warmup_steps: {warmup} is"
+    else:
+        found = f"optimizer.warmup_share: {optimizer.warmup_share:g} of {steps} steps, {warmup}, is"
+    raise UserError(
+        f"{found} more than the {end} steps of the schedule (optimizer.decay_steps, by default the run's)"
+    )

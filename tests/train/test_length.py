@@ -1,0 +1,71 @@
+"""How long a run is: epochs in steps by hand, and a whole run of one epoch."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megamoe.config import RunConfig
+from megamoe.errors import ExitCode, UserError
+from megamoe.train.length import run_steps
+from megamoe.train.loop import train
+from megamoe.train.schedule import BatchSchedule
+from tests.data.test_datasets import make_data
+from tests.tiny import restored_process, tiny
+
+# 101 tokens: 12 samples of 8, of which a token is left over.
+DOCUMENT = "x" * 100
+
+
+def run_of(tmp_path: Path, *overrides: str) -> RunConfig:
+    if not (tmp_path / "data.idx").exists():
+        make_data(tmp_path / "data", [DOCUMENT])
+    data = f"data={{sources: [{tmp_path}/data], split: [1, 0, 0], sequence_length: 8, workers: 0}}"
+    return tiny(data, "model.vocab_size=null", "train.steps=null", f"output={tmp_path}/runs", *overrides)
+
+
+def steps_of(config: RunConfig, data_parallel: int = 1) -> int:
+    return run_steps(config, BatchSchedule.from_config(config.train, data_parallel))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batch", "expected"),
+    [(1, 2, 6), (2, 2, 12), (0.5, 2, 3), (1, 5, 2), (2, 5, 4), (2.5, 10, 3), (0.25, 3, 1)],
+)
+def test_as_many_steps_as_whole_batches_fit(tmp_path: Path, epochs: float, batch: int, expected: int) -> None:
+    config = run_of(
+        tmp_path, f"train.epochs={epochs}", "train.micro_batch_size=1", f"train.global_batch_size={batch}"
+    )
+    assert steps_of(config) == expected
+
+
+def test_a_batch_that_grows_and_steps_as_they_are(tmp_path: Path) -> None:
+    grows = ("train.global_batch_size=6", "train.batch_rampup={start: 2, increment: 2, samples: 8}")
+    assert steps_of(run_of(tmp_path, "train.epochs=1", *grows)) == 3  # 2, 2, 4; then 6 do not fit
+    assert steps_of(tiny("train.steps=7")) == 7
+    assert steps_of(tiny("train.steps=null")) == 100
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match="^train.epochs: 0.1 of 12 training samples are 1, fewer than the first"
+    ):
+        steps_of(run_of(tmp_path, "train.epochs=0.1"))
+    with pytest.raises(
+        UserError, match="^optimizer.warmup_steps: 7 is more than the 6 steps of the schedule"
+    ):
+        steps_of(run_of(tmp_path, "train.epochs=1", "optimizer.warmup_steps=7"))
+
+
+def test_a_run_of_an_epoch_stops_and_resumes_at_its_end(tmp_path: Path) -> None:
+    """Six steps with a warm-up of two; stopped after three and resumed, from the same configuration."""
+    config = ("train.epochs=1", "optimizer.warmup_share=0.3", "optimizer.schedule=linear", "name=a")
+    for more in ("train.exit_after_steps=3", "checkpoint.resume=auto"):
+        with restored_process():
+            assert train(run_of(tmp_path, *config, more)) == ExitCode.FINISHED
+    text = (tmp_path / "runs/a/metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["train/lr"] for row in rows] == pytest.approx(
+        [3e-4 * share for share in (0.5, 1, 0.75, 0.5, 0.25, 0)], abs=1e-12
+    )

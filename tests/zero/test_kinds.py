@@ -1,0 +1,92 @@
+"""AdamW and Adam at every ZeRO stage, against PyTorch's own on the same model; and where Adam is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megamoe.errors import UserError
+from megamoe.model.gpt import GPT
+from megamoe.parallel.launch import find_world
+from megamoe.zero.deepspeed_config import fill_in
+from megamoe.zero.engine import Engine
+from megamoe.zero.optimizer import parameter_groups
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+ROOT = Path(__file__).parents[3]
+KINDS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+OPTIONS = ("optimizer.weight_decay=0.5", "optimizer.grad_clip=0.05", "optimizer.eps=0.001")
+STEPS, LR = 3, 0.01
+
+
+def losses_of(model: nn.Module, step: int) -> torch.Tensor:
+    text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
+    losses: torch.Tensor = model(text, torch.arange(8).expand_as(text), text.roll(-1, 1)).mean()
+    return losses
+
+
+def reference(name: str) -> dict[str, torch.Tensor]:
+    """The weights after plain PyTorch's steps."""
+    config = tiny(f"optimizer.name={name}", *OPTIONS)
+    model = tiny_gpt(config).train()
+    optimizer = KINDS[name](parameter_groups(model, config.optimizer), lr=LR, betas=(0.9, 0.95), eps=0.001)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses_of(model, step).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05
+        optimizer.step()
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def references(one_rank: None) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: reference(name) for name in KINDS}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_steps_are_pytorchs(references: dict[str, dict[str, torch.Tensor]], name: str, stage: int) -> None:
+    path = f"parallel.deepspeed={ROOT}/ds_configs/zero{stage}_fp32.json"
+    config = tiny(f"optimizer.name={name}", path, *OPTIONS)
+    engine = Engine(config, tiny_gpt(config), find_world(), accumulation=1)
+    engine.train(True)
+    for step in range(STEPS):
+        engine.backward(_loss(engine, step))
+        engine.step(LR)
+    assert isinstance(engine.model, GPT)
+    other = references["adam" if name == "adamw" else "adamw"]
+    furthest = 0.0
+    for key, weight in engine.model.named_parameters():
+        with engine.gathered([weight]):
+            found = weight.detach().clone()
+        torch.testing.assert_close(found, references[name][key], rtol=1e-5, atol=1e-6, msg=key)
+        furthest = max(furthest, float((found - other[key]).abs().max()))
+    assert furthest > 1e-3
+
+
+def _loss(engine: Engine, step: int) -> torch.Tensor:
+    text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
+    positions = torch.arange(8).expand_as(text)
+    losses: torch.Tensor = engine.forward(
+        True, tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1)
+    )
+    return losses.mean()
+
+
+@pytest.mark.parametrize(("key", "value"), [("ratio", 0.5), ("super_offload", True)])
+def test_adams_decay_is_refused_where_deepspeed_takes_adamw(key: str, value: Any) -> None:
+    plain: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    mixed = {"stage": 3, "offload_optimizer": {"device": "cpu", key: value}}
+
+    def fill(section: dict[str, Any], *overrides: str) -> None:
+        fill_in(tiny("parallel.deepspeed=ds.json", *overrides), {"zero_optimization": section}, 1, 1)
+
+    adam = ("optimizer.name=adam", "optimizer.weight_decay=0.1")
+    with pytest.raises(UserError, match=f"^ds.json: zero_optimization.offload_optimizer.{key} is {value!r}"):
+        fill(mixed, *adam)
+    fill(mixed)
+    fill(mixed, "optimizer.name=adam")
+    fill(plain, *adam)
