@@ -7,6 +7,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,7 +220,7 @@ def test_a_token_that_changes_while_training_is_told(tmp_path: Path) -> None:
 
 def build_lengths_anew(dataset: Any) -> Any:
     """Megatron-Core remembers the last few entries of the .idx."""
-    dataset._dataset.dataset.index.__getitem__.cache_clear()  # type: ignore[attr-defined]
+    dataset._dataset.dataset.index.__getitem__.cache_clear()
     return dataset
 
 

@@ -15,7 +15,7 @@ from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import parameter_groups
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 KINDS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 OPTIONS = ("optimizer.weight_decay=0.5", "optimizer.grad_clip=0.05", "optimizer.eps=0.001")
 STEPS, LR = 3, 0.01
