@@ -17,13 +17,17 @@ from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.launch import World
 from megamoe.parallel.rank_consistency import Facts
 
-# Keys that may differ between ranks: none decides what is computed or sent.
+# Keys that may differ between ranks: none decides what is computed or sent. Other paths may not: rank 0 or
+# all ranks write there, or the name of the cached sample index follows from the path.
 FREE = {
+    "parallel.deepspeed": "the file's content is compared, of which each machine may have a copy",
+    "data.tokenizer": "the tokenizer's fingerprint is compared",
     "data.workers": "a rank's own loader processes; the batches are the same with any number",
     "log": "rank 0 alone writes",
     "train.profiler": "a rank traces itself, and one may be enough",
 }
 VERSIONS = ("torch", "numpy", "megatron-core", "deepspeed", "transformer-engine")
+SWAP_FOLDER = "nvme_path"  # of the DeepSpeed file: a disk of each machine
 SOURCES = (".py", ".cpp", ".h")
 ENDS = 1 << 16  # bytes that are read at either end of an index without a card
 
@@ -52,7 +56,10 @@ def facts_of_files(
     tokenizer = vocabulary.tokenizer
     init = config.checkpoint.init.path
     return {
-        "deepspeed": {f"parallel.deepspeed: {key}": value for key, value in deepspeed.items()},
+        "deepspeed": {
+            f"parallel.deepspeed: {section}": _without_swap_folder(content)
+            for section, content in deepspeed.items()
+        },
         "vocabulary": {
             "vocabulary": vocabulary.size,
             "end-of-document token": vocabulary.eod,
@@ -77,6 +84,12 @@ def _without_free(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
         key: _without_free(value, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in left.items()
     }
+
+
+def _without_swap_folder(content: Any) -> Any:
+    if not isinstance(content, dict):
+        return content
+    return {key: _without_swap_folder(value) for key, value in content.items() if key != SWAP_FOLDER}
 
 
 def _versions() -> dict[str, str | None]:

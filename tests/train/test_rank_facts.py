@@ -183,6 +183,9 @@ def test_another_vocabulary_deepspeed_file_or_checkpoint(tmp_path: Path) -> None
     files = [facts_of(tiny(), deepspeed=content) for content in stages]
     expected = ("deepspeed", "parallel.deepspeed: zero_optimization.stage", 1, 2)
     assert first_difference(*files) == expected
+    offload = [{"offload_optimizer": {"device": "nvme", "nvme_path": disk}} for disk in ("/a", "/b")]
+    files = [facts_of(tiny(), deepspeed={"zero_optimization": content}) for content in offload]
+    assert first_difference(*files) is None  # a disk of each machine
     found = [first]
     for sums in ("a", "b"):
         folder = tmp_path / "step_00000001"
