@@ -1,17 +1,19 @@
 """AdamW and Adam at every ZeRO stage, against PyTorch's own on the same model; and where Adam is refused."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import deepspeed.ops.adam
 import pytest
 import torch
 from torch import nn
 
 from megamoe.errors import UserError
 from megamoe.model.gpt import GPT
-from megamoe.parallel.launch import find_world
+from megamoe.parallel.launch import World, find_world
 from megamoe.zero.deepspeed_config import fill_in
-from megamoe.zero.engine import Engine
+from megamoe.zero.engine import Engine, _build_optimizer
 from megamoe.zero.optimizer import parameter_groups
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
@@ -74,6 +76,27 @@ def _loss(engine: Engine, step: int) -> torch.Tensor:
         True, tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1)
     )
     return losses.mean()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_offloaded_optimizer_is_deepspeeds_of_the_same_kind(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What it is built with where there is CUDA; the op itself is compiled for that."""
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(
+        deepspeed.ops.adam, "DeepSpeedCPUAdam", lambda groups, **options: built.update(options)
+    )
+    config = tiny(f"optimizer.name={name}", *OPTIONS)
+    world = cast(World, SimpleNamespace(device=torch.device("cuda")))
+    _build_optimizer(config, nn.Linear(3, 2), 2, "bf16", "cpu", world)
+    assert built == {
+        "adamw_mode": name == "adamw",
+        "lr": 3e-4,
+        "betas": (0.9, 0.95),
+        "eps": 0.001,
+        "weight_decay": 0.5,
+    }
 
 
 @pytest.mark.parametrize(("key", "value"), [("ratio", 0.5), ("super_offload", True)])
