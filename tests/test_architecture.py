@@ -16,13 +16,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
 ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
-FOUNDATION = {"config", "errors", "registry"}
+FOUNDATION = {"config", "errors", "registry", "plain_files", "host_memory"}
 # What each room may import of megamoe, beside itself; `megamoe` is the package's own __init__ (its version).
 MAY_IMPORT = {
     "errors": set(),
+    "plain_files": set(),
+    "host_memory": set(),
     "registry": {"errors"},
     "vendors": set(),
-    "config": {"errors", "registry"},
+    "config": {"errors", "registry", "plain_files"},
     "kernels": set(),
     "moe": FOUNDATION | {"kernels"},
     "data": FOUNDATION | {"megamoe"},

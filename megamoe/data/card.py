@@ -14,7 +14,9 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from megamoe.errors import UserError
+from megamoe.plain_files import read_plain, reason
 
+LARGEST_CARD = 1 << 28  # bytes; each file that was read has some 200
 # .idx: magic, version, dtype code, number of sequences, number of document boundaries.
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -119,15 +121,15 @@ def load_card(prefix: str) -> DataCard | None:
             raise UserError(f"data {prefix!r} is unfinished: an interrupted preparation; prepare it again")
         return None
     try:
-        return TypeAdapter(DataCard).validate_json(files.card.read_bytes())
-    except OSError as error:
-        raise UserError(f"data card {str(files.card)!r} cannot be read: {error.strerror}") from error
+        return TypeAdapter(DataCard).validate_json(read_plain(files.card, LARGEST_CARD))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
         raise UserError(
             f"data card {str(files.card)!r} is broken: {where}: {first['msg']}; prepare the data again"
         ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"data card {str(files.card)!r} cannot be read: {reason(error)}") from error
 
 
 def check_files(prefix: str, card: DataCard | None) -> None:

@@ -15,6 +15,8 @@ from megamoe.zero.deepspeed_config import (
 )
 from megamoe.zero.offload import read_offload
 
+MOST_SIZES = 100_000  # that a batch grows through
+
 
 def check_run(config: RunConfig, world_size: int) -> None:
     """Refuse what cannot run.
@@ -159,6 +161,11 @@ def _check_batches(config: RunConfig, world_size: int) -> None:
                 f"train.batch_rampup: from {train.batch_rampup.start} by {train.batch_rampup.increment} "
                 f"does not reach train.global_batch_size {sizes[0][1]}"
             )
+        if growth // train.batch_rampup.increment > MOST_SIZES:
+            raise UserError(
+                f"train.batch_rampup.increment: {train.batch_rampup.increment} makes more than "
+                f"{MOST_SIZES:,} batch sizes of a growth by {growth}; raise it"
+            )
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -167,6 +174,13 @@ def _check_schedule(config: RunConfig) -> None:
     if optimizer.schedule != "constant" and optimizer.warmup_steps > end:
         raise UserError(
             f"optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {end} steps of the schedule "
+            "(optimizer.decay_steps, by default train.steps)"
+        )
+    decay = optimizer.wsd_decay_steps
+    if optimizer.schedule == "wsd" and decay is not None and optimizer.warmup_steps + decay > end:
+        warmup = f" after optimizer.warmup_steps {optimizer.warmup_steps}" if optimizer.warmup_steps else ""
+        raise UserError(
+            f"optimizer.wsd_decay_steps: {decay}{warmup} is more than the {end} steps of the schedule "
             "(optimizer.decay_steps, by default train.steps)"
         )
     if optimizer.min_lr > optimizer.lr:

@@ -1,7 +1,6 @@
 """What changes from step to step by plan: the learning rate and the global batch size. Pure arithmetic."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megamoe.config.schema import OptimizerConfig, TrainConfig
@@ -71,14 +70,19 @@ class BatchSchedule:
 
     def total_samples(self, steps: int) -> int:
         """Samples of the first `steps` steps."""
-        return sum(self._sizes(steps))
-
-    def _sizes(self, steps: int) -> Iterator[int]:
         consumed = 0
-        for step in range(steps):
+        while steps > 0:
             size = self.size_at(consumed)
-            if consumed >= self.ramp_samples:  # constant from here on
-                yield size * (steps - step)
-                return
-            yield size
-            consumed += size
+            count = min(steps, self._steps_of_this_size(consumed, size) or steps)
+            consumed += count * size
+            steps -= count
+        return consumed
+
+    def _steps_of_this_size(self, consumed: int, size: int) -> int | None:
+        """How many steps after `consumed` samples are of `size`; None: all that follow."""
+        if consumed >= self.ramp_samples or self.start >= self.final:
+            return None
+        increments = (self.final - self.start) // self.increment
+        done = consumed * increments // self.ramp_samples
+        changes_at = -(-(done + 1) * self.ramp_samples // increments)
+        return -(-(changes_at - consumed) // size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import Saved
 from megamoe.checkpoint.init_from import load_initial_weights
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
@@ -19,6 +20,7 @@ from megamoe.errors import UserError
 from megamoe.kernels.library import use_compiled
 from megamoe.kernels.memory import keep_freed_memory
 from megamoe.kernels.rows import use_triton
+from megamoe.metrics import check_record
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
@@ -33,6 +35,7 @@ from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.check import check_run
+from megamoe.train.memory import check_memory
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import BatchSchedule, learning_rate
@@ -77,6 +80,7 @@ class Trainer:
             keep_freed_memory()
         self.layout = Layout.of(config.parallel, self.world.size)
         self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
+        check_memory(config, self.world, self.vocabulary.size)
         self.folder: RunFolder = choose_run_folder(config)
         self.schedule = BatchSchedule.from_config(config.train, self.layout.data)
         # For its refusals alone; the engine, which comes after the ranks' start, does it again.
@@ -89,6 +93,7 @@ class Trainer:
             check_init(config, self.vocabulary.size, self.folder.path)
         launch.start(self.world, config.parallel.timeout_minutes)
         self._check_all_go_on(resume_from)
+        self._check_record(resume_from)
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(
@@ -291,6 +296,15 @@ class Trainer:
                 f"{self.folder.checkpoints}: rank {goes_on.index(True)} finds a checkpoint to go on from, "
                 f"rank {goes_on.index(False)} does not; name as output=... a folder that all machines share"
             )
+
+    def _check_record(self, resume_from: Path | None) -> None:
+        """Before minutes are spent on the model: the first rank goes on with the run's metrics.jsonl."""
+        if resume_from is None or not self.folder.continues:
+            return
+        step = read_meta(resume_from)["step"]
+        raise_any_error(
+            catch_error(lambda: check_record(self.folder.path, step)) if self.world.is_first else None
+        )
 
     def _open_checkpoint(self, checked: Path | None) -> Saved | None:
         """The first intact candidate; `checked`: the one that was found to fit this run."""
