@@ -19,6 +19,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -284,8 +285,9 @@ def _failure(error: Exception, file: str | None, named: str = "") -> str:
 def _find_file(reference: str, base: Path | None) -> Path:
     candidates = [Path(reference)] + ([base / reference] if base is not None else [])
     for candidate in candidates:
-        if candidate.is_file():
-            return candidate.resolve()
+        with suppress(OSError):  # a name that is too long
+            if candidate.is_file():
+                return candidate.resolve()
     folders = ", ".join(dict.fromkeys(str(candidate.parent) for candidate in candidates))
     raise UserError(f"plugins: no file {reference!r} (looked in {folders}); expected a path to a .py file")
 

@@ -16,14 +16,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
 ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
-FOUNDATION = {"config", "errors", "registry"}
+FOUNDATION = {"config", "errors", "registry", "plain_files", "host_memory"}
 SHARDING = FOUNDATION | {"moe", "kernels", "parallel"}
 # What each package may import of megamoe, beside itself; `megamoe` is its own __init__ (the version).
 MAY_IMPORT = {
     "errors": set(),
+    "plain_files": set(),
+    "host_memory": set(),
     "registry": {"errors"},
     "vendors": {"errors"},
-    "config": {"errors", "registry"},
+    "config": {"errors", "registry", "plain_files"},
     "kernels": set(),
     "moe": FOUNDATION | {"kernels"},
     "data": FOUNDATION | {"megamoe"},

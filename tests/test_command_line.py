@@ -332,6 +332,14 @@ def test_a_run_its_folder_and_its_checkpoint(
         assert pretrain(*arguments, aligned) == 2
         assert message in told(capsys)
         assert contents(tmp_path / "runs") == before
+    metrics = tmp_path / "runs/a/metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(b"nonsense\n" + whole)
+    broken = contents(tmp_path / "runs")
+    assert pretrain("--resume", "train.steps=2", aligned) == 2
+    assert "runs/a/metrics.jsonl: line 1 is no record: 'nonsense'" in told(capsys)
+    assert contents(tmp_path / "runs") == broken
+    metrics.write_bytes(whole + b'{"step": 2, "tr' + b"\0" * 100)  # as a power failure leaves it
     assert pretrain("--resume", "train.steps=2", aligned, "parallel.precision=bf16") == 0
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()

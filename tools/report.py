@@ -4,6 +4,7 @@ python tools/report.py runs/first runs/second
 """
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -21,15 +22,21 @@ def main(arguments: list[str] | None = None) -> int:
         "run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="a run's folder, runs/<name>"
     )
     folders = parser.parse_args(arguments).run_folders
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of folders may be any bytes
     try:
         runs = [read_run(folder) for folder in folders]
         for folder in folders:
             print(write_report(folder))
+        if len(runs) > 1:
+            print(f"\n{comparison_table(runs)}")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    if len(runs) > 1:
-        print(f"\n{comparison_table(runs)}")
+    except OSError as error:
+        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,12 @@ from megamoe.config.messages import first_problem, shown
 from megamoe.config.parts import PartChoice
 from megamoe.config.presets import Dropped, expand_preset
 from megamoe.config.schema import RunConfig
+from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
 from megamoe.errors import UserError
+from megamoe.plain_files import read_plain, reason
 
 _RUN = TypeAdapter(RunConfig)
-
-
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that reads 1e-4 as a number (YAML 1.2) and refuses a key that stands twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if key is None or key_node.tag.endswith(":timestamp"):
-                raise yaml.MarkedYAMLError(problem="expected text as a key", problem_mark=key_node.start_mark)
-            if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """A SafeDumper that puts the text 1e-4 in quotes, so that `_Loader` reads it as text."""
-
-
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-        list("-+0123456789."),
-    )
+LARGEST_FILE = 1 << 20  # bytes of YAML
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
@@ -78,7 +51,7 @@ def parse_config(tree: dict[str, Any], source: str = "configuration") -> RunConf
         raise UserError(f"{source}: {error}") from None
     try:
         # As JSON, because only there may a mapping become a dataclass while numbers stay strict.
-        return _RUN.validate_json(json.dumps(written_out, default=str))
+        return _RUN.validate_json(json.dumps(written_out))
     except ValidationError as error:
         raise UserError(f"{source}: {first_problem(error, RunConfig)}") from None
 
@@ -98,7 +71,7 @@ def to_dict(config: Any) -> Any:
 
 def dump_yaml(config: RunConfig) -> str:
     """The resolved configuration as YAML text."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False)
+    return dump(to_dict(config))
 
 
 def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
@@ -127,14 +100,14 @@ def _with_paths(sources: Any) -> Any:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise UserError(f"--config: cannot read {str(path)!r}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        place = getattr(error, "problem_mark", None)
-        where = f" line {place.line + 1}" if place is not None else ""
-        problem = getattr(error, "problem", None) or "not UTF-8 text"
+        tree = parse_yaml(read_plain(path, LARGEST_FILE).decode("utf-8"))
+    except yaml.YAMLError as error:
+        where, problem = problem_of(error)
         raise UserError(f"--config: {path}{where} is not valid YAML: {problem}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config: {path} is not valid YAML: not UTF-8 text") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config: cannot read {str(path)!r}: {reason(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -145,12 +118,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.split(".")
-    if not equals or not all(keys):
-        raise UserError(f"override {override!r}: expected section.key=value, such as optimizer.lr=1e-4")
+    if not equals or not all(keys) or len(keys) > DEEPEST or not dotted.isprintable():
+        raise UserError(f"override {shown(override)}: expected section.key=value, such as optimizer.lr=1e-4")
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value; put it in quotes") from None
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"override {shown(override)}: {shown(text)} is not a YAML value ({problem_of(error)[1]}); put it "
+            "in quotes"
+        ) from None
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.get(key)

@@ -12,6 +12,7 @@ from megamoe.config.messages import shown
 from megamoe.errors import UserError
 
 DEFAULTS = {"scorer": "linear", "score_function": "softmax", "selector": "top_k", "capacity": "none"}
+LARGEST_INT, LARGEST_FLOAT, SMALLEST_FLOAT = 10**9, 10**6, 1e-12
 STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
@@ -112,7 +113,7 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(config_class)
         adapter.rebuild()  # names the type that it does not find, where validation would not
-        return adapter.validate_json(json.dumps(options))
+        checked = adapter.validate_json(json.dumps(options))
     except ValidationError:
         raise
     except Exception as error:  # a type that cannot be checked, or whatever its __post_init__ raised
@@ -122,6 +123,23 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
         raise _problem(
             f"the Config of the {registry.label(kind)} {name!r} failed{registry.failure_of(part, error)}"
         ) from error
+    if registry.is_ours(config_class):
+        _check_bounds(kind, name, checked)
+    return checked
+
+
+def _check_bounds(kind: str, name: str, options: Any) -> None:
+    """Of our own parts, whose Configs say what an option means: no number at which fp32 or int64 gives up."""
+    for key, value in dataclasses.asdict(options).items():
+        problem = None
+        if type(value) is int and abs(value) > LARGEST_INT:
+            problem = f"a whole number of at most {LARGEST_INT:,}"
+        elif type(value) is float and abs(value) > LARGEST_FLOAT:
+            problem = f"a number of at most {LARGEST_FLOAT:,}"
+        elif type(value) is float and 0 < abs(value) < SMALLEST_FLOAT:
+            problem = f"0, or a number of at least {SMALLEST_FLOAT}"
+        if problem is not None:
+            raise _problem(f"the {kind} {name!r}: {key}: expected {problem}, found {shown(value)}")
 
 
 def _problem(message: str) -> PydanticCustomError:

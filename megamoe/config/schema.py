@@ -7,17 +7,32 @@ selector, loss, ...) brings its own `Config`; here it stands as a `PartChoice`: 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megamoe.config.parts import STRICT, PartChoice, names_inside, none_at_all, one_part, one_size
+from megamoe.config.paths import is_dataset, is_minutes, is_path, is_run_name
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 DEFAULT_STEPS = 100
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
+# Upper bounds are far above any real use: what is larger is a slip that would end in an overflow or silence.
+PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e15)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e15)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Size = Annotated[int, Field(gt=0, le=10**6)]  # of a vector
+SizeOrZero = Annotated[int, Field(ge=0, le=10**6)]
+Layers = Annotated[int, Field(gt=0, le=2000)]
+Count = Annotated[int, Field(gt=0, le=10_000)]  # of steps that are recorded
+Length = Annotated[int, Field(gt=0, le=2**24)]  # of a sequence
+Small = Annotated[float, Field(ge=1e-30, le=1)]  # added to what is divided by; below, fp32 would lose it
+Deviation = Annotated[float, Field(gt=0, le=1000)]
+Decay = Annotated[float, Field(ge=0, le=1000)]
+Rate = Annotated[float, Field(gt=0, le=1000)]
+Minutes = Annotated[float, Field(ge=0.01, le=10**7)]
+MinutesOrZero = Annotated[float, AfterValidator(is_minutes)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # NumPy's bound
+PathText = Annotated[str, AfterValidator(is_path)]
 
 
 @dataclass
@@ -25,7 +40,7 @@ class SourceConfig:
     """One indexed dataset: a path without its .bin/.idx ending, and its share of the blend."""
 
     __pydantic_config__ = STRICT
-    path: str
+    path: Annotated[str, AfterValidator(is_dataset)]
     weight: PositiveFloat = 1.0
 
 
@@ -42,12 +57,12 @@ class DataConfig:
     split: list[NonNegativeFloat] = field(default_factory=lambda: [0.98, 0.02, 0.0])  # train, valid, test
     validation: dict[str, Sources] = field(default_factory=dict)  # further validation sets, by name
     mock: bool = False  # made-up tokens, to try a layout or a machine
-    sequence_length: PositiveInt = 256  # tokens
-    tokenizer: str | None = None  # default: the one named in the data card
+    sequence_length: Length = 256  # tokens
+    tokenizer: PathText | None = None  # default: the one named in the data card
     document_aware: bool = False  # attention, positions and loss stop at document boundaries
-    cache: str | None = None  # folder of the sample index; default: beside the data
+    cache: PathText | None = None  # folder of the sample index; default: beside the data
     verify: Literal["full", "structure"] = "full"  # full: every byte, once per version of a file
-    workers: NonNegativeInt = 1  # loader processes per rank
+    workers: Annotated[int, Field(ge=0, le=512)] = 1  # loader processes per rank
 
 
 @dataclass
@@ -55,22 +70,22 @@ class ModelConfig:
     """The transformer: Megatron-Core's GPTModel."""
 
     __pydantic_config__ = STRICT
-    num_layers: PositiveInt = 4  # transformer blocks
-    hidden_size: PositiveInt = 256  # a multiple of the heads
-    num_attention_heads: PositiveInt = 4
-    num_query_groups: PositiveInt | None = None  # grouped-query attention; default: one per head
-    ffn_hidden_size: PositiveInt | None = None  # of the dense blocks; default: 4 x hidden_size
-    vocab_size: PositiveInt | None = None  # default: the tokenizer's
-    vocab_multiple: PositiveInt = 64  # the embedding is padded to a multiple of it
+    num_layers: Layers = 4  # transformer blocks
+    hidden_size: Size = 256  # a multiple of the heads
+    num_attention_heads: Size = 4
+    num_query_groups: Size | None = None  # grouped-query attention; default: one per head
+    ffn_hidden_size: Size | None = None  # of the dense blocks; default: 4 x hidden_size
+    vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
+    vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned"] = "rope"
     rope_base: PositiveInt = 10000  # of the rotary frequencies
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: PositiveFloat = 1e-5  # added to the variance
+    norm_eps: Small = 1e-5  # added to the variance
     activation: Activation = "swiglu"  # of FFNs; those in ...glu have a score function beside each value
     bias: bool = False  # of attention and the dense FFN; experts have none, as Megatron's grouped ones
     tie_embeddings: bool = True  # output weights are the embedding
-    init_std: PositiveFloat = 0.02  # over sqrt(2 num_layers) where a weight writes into the residual
-    init_scale: PositiveFloat | None = None  # s: start as truncated normal of std sqrt(s / fan_in) instead
+    init_std: Deviation = 0.02  # over sqrt(2 num_layers) where a weight writes into the residual
+    init_scale: Deviation | None = None  # s: start as truncated normal of std sqrt(s / fan_in) instead
     hidden_dropout: Fraction = 0.0  # on what a block adds to its residual
     attention_dropout: Fraction = 0.0  # on attention weights
     recompute: Literal["none", "selective", "full"] = "none"  # in backward: MoE layers, or whole blocks
@@ -82,7 +97,7 @@ class ModelConfig:
     )
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # FP8 products: scales
     fp8_format: Literal["hybrid", "e4m3"] | None = None  # default: e4m3 for blockwise and mxfp8, else hybrid
-    fp8_amax_history: PositiveInt | None = None  # of `delayed`: passes that set a scale; default: 1024
+    fp8_amax_history: Size | None = None  # of `delayed`: passes that set a scale; default: 1024
 
 
 @dataclass
@@ -91,9 +106,9 @@ class LayersConfig:
     listed; or as a layer of its own after a block. None of them (`none`): a dense model."""
 
     __pydantic_config__ = STRICT
-    every: PositiveInt | None = None  # n: in the blocks n, 2n, 3n, ...
-    at: list[PositiveInt] = field(default_factory=list)  # in these blocks too
-    insert_after: list[PositiveInt] = field(default_factory=list)  # a layer of its own there, as in BASE
+    every: Layers | None = None  # n: in the blocks n, 2n, 3n, ...
+    at: list[Layers] = field(default_factory=list)  # in these blocks too
+    insert_after: list[Layers] = field(default_factory=list)  # a layer of its own there, as in BASE
 
 
 Scorer = Annotated[PartChoice, one_part("scorer")]
@@ -106,7 +121,7 @@ Masks = Annotated[list[Mask], BeforeValidator(none_at_all)]
 Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
 
 
-ExpertSize = Annotated[PositiveInt | None, BeforeValidator(one_size)]
+ExpertSize = Annotated[Size | None, BeforeValidator(one_size)]
 
 
 @dataclass
@@ -127,13 +142,13 @@ class MoEConfig:
 
     __pydantic_config__ = STRICT
     layers: LayersConfig = field(default_factory=LayersConfig)
-    num_experts: PositiveInt = 8  # of each MoE block
+    num_experts: Size = 8  # of each MoE block
     expert_ffn_hidden_size: ExpertSize = None  # of every expert; default: the dense blocks' size
     expert_activation: Activation | None = None  # of experts, shared ones too; default: model.activation
-    expert_sublayers: PositiveInt = 1  # above 1: each expert is a stack of that many residual FFN sub-layers
+    expert_sublayers: Layers = 1  # above 1: each expert is a stack of that many residual FFN sub-layers
     expert_output_dropout: Fraction = 0.0  # on an expert's output (MoEC's "MoE dropout")
     expert_activation_dropout: Fraction = 0.0  # after the activation inside (Switch's "expert dropout")
-    num_shared_experts: NonNegativeInt = 0  # each of the experts' size; every token visits them
+    num_shared_experts: SizeOrZero = 0  # each of the experts' size; every token visits them
     shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"  # gated: sigmoid(w.x); residual: softmax
     frozen: list[Literal["router", "experts"]] = field(default_factory=list)  # kept as they are
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -145,13 +160,13 @@ class ParallelConfig:
     """How ranks share the work. Data parallelism is what remains: the world size over `tensor`."""
 
     __pydantic_config__ = STRICT
-    tensor: PositiveInt = 1  # ranks that share one micro batch: attention, dense FFNs, embedding are cut
+    tensor: Size = 1  # ranks that share one micro batch: attention, dense FFNs, embedding are cut
     sequence: bool = False  # norms and dropout on a share of the sequence each, where tensor is above 1
-    expert: PositiveInt = 1  # ranks that share one set of experts
-    expert_tensor: PositiveInt = 1  # ranks that hold slices of one expert
+    expert: Size = 1  # ranks that share one set of experts
+    expert_tensor: Size = 1  # ranks that hold slices of one expert
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: what the DeepSpeed file says
-    deepspeed: str | None = None  # a file of ds_configs/; default: ZeRO 0 in fp32
-    timeout_minutes: PositiveFloat = 30.0  # of a collective operation over all ranks
+    deepspeed: PathText | None = None  # a file of ds_configs/; default: ZeRO 0 in fp32
+    timeout_minutes: Minutes = 30.0  # of a collective operation over all ranks
 
 
 @dataclass
@@ -160,8 +175,8 @@ class OptimizerConfig:
 
     __pydantic_config__ = STRICT
     name: Literal["adamw", "adam"] = "adamw"  # weight decay apart from the gradient; adam: L2, added to it
-    lr: PositiveFloat = 3e-4  # the peak
-    min_lr: NonNegativeFloat = 0.0
+    lr: Rate = 3e-4  # the peak
+    min_lr: Annotated[float, Field(ge=0, le=1000)] = 0.0
     schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 0  # linear, from 0 to lr
     warmup_share: Fraction | None = None  # in place of warmup_steps: of the run's steps, rounded up
@@ -169,8 +184,8 @@ class OptimizerConfig:
     wsd_decay_steps: PositiveInt | None = None  # the last stretch of `wsd`; default: a tenth of decay_steps
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat | None = None  # of matrices alone; default: 0.1 of adamw, 0 of adam
+    eps: Small = 1e-8
+    weight_decay: Decay | None = None  # of matrices alone; default: 0.1 of adamw, 0 of adam
     grad_clip: NonNegativeFloat = 1.0  # global norm, dense and expert parameters together; 0: off
     kernel: Literal["auto", "torch", "apex"] = (
         "auto"  # the update's; auto: Apex's if installed, but not at ZeRO 0
@@ -184,7 +199,7 @@ class RampupConfig:
     __pydantic_config__ = STRICT
     start: PositiveInt
     increment: PositiveInt
-    samples: PositiveInt  # over which the growth is spread evenly
+    samples: Annotated[int, Field(gt=0, le=10**12)]  # over which the growth is spread evenly
 
 
 @dataclass
@@ -193,7 +208,7 @@ class ProfilerConfig:
 
     __pydantic_config__ = STRICT
     start_step: PositiveInt | None = None  # None: off
-    num_steps: PositiveInt = 3
+    num_steps: Layers = 3
 
 
 @dataclass
@@ -202,7 +217,7 @@ class LossSpikeConfig:
 
     __pydantic_config__ = STRICT
     sigmas: PositiveFloat | None = None  # above the mean by so many standard deviations; None: off
-    window: Annotated[int, Field(ge=2)] = 128  # applied steps before, all of which there must be
+    window: Annotated[int, Field(ge=2, le=10**6)] = 128  # applied steps before, all of which there must be
     action: Literal["skip", "stop"] = "skip"  # leave its batch out, or end the run
 
 
@@ -213,15 +228,15 @@ class TrainConfig:
     __pydantic_config__ = STRICT
     steps: PositiveInt | None = None  # optimiser steps of the whole run; default: 100, if no epochs
     epochs: PositiveFloat | None = None  # in place of steps: passes over the training data, in whole batches
-    micro_batch_size: PositiveInt = 1  # sequences per rank and forward pass
+    micro_batch_size: Size = 1  # sequences per rank and forward pass
     global_batch_size: PositiveInt | None = None  # default: micro_batch_size x data-parallel size
     batch_rampup: RampupConfig | None = None
     label_smoothing: Fraction = 0.0  # share of the target given to the other words
     exit_after_steps: PositiveInt | None = None  # save and stop, of this launch
-    exit_after_minutes: PositiveFloat | None = None
+    exit_after_minutes: Annotated[float, Field(gt=0, le=10**7)] | None = None
     max_skipped_in_a_row: PositiveInt = 10  # so many broken steps (not finite, or a spike) end the run
     loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
-    hang_minutes: NonNegativeFloat = 10.0  # without progress of any rank, until the run is ended; 0: never
+    hang_minutes: MinutesOrZero = 10.0  # without progress of any rank, until the run is ended; 0: never
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def __post_init__(self) -> None:
@@ -235,7 +250,7 @@ class EvaluationConfig:
 
     __pydantic_config__ = STRICT
     every: NonNegativeInt = 0  # steps; 0: only at the end
-    batches: NonNegativeInt = 8  # global batches per validation set; 0: no evaluation at all
+    batches: SizeOrZero = 8  # global batches per validation set; 0: no evaluation at all
     at_start: bool = False
 
 
@@ -244,7 +259,7 @@ class InitConfig:
     """Start from the weights of another run's checkpoint: a new run, with a fresh optimiser."""
 
     __pydantic_config__ = STRICT
-    path: str | None = None  # a step_* folder
+    path: PathText | None = None  # a step_* folder
     experts: Literal["same", "cut", "copy"] = "same"  # cut a dense FFN into the experts, or copy it into each
 
 
@@ -254,11 +269,11 @@ class CheckpointConfig:
 
     __pydantic_config__ = STRICT
     every: NonNegativeInt = 0  # steps; 0: only at the end
-    keep: PositiveInt = 2
+    keep: Size = 2
     background: bool = True  # write while training goes on, from a copy in host memory
     save_at_end: bool = True
     init: InitConfig = field(default_factory=InitConfig)
-    resume: str = "never"  # never | auto (the latest of this run, if any) | a checkpoint's folder
+    resume: PathText = "never"  # never | auto (the latest of this run, if any) | a checkpoint's folder
 
 
 @dataclass
@@ -290,10 +305,10 @@ class RunConfig:
     """One run, whole."""
 
     __pydantic_config__ = STRICT
-    name: str = "run"  # of the run and its folder
-    output: str = "runs"  # the run's folder is <output>/<name>
+    name: Annotated[str, AfterValidator(is_run_name)] = "run"  # of the run and its folder
+    output: PathText = "runs"  # the run's folder is <output>/<name>
     overwrite: bool = False  # begin anew in a run folder that exists
-    seed: NonNegativeInt = 1234  # of weights, data order and every draw
+    seed: Seed = 1234  # of weights, data order and every draw
     plugins: list[str] = field(default_factory=list)  # files, modules or entry points that add parts
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -15,8 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from megamoe.data.index_file import AGAIN, read_header
 from megamoe.errors import UserError
+from megamoe.plain_files import read_plain, reason
 
 CHECKSUM = "checksum"  # of the card: SHA-256 of everything else in it
+LARGEST_CARD = 1 << 28  # bytes; each file that was read has some 200
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,10 @@ def load_card(prefix: str) -> DataCard | None:
     if not files.card.is_file():
         raise UserError(f"{name} cannot be read: not a file")
     try:
-        content = json.loads(files.card.read_bytes())
+        content = json.loads(read_plain(files.card, LARGEST_CARD))
         card = TypeAdapter(DataCard).validate_python(content)
     except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}") from error
+        raise UserError(f"{name} cannot be read: {reason(error)}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"

@@ -25,9 +25,11 @@ from megamoe.data.epochs import blend_weights
 from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.data.mock import MockDataset
+from megamoe.data.ranks import agree, rank
 from megamoe.data.verify import cache_folder, verify_sources
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
+from megamoe.host_memory import available_bytes
 
 if TYPE_CHECKING:
     from megamoe.config.schema import DataConfig, SourceConfig
@@ -39,6 +41,7 @@ VALID = "valid"
 WHOLE_AS_VALIDATION = [0.0, 1.0, 0.0]
 # Of samples per source over its exact share: Megatron-Core's default.
 MIN_SURPLUS = 0.005
+MOST_EPOCHS = 100_000  # Megatron-Core counts them one by one
 
 
 @dataclass(frozen=True)
@@ -150,24 +153,56 @@ def _build(
     ]
     for path in paths:
         _check_room(path, config)
+    agree(_index_problem(paths, weights, config, sizes) if rank() == 0 else None)
     built = build_cached(config, sizes, cache_folder(data, paths[0]))
     return [None if dataset is None else CheckedDataset(dataset, vocabulary.size) for dataset in built]
 
 
 def _check_room(path: str, config: GPTDatasetConfig) -> None:
-    """Each split that is wanted must hold one sample; documents are dealt as Megatron-Core deals them."""
-    indexed = IndexedDataset(path)
-    for name, share in zip(SPLIT_NAMES, config.split_matrix, strict=True):
-        if share is None:
-            continue
-        first, last = (round(bound * len(indexed)) for bound in share)
-        tokens = int(indexed.sequence_lengths[first:last].sum(dtype=np.int64))
+    """Each split that is wanted must hold one sample."""
+    for name, _, documents, of, tokens in _wanted_splits(path, config):
         if tokens <= config.sequence_length:
             raise UserError(
-                f"data {path!r}: its {name} split has {tokens} tokens ({last - first} of {len(indexed)} "
+                f"data {path!r}: its {name} split has {tokens} tokens ({documents} of {of} "
                 f"documents), one sample needs {config.sequence_length + 1}; change data.split, shorten "
                 "data.sequence_length or add data"
             )
+
+
+def _wanted_splits(path: str, config: GPTDatasetConfig) -> Iterator[tuple[str, int, int, int, int]]:
+    """(name, place, its documents, all documents, its tokens), dealt as Megatron-Core deals documents."""
+    indexed = IndexedDataset(path)
+    for place, (name, share) in enumerate(zip(SPLIT_NAMES, config.split_matrix, strict=True)):
+        if share is not None:
+            first, last = (round(bound * len(indexed)) for bound in share)
+            tokens = int(indexed.sequence_lengths[first:last].sum(dtype=np.int64))
+            yield name, place, last - first, len(indexed), tokens
+
+
+def _index_problem(paths: list[str], weights: list[float], config: GPTDatasetConfig, sizes: list[int]) -> str:
+    """Why the index of so many samples cannot be built; nothing, if it can.
+
+    Megatron-Core numbers the documents of every epoch (int64, twice) and every sample (two int32 of its
+    place, one of the order), all in memory.
+    """
+    available = available_bytes()
+    for path, weight in zip(paths, weights, strict=True):
+        for name, place, documents, _, tokens in _wanted_splits(path, config):
+            samples = math.ceil(sizes[place] * weight)
+            epochs = -(-samples * config.sequence_length // tokens)
+            needed = 16 * epochs * documents + 12 * samples
+            asked = (
+                f"data {path!r}: train.steps, the batch size or evaluation.batches ask for {samples:,} "
+                f"samples of its {name} split"
+            )
+            if epochs > MOST_EPOCHS:
+                return f"{asked}, {epochs:,} epochs; expected at most {MOST_EPOCHS:,}: lower them or add data"
+            if available is not None and needed > available:
+                return (
+                    f"{asked}, whose index needs {needed >> 20:,} MiB of memory; {available >> 20:,} MiB are "
+                    "available: lower them"
+                )
+    return ""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from megamoe.errors import UserError
 TRAIN = "train"
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
+MOST_WORKERS, LARGEST_VOCABULARY = 512, 10**8
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ def _check(preparation: Preparation, files: DataFiles) -> None:
         value = getattr(preparation, name)
         if value is not None and value < 1:
             raise UserError(f"{name} {value}: expected at least 1")
+    if preparation.workers > MOST_WORKERS:
+        raise UserError(f"workers {preparation.workers}: expected at most {MOST_WORKERS}")
+    if preparation.vocab_size > LARGEST_VOCABULARY:
+        raise UserError(f"vocab_size {preparation.vocab_size}: expected at most {LARGEST_VOCABULARY:,}")
     if not files.prefix.name or preparation.output.endswith("/"):
         raise UserError(f"output {preparation.output!r} is a folder; expected a prefix such as data/corpus")
     if preparation.overwrite:

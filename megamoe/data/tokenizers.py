@@ -9,6 +9,7 @@ Design choices:
 """
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -161,8 +162,10 @@ def load_tokenizer(reference: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(reference)
     expected = "expected 'bytes', a tokenizer.json, a Hugging Face folder or a SentencePiece .model"
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"tokenizer {reference!r} does not exist; {expected}")
+    if not (path.is_dir() or path.is_file()):  # a device never ends
+        raise UserError(f"tokenizer {reference!r} is a pipe, device or socket; {expected}")
     if path.is_dir():
         kind: type[FolderTokenizer | JsonTokenizer | SentencePieceTokenizer] = FolderTokenizer
     elif path.suffix == ".json":

@@ -2,7 +2,7 @@
 
 from megamoe.metrics.console import ProgressLine, print_summary
 from megamoe.metrics.reader import read_metrics
-from megamoe.metrics.recorder import Recorder
+from megamoe.metrics.recorder import Recorder, check_record
 from megamoe.metrics.report.page import write_report
 
-__all__ = ["ProgressLine", "Recorder", "print_summary", "read_metrics", "write_report"]
+__all__ = ["ProgressLine", "Recorder", "check_record", "print_summary", "read_metrics", "write_report"]

@@ -1,8 +1,23 @@
 """How numbers are written for people."""
 
+import math
+
+
+def readable(text: str, longest: int = 60) -> str:
+    """A name as it can be drawn and written: a folder's may hold any bytes, a key any characters."""
+    cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return cut.encode(errors="backslashreplace").decode()
+
+
+def format_number(value: float, pattern: str) -> str:
+    """`pattern.format(value)`; by an exponent where that would be a row of digits."""
+    return pattern.format(value) if abs(value) < 1e15 or not math.isfinite(value) else f"{value:.3e}"
+
 
 def format_duration(seconds: float) -> str:
     """`45s`, `3m12s`, `2h05m`, `3d04h`."""
+    if not abs(seconds) < 1e12:  # nor NaN
+        return f"{seconds:.3g}s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,51 +1,162 @@
-"""Reading a run's record back: the counterpart of the recorder's JSON lines."""
+"""Reading a run's record back: the one reader of metrics.jsonl, for reports and for a run that goes on.
+
+A line is whole if it is a JSON object with a `step`. A power failure leaves a torn last line, and blocks of
+NUL bytes where the file had grown but its content was not on the disk yet: NULs around a record, lines with
+NULs inside and a torn last line are left out. Any other broken line between whole ones is told.
+"""
 
 import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megamoe.errors import UserError
+from megamoe.plain_files import open_plain, reason
 
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+LONGEST_LINE = 1 << 26  # bytes; a step of 1,000 layers of 1,000 experts has some ten million
+LARGEST_STEP = 1 << 53  # exact as a float, which charts make of it
+BLANK = b"\0 \t\r\n"
+MEASURED = ("train/", "val/", "test/", "perf/", "moe/")  # keys that begin so hold numbers
+LOAD = re.compile("moe/([^/]+)/load")  # of a layer, by its name
+SHOWN, LONGEST_KEY = 40, 100  # characters of a message
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, one per step, sorted by step.
+@dataclass(frozen=True)
+class Line:
+    """A whole record. number: of its line, from 1; start, end: its bytes in the file, with the newline if it
+    comes at once."""
 
-    Where a resumed run repeated a step, its last record counts. A last line that a crash broke is
-    left out.
+    number: int
+    start: int
+    end: int
+    record: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Of the record."""
+        step: int = self.record["step"]
+        return step
+
+
+def whole_lines(path: Path, keep_until: int | None = None) -> Iterator[Line]:
+    """The whole records of a `metrics.jsonl` in the file's order; those of later steps than `keep_until` left
+    out.
 
     Raises:
-        UserError: if the file cannot be read, or if another line is no JSON object with a `step`.
+        UserError: if the file cannot be read; if a line before one of those is broken, and not by NULs.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
+        file = open_plain(path)
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"{path}: cannot read the metrics ({error.strerror}); expected a run's metrics.jsonl"
+            f"{path}: cannot read the metrics ({reason(error)}); expected a run's metrics.jsonl"
         ) from None
-    by_step: dict[int, dict[str, Any]] = {}
-    last = max((number for number, line in enumerate(lines) if line.strip()), default=-1)
-    for number, line in enumerate(lines[: last + 1]):
-        record = _parse(line)
-        if record is not None:
-            by_step[record["step"]] = record
-        elif number < last and line.strip():
-            raise UserError(
-                f"{path}: line {number + 1} is no record: {line[:40]!r}; expected a JSON object with an "
-                "integer `step`; remove the line"
-            )
-    return [by_step[step] for step in sorted(by_step)]
+    broken: UserError | None = None
+    with file:
+        for number, start, raw in _lines(file):
+            text = raw.strip(BLANK)
+            record = _parse(text)
+            if record is None:
+                if broken is None and text and b"\0" not in raw:
+                    broken = _broken(path, number, text)
+                continue
+            if keep_until is not None and record["step"] > keep_until:
+                continue
+            if broken is not None:
+                raise broken
+            begin = start + raw.index(text)
+            end = begin + len(text)
+            yield Line(number, begin, end + raw.startswith(b"\n", end - start), record)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """(number, place in the file, bytes) of each line; of one that is too long, of each piece."""
+    number, start = 1, 0
+    while raw := file.readline(LONGEST_LINE):
+        yield number, start, raw
+        number += raw.endswith(b"\n")
+        start += len(raw)
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+    step = record.get("step") if isinstance(record, dict) else None
+    if type(step) is not int or not 0 <= step < LARGEST_STEP:
         return None
     return {
         key: NON_FINITE.get(value, value) if isinstance(value, str) else value
         for key, value in record.items()
     }
+
+
+def _broken(path: Path, number: int, text: bytes) -> UserError:
+    shown = text[:SHOWN].decode("utf-8", errors="backslashreplace")
+    return UserError(
+        f"{path}: line {number} is no record: {shown!r}; expected a JSON object with an integer `step`; "
+        "remove the line"
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, one per step, sorted by step.
+
+    Where a resumed run repeated a step, its last record counts. What a crash has broken is left out.
+
+    Raises:
+        UserError: as `whole_lines`; if a measured figure is no number, or a layer's load no list of as many
+            numbers as before.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    experts: dict[str, int] = {}
+    for line in whole_lines(path):
+        for key in filter(_is_measured, line.record):
+            value = line.record[key]
+            expected = _expected(key, value, experts)
+            if expected is not None:
+                found = f"{key[:LONGEST_KEY]} is {_shown(value)}"
+                raise UserError(f"{path}: line {line.number}: {found}, expected {expected}; remove the line")
+            line.record[key] = _in_range(value)
+        by_step[line.step] = line.record
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _is_measured(key: str) -> bool:
+    return key.startswith(MEASURED) or key in ("tokens", "time")
+
+
+def _expected(key: str, value: Any, experts: dict[str, int]) -> str | None:
+    """What should stand there; None, if it does. experts: of the loads so far, by key."""
+    if LOAD.fullmatch(key) is None:
+        return None if value is None or _is_number(value) else "a number"
+    if not (isinstance(value, list) and value and all(_is_number(it) and it >= 0 for it in value)):
+        return "a list of numbers of at least 0, one for each expert"
+    known = experts.setdefault(key, len(value))
+    return None if known == len(value) else f"{known} numbers, one for each expert, as in the lines before"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _in_range(value: Any) -> Any:
+    """A whole number too large for a float becomes infinity."""
+    if isinstance(value, list):
+        return [_in_range(item) for item in value]
+    if type(value) is int and abs(value) >= 1 << 1000:
+        return math.inf if value > 0 else -math.inf
+    return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "nested too deeply"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

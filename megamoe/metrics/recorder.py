@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megamoe.config.schema import LogConfig
+from megamoe.metrics.reader import whole_lines
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
 from megamoe.metrics.sinks.wandb_sink import WandbSink
 
 METRICS_FILE = "metrics.jsonl"
+BLOCK = 1 << 20  # bytes copied at a time
 
 
 class Sink(Protocol):
@@ -37,8 +39,7 @@ class JsonLinesSink:
     def __init__(self, path: Path, keep_until: int | None) -> None:
         """Append after the record of step `keep_until`, which later ones may follow; None: begin anew."""
         if keep_until is not None and path.exists():
-            _repair_last_line(path)
-            _drop_after(path, keep_until)
+            _keep_whole(path, keep_until)
         self._file: IO[str] = path.open("w" if keep_until is None else "a", encoding="utf-8")
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -70,7 +71,8 @@ class Recorder:
         `resumed_step`, which it takes again; any other (None) begins them anew.
 
         Raises:
-            UserError: if TensorBoard is wanted and its package is missing.
+            UserError: if TensorBoard is wanted and its package is missing, or if a resumed run's record has a
+                broken line (`check_record`).
         """
         run_folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard comes first: it alone may refuse, and then nothing has been begun anew.
@@ -91,6 +93,19 @@ class Recorder:
             self._sinks.pop().close()
 
 
+def check_record(run_folder: Path, resumed_step: int) -> None:
+    """Whether a run can go on with its record; nothing is changed.
+
+    Raises:
+        UserError: if metrics.jsonl cannot be read, or if a line among those to be kept is broken, and not as
+            a power failure breaks it.
+    """
+    path = run_folder / METRICS_FILE
+    if path.exists():
+        for _ in whole_lines(path, resumed_step):
+            pass
+
+
 def _to_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
@@ -105,25 +120,43 @@ def _name_non_finite(value: Any) -> Any:
     return value
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Rewrite the file without the records of later steps, whole or not at all."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
-    if len(kept) == len(lines):
+def _keep_whole(path: Path, step: int) -> None:
+    """Leave the whole records of steps up to `step`, whatever broke the rest; nothing else is ever lost.
+
+    Raises:
+        UserError: as `whole_lines`.
+    """
+    kept: list[tuple[int, int]] = []  # ranges of bytes
+    for line in whole_lines(path, step):
+        start = kept.pop()[0] if kept and kept[-1][1] == line.start else line.start
+        kept.append((start, line.end))
+    if kept == [(0, path.stat().st_size)] and _ends_line(path):
         return
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _repair_last_line(path: Path) -> None:
-    """Complete the last line if only its newline is missing; cut it off if a crash left half of it."""
-    content = path.read_bytes()
-    last_line = content.rpartition(b"\n")[2]
     try:
-        missing = b"\n" if last_line and json.loads(last_line) else b""
-    except ValueError:
-        os.truncate(path, len(content) - len(last_line))
-    else:
-        with path.open("ab") as file:
-            file.write(missing)
+        with path.open("rb") as source, temporary.open("wb") as target:
+            for start, end in kept:
+                source.seek(start)
+                _copy(source, target, end - start)
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _ends_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
+    """So many bytes, and a newline if they do not end with one."""
+    block = b""
+    while count > 0:
+        block = source.read(min(count, BLOCK))
+        count -= len(block)
+        target.write(block)
+    if not block.endswith(b"\n"):
+        target.write(b"\n")

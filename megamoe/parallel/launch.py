@@ -59,6 +59,18 @@ def find_world() -> World:
     return World(rank, size, local, torch.device("cpu"), "gloo")
 
 
+def ranks_of_machine() -> int:
+    """How many ranks share this machine; 1 where the launcher does not tell.
+
+    torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE, `srun --ntasks-per-node` SLURM_NTASKS_PER_NODE.
+    """
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        text = os.environ.get(name, "")
+        if text.isdecimal() and 0 < len(text) < 8:
+            return max(1, int(text))
+    return 1
+
+
 def _device_index(local_rank: int) -> int:
     """Usually the local rank; 0 where the scheduler shows each task one device of its own."""
     devices = torch.cuda.device_count()
@@ -173,9 +185,9 @@ def _numbers(*names: str) -> list[int]:
     values = []
     for name in names:
         text = os.environ.get(name, "")
-        if not text.isdigit():
+        if not (text.isdecimal() and len(text) < 8):
             raise UserError(
-                f"environment: {name} is {text!r}, expected a number; launch with torchrun, "
+                f"environment: {name} is {text[:40]!r}, expected a number; launch with torchrun, "
                 f"deepspeed or srun, or unset {names[0]} for one process"
             )
         values.append(int(text))

@@ -42,9 +42,14 @@ def is_lost_contact(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> tuple[ExitCode, str | None]:
     """The exit code and the line; None: nobody has foreseen it, and the traceback must tell."""
-    text = " ".join(str(error).split())
+    text = "".join(
+        it if it.isprintable() else it.encode("unicode_escape").decode()
+        for it in " ".join(str(error).split())
+    )
     if isinstance(error, UserError):
         return ExitCode.MISTAKE, text
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ExitCode.MISTAKE, f"{_shortened(str(error.filename))}: {error.strerror}; shorten it"
     if isinstance(error, KeyboardInterrupt):
         return (
             ExitCode.INTERRUPTED,
@@ -134,7 +139,7 @@ def _rank() -> str | None:
 
 def _local_rank() -> int:
     text = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
 def _rank_name() -> str:
@@ -144,7 +149,7 @@ def _rank_name() -> str:
 def _place() -> str:
     """The host, but for that of rank 0."""
     rank = _rank() or "0"
-    return "" if rank in ("0", str(_local_rank())) or not rank.isdigit() else f"{socket.gethostname()}: "
+    return "" if rank in ("0", str(_local_rank())) or not rank.isdecimal() else f"{socket.gethostname()}: "
 
 
 def _shortened(text: str, limit: int = 160) -> str:

@@ -16,6 +16,8 @@ from megamoe.zero.deepspeed_config import (
 )
 from megamoe.zero.offload import read_offload
 
+MOST_SIZES = 100_000  # that a batch grows through
+
 
 def check_run(config: RunConfig, world_size: int) -> None:
     """Refuse what cannot run.
@@ -160,6 +162,11 @@ def _check_batches(config: RunConfig, world_size: int) -> None:
             raise UserError(
                 f"train.batch_rampup: from {train.batch_rampup.start} by {train.batch_rampup.increment} "
                 f"does not reach train.global_batch_size {sizes[0][1]}"
+            )
+        if growth // train.batch_rampup.increment > MOST_SIZES:
+            raise UserError(
+                f"train.batch_rampup.increment: {train.batch_rampup.increment} makes more than "
+                f"{MOST_SIZES:,} batch sizes of a growth by {growth}; raise it"
             )
 
 

@@ -40,10 +40,19 @@ def _steps_of_epochs(config: RunConfig, epochs: float, schedule: BatchSchedule) 
 
 
 def check_warmup(config: RunConfig, steps: int) -> None:
-    """UserError where the warm-up does not fit into a schedule that has an end."""
+    """UserError where the warm-up, or the decay of `wsd`, does not fit into a schedule that has an end."""
     optimizer = config.optimizer
     end, warmup = optimizer.decay_steps or steps, warmup_steps(optimizer, steps)
-    if optimizer.schedule == "constant" or warmup <= end:
+    if optimizer.schedule == "constant":
+        return
+    decay = optimizer.wsd_decay_steps
+    if optimizer.schedule == "wsd" and decay is not None and warmup <= end < warmup + decay:
+        after = f" after a warm-up of {warmup}" if warmup else ""
+        raise UserError(
+            f"optimizer.wsd_decay_steps: {decay}{after} is more than the {end} steps of the schedule "
+            "(optimizer.decay_steps, by default the run's)"
+        )
+    if warmup <= end:
         return
     if optimizer.warmup_share is None:
         found = f"optimizer.warmup_steps: {warmup} is"

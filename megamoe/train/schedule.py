@@ -4,7 +4,6 @@ Pure arithmetic.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megamoe.config.schema import OptimizerConfig, TrainConfig
@@ -82,7 +81,13 @@ class BatchSchedule:
 
     def total_samples(self, steps: int) -> int:
         """Samples of the first `steps` steps."""
-        return sum(self._sizes(steps))
+        consumed = 0
+        while steps > 0:
+            size = self.size_at(consumed)
+            count = min(steps, self._steps_of_this_size(consumed, size) or steps)
+            consumed += count * size
+            steps -= count
+        return consumed
 
     def whole_steps(self, samples: int) -> int:
         """The steps whose batches are at most so many samples together."""
@@ -94,12 +99,11 @@ class BatchSchedule:
             steps, consumed = steps + 1, consumed + size
         return steps + max(0, samples - consumed) // self.final
 
-    def _sizes(self, steps: int) -> Iterator[int]:
-        consumed = 0
-        for step in range(steps):
-            size = self.size_at(consumed)
-            if consumed >= self.ramp_samples:  # constant from here on
-                yield size * (steps - step)
-                return
-            yield size
-            consumed += size
+    def _steps_of_this_size(self, consumed: int, size: int) -> int | None:
+        """How many steps after `consumed` samples are of `size`; None: all that follow."""
+        if consumed >= self.ramp_samples or self.start >= self.final:
+            return None
+        increments = (self.final - self.start) // self.increment
+        done = consumed * increments // self.ramp_samples
+        changes_at = -(-(done + 1) * self.ramp_samples // increments)
+        return -(-(changes_at - consumed) // size)

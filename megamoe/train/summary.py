@@ -4,7 +4,6 @@ from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.config.schema import Activation, OptimizerConfig
-from megamoe.costs.memory import Share, StateBytes, state_bytes
 from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import backend_rows
@@ -21,6 +20,7 @@ from megamoe.model.size import (
 )
 from megamoe.moe.experts.activations import num_halves
 from megamoe.parallel.layout import Layout
+from megamoe.train.memory import in_bytes, states_of
 from megamoe.train.schedule import BatchSchedule, warmup_steps
 from megamoe.train.step import num_rollouts
 from megamoe.zero.apex_adamw import uses_apex, weight_decay
@@ -145,8 +145,9 @@ def _rank_rows(
         ("gradients", states.gradients),
         ("optimiser", states.optimizer),
     ]
+    shown = ", ".join(f"{name} {in_bytes(held)}" for name, held in parts if held)
     elsewhere = [
-        f"{_mib(held)} more {place}"
+        f"{in_bytes(held)} more {place}"
         for place, held in (("on the CPU", states.cpu), ("on disk", states.nvme))
         if held
     ]
@@ -158,27 +159,16 @@ def _rank_rows(
         ),
         (
             "memory per rank",
-            f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts if b)}), "
+            f"{in_bytes(states.total)} of model states ({shown}), "
             f"{''.join(f'{text}, ' for text in elsewhere)}"
-            f"and about {_mib(_activation_bytes(config, vocabulary, engine))} of activations",
+            f"and about {in_bytes(_activation_bytes(config, vocabulary, engine))} of activations",
         ),
         *(
-            [("sent per micro batch", f"{_mib(sent)} by each rank in its blocks, with even loads")]
+            [("sent per micro batch", f"{in_bytes(sent)} by each rank in its blocks, with even loads")]
             if sent
             else []
         ),
     ]
-
-
-def states_of(config: RunConfig, engine: Engine, size: ModelSize) -> StateBytes:
-    """Bytes of model states on one rank."""
-    ranks = engine.layout
-    dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
-    trained = 0 if "experts" in config.moe.frozen else experts
-    shares = Share(dense, dense, ranks.data), Share(experts, trained, ranks.expert_copies)
-    accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
-    aside = size.beside if ranks.tensor > 1 and accumulates else 0
-    return state_bytes(shares, engine.stage, engine.precision, engine.offload, aside)
 
 
 def _sent(config: RunConfig, engine: Engine) -> float:
@@ -252,9 +242,3 @@ def _ffn_width(activation: Activation) -> int:
     """Numbers that an FFN keeps for each of its size: before and after the activation, the latter twice where
     a score function is multiplied with a value."""
     return 2 * num_halves(activation)
-
-
-def _mib(size: float) -> str:
-    if size < 2**20:
-        return f"{size / 2**10:.0f} KiB"
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import Saved
 from megamoe.checkpoint.init_from import load_initial_weights
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
@@ -19,6 +20,7 @@ from megamoe.errors import UserError
 from megamoe.kernels.library import use_compiled
 from megamoe.kernels.memory import keep_freed_memory
 from megamoe.kernels.rows import use_triton
+from megamoe.metrics import check_record
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch, random_state
@@ -35,6 +37,7 @@ from megamoe.parallel.rank_consistency import Facts, check_same, refusing_togeth
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.check import check_run
 from megamoe.train.length import run_steps
+from megamoe.train.memory import check_memory
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
@@ -78,6 +81,7 @@ class Trainer:
             resume_from = self._check(facts)
         check_same(self.world, facts, config.parallel.timeout_minutes)
         launch.start(self.world, config.parallel.timeout_minutes)
+        self._check_record(resume_from)
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(
@@ -117,6 +121,7 @@ class Trainer:
             keep_freed_memory()
         self.layout = Layout.of(config.parallel, self.world.size)
         self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
+        check_memory(config, self.world, self.vocabulary.size)
         self.folder: RunFolder = choose_run_folder(config)
         self.schedule = BatchSchedule.from_config(config.train, self.layout.data)
         self.steps = run_steps(config, self.schedule)
@@ -300,6 +305,15 @@ class Trainer:
     def _say(self, line: str) -> None:
         if self.world.is_first:
             print(line)
+
+    def _check_record(self, resume_from: Path | None) -> None:
+        """Before minutes are spent on the model: the first rank goes on with the run's metrics.jsonl."""
+        if resume_from is None or not self.folder.continues:
+            return
+        step = read_meta(resume_from)["step"]
+        raise_any_error(
+            catch_error(lambda: check_record(self.folder.path, step)) if self.world.is_first else None
+        )
 
     def _open_checkpoint(self, checked: Path | None) -> Saved | None:
         """The first intact candidate; `checked`: the one that was found to fit this run."""

@@ -4,6 +4,8 @@ The YAML owns batch sizes, clipping, the optimiser and its schedule; the file ow
 and buckets. A value of the file that the YAML owns may be left out or `"auto"`; another one must agree.
 """
 
+import copy
+import difflib
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError
+from megamoe.plain_files import read_plain, reason
 from megamoe.registry import unknown_name_message
 from megamoe.zero.apex_adamw import check_adam
 from megamoe.zero.offload import check_offload, offload_device
@@ -25,7 +28,19 @@ OF_THE_YAML = {
     "expert_parallel": "parallel.expert",
 }
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "aio")
+OWNED = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "gradient_clipping",
+)
+NAMED = (*SECTIONS, *OF_THE_YAML, *OWNED)
 STAGES = (0, 1, 2, 3)
+OFFLOADS = ("offload_optimizer", "offload_param")
+DEVICES = ("none", "cpu", "nvme")
+LARGEST_FILE = 1 << 20  # bytes
+PRECISIONS = ("fp32", "bf16", "fp16")
+LARGEST_SCALE_POWER = 64  # fp16 itself ends at 2 ** 16
 
 
 def read_deepspeed_config(path: str | None) -> dict[str, Any]:
@@ -33,17 +48,68 @@ def read_deepspeed_config(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"parallel.deepspeed: cannot read {path!r}: {error.strerror}") from None
-    except ValueError as error:
+        content = json.loads(
+            read_plain(Path(path), LARGEST_FILE).decode("utf-8"), object_pairs_hook=_without_repeats
+        )
+    except json.JSONDecodeError as error:
         raise UserError(f"parallel.deepspeed: {path} is not valid JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"parallel.deepspeed: {path} is not valid JSON: not UTF-8 text") from None
+    except _RepeatedKeyError as error:
+        raise UserError(f"parallel.deepspeed: {path}: the key {error} stands twice") from None
+    except RecursionError:
+        raise UserError(f"parallel.deepspeed: {path} is not valid JSON: nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"parallel.deepspeed: cannot read {path!r}: {reason(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"parallel.deepspeed: {path} must hold a JSON object")
     for section in SECTIONS:
         if not isinstance(content.get(section, {}), dict):
-            raise UserError(f"{path}: {section} is {content[section]!r}, expected an object")
+            raise UserError(f"{path}: {section} is {_short(content[section])}, expected an object")
+    _check_stage_and_offload(path, content.get("zero_optimization", {}))
+    for key in content:
+        near = difflib.get_close_matches(key, NAMED, n=1, cutoff=0.8) if key not in NAMED else []
+        if near:  # DeepSpeed ignores what it does not know
+            raise UserError(f"{path}: unknown key {_short(key)}; did you mean {near[0]!r}?")
     return content
+
+
+class _RepeatedKeyError(Exception):
+    """A key that stands twice, by its name."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _RepeatedKeyError(_short(next(name for name in names if names.count(name) > 1)))
+    return found
+
+
+def _check_stage_and_offload(where: str, section: dict[str, Any]) -> None:
+    """What is asked for before DeepSpeed sees the section, which would take 1.0 and true for a stage."""
+    stage = section.get("stage", 0)
+    if type(stage) is not int or stage not in STAGES:
+        raise UserError(f"{where}: zero_optimization.stage is {_short(stage)}, expected 0, 1, 2 or 3")
+    for key in OFFLOADS:
+        offload = section.get(key)
+        if offload is None:
+            continue
+        if not isinstance(offload, dict):
+            raise UserError(
+                f"{where}: zero_optimization.{key} is {_short(offload)}, expected an object, such as "
+                '{"device": "cpu"}'
+            )
+        device = offload.get("device", "none")
+        if device not in DEVICES:
+            raise UserError(
+                f"{where}: zero_optimization.{key}.device is {_short(device)}, expected "
+                "'none', 'cpu' or 'nvme'"
+            )
+
+
+def _short(value: Any) -> str:
+    return value_text if len(value_text := repr(value)) <= 60 else f"{value_text[:60]}..."
 
 
 def zero_stage(content: dict[str, Any]) -> int:
@@ -61,7 +127,7 @@ def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
     where = config.parallel.deepspeed or "the DeepSpeed file"
     stated = {name: content.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
     for name, value in stated.items():
-        if value not in ("auto", True, False):
+        if not (value == "auto" or isinstance(value, bool)):
             raise UserError(f'{where}: {name}.enabled is {value!r}, expected true, false or "auto"')
     enabled: list[Precision] = [name for name in ("bf16", "fp16") if stated[name] is True]
     if len(enabled) == 2:
@@ -88,10 +154,10 @@ def fill_in(
     """
     where = config.parallel.deepspeed or "the DeepSpeed file"
     stage = zero_stage(content)
-    if stage not in STAGES:
-        raise UserError(f"{where}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
+    _check_stage_and_offload(where, content.get("zero_optimization", {}))
     _check_zero(where, content.get("zero_optimization", {}), stage)
     _check_overflow_checks(where, content)
+    _check_numbers(where, content)
     check_offload(where, content, stage)
     check_adam(where, content.get("zero_optimization", {}), config.optimizer)
     for section, owner in OF_THE_YAML.items():
@@ -122,6 +188,7 @@ def fill_in(
     filled.setdefault("steps_per_print", 10**9)
     if offload_device(content, "offload_optimizer") != "none":
         filled.setdefault("zero_force_ds_cpu_optimizer", False)
+    _check_the_rest(where, filled)
     return filled
 
 
@@ -139,6 +206,11 @@ def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
             told = unknown_name_message("key", str(first["loc"][0]), known)
             raise UserError(f"{where}: zero_optimization: {told}") from None
         raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from None
+    bucket = section.get("allgather_bucket_size", 0)
+    if stage in (1, 2) and bucket % 2:
+        raise UserError(
+            f"{where}: zero_optimization.allgather_bucket_size is {bucket!r}, expected an even number"
+        )
     for key, without in (("zero_quantized_gradients", False), ("zero_hpz_partition_size", 1)):
         value = section.get(key, without)
         if stage == 3 and value != without:
@@ -146,6 +218,48 @@ def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
                 f"{where}: zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; "
                 "leave it out"
             )
+
+
+def _check_numbers(where: str, content: dict[str, Any]) -> None:
+    """What DeepSpeed takes as it is: it would compute 2 to any power, and divide by any text."""
+    power = content.get("fp16", {}).get("initial_scale_power", 16)
+    if type(power) is not int or not 0 <= power <= LARGEST_SCALE_POWER:
+        raise UserError(
+            f"{where}: fp16.initial_scale_power is {_short(power)}, expected a whole number from 0 to "
+            f"{LARGEST_SCALE_POWER}"
+        )
+    every = content.get("steps_per_print", 1)
+    if type(every) is not int or every < 1:
+        raise UserError(f"{where}: steps_per_print is {_short(every)}, expected a whole number above 0")
+    dtype = content.get("data_types", {}).get("grad_accum_dtype")
+    if dtype not in (None, *PRECISIONS):
+        raise UserError(
+            f"{where}: data_types.grad_accum_dtype is {_short(dtype)}, expected 'fp32', 'bf16' or 'fp16'"
+        )
+
+
+def _check_the_rest(where: str, filled: dict[str, Any]) -> None:
+    """What DeepSpeed would refuse when its engine is built, with a traceback."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    # Without the batch's size, of which it has its own idea: the ranks may not have met yet.
+    rest = {key: value for key, value in copy.deepcopy(filled).items() if key != "train_batch_size"}
+    try:
+        DeepSpeedConfig(rest)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "a key"
+        found = f"{first['msg']} (found {_short(first['input'])})"
+        raise UserError(f"{where}: {error.title}: {key}: {found}") from None
+    except Exception as error:  # it raises whatever it likes, AssertionError among others
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{where}: DeepSpeed refuses it: {told[:200]}") from None
+
+
+def bucket_elements(content: dict[str, Any]) -> float:
+    """Elements of the buffer in which gradients are reduced, if the file asks for one; else 0."""
+    size = content.get("zero_optimization", {}).get("reduce_bucket_size", 0)
+    return float(size) if isinstance(size, int | float) and zero_stage(content) else 0.0
 
 
 def _check_overflow_checks(where: str, content: dict[str, Any]) -> None:

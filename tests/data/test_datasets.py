@@ -12,6 +12,7 @@ import torch
 import torch.multiprocessing
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+import megamoe.data.datasets
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import load_card
 from megamoe.data.datasets import Datasets, build_datasets, resolve_vocabulary
@@ -262,6 +263,18 @@ def test_split_too_small_for_a_sample(tmp_path: Path) -> None:
 
 
 # Cache
+
+
+def test_more_samples_than_an_index_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before Megatron-Core counts a million epochs, or runs out of memory; nothing is written."""
+    data = config(make_data(tmp_path / "a", ["x" * 800] * 100))
+    with pytest.raises(UserError, match=r"10,000,000,000 samples .* 998,752 epochs; expected"):
+        build(data, train=10**10)
+    monkeypatch.setattr(megamoe.data.datasets, "available_bytes", lambda: 10 << 20)
+    with pytest.raises(UserError, match=r"index needs 11 MiB of memory; 10 MiB are available"):
+        build(data, train=10**6)
+    assert not (tmp_path / "cache").exists()
+    build(data, train=10)
 
 
 def test_cache_is_used_and_knows_new_data(tmp_path: Path) -> None:

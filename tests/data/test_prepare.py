@@ -343,13 +343,15 @@ def test_tool_on_a_full_disk_is_an_error_without_traceback(tmp_path: Path) -> No
 
 
 def test_tool_interrupted_cleans_up(tmp_path: Path) -> None:
-    # A tokenizer that does not exist yet is looked up after the folder is made; a FIFO holds the run there.
-    os.mkfifo(tmp_path / "slow.json")
+    # The tokenizer is loaded after the folder is made; a library that never comes holds the run there.
+    (tmp_path / "slow.model").touch()
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/sentencepiece.py").write_text("import time\ntime.sleep(60)\n")
     (tmp_path / "in.txt").write_text("x")
     command = [sys.executable, "tools/prepare_data.py", str(tmp_path / "in.txt"), "--tokenizer"]
     process = subprocess.Popen(
-        [*command, str(tmp_path / "slow.json"), "--output", str(tmp_path / "out")],
-        cwd=ROOT, stderr=subprocess.PIPE,
+        [*command, str(tmp_path / "slow.model"), "--output", str(tmp_path / "out")],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path / "library")}, stderr=subprocess.PIPE,
     )  # fmt: skip
     deadline = time.monotonic() + 30
     while not (tmp_path / ".out.partial" / "lock").exists() and time.monotonic() < deadline:
@@ -357,4 +359,4 @@ def test_tool_interrupted_cleans_up(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and b"interrupted" in errors
-    assert sorted(os.listdir(tmp_path)) == ["in.txt", "slow.json"]
+    assert sorted(os.listdir(tmp_path)) == ["in.txt", "library", "slow.model"]

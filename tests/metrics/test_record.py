@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from megamoe.config.schema import LogConfig
 from megamoe.errors import UserError
+from megamoe.metrics import reader
 from megamoe.metrics.reader import read_metrics
-from megamoe.metrics.recorder import Recorder
+from megamoe.metrics.recorder import Recorder, check_record
 
 
 def record(folder: Path, rows: list[dict[str, Any]], resumed_step: int | None = None) -> Path:
@@ -82,6 +84,77 @@ def test_reading_leaves_out_a_broken_last_line_and_reports_any_other(tmp_path: P
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match="line 2 is no record"):
         read_metrics(path)
+
+
+WHOLE = b'{"step": 1}\n{"step": 2}\n'
+KEPT = b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+POWER_FAILURES = {
+    "NULs at the end": WHOLE + b"\0" * 5000,
+    "NULs and a line's end": WHOLE + b"\0" * 100 + b"\n\n",
+    "a torn line, then NULs": WHOLE + b'{"step": 3, "tra' + b"\0" * 100,
+    "a torn line, and the end of another": WHOLE + b'{"step": 3, "tra\0\0\0\0s": 1}\n{"step": 4}\n',
+    "NULs before a record": b'{"step": 1}\n\0\0\0\0{"step": 2}\n{"step": 3, "x": 1}\n',
+    "NULs after a record": b'{"step": 1}\0\0\n{"step": 2}\0\0',
+    "a torn character": WHOLE + '{"step": 3, "n": "ä'.encode()[:-1],
+    "a broken line after those that are kept": WHOLE + b"nonsense\n[1]\n" + b'{"step": 3}\n',
+}
+
+
+@pytest.mark.parametrize("case", POWER_FAILURES)
+def test_a_resumed_run_goes_on_with_what_a_power_failure_left_whole(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(POWER_FAILURES[case])
+    check_record(tmp_path, resumed_step=2)
+    assert path.read_bytes() == POWER_FAILURES[case], "looking changes nothing"
+    record(tmp_path, [{"step": 3}], resumed_step=2)
+    assert path.read_bytes() == KEPT
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+BROKEN_LINES = {
+    "torn": b'{"step": 2, "tra',
+    "not UTF-8": b'{"step": 2, "a": "\xff"}',
+    "a list": b"[1, 2]",
+    "no step": b'{"train/lm_loss": 2.0}',
+    "a step in words": b'{"step": "two"}',
+    "a step that is true": b'{"step": true}',
+    "a step of many digits": b'{"step": 1' + b"0" * 5000 + b"}",
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_LINES)
+def test_a_broken_line_between_whole_ones_is_told_and_nothing_is_lost(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1}\n' + BROKEN_LINES[case] + b'\n{"step": 3}\n'
+    path.write_bytes(content)
+    for action in (
+        lambda: check_record(tmp_path, resumed_step=3),
+        lambda: record(tmp_path, [{"step": 4}], resumed_step=3),
+        lambda: read_metrics(path),
+    ):
+        with pytest.raises(UserError) as caught:
+            action()
+        message = str(caught.value)
+        assert message.startswith(f"{path}: line 2 is no record: ") and message.endswith("; remove the line")
+        assert len(message) < 400 and "\n" not in message
+    assert path.read_bytes() == content
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "LONGEST_LINE", 64)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(WHOLE + b"\0" * 1000 + b'{"step": 3}\n')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    path.write_bytes(WHOLE + b"x" * 1000 + b'\n{"step": 3}\n')
+    with pytest.raises(UserError, match="line 3 is no record: 'xxx"):
+        read_metrics(path)
+
+
+def test_a_record_that_is_a_pipe_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics.jsonl: cannot read the metrics \(a pipe, device or socket"):
+        check_record(tmp_path, resumed_step=1)
 
 
 def test_tensorboard_holds_scalars_and_loads(tmp_path: Path) -> None:

@@ -181,9 +181,14 @@ def test_the_test_set_is_evaluated_once_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_step_that_breaks_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
-    broken = ["optimizer.lr=1e30", "optimizer.grad_clip=0", "train.steps=9", "checkpoint.every=1"]
-    with pytest.raises(UserError, match=r"^step \d+: train/\w+ is .*Lower optimizer.lr") as ended:
-        run(tmp_path, *broken, "train.max_skipped_in_a_row=2")
+    broken = ["optimizer.grad_clip=0", "train.steps=9", "checkpoint.every=1", "train.max_skipped_in_a_row=2"]
+    config = tiny(f"output={tmp_path}", *broken)
+    config.optimizer.lr = 1e30  # more than a configuration may say
+    with (
+        restored_process(),
+        pytest.raises(UserError, match=r"^step \d+: train/\w+ is .*Lower optimizer.lr") as ended,
+    ):
+        train(config)
     (folder,) = tmp_path.iterdir()
     last = int(str(ended.value).split(":")[0].removeprefix("step "))
     assert max(checkpoints(folder)) == f"step_{last - 2:08d}"

@@ -115,3 +115,17 @@ def test_rampup_by_hand() -> None:
     assert [schedule.size_at(consumed) for consumed in (0, 11, 12, 23, 24, 100)] == [4, 4, 8, 8, 12, 12]
     assert schedule.accumulation_at(12) == 4
     assert schedule.total_samples(6) == 4 + 4 + 4 + 8 + 8 + 12
+
+
+@pytest.mark.parametrize(("start", "increment", "samples"), [(2, 2, 8), (4, 4, 1000), (2, 6, 37), (20, 2, 5)])
+def test_the_samples_of_many_steps_are_those_of_each(start: int, increment: int, samples: int) -> None:
+    schedule = BatchSchedule(final=20, unit=2, start=start, increment=increment, ramp_samples=samples)
+    consumed = 0
+    for step in range(150):
+        assert schedule.total_samples(step) == consumed
+        consumed += schedule.size_at(consumed)
+
+
+def test_the_samples_of_a_billion_steps_are_told_at_once() -> None:
+    schedule = BatchSchedule(final=20, unit=2, start=2, increment=2, ramp_samples=10**12)
+    assert schedule.total_samples(10**9) == schedule.total_samples(10**9 - 1) + 2

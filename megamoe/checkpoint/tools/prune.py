@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ from megamoe.checkpoint.format.folder import (
 )
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import file_sizes, size
-from megamoe.checkpoint.tools.stream import CONVERTING
+from megamoe.checkpoint.tools.stream import CONVERTING, OLD_S, age_s
 from megamoe.errors import UserError
-
-OLD_S = 3600  # after which what a save has left is nobody's
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,8 @@ def _leftovers(folder: Path, intact: set[str]) -> Iterator[Doomed]:
     for prefix in (SAVING, DELETING, REPLACED, CONVERTING):
         for path in sorted(folder.glob(f"{prefix}*")):
             in_use = prefix == REPLACED and path.name.removeprefix(REPLACED) not in intact
-            if path.is_dir() and not path.is_symlink() and not in_use and _age_s(path) > OLD_S:
+            if path.is_dir() and not path.is_symlink() and not in_use and age_s(path) > OLD_S:
                 yield _doomed(path, "left by a save that was killed")
-
-
-def _age_s(path: Path) -> float:
-    """Since anything in it was written last."""
-    times = [entry.lstat().st_mtime for entry in (path, *path.rglob("*"))]
-    return time.time() - max(times)
 
 
 def _doomed(path: Path, why: str) -> Doomed:

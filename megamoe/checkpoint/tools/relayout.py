@@ -14,6 +14,7 @@ from megamoe.checkpoint.format.boxes import Box, Placement, Shape, boxes_of_rang
 from megamoe.checkpoint.format.files import INDEX, META, read_json, shard_file
 from megamoe.checkpoint.format.reader import MOMENTS, WEIGHT, Saved, chunk_key, moment_name
 from megamoe.checkpoint.format.sharding import Sharding
+from megamoe.checkpoint.tools.consolidate import count_parameters
 from megamoe.checkpoint.tools.stream import Part, new_folder, whole, write_json, write_tensors
 from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.errors import UserError
@@ -21,6 +22,7 @@ from megamoe.parallel.layout import Layout
 
 RANDOM_OF = re.compile(r"random/([0-9]{5,9})/")
 MOST_RANKS = 99_999  # a file's name has five digits
+MOST_PARTS = 5_000_000  # of all tensors: each takes memory, here and in the index that every rank reads
 # Keys of the run's configuration that tensor parallelism must divide, but for what is seen in the weights.
 TENSOR_DIVIDES = (
     ("model", "num_attention_heads"),
@@ -42,6 +44,7 @@ def relayout(source: Path, path: Path, layout: Layout, zero_stage: int | None = 
     _check_ranks(layout)
     refuse_damaged(source)
     with Saved(source) as saved:
+        _check_parts(saved, layout)
         _check_divisions(saved, layout)
         stage = saved.meta["layout"]["zero_stage"] if zero_stage is None else zero_stage
         with new_folder(path, source) as folder:
@@ -153,6 +156,22 @@ def _check_ranks(layout: Layout) -> None:
         raise UserError(
             f"--expert x --expert-tensor: {layout.expert} x {layout.expert_tensor} does not divide "
             f"--ranks {layout.ranks}; choose divisors"
+        )
+
+
+def _check_parts(saved: Saved, layout: Layout) -> None:
+    """No more ranks than there is something to deal to."""
+    parameters, tensors = count_parameters(saved)["total"], len(saved.index["tensors"])
+    if layout.ranks > parameters:
+        raise UserError(
+            f"--ranks: {layout.ranks} are more than the checkpoint's {parameters} parameters; choose at most "
+            f"{parameters}"
+        )
+    if layout.ranks * tensors > MOST_PARTS:
+        raise UserError(
+            f"--ranks: {layout.ranks} would cut the checkpoint's {tensors} tensors into more than "
+            f"{MOST_PARTS:,} parts; choose at most {MOST_PARTS // tensors} (as it is, a checkpoint "
+            "loads at any number of ranks)"
         )
 
 

@@ -9,9 +9,10 @@ https://huggingface.co/docs/safetensors/index#format
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,14 @@ from megamoe.checkpoint.format.files import sync
 from megamoe.checkpoint.format.integrity import sha256, write_sums
 from megamoe.checkpoint.format.reader import IN_SAFETENSORS, Saved
 from megamoe.errors import UserError
+from megamoe.plain_files import read_plain
+from megamoe.resilience.processes import Process
 
 SLAB = 1 << 26  # elements that are in memory at a time
 CONVERTING = ".converting_"  # before the name of a folder that is being written
+OWNER = ".owner.json"  # in it: the process that writes
+LARGEST_OWNER = 1 << 12  # bytes
+OLD_S = 3600  # after which what nobody owns was left by a process that was killed
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Part:
 def new_folder(path: Path, source: Path) -> Iterator[Path]:
     """A folder to write in, which is at `path`, with its checksums, when the block has ended well.
 
+    What a process that was killed has left beside it is removed.
+
     Raises:
         UserError: if `path` exists, or lies in the checkpoint that is read.
     """
@@ -54,16 +62,46 @@ def new_folder(path: Path, source: Path) -> Iterator[Path]:
     if path.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{path} lies in {source}, which would no longer be as it was saved; name another")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{CONVERTING}{path.name}_{uuid.uuid4().hex[:8]}")
+    remove_left(path.parent)
+    temporary = path.with_name(f"{CONVERTING}{path.name[:40]}_{uuid.uuid4().hex[:8]}")
     temporary.mkdir()
     try:
+        (temporary / OWNER).write_text(json.dumps(Process.of(os.getpid()).plain()), encoding="utf-8")
         yield temporary
+        (temporary / OWNER).unlink()
         write_sums(temporary, {file.name: sha256(file) for file in temporary.iterdir()})
         sync(temporary)
         os.rename(temporary, path)
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_left(folder: Path) -> None:
+    """Delete there what conversions have left that were killed, and nothing that is still being written."""
+    for left in folder.glob(f"{CONVERTING}*"):
+        if left.is_dir() and not left.is_symlink() and _is_left(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_left(folder: Path) -> bool:
+    """Its process has ended; where that cannot be told (another machine's, or none named), it is old."""
+    try:
+        owner = Process(**json.loads(read_plain(folder / OWNER, LARGEST_OWNER)))
+        if owner.machine == Process.of(os.getpid()).machine:
+            return not owner.is_alive()
+        return age_s(folder) > OLD_S
+    except (OSError, ValueError, TypeError, RecursionError):
+        return folder.is_dir() and age_s(folder) > OLD_S
+
+
+def age_s(folder: Path) -> float:
+    """Seconds since anything in it was written last."""
+    times = []
+    for entry in (folder, *folder.rglob("*")):
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            times.append(entry.lstat().st_mtime)
+    return time.time() - max(times, default=0)
 
 
 def write_json(path: Path, content: object, indent: int | None = None) -> None:

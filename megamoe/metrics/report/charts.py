@@ -18,6 +18,7 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from megamoe.metrics.formats import readable
 from megamoe.metrics.report.facts import Rows, further_sets, moe_layers, series
 from megamoe.metrics.report.themes import Theme, chart_style
 
@@ -27,6 +28,8 @@ MAX_BINS = 100  # columns of a heat map
 HEAT_MAPS_PER_ROW = 2
 CURVES_PER_ROW = 3
 NAMED_LAYERS = 8  # more of them share a few names in the legend
+MOST_MAPS, MOST_CURVES = 200, 30  # of a chart: a picture of more would be too large to be drawn
+LARGEST = 1e30  # that is drawn: beside 1e308 the limits of an axis overflow
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ def charts_for(rows: Rows) -> list[Chart]:
         note = "Language-model loss in nats per token, without auxiliary losses."
         charts.append(Chart("Loss", note, draw_loss, 3.9))
     if names := auxiliary_losses(rows):
+        names = names[:MOST_CURVES]
         height_in = 2.4 * -(-len(names) // CURVES_PER_ROW)
         charts.append(
             Chart("Auxiliary losses", "Unweighted, each on its own scale.", draw_auxiliary, height_in)
@@ -57,7 +61,9 @@ def charts_for(rows: Rows) -> list[Chart]:
         note = "Load of the busiest expert over the mean load; 1 is even."
         charts.append(Chart("Imbalance", note, draw_imbalance, 2.9))
         note = "Each expert's share of the pairs, relative to an even share: 0 is idle, 1 is fair."
-        height_in = 0.5 + 1.9 * -(-len(layers) // HEAT_MAPS_PER_ROW)
+        if len(layers) > MOST_MAPS:
+            note += f" The first {MOST_MAPS} of {len(layers)} layers."
+        height_in = 0.5 + 1.9 * -(-min(len(layers), MOST_MAPS) // HEAT_MAPS_PER_ROW)
         charts.append(Chart("Expert load", note, draw_load, height_in))
     return charts
 
@@ -76,7 +82,7 @@ def render_all(charts: list[Chart], rows: Rows, theme: Theme, title: str) -> byt
     with matplotlib.rc_context(chart_style(theme)):
         figure = _new_figure(0.5 + sum(heights))
         parts = figure.subfigures(1 + len(charts), 1, height_ratios=[0.5, *heights], squeeze=False)[:, 0]
-        parts[0].text(0.012, 0.35, title, fontsize=17, fontweight="bold", va="center")
+        parts[0].text(0.012, 0.35, readable(title), fontsize=17, fontweight="bold", va="center")
         for chart, part in zip(charts, parts[1:], strict=True):
             part.suptitle(chart.title, x=0.012, ha="left", fontsize=12, fontweight="bold")
             chart.draw(part, rows, theme)
@@ -95,18 +101,24 @@ def _as_png(figure: Figure) -> bytes:
     return png.getvalue()
 
 
+def drawn(rows: Rows, key: str) -> tuple[list[int], list[float]]:
+    """`series` of numbers, within what can be drawn."""
+    steps, values = series(rows, key)
+    return steps, np.clip(np.asarray(values, dtype=float), -LARGEST, LARGEST).tolist()
+
+
 def draw_loss(figure: FigureBase, rows: Rows, theme: Theme) -> None:
     """Training loss, raw and smoothed, and every validation set's points."""
     axes = figure.subplots()
-    steps, losses_R = series(rows, "train/lm_loss")
+    steps, losses_R = drawn(rows, "train/lm_loss")
     _raw_and_smoothed(axes, steps, losses_R, theme.blue, label="training (smoothed)")
     shown = list(losses_R)
     sets = [("validation", "val/lm_loss")] + [
-        (f"validation: {name}", f"val/{name}/lm_loss") for name in further_sets(rows)
+        (f"validation: {readable(name, 30)}", f"val/{name}/lm_loss") for name in further_sets(rows)
     ]
     colours = (theme.orange, *theme.further)
     for index, (label, key) in enumerate(sets):
-        steps, values = series(rows, key)
+        steps, values = drawn(rows, key)
         if steps:
             colour = colours[index % len(colours)]
             axes.plot(steps, values, color=colour, marker="o", markersize=4, linewidth=1.2, label=label)
@@ -126,12 +138,12 @@ def auxiliary_losses(rows: Rows) -> list[str]:
 
 def draw_auxiliary(figure: FigureBase, rows: Rows, theme: Theme) -> None:
     """One small chart per auxiliary loss: their scales have nothing in common."""
-    names = auxiliary_losses(rows)
+    names = auxiliary_losses(rows)[:MOST_CURVES]
     for axes, name in zip(_small_axes(figure, len(names)), names, strict=True):
-        steps, values_R = series(rows, f"train/{name}")
+        steps, values_R = drawn(rows, f"train/{name}")
         _raw_and_smoothed(axes, steps, values_R, theme.blue)
         _limit_spikes(axes, values_R)
-        axes.set_title(name)
+        axes.set_title(readable(name, 30))
 
 
 _OPTIMISATION: tuple[tuple[str, str, Any], ...] = (  # key, title, format of the ticks
@@ -146,7 +158,7 @@ def draw_optimisation(figure: FigureBase, rows: Rows, theme: Theme) -> None:
     for axes, (key, title, tick_format) in zip(
         _small_axes(figure, len(_OPTIMISATION)), _OPTIMISATION, strict=True
     ):
-        steps, values_R = series(rows, key)
+        steps, values_R = drawn(rows, key)
         if key == "train/lr":
             axes.plot(steps, values_R, color=theme.blue)
         else:
@@ -165,10 +177,15 @@ def draw_imbalance(figure: FigureBase, rows: Rows, theme: Theme) -> None:
     shades = LinearSegmentedColormap.from_list("depth", theme.depth)
     named_every = -(-len(layers) // NAMED_LAYERS)
     for index, layer in enumerate(layers):
-        steps, values_R = series(rows, f"moe/{layer}/imbalance")
+        steps, values_R = drawn(rows, f"moe/{layer}/imbalance")
         colour = shades(index / max(1, len(layers) - 1))
         named = index % named_every == 0 or index == len(layers) - 1
-        axes.plot(steps, smooth(values_R), color=colour, label=layer.replace("_", " ") if named else None)
+        axes.plot(
+            steps,
+            smooth(values_R),
+            color=colour,
+            label=readable(layer.replace("_", " "), 30) if named else None,
+        )
     axes.axhline(1.0, color=theme.muted, linewidth=0.9, linestyle=(0, (4, 3)))
     _label_steps(axes)
     axes.set_ylabel("max / mean load")
@@ -177,7 +194,7 @@ def draw_imbalance(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 def draw_load(figure: FigureBase, rows: Rows, theme: Theme) -> None:
     """A heat map per MoE layer: steps to the right, experts upwards, share of the load as colour."""
-    layers = moe_layers(rows)
+    layers = moe_layers(rows)[:MOST_MAPS]
     maps = [(layer, *load_shares(rows, layer)) for layer in layers]
     finite = [shares_EB[np.isfinite(shares_EB)] for _, _, shares_EB in maps]
     highest = np.quantile(np.concatenate(finite), 0.995) if any(part.size for part in finite) else 2.0
@@ -189,7 +206,7 @@ def draw_load(figure: FigureBase, rows: Rows, theme: Theme) -> None:
         image = axes.pcolormesh(
             edges_B, np.arange(len(shares_EB) + 1) - 0.5, shares_EB, cmap=colours, norm=norm, rasterized=True
         )
-        axes.set_title(layer.replace("_", " "))
+        axes.set_title(readable(layer.replace("_", " "), 30))
         axes.set_ylabel("expert")
         axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
         axes.grid(False)
@@ -216,7 +233,7 @@ def load_shares(rows: Rows, layer: str) -> tuple[np.ndarray, np.ndarray]:
     """
     steps, loads = series(rows, f"moe/{layer}/load")
     bins = np.array_split(np.arange(len(steps)), min(MAX_BINS, len(steps)))
-    loads_RE = np.asarray(loads, dtype=float)
+    loads_RE = np.minimum(np.asarray(loads, dtype=float), LARGEST)
     loads_EB = np.stack([loads_RE[members].sum(axis=0) for members in bins], axis=1)
     totals_B = loads_EB.sum(axis=0)
     shares_EB = len(loads_EB) * loads_EB / np.where(totals_B == 0, np.nan, totals_B)

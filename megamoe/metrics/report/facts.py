@@ -2,17 +2,22 @@
 
 import json
 import math
+import re
+import stat
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megamoe.errors import UserError
-from megamoe.metrics.formats import format_count
-from megamoe.metrics.reader import read_metrics
+from megamoe.metrics.formats import format_count, format_number
+from megamoe.metrics.reader import LOAD, read_metrics
 from megamoe.metrics.recorder import METRICS_FILE
+from megamoe.plain_files import read_plain, reason
 
 Rows = list[dict[str, Any]]
+LARGEST_SUMMARY = 1 << 20  # bytes
+FURTHER_LOSS = re.compile("val/([^/]+)/lm_loss")  # of a validation set beside the main one, by its name
 
 
 @dataclass
@@ -65,7 +70,13 @@ def read_run(folder: Path) -> Run:
     Raises:
         UserError: if the folder or its metrics are missing, or if nothing was recorded yet.
     """
-    if not folder.is_dir():
+    try:
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    except FileNotFoundError:
+        is_folder = False
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot be read ({reason(error)}); name a run's folder") from None
+    if not is_folder:
         raise UserError(f"{folder}: no such run folder; expected the folder of a run, such as runs/<name>")
     rows = read_metrics(folder / METRICS_FILE)
     if not rows:
@@ -74,13 +85,25 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: no valid JSON ({error}); remove the file to go without it") from None
-    return summary if isinstance(summary, dict) else {}
+        summary = json.loads(read_plain(path, LARGEST_SUMMARY).decode("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{path}: no valid JSON ({problem}); remove the file to go without it") from None
+    if not isinstance(summary, dict):
+        return {}
+    for key in ("parameters_total", "parameters_active"):
+        value = summary.get(key)
+        if value is not None and not (type(value) is int and 0 <= value < 1 << 63):
+            raise UserError(
+                f"{path}: {key} is {str(value)[:40]!r}, expected a number of parameters; remove the file to "
+                "go without it"
+            )
+    return summary
 
 
 def series(rows: Rows, key: str) -> tuple[list[int], list[Any]]:
@@ -91,17 +114,18 @@ def series(rows: Rows, key: str) -> tuple[list[int], list[Any]]:
 
 def moe_layers(rows: Rows) -> list[str]:
     """The MoE layers of the record (`layer_02`, ...), in the order of the blocks."""
-    names = {
-        key.split("/")[1] for row in rows for key in row if key.startswith("moe/") and key.endswith("/load")
-    }
-    return sorted(names, key=lambda name: (len(name), name))
+    return sorted(_named_by(LOAD, rows), key=lambda name: (len(name), name))
 
 
 def further_sets(rows: Rows) -> list[str]:
     """The validation sets beside the main one."""
-    return sorted(
-        {key.split("/")[1] for row in rows for key in row if key.startswith("val/") and key.count("/") == 2}
-    )
+    return sorted(_named_by(FURTHER_LOSS, rows))
+
+
+def _named_by(pattern: re.Pattern[str], rows: Rows) -> set[str]:
+    """What the keys with a value have at the pattern's place for a name."""
+    keys = {key for row in rows for key, value in row.items() if value is not None}
+    return {found[1] for key in keys if (found := pattern.fullmatch(key))}
 
 
 def compute_facts(rows: Rows) -> Facts:
@@ -130,7 +154,11 @@ def _last(values: list[Any]) -> Any:
 
 def _worst_imbalance(row: dict[str, Any]) -> float | None:
     return max(
-        (value for key, value in row.items() if key.startswith("moe/") and key.endswith("/imbalance")),
+        (
+            value
+            for key, value in row.items()
+            if key.startswith("moe/") and key.endswith("/imbalance") and value is not None
+        ),
         default=None,
     )
 
@@ -173,7 +201,7 @@ def _comparison_row(run: Run) -> list[str]:
     facts = compute_facts(run.rows)
 
     def show(value: float | None, pattern: str) -> str:
-        return "-" if value is None else pattern.format(value)
+        return "-" if value is None else format_number(value, pattern)
 
     def show_count(value: float | None) -> str:
         return "-" if value is None else format_count(value)

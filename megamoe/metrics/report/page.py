@@ -10,14 +10,16 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from megamoe.metrics.formats import format_count, format_duration
+from megamoe.metrics.formats import format_count, format_duration, format_number
 from megamoe.metrics.report.charts import Chart, charts_for, render, render_all
 from megamoe.metrics.report.facts import Facts, Rows, Run, compute_facts, moe_layers, read_run
 from megamoe.metrics.report.themes import DARK, LIGHT
+from megamoe.plain_files import read_plain
 
 REPORT_FILE = "report.html"
 IMAGE_FILE = "report.png"
 CONFIG_FILE = "config.yaml"
+LARGEST_CONFIG = 1 << 24  # bytes
 
 PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -84,17 +86,16 @@ def write_report(run_folder: Path) -> Path:
     page = _page(run, charts)
     if charts:
         _write_whole(run_folder / IMAGE_FILE, render_all(charts, run.rows, LIGHT, run.name))
-    _write_whole(run_folder / REPORT_FILE, page.encode())
+    _write_whole(run_folder / REPORT_FILE, page.encode(errors="backslashreplace"))
     return run_folder / REPORT_FILE
 
 
 def _page(run: Run, charts: list[Chart]) -> str:
     facts = compute_facts(run.rows)
     table = fact_table(run, facts)
-    config_path = run.folder / CONFIG_FILE
+    text = escape(_configuration(run.folder / CONFIG_FILE))
     config = ""
-    if config_path.exists():
-        text = escape(config_path.read_text(encoding="utf-8").rstrip())
+    if text:
         config = f"<section><details><summary>Configuration</summary><pre>{text}</pre></details></section>"
     return PAGE.substitute(
         name=escape(run.name),
@@ -108,6 +109,14 @@ def _page(run: Run, charts: list[Chart]) -> str:
         charts="\n".join(_chart_section(chart, run.rows) for chart in charts),
         config=config,
     )
+
+
+def _configuration(path: Path) -> str:
+    """As it was resolved; empty where the file is missing, or is none that a run writes."""
+    try:
+        return read_plain(path, LARGEST_CONFIG).decode("utf-8", errors="replace").rstrip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _headline(facts: Facts, rows: Rows) -> list[str]:
@@ -128,7 +137,7 @@ def _tiles(facts: Facts) -> list[tuple[str, str]]:
         ("Tokens per second", facts.tokens_per_s, "{:,.0f}"),
         ("Imbalance at the end", facts.max_imbalance, "{:.2f}"),
     ]
-    return [(label, pattern.format(value)) for label, value, pattern in tiles if value is not None]
+    return [(label, format_number(value, pattern)) for label, value, pattern in tiles if value is not None]
 
 
 def fact_table(run: Run, facts: Facts) -> list[tuple[str, str]]:
@@ -150,7 +159,7 @@ def fact_table(run: Run, facts: Facts) -> list[tuple[str, str]]:
         ("Tokens per second, median", "{:,.0f}", facts.tokens_per_s),
         ("Imbalance at the end, worst layer", "{:.2f}", facts.max_imbalance),
     ]
-    table = [(label, pattern.format(value)) for label, pattern, value in rows if value is not None]
+    table = [(label, format_number(value, pattern)) for label, pattern, value in rows if value is not None]
     if facts.time_s is not None:
         table.append(("Time in training steps", format_duration(facts.time_s)))
     if moe_layers(run.rows):

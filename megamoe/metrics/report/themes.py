@@ -66,6 +66,7 @@ def chart_style(theme: Theme) -> Any:
         "lines.linewidth": 1.5,
         "lines.solid_capstyle": "round",
         "text.color": theme.text,
+        "text.parse_math": False,  # a name with dollar signs is no formula
         "xtick.color": theme.grid,
         "ytick.color": theme.grid,
         "xtick.labelcolor": theme.muted,

@@ -12,6 +12,7 @@ from megamoe.moe.routing import Pairs, Routing
 from megamoe.registry import register
 
 EPSILON = 1e-4  # beside the standard deviation: rollouts whose losses differ by less hardly count
+MOST_ROLLOUTS = 1000
 NOWHERE = -1e30  # the score of an expert that is no candidate: as good as -inf, with finite gradients
 
 
@@ -47,6 +48,8 @@ class GRPO(Objective):
         def __post_init__(self) -> None:
             if self.rollouts < 2:
                 raise ValueError("rollouts must be at least 2: the advantage compares them")
+            if self.rollouts > MOST_ROLLOUTS:
+                raise ValueError(f"rollouts must be at most {MOST_ROLLOUTS:,}: a micro batch holds them all")
             if not 0 < self.clip < 1:
                 raise ValueError("clip must be above 0 and under 1")
             if self.kl < 0:

@@ -2,6 +2,7 @@
 
 import heapq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.plain_files import open_plain
 from megamoe.registry import register
 
 _WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside the data"
@@ -125,6 +127,7 @@ def _balanced_V(counts_V: np.ndarray, num_experts: int, tie_V: np.ndarray, exact
 def _open_counts(path: str) -> np.ndarray:
     """The counts, mapped and not read; ValueError where they are none."""
     try:
+        open_plain(Path(path)).close()  # a pipe would keep NumPy waiting
         counts_V = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         reason = getattr(error, "strerror", None) or "no .npy of numbers"

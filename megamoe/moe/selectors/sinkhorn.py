@@ -12,6 +12,8 @@ from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.compatibility import refuse_bias, refuse_more_than_experts
 from megamoe.registry import register
 
+MOST_ITERATIONS = 10_000
+
 
 @register("selector", "sinkhorn")
 class Sinkhorn(Selector):
@@ -40,6 +42,8 @@ class Sinkhorn(Selector):
                 raise ValueError("k must be at least 1")
             if self.iterations < 1:
                 raise ValueError("iterations must be at least 1; for none choose top_k")
+            if self.iterations > MOST_ITERATIONS:
+                raise ValueError(f"iterations must be at most {MOST_ITERATIONS:,}: far fewer converge")
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

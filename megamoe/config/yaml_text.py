@@ -1,0 +1,134 @@
+"""YAML as a configuration needs it: numbers as YAML 1.2 reads them, no tags, and nothing that grows as it is
+read.
+
+PyYAML follows YAML 1.1, in which 1:30 is 90, 010 is 8 and 2024-01-01 a date; here these are text, which the
+schema refuses where it expects a number. 1_000 stays a number. Source: https://yaml.org/spec/1.2.2/#103-core-schema
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+DEEPEST = 50  # levels of mappings and lists
+MOST_VALUES = 30_000  # with every alias written out
+TEXT_OF_A_VALUE = 100  # characters
+LONGEST_SHOWN = 60  # characters of a message
+TEXT = "tag:yaml.org,2002:str"
+REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
+INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)\Z")
+FLOAT = re.compile(
+    r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?\Z
+    |[-+]?[0-9]+[eE][-+]?[0-9]+\Z
+    |[-+]?\.(?:inf|Inf|INF)\Z
+    |\.(?:nan|NaN|NAN)\Z""",
+    re.VERBOSE,
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what no configuration needs: tags, endless anchors, keys that are no text or stand twice."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = self._values = 0
+        self._open: set[str] = set()  # anchors of what is being read
+        self._size: dict[str, int] = {}  # values behind each anchor
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        mark, anchor = event.start_mark, event.anchor
+        before = self._values
+        if isinstance(event, yaml.AliasEvent):
+            if anchor in self._open:
+                raise _error(f"the anchor &{_short(anchor)} contains itself", mark)
+            self._count(self._size.get(anchor, 1), mark)
+            return super().compose_node(parent, index)
+        is_text = event.tag == TEXT and isinstance(event, yaml.ScalarEvent)
+        if event.tag not in (None, "!") and not is_text:
+            tag = str(event.tag).replace("tag:yaml.org,2002:", "!!")
+            raise _error(f"the tag {_short(tag)} is not read; write the value without it", mark)
+        # A long text counts as many values: an alias would write it out again.
+        self._count(1 + len(getattr(event, "value", "")) // TEXT_OF_A_VALUE, mark)
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise _error(f"nested more than {DEEPEST} levels deep", mark)
+        if anchor is not None:
+            self._open.add(anchor)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if anchor is not None:
+            self._open.discard(anchor)
+            self._size[anchor] = self._values - before
+        return node
+
+    def _count(self, values: int, mark: Any) -> None:
+        self._values += values
+        if self._values > MOST_VALUES:
+            raise _error(f"more than {MOST_VALUES:,} values, with its aliases written out", mark)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, OverflowError):  # a number of thousands of digits
+            raise _error(f"{_short(node.value)} is no value", node.start_mark) from None
+        if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
+            raise _error(f"{_short(value)!r} is no Unicode text", node.start_mark)
+        return value
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None:
+                raise _error("expected text as a key", key_node.start_mark)
+            if key in seen:
+                raise _error(f"the key {_short(key)!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text that `_Loader` would read as a number in quotes."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:int", INT, list("-+0123456789"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+
+
+def parse_yaml(text: str) -> Any:
+    """Mappings with keys of text, lists, text, numbers, true, false and None.
+
+    Raises:
+        yaml.YAMLError: for anything else; `problem_of` says what.
+    """
+    return yaml.load(text, Loader=_Loader)
+
+
+def problem_of(error: yaml.YAMLError) -> tuple[str, str]:
+    """(` line 3`, or nothing where that is not known; what is wrong)."""
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, yaml.reader.ReaderError):
+        character = error.character if isinstance(error.character, int) else ord(error.character)
+        return "", f"the character U+{character:04X} at place {error.position} is not allowed"
+    problem = getattr(error, "problem", None) or "cannot be read"
+    return f" line {mark.line + 1}" if mark is not None else "", problem
+
+
+def dump(tree: Any) -> str:
+    """Plain data as YAML, its keys in their order."""
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
+
+
+def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def _short(text: object) -> str:
+    shown = str(text)
+    return shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."

@@ -1,0 +1,47 @@
+"""Files that a user names: plain ones alone, and never more of one than a file of its kind can hold.
+
+A pipe would keep the reader waiting, and a device such as /dev/zero never ends.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file, or a link to one, for reading.
+
+    Raises:
+        OSError: if it cannot be opened; IsADirectoryError if it is a folder.
+        ValueError: if it is a pipe, a device or a socket, or if the path holds a NUL.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ValueError("a pipe, device or socket, expected a plain file")
+
+
+def read_plain(path: Path, largest: int) -> bytes:
+    """The content of a plain file of at most `largest` bytes.
+
+    Raises:
+        OSError, ValueError: as `open_plain`; ValueError also if the file is larger.
+    """
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size  # 0 of a file that the kernel makes up
+        content = file.read(largest + 1) if size <= largest else b""
+    if max(size, len(content)) > largest:
+        raise ValueError(f"larger than {largest:,} bytes")
+    return content
+
+
+def reason(error: Exception) -> str:
+    """What `open_plain` or `read_plain` raised, in a few words."""
+    return str((isinstance(error, OSError) and error.strerror) or error)

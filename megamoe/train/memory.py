@@ -1,0 +1,163 @@
+"""How much memory a rank needs, from the configuration alone, held against what there is before anything is
+allocated."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megamoe.config import RunConfig
+from megamoe.costs.memory import Share, StateBytes, state_bytes
+from megamoe.errors import UserError
+from megamoe.host_memory import available_bytes
+from megamoe.model.size import ModelSize, model_size, padded_vocab_size
+from megamoe.parallel.launch import World, ranks_of_machine
+from megamoe.parallel.layout import Layout
+from megamoe.zero.deepspeed_config import (
+    Precision,
+    bucket_elements,
+    read_deepspeed_config,
+    resolve_precision,
+    zero_stage,
+)
+from megamoe.zero.offload import Offload, read_offload
+
+BYTES_OF_A_TOKEN = 3 * 8 + 4  # in a batch: id, label, position; loss mask
+ACTIVATIONS, BATCHES, BUILT = "activations", "a step's batch", "weights in fp32 while the model is built"
+BUCKET = "the gradients' bucket"
+SHORTER = "lower train.micro_batch_size, train.global_batch_size or data.sequence_length"
+SMALLER = "make the model smaller (model.*, moe.*), cut it into more parts (parallel.tensor, parallel.expert)"
+OF_STATES = f"{SMALLER}, or take a higher ZeRO stage or offload (parallel.deepspeed)"
+WAYS_OUT = {
+    ACTIVATIONS: SHORTER,
+    BATCHES: SHORTER,
+    BUILT: f"{SMALLER}, or start fewer ranks on a machine",
+    BUCKET: "lower zero_optimization.reduce_bucket_size of the DeepSpeed file",
+}
+UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+class Sharded(Protocol):
+    """What decides how the states are spread: an engine, or what one will be."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def precision(self) -> Precision: ...
+
+    @property
+    def offload(self) -> Offload: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`Sharded`, before there is an engine."""
+
+    layout: Layout
+    stage: int
+    precision: Precision
+    offload: Offload
+    bucket: float = 0  # elements
+
+    @classmethod
+    def of(cls, config: RunConfig, ranks: int) -> "Plan":
+        """From the configuration and its DeepSpeed file.
+
+        Raises:
+            UserError: if the file cannot be read, or contradicts `parallel.precision`.
+        """
+        content = read_deepspeed_config(config.parallel.deepspeed)
+        precision = resolve_precision(config, content)
+        layout, offload = Layout.of(config.parallel, ranks), read_offload(content)
+        return cls(layout, zero_stage(content), precision, offload, bucket_elements(content))
+
+
+def states_of(config: RunConfig, sharded: Sharded, size: ModelSize) -> StateBytes:
+    """Bytes of model states on one rank."""
+    ranks = sharded.layout
+    dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
+    trained = 0 if "experts" in config.moe.frozen else experts
+    shares = Share(dense, dense, ranks.data), Share(experts, trained, ranks.expert_copies)
+    accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
+    aside = size.beside if ranks.tensor > 1 and accumulates else 0
+    return state_bytes(shares, sharded.stage, sharded.precision, sharded.offload, aside)
+
+
+def check_memory(config: RunConfig, world: World, vocabulary_size: int) -> None:
+    """Refuse a model or a batch that cannot fit: the least that it needs against all that there is.
+
+    On CUDA the device's whole memory counts, and on the host the memory that is available now, of which each
+    of the machine's ranks has its share.
+
+    Raises:
+        UserError: with the bytes that a rank needs, those that there are, and what would need less.
+    """
+    plan = Plan.of(config, world.size)
+    try:
+        size = model_size(config, vocabulary_size)
+    except UserError:  # of a part that cannot be built, which is told better when the model is
+        return
+    states = states_of(config, plan, size)
+    on_device = {
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimiser states": states.optimizer,
+        ACTIVATIONS: _least_activations(config, plan, vocabulary_size),
+    }
+    on_host = {"offloaded states": states.cpu, BATCHES: _batch_bytes(config, plan)}
+    built = {BUILT: 4 * sum(size.on_rank(plan.layout.tensor, plan.layout.expert_ranks))}
+    bucket = {BUCKET: 4 * plan.bucket}
+    ranks, available = ranks_of_machine(), available_bytes()
+    host = math.inf if available is None else available / ranks
+    each = f" for each of its {ranks} ranks" if ranks > 1 else ""
+    of_host = f"this machine has {in_bytes(host)} available{each}"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_properties(world.device).total_memory
+        of_device = f"{world.device} has {in_bytes(device)}"
+        limits = [(on_device, device, of_device), (bucket, device, of_device), (on_host, host, of_host)]
+    else:
+        limits = [({**on_device, **on_host}, host, of_host), (bucket, host, of_host)]
+    for parts, limit, place in [*limits, (built, host, of_host)]:
+        if sum(parts.values()) > limit:
+            raise UserError(_refusal(parts, place))
+
+
+def _refusal(parts: dict[str, float], place: str) -> str:
+    total = sum(parts.values())
+    shown = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size > total / 1000)
+    largest = max(parts, key=parts.__getitem__)
+    way_out = WAYS_OUT.get(largest, OF_STATES)
+    return f"memory: a rank needs at least {in_bytes(total)} ({shown}), but {place}; {way_out}"
+
+
+def _least_activations(config: RunConfig, plan: Plan, vocabulary_size: int) -> float:
+    """What no way of computing avoids: each block's input, the logits, and a mask between documents."""
+    model, ranks = config.model, plan.layout.tensor
+    tokens = config.train.micro_batch_size * config.data.sequence_length
+    width = 4 if plan.precision == "fp32" else 2
+    inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
+    logits = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
+    masks = tokens * config.data.sequence_length if config.data.document_aware else 0
+    return float(tokens * width * (inputs + logits) + masks)
+
+
+def _batch_bytes(config: RunConfig, plan: Plan) -> float:
+    """A rank's share of a step's batch, which is read before the step."""
+    samples = config.train.global_batch_size or config.train.micro_batch_size * plan.layout.data
+    return BYTES_OF_A_TOKEN * config.data.sequence_length * samples / plan.layout.data
+
+
+def in_bytes(size: float) -> str:
+    """`12 KiB`, `340 MiB`, `1.5 GiB`."""
+    unit = 0
+    value = size / 1024
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    if value >= 1024:
+        return f"{value:.3g} {UNITS[unit]}"
+    return f"{value:.{1 if unit > 1 else 0}f} {UNITS[unit]}"

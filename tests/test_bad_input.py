@@ -1,0 +1,434 @@
+"""Hostile input, case by case: one line that names the key or file, exit code 2, at once; nothing is left.
+
+Everything runs in this process: `load_config`, the checks before the ranks start, or a tool's `main`.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import pretrain_gpt_moe
+from megamoe.config import dump_yaml, load_config
+from megamoe.errors import UserError
+from megamoe.metrics.report import charts, page
+from megamoe.parallel import launch
+from megamoe.resilience.processes import Process
+from megamoe.train import memory
+from tests.checkpoint import checkpoint
+from tests.tiny import BASE, tiny
+
+ROOT = Path(__file__).parents[1]
+AT_ONCE_S = 10  # on a busy machine; each takes a few ms
+Tool = Callable[..., str]
+
+BAD_YAML = {
+    "a map of text": ("name: !!map x", "line 1 is not valid YAML: the tag !!map is not read"),
+    "an int of text": ("seed: !!int abc", "the tag !!int is not read"),
+    "a bool of text": ("overwrite: !!bool maybe", "the tag !!bool is not read"),
+    "a set as a name": ("name: !!set {a, b}", "the tag !!set is not read; write the value without it"),
+    "a date as a number": ("train: {steps: 2024-01-01}", "train.steps: expected a whole number, found '2024"),
+    "a sexagesimal number": ("train: {steps: 1:30}", "train.steps: expected a whole number, found '1:30'"),
+    "an octal of YAML 1.1": ("train: {steps: 010}", "train.steps: expected a whole number, found '010'"),
+    "a huge integer": (f"seed: {'9' * 5000}", "line 1 is not valid YAML: 999"),
+    "a large integer": (f"seed: {'9' * 4000}", "seed: expected a number below 4294967296, found 999"),
+    "an anchor in itself": ("name: &a [*a]", "the anchor &a contains itself"),
+    "a bomb of aliases": (
+        "a: &a [1,1,1,1,1,1,1,1,1]\n"
+        + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefgh")),
+        "more than 30,000 values, with its aliases written out",
+    ),
+    "a long text many times": (
+        f"a: &a {'x' * 100_000}\nb: [{','.join(['*a'] * 9000)}]",
+        "more than 30,000 values, with its aliases written out",
+    ),
+    "deep lists": (f"a: {'[' * 5000}", "nested more than 50 levels deep"),
+    "text that is no Unicode": ('name: "\\ud800"', "is no Unicode text"),
+    "a control character": ("name: a\x01b", "the character U+0001 at place 7 is not allowed"),
+    "a NUL in the name": ('name: "a\\0b"', "name: expected a path without line breaks, NULs"),
+    "a line break in the name": ('name: "a\\nb"', "name: expected a path without line breaks"),
+    "a name too long": (f"name: {'a' * 300}", "name: expected a path with parts of at most 240 bytes"),
+    "a name that leads out": ("name: ../x", "name: expected the name of a folder inside output"),
+    "no name": ("name: ''", "name: expected the name of a folder inside output"),
+    "an output too long": (f"output: {'b/' * 3000}", "output: expected a path of at most 3,800 bytes"),
+    "a dataset without a name": (
+        "data: {sources: [/]}",
+        "data.sources.0.path: expected the path",
+    ),
+    "a plugin with a long name": (f"plugins: [{'a' * 5000}.py]", "plugins: no file 'aaa"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_YAML)
+def test_yaml(tmp_path: Path, case: str) -> None:
+    text, expected = BAD_YAML[case]
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert expected in refused(lambda: load_config(path))
+
+
+def refused(action: Callable[[], object]) -> str:
+    started = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        action()
+    assert time.monotonic() - started < AT_ONCE_S
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_yaml_1_2_values_stay_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: 2024-01-01\nseed: 0x10\ntrain: {steps: 1_000}\noptimizer: {lr: 1e-4}\n")
+    config = load_config(path, ["output=1:30"])
+    found = (config.name, config.seed, config.train.steps, config.optimizer.lr, config.output)
+    assert found == ("2024-01-01", 16, 1000, 1e-4, "1:30")
+    path.write_text(dump_yaml(config))
+    assert load_config(path) == config
+
+
+ABSURD = (
+    "seed=4294967296",
+    "seed=1000000000000000000000000",
+    "model.num_layers=1000000000",
+    "model.hidden_size=1000000000000",
+    "model.vocab_size=1000000000000",
+    "model.norm_eps=1e-300",
+    "model.init_std=1e308",
+    "moe.num_experts=1000000000000",
+    "moe.layers.every=1000000000000",
+    "moe.losses.z_loss=1e308",
+    "moe.router.selector.k=1000000000000000000000",
+    "moe.router.score_function.temperature=1e-300",
+    "moe.router.selector={name: sinkhorn, iterations: 1000000000}",
+    "moe.router.capacity={name: per_expert, factor: 1e300}",
+    "data.sequence_length=1000000000000",
+    "data.workers=100000",
+    "data.split=[1e308, 1, 1]",
+    "optimizer.lr=1e308",
+    "optimizer.min_lr=1e308",
+    "optimizer.eps=1e-300",
+    "optimizer.weight_decay=1e308",
+    "optimizer.grad_clip=1e308",
+    "optimizer.warmup_steps=1000000000000",
+    "train.steps=1000000000000",
+    "train.micro_batch_size=1000000000000",
+    "train.global_batch_size=1000000000000",
+    "train.hang_minutes=1e300",
+    "train.hang_minutes=1e-12",
+    "train.exit_after_minutes=1e300",
+    "parallel.timeout_minutes=1e300",
+    "parallel.timeout_minutes=1e-12",
+    "parallel.tensor=1000000000000",
+    "evaluation.batches=1000000000000",
+    "checkpoint.keep=1000000000000",
+)
+
+
+@pytest.mark.parametrize("override", ABSURD)
+def test_an_absurd_number_is_told_with_its_bound(override: str) -> None:
+    message = refused(lambda: tiny(override))
+    assert f": {override.split('=')[0].rpartition('.')[0]}" in message
+    told = re.search(r"at (most|least) [\d.e-]|below \d|from 0.01 to \d", message)
+    assert told, message
+
+
+@pytest.mark.parametrize("name", ["a pipe", "/dev/zero", "a folder", "too long", "/proc/self/mem", "large"])
+@pytest.mark.parametrize("key", ["--config", "parallel.deepspeed", "data card"])
+def test_files_that_are_no_plain_ones(tmp_path: Path, name: str, key: str, pretrain: Tool) -> None:
+    path = tmp_path / "file"
+    if name == "a pipe":
+        os.mkfifo(path)
+    elif name == "a folder":
+        path.mkdir()
+    elif name == "too long":
+        path = tmp_path / ("x" * 239)
+    elif name == "large":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        path = Path(name)
+    if key == "--config":
+        assert "--config: cannot read" in refused(lambda: load_config(path))
+    elif key == "parallel.deepspeed":
+        assert "parallel.deepspeed: cannot read" in pretrain(f"parallel.deepspeed={path}")
+    else:
+        (tmp_path / "d.card.json").symlink_to(path)
+        line = pretrain("data.mock=false", f"data.sources=[{tmp_path / 'd'}]")
+        assert "d.card.json' cannot be read: " in line or "no file" in line
+
+
+@pytest.fixture
+def pretrain(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restored_process: None,
+    capsys: pytest.CaptureFixture[str],
+) -> Tool:
+    """Call main() on a tiny run; returns its one line. It ends before the ranks start, and leaves nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks were started"))
+    (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "name=a")))
+
+    def call(*overrides: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--config", "run.yaml", *overrides])
+        started = time.monotonic()
+        code = pretrain_gpt_moe.main()
+        assert time.monotonic() - started < AT_ONCE_S
+        assert not (tmp_path / "runs").exists()
+        return one_line(code, capsys)
+
+    return call
+
+
+def one_line(code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+DEEPSPEED = {
+    "offload as text": (
+        '{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}',
+        "offload_optimizer is",
+    ),
+    "offload as a list": (
+        '{"zero_optimization": {"stage": 3, "offload_param": ["cpu"]}}',
+        "offload_param is",
+    ),
+    "a device as a list": (
+        '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": ["cpu"]}}}',
+        "zero_optimization.offload_optimizer.device is ['cpu'], expected 'none', 'cpu' or 'nvme'",
+    ),
+    "stage 1.0": (
+        '{"zero_optimization": {"stage": 1.0}}',
+        "zero_optimization.stage is 1.0, expected 0, 1, 2 or 3",
+    ),
+    "stage true": ('{"zero_optimization": {"stage": true}}', "zero_optimization.stage is True, expected"),
+    "a bucket": (
+        '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000000000000000}}',
+        "memory: a rank needs at least 3.6 PiB (the gradients' bucket 3.6 PiB)",
+    ),
+    "an odd bucket": (
+        '{"zero_optimization": {"stage": 1, "allgather_bucket_size": 7}}',
+        "allgather_bucket_size is 7, expected an even number",
+    ),
+    "a power": (
+        '{"fp16": {"initial_scale_power": 1000000000000}}',
+        "fp16.initial_scale_power is 1000000000000",
+    ),
+    "enabled 1": ('{"bf16": {"enabled": 1}}', "bf16.enabled is 1, expected true, false"),
+    "an unknown option": ('{"bf16": {"enabld": true}}', "DeepSpeedBF16Config: enabld: Extra inputs"),
+    "a misspelt section": ('{"zero_optimisation": {}}', "did you mean 'zero_optimization'?"),
+    "a section of another kind": ('{"flops_profiler": {"enabled": "x"}}', "DeepSpeed refuses it: "),
+    "a key that stands twice": ('{"zero_optimization": {}, "zero_optimization": {}}', "stands twice"),
+    "steps as text": ('{"steps_per_print": "x"}', "steps_per_print is 'x', expected a whole number above 0"),
+    "gradients as integers": (
+        '{"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "int8"}}',
+        "data_types.grad_accum_dtype is 'int8', expected 'fp32', 'bf16' or 'fp16'",
+    ),
+    "deep": ("[" * 100_000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", DEEPSPEED)
+def test_deepspeed_files(pretrain: Tool, tmp_path: Path, case: str) -> None:
+    content, expected = DEEPSPEED[case]
+    (tmp_path / "ds.json").write_text(content)
+    even = "moe.expert_ffn_hidden_size=16"  # for bf16
+    assert expected in pretrain("parallel.deepspeed=ds.json", even)
+
+
+MIXED = {
+    "a model": (
+        ["model.num_layers=1000", "model.hidden_size=65536"],
+        "memory: a rank needs at least 250.1 TiB (weights 62.5 TiB, gradients 62.5 TiB, optimiser states 125",
+        "make the model smaller",
+    ),
+    "a router's part": (
+        ["moe.router.scorer={name: cosine, routing_dim: 1000000000}"],
+        "memory: a rank needs at least 596.0 GiB (weights 149.0 GiB, gradients 149.0 GiB",
+        "ZeRO stage or offload",
+    ),
+    "a batch": (
+        ["train.global_batch_size=1000000000"],
+        "a step's batch 208.6 GiB",
+        "lower train.micro_batch",
+    ),
+    "masks": (
+        ["data.sequence_length=10000000", "data.document_aware=true"],
+        "activations ",
+        "data.sequence_length",
+    ),
+    "wsd": (
+        ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=100"],
+        "optimizer.wsd_decay_steps: 100 is more than the 4 steps of the schedule",
+        "train.steps",
+    ),
+    "wsd after a warm-up": (
+        ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=3", "optimizer.warmup_steps=2"],
+        "optimizer.wsd_decay_steps: 3 after optimizer.warmup_steps 2 is more than the 4 steps",
+        "train.steps",
+    ),
+    "a growing batch": (
+        [
+            "train.steps=1000000000",
+            "train.global_batch_size=2000000",
+            "train.batch_rampup={start: 2, increment: 2, samples: 1000000000000}",
+        ],
+        "train.batch_rampup.increment: 2 makes more than 100,000 batch sizes",
+        "raise it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_what_cannot_run_together(pretrain: Tool, case: str) -> None:
+    overrides, expected, way_out = MIXED[case]
+    line = pretrain(*overrides)
+    assert expected in line and way_out in line
+
+
+def tool(name: str) -> Any:
+    spec: Any = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / f"tools/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ROW = {"step": 1, "train/lm_loss": 2.0, "moe/layer_01/load": [1, 2], "moe/layer_01/imbalance": 1.5}
+BAD_ROWS = {
+    "text as a loss": ({"train/lm_loss": "abc"}, 'line 2: train/lm_loss is "abc", expected a number'),
+    "a list as a loss": ({"val/lm_loss": [1]}, "line 2: val/lm_loss is [1], expected a number"),
+    "a map as a loss": ({"val/lm_loss": {"a": 1}}, 'line 2: val/lm_loss is {"a": 1}, expected a number'),
+    "true as a speed": ({"perf/tokens_per_s": True}, "perf/tokens_per_s is true, expected a number"),
+    "a load of another length": (
+        {"moe/layer_01/load": [1, 2, 3]},
+        "line 2: moe/layer_01/load is [1, 2, 3], expected 2 numbers, one for each expert, as in",
+    ),
+    "a load of text": ({"moe/layer_01/load": ["a", "b"]}, "expected a list of numbers of at least 0"),
+    "an empty load": ({"moe/layer_01/load": []}, "expected a list of numbers of at least 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_report_of_odd_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    changes, expected = BAD_ROWS[case]
+    rows: list[dict[str, Any]] = [ROW, {**ROW, "step": 2, **cast(dict[str, Any], changes)}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert expected in one_line(tool("report").main([str(tmp_path)]), capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_report_of_numbers_at_the_end_of_floats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of names that are no words, and of deep values that no report reads."""
+    monkeypatch.setattr(charts, "DPI", 20)
+    monkeypatch.setattr(page, "render", lambda *_: b"")  # the same charts are drawn for the picture of all
+    folder = tmp_path / "a$b_{"
+    folder.mkdir()
+    keys = ("train/lm_loss", "val/lm_loss", "train/$x_{", "perf/step_s", "perf/tokens_per_s", "tokens")
+    rows = [
+        {**ROW, "step": step, **dict.fromkeys(keys, value), "deep": [[[[1]]]], "train/\ud800": 1.0}
+        for step, value in enumerate((1e308, -1e308, "Infinity", 10**400, 2.0), start=1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert tool("report").main([str(folder)]) == 0, capsys.readouterr().err
+    assert (folder / "report.html").stat().st_size < 1 << 22
+
+
+@pytest.mark.parametrize(
+    "kind", ["a pipe", "/dev/zero", "a name too long", "a summary of text", "a deep summary"]
+)
+def test_a_report_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    folder, metrics = tmp_path, tmp_path / "metrics.jsonl"
+    if kind == "a pipe":
+        os.mkfifo(metrics)
+    elif kind == "/dev/zero":
+        metrics.symlink_to(kind)
+    elif kind == "too long":
+        folder = tmp_path / ("a" * 300)
+    else:
+        metrics.write_text(f"{json.dumps(ROW)}\n")
+        text = "[" * 100_000 if kind == "a deep summary" else '{"parameters_total": "many"}'
+        (tmp_path / "summary.json").write_text(text)
+    assert one_line(tool("report").main([str(folder)]), capsys).startswith(f"error: {folder}")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "99999"], ["--ranks", "310"], ["--ranks", "9" * 30]])
+def test_a_conversion_for_absurdly_many_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    step = checkpoint.write(tmp_path / "step_00000007")
+    convert = ["convert", str(step), str(tmp_path / "out"), *arguments]
+    assert "error: --ranks: " in one_line(tool("checkpoint").main(convert), capsys)
+    assert os.listdir(tmp_path) == ["step_00000007"]
+
+
+@pytest.mark.parametrize("owner", ["dead", "alive", "unnamed", "old and unnamed", "elsewhere", "broken"])
+def test_a_conversion_removes_what_a_killed_one_has_left(tmp_path: Path, owner: str) -> None:
+    step = checkpoint.write(tmp_path / "step_00000007")
+    left = tmp_path / ".converting_other_0123abcd"
+    left.mkdir()
+    me = Process.of(os.getpid()).plain()
+    owners = {
+        "dead": {**me, "started": me["started"] + 1},  # the pid is another's by now
+        "alive": me,
+        "elsewhere": {**me, "machine": "another", "pid": 1},
+        "broken": {"pid": "x"},
+    }
+    if owner in owners:
+        (left / ".owner.json").write_text(json.dumps(owners[owner]))
+    if owner == "old and unnamed":
+        os.utime(left, (1, 1))
+    assert tool("checkpoint").main(["convert", str(step), str(tmp_path / "out"), "--ranks", "2"]) == 0
+    assert left.exists() is (owner not in ("dead", "old and unnamed"))
+    assert not (tmp_path / "out/.owner.json").exists()
+    assert tool("checkpoint").main(["verify", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 20, "-1", "first"])
+def test_a_rank_that_is_no_number(pretrain: Tool, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for name, value in {"RANK": text, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert "environment: RANK is " in pretrain()
+
+
+def test_the_bounds_leave_room_for_the_largest_models() -> None:
+    """DeepSeek-V3's sizes and beyond, a context of ten million tokens, a run of a million steps."""
+    config = load_config(
+        None,
+        [
+            *BASE,
+            "model={num_layers: 126, hidden_size: 16384, ffn_hidden_size: 53248, num_attention_heads: 128}",
+            "model.vocab_size=256000",
+            "moe.num_experts=65536",
+            "data.sequence_length=10000000",
+            "train={steps: 1000000, global_batch_size: 16384}",
+            "model.rope_base=500000000",
+            "data.sources=[{path: a, weight: 1.5e12}]",
+        ],
+    )
+    assert config.moe.num_experts == 65536
+
+
+@pytest.mark.parametrize("option", ["--workers=100000", "--vocab-size=1000000000000"])
+def test_a_preparation_of_absurd_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], restored_process: None, option: str
+) -> None:
+    (tmp_path / "in.txt").write_text("x")
+    output = f"--output={tmp_path / 'out'}"
+    arguments = [str(tmp_path / "in.txt"), "--tokenizer=train", output, option]
+    assert ": expected at most " in one_line(tool("prepare_data").main(arguments), capsys)
+    assert os.listdir(tmp_path) == ["in.txt"]
