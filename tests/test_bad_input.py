@@ -272,12 +272,12 @@ MIXED = {
     "wsd": (
         ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=100"],
         "optimizer.wsd_decay_steps: 100 is more than the 4 steps of the schedule",
-        "train.steps",
+        "optimizer.decay_steps",
     ),
     "wsd after a warm-up": (
         ["optimizer.schedule=wsd", "optimizer.wsd_decay_steps=3", "optimizer.warmup_steps=2"],
-        "optimizer.wsd_decay_steps: 3 after optimizer.warmup_steps 2 is more than the 4 steps",
-        "train.steps",
+        "optimizer.wsd_decay_steps: 3 after a warm-up of 2 is more than the 4 steps",
+        "optimizer.decay_steps",
     ),
     "a growing batch": (
         [

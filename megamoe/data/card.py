@@ -133,10 +133,12 @@ def load_card(prefix: str) -> DataCard | None:
     if not files.card.is_file():
         raise UserError(f"{name} cannot be read: not a file")
     try:
-        content = json.loads(read_plain(files.card, LARGEST_CARD))
-        card = TypeAdapter(DataCard).validate_python(content)
-    except OSError as error:
+        text = read_plain(files.card, LARGEST_CARD)
+    except (OSError, ValueError) as error:
         raise UserError(f"{name} cannot be read: {reason(error)}") from error
+    try:
+        content = json.loads(text)
+        card = TypeAdapter(DataCard).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
