@@ -152,16 +152,24 @@ def read_index(path: Path) -> Index:
         problem = _misfit(tensor)
         if problem:
             raise damaged(path / INDEX, f"{printable(name, 120)}: {problem}")
-    return {**index, "tensors": dict(_under_new_name(*item) for item in index["tensors"].items())}
+    tensors = {_new_name(name): _with_stored_name(name, tensor) for name, tensor in index["tensors"].items()}
+    return {
+        "tensors": tensors,
+        "shardings": {_new_name(name): sharding for name, sharding in index["shardings"].items()},
+    }
 
 
-def _under_new_name(name: str, tensor: TensorMeta) -> tuple[str, TensorMeta]:
-    """A tensor of index.json by its present name, with the name inside the shards where that differs."""
-    new = name
+def _new_name(name: str) -> str:
+    """The present name of a tensor that an earlier version may have saved."""
     for old_part, new_part in RENAMED.items():
-        new = new.replace(old_part, new_part)
+        name = name.replace(old_part, new_part)
+    return name
+
+
+def _with_stored_name(name: str, tensor: TensorMeta) -> TensorMeta:
+    """An entry of index.json that knows its name inside the shards, where that is not the present one."""
     tensor.pop("stored_name", None)
-    return (new, tensor) if new == name else (new, {**tensor, "stored_name": name})
+    return tensor if name == _new_name(name) else {**tensor, "stored_name": name}
 
 
 def _misfit(tensor: TensorMeta) -> str | None:

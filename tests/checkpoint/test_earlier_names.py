@@ -1,0 +1,73 @@
+"""A checkpoint with the names of earlier versions loads: tensors, configuration, records of skipped steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.checkpoint.format.meta import read_meta
+from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.tools.verify import problems
+from tests.checkpoint import checkpoint
+from tests.checkpoint_files import grid, seal, write_checkpoint
+
+OLD = "model/model.decoder.layers.1.mlp.layer.router.gate.bias"
+NEW = "model/model.decoder.layers.1.mlp.layer.router.score_function.bias"
+OLD_ROUTER = {"scorer": {"name": "linear"}, "gate": {"name": "sigmoid"}, "restrictions": []}
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A checkpoint as an earlier version wrote it: a bias in two chunks."""
+    bias = torch.arange(8.0)
+    folder = write_checkpoint(
+        tmp_path / "step_00000007",
+        {OLD: bias},
+        chunks={OLD: grid((8,), 2)},
+        shardings={OLD.removeprefix("model/"): {}},
+        config={"moe": {"router": OLD_ROUTER, "expert_dropout": 0.25}},
+        broken_steps={"in_a_row": 1, "losses": [5.0]},
+    )
+    assert problems_of(folder) == []
+    return folder
+
+
+def problems_of(folder: Path) -> list[str]:
+    return list(problems(folder))
+
+
+def test_a_tensor_is_found_by_its_present_name(earlier: Path) -> None:
+    with Saved(earlier) as saved:
+        assert saved.names() == [NEW]
+        assert torch.equal(saved.tensor(NEW), torch.arange(8.0))
+        assert list(saved.index["shardings"]) == [NEW.removeprefix("model/")]
+
+
+def test_damage_under_an_old_name_is_seen(earlier: Path) -> None:
+    index = json.loads((earlier / "index.json").read_text())
+    index["tensors"][OLD.replace("bias", "other")] = index["tensors"].pop(OLD)
+    (earlier / "index.json").write_text(json.dumps(index))
+    seal(earlier)
+    assert any("bias" in problem for problem in problems_of(earlier))
+
+
+def test_the_configuration_and_the_record_have_present_names(earlier: Path) -> None:
+    meta = read_meta(earlier)
+    moe: dict[str, Any] = meta["config"]["moe"]
+    assert moe == {
+        "router": {"scorer": {"name": "linear"}, "score_function": {"name": "sigmoid"}, "masks": []},
+        "expert_output_dropout": 0.25,
+    }
+    assert meta.get("skip_policy") == {"in_a_row": 1, "losses": [5.0]}
+
+
+def test_a_stored_name_in_the_file_itself_means_nothing(tmp_path: Path) -> None:
+    folder = checkpoint.write(tmp_path / "step_00000007")
+    index = json.loads((folder / "index.json").read_text())
+    index["tensors"]["model/bias"]["stored_name"] = "model/norm"
+    (folder / "index.json").write_text(json.dumps(index))
+    seal(folder)
+    with Saved(folder) as saved:
+        assert saved.tensor("model/bias").dtype == torch.float64
