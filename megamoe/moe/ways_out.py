@@ -1,0 +1,121 @@
+"""What parts declare, and which registered parts and options have a capability: the end of a message."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+from megamoe.config import PartChoice
+from megamoe.config.parts import DEFAULTS
+from megamoe.moe.part import CAPABILITIES, Part
+from megamoe.registry import KINDS, get_part, list_parts
+
+EXPERTS, CHOICES = 16, 2  # the size of the layer for which parts are asked for examples
+
+Fits = Callable[[PartChoice], bool]
+
+
+def capabilities(choice: PartChoice) -> set[str]:
+    """What a part provides with its options; every mask provides `mask`."""
+    provided: set[str] = get_part(choice.kind, choice.name).provides(choice.options)
+    return provided | {choice.kind} if choice.kind == "mask" else provided
+
+
+def requirements(choice: PartChoice) -> dict[str, str]:
+    """What a part requires with its options: capability -> why."""
+    found: dict[str, str] = get_part(choice.kind, choice.name).requires(choice.options)
+    return found
+
+
+def provides(word: str, choice: PartChoice) -> bool:
+    """Whether a part has this capability."""
+    return word in capabilities(choice)
+
+
+def needs(word: str, choice: PartChoice) -> bool:
+    """Whether a part requires this capability of another."""
+    return word in requirements(choice)
+
+
+def phrase(word: str) -> str:
+    """A capability as the end of a sentence that begins with the part."""
+    return CAPABILITIES.get(word, f"gives {word}" if word[-1:].isupper() else f"provides {word}")
+
+
+def parts_that(fits: Fits) -> list[PartChoice]:
+    """Of each registered part that fits, with its defaults or an example's options, the first such choice."""
+    known = {kind: list_parts(kind) for kind in KINDS}
+    found = [
+        next(filter(fits, _variants(kind, name, part)), None)
+        for kind in KINDS
+        for name, part in known[kind].items()
+        if issubclass(part, Part)
+    ]
+    return [choice for choice in found if choice is not None]
+
+
+@cache
+def _variants(kind: str, name: str, part: Any) -> tuple[PartChoice, ...]:
+    examples = [example.options for example in part.examples(EXPERTS, CHOICES)]
+    return tuple(_built(kind, name, part, [{}, *examples]))
+
+
+def _built(kind: str, name: str, part: Any, several: list[dict[str, Any]]) -> Iterator[PartChoice]:
+    for options in several:
+        try:
+            yield PartChoice(kind, name, part.Config(**options))
+        except (TypeError, ValueError):  # an option without a default, or not of these values
+            continue
+
+
+def named(choices: list[PartChoice]) -> str:
+    """The parts as the YAML would name them: `noisy or {name: hierarchical, noisy: true}`."""
+    return " or ".join(_yaml(choice) for choice in choices)
+
+
+def _yaml(choice: PartChoice) -> str:
+    """Only options that are not the defaults."""
+    own = [
+        f"{field.name}: {_value(value)}"
+        for field in dataclasses.fields(choice.options)
+        if (value := getattr(choice.options, field.name)) != field.default
+    ]
+    return f"{{name: {', '.join([choice.name, *own])}}}" if own else choice.name
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def another_option(choice: PartChoice, fits: Fits) -> str | None:
+    """`selector.weights: raw`: the first other value of one option with which the part fits."""
+    part = get_part(choice.kind, choice.name)
+    examples = _variants(choice.kind, choice.name, part)
+    for field in dataclasses.fields(choice.options):
+        values = [getattr(example.options, field.name) for example in examples]
+        for value in (*values, *typing.get_args(field.type)):
+            try:
+                changed = dataclasses.replace(choice.options, **{field.name: value})
+            except (TypeError, ValueError):
+                continue
+            if not isinstance(value, type) and fits(dataclasses.replace(choice, options=changed)):
+                return f"{choice.kind}.{field.name}: {_value(value)}"
+    return None
+
+
+def without(choice: PartChoice, word: str) -> str:
+    """How a layer gets rid of a capability that this part of it provides."""
+
+    def fits(other: PartChoice) -> bool:
+        return word not in capabilities(other)
+
+    changed = another_option(choice, fits)
+    if changed is not None:
+        return f"set {changed}"
+    if choice.kind not in DEFAULTS:
+        return f"leave the {choice.kind} out"
+    others = [other for other in parts_that(fits) if other.kind == choice.kind]
+    default = [other for other in others if other.name == DEFAULTS[choice.kind]]
+    return f"set {choice.kind}: {named(default or others)}"
