@@ -93,10 +93,10 @@ def choice_of(moe: MoEConfig, kind: str) -> PartChoice | None:
 def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
     """ValueError where a part lacks what it requires, or stands beside what it refuses."""
     part = get_part(choice.kind, choice.name)
-    leave_out = "leave the loss out, or " if choice.kind == "loss" else ""
+    leave_out, instead = "leave the loss out, or " if choice.kind == "loss" else "", _instead_of(choice, moe)
     for word, why in requirements(choice).items():
         if provider(moe, word) is None:
-            _refuse_lack(partial(provides, word), phrase(word), why, moe, leave_out)
+            _refuse_lack(partial(provides, word), phrase(word), why, moe, instead)
     for word, why in part.refuses(choice.options).items():
         found = provider(moe, word)
         if found is not None:
@@ -104,9 +104,19 @@ def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
             named = f"the {label(found.kind)} {found.name!r} {phrase(word)}"
             raise ValueError(f"{named}, {why}; {leave_out}{way_out}")
     others = [other for _, other in chosen_parts(moe)]
-    for word, why in part.must_be_required(choice.options).items():
-        if not any(needs(word, other) for other in others):
-            _refuse_lack(partial(needs, word), f"makes use of {word}", why, moe, leave_out)
+    for (kind, word), why in part.must_be_required(choice.options).items():
+        if not any(needs(word, kind, other) for other in others):
+            _refuse_lack(partial(needs, word, kind), f"makes use of {word}", why, moe, instead)
+
+
+def _instead_of(choice: PartChoice, moe: MoEConfig) -> str:
+    """The first way out for a loss: another one that reads what this scorer gives, or none."""
+    if choice.kind != "loss":
+        return ""
+    given = capabilities(moe.router.scorer)
+    readers = ways_out.parts_that(lambda other: bool(given & requirements(other).keys()))
+    others = [other for other in readers if other.kind == choice.kind and other.name != choice.name]
+    return f"take the loss {ways_out.named(others)}, or " if others else "leave the loss out, or "
 
 
 def _refuse_lack(fits: ways_out.Fits, what: str, why: str, moe: MoEConfig, leave_out: str) -> None:

@@ -92,14 +92,14 @@ Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 # What a part may provide beside its extras, with the words that messages use. A plugin may add its own names.
 CAPABILITIES = {
     "log_probs": "gives log p as its scores",  # scorer
-    "softmax": "is a softmax of the scores, of any temperature",  # score function
+    "softmax": "is a softmax",  # score function
     "plain_softmax": "is a softmax of temperature 1",
     "sums_to_1": "makes the p of a token's candidates sum to 1",
     "monotone": "makes p that grow with the scores of a token",
     "elementwise": "makes the p of an expert from its own score alone",
     "bias": "moves the choice by a bias",
     "mask": "takes experts away",  # every mask
-    "by_probs": "goes by p or by scores that learn, not by ranking_TE",  # mask
+    "by_probs": "goes by p, not by ranking_TE",  # mask
     "best_k": "chooses a fixed number of the best experts",  # selector
     "by_ranking": "chooses by ranking_TE alone",
     "drawn": "draws the experts",
@@ -168,8 +168,8 @@ class Part(nn.Module):
         return {}
 
     @classmethod
-    def must_be_required(cls, options: Any) -> dict[str, str]:
-        """Capabilities of its own that some part beside it must require: capability -> why."""
+    def must_be_required(cls, options: Any) -> dict[tuple[str, str], str]:
+        """What some part beside it must require of it: (kind of the other part, capability) -> why."""
         return {}
 
     @classmethod

@@ -12,7 +12,7 @@ from megamoe.config.parts import DEFAULTS
 from megamoe.moe.part import CAPABILITIES, Part
 from megamoe.registry import KINDS, get_part, list_parts
 
-EXPERTS, CHOICES = 16, 2  # the size of the layer for which parts are asked for examples
+SMALL = (16, 2)  # experts, choices of a token
 
 Fits = Callable[[PartChoice], bool]
 
@@ -34,9 +34,9 @@ def provides(word: str, choice: PartChoice) -> bool:
     return word in capabilities(choice)
 
 
-def needs(word: str, choice: PartChoice) -> bool:
-    """Whether a part requires this capability of another."""
-    return word in requirements(choice)
+def needs(word: str, kind: str, choice: PartChoice) -> bool:
+    """Whether it is a part of this kind that requires this capability of another."""
+    return choice.kind == kind and word in requirements(choice)
 
 
 def phrase(word: str) -> str:
@@ -44,11 +44,15 @@ def phrase(word: str) -> str:
     return CAPABILITIES.get(word, f"gives {word}" if word[-1:].isupper() else f"provides {word}")
 
 
-def parts_that(fits: Fits) -> list[PartChoice]:
-    """Of each registered part that fits, with its defaults or an example's options, the first such choice."""
+def parts_that(fits: Fits, sizes: tuple[int, int] | None = None) -> list[PartChoice]:
+    """Every registered part that fits, each with the first options with which it does.
+
+    They are its defaults, then those of its examples in a small layer; with `sizes`, experts and choices of
+    a token, first those of its examples in such a layer.
+    """
     known = {kind: list_parts(kind) for kind in KINDS}
     found = [
-        next(filter(fits, _variants(kind, name, part)), None)
+        next(filter(fits, _variants(kind, name, part, sizes)), None)
         for kind in KINDS
         for name, part in known[kind].items()
         if issubclass(part, Part)
@@ -57,9 +61,9 @@ def parts_that(fits: Fits) -> list[PartChoice]:
 
 
 @cache
-def _variants(kind: str, name: str, part: Any) -> tuple[PartChoice, ...]:
-    examples = [example.options for example in part.examples(EXPERTS, CHOICES)]
-    return tuple(_built(kind, name, part, [{}, *examples]))
+def _variants(kind: str, name: str, part: Any, sizes: tuple[int, int] | None) -> tuple[PartChoice, ...]:
+    examples = [example.options for example in part.examples(*(sizes or SMALL))]
+    return tuple(_built(kind, name, part, [{}, *examples] if sizes is None else [*examples, {}]))
 
 
 def _built(kind: str, name: str, part: Any, several: list[dict[str, Any]]) -> Iterator[PartChoice]:
@@ -92,7 +96,7 @@ def _value(value: Any) -> str:
 def another_option(choice: PartChoice, fits: Fits) -> str | None:
     """`selector.weights: raw`: the first other value of one option with which the part fits."""
     part = get_part(choice.kind, choice.name)
-    examples = _variants(choice.kind, choice.name, part)
+    examples = _variants(choice.kind, choice.name, part, None)
     for field in dataclasses.fields(choice.options):
         values = [getattr(example.options, field.name) for example in examples]
         for value in (*values, *typing.get_args(field.type)):

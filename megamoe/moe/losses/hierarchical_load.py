@@ -43,8 +43,8 @@ class HierarchicalLoad(Part):
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
         """Two levels with noise, and a choice by levels."""
-        names = [f"group_{name}_TG" for name in LEVEL] + [f"inner_{name}_TE" for name in LEVEL]
-        noise = "the noise of a level by which the load is estimated"
+        names = [f"group_{name}_TG" for name in reversed(LEVEL)] + [f"inner_{name}_TE" for name in LEVEL]
+        noise = "of two levels with noise, by which the load is estimated"
         return dict.fromkeys(names, noise) | {"chosen_groups_TA": "over which the load is summed"}
 
     @classmethod

@@ -38,8 +38,11 @@ class Load(Part):
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
         """Noisy scores, and a choice of the best of them."""
-        noise = "the noise by which the load is estimated"
-        return {"clean_TE": noise, "noise_std_TE": noise, "best_k": "for which the load is estimated"}
+        return {
+            "noise_std_TE": "the noise by which the load is estimated",
+            "clean_TE": "the scores without noise",
+            "best_k": "for which the load is estimated",
+        }
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -44,7 +44,8 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
         """Also over all experts."""
-        return [*super().examples(num_experts, num_choices), Example({"over": "all"})]
+        plain, *biased = super().examples(num_experts, num_choices)
+        return [plain, Example({"over": "all"}), *biased]
 
     @property
     def over_all(self) -> bool:

@@ -57,9 +57,9 @@ class HashScorer(Part):
         return {"table_TK"}
 
     @classmethod
-    def must_be_required(cls, options: Config) -> dict[str, str]:
+    def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
         """By a selector."""
-        return {"table_TK": "since the scores say no more than the tables"}
+        return {("selector", "table_TK"): "since the scores say no more than the tables"}
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

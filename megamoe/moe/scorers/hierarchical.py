@@ -44,15 +44,13 @@ class HierarchicalScorer(Part):
     @classmethod
     def provides(cls, options: Config) -> set[str]:
         """The extras, and the scores' meaning."""
-        noise = (
-            {"group_clean_TG", "inner_clean_TE", "group_std_TG", "inner_std_TE"} if options.noisy else set()
-        )
-        return {"log_probs", "group_scores_TG", "inner_scores_TE", *noise}
+        noise = {"group_clean_TG", "inner_clean_TE", "group_std_TG", "inner_std_TE"}
+        return {"log_probs", "group_scores_TG", "inner_scores_TE"} | (noise if options.noisy else set())
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
         """A score function that makes p of log p."""
-        return {"softmax": "which makes p of the scores, log p"}
+        return {"softmax": "since the scores are log p"}
 
     @classmethod
     def sizes(cls, options: Config, num_experts: int) -> dict[str, int]:

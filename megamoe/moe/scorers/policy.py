@@ -55,9 +55,9 @@ class PolicyScorer(Part):
         return {"bias": "but the policy is the plain softmax of its scores"}
 
     @classmethod
-    def must_be_required(cls, options: Config) -> dict[str, str]:
+    def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
         """By a loss."""
-        return {"reference_scores_TE": "which teaches the policy"}
+        return {("loss", "reference_scores_TE"): "which teaches the policy"}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

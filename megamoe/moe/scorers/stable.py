@@ -59,14 +59,14 @@ class StableScorer(Part):
     def refuses(cls, options: Config) -> dict[str, str]:
         """What would move the frozen choice."""
         return {
-            "by_probs": "which go on learning and would move the frozen choice",
-            "bias": "which goes on learning and would move the frozen choice; balance by a loss",
+            "by_probs": "and p goes on learning, which would move the frozen choice",
+            "bias": "which goes on learning and would move the frozen choice",
         }
 
     @classmethod
-    def must_be_required(cls, options: Config) -> dict[str, str]:
+    def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
         """By a loss."""
-        return {"light_TE": "without which the light router learns nothing"}
+        return {("loss", "light_TE"): "without which the light router learns nothing"}
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
