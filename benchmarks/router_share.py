@@ -3,11 +3,12 @@
     python benchmarks/router_share.py [--parts threshold,switch_balance] [--rounds 5]
                                       [--experts 512] [--tokens 4096] [--plugin my_parts.py]
 
-Each part stands in a layer of its own with the neighbours it requires, once with each of its examples, by
-which a token has about 8 experts (`megamoe.moe.examples`). The bar: router and losses, forward and backward, take at most 10 % of the whole layer's time
-with experts in fp32 (`all fp32`; beyond, the line says `over`). Not held to it: layers whose selector
-solves an assignment or draws the experts (`no bar`). `all bf16`, the share
-where the experts compute in bf16 while the router stays fp32 by principle, has no bar either.
+Each part stands in a layer of its own with the neighbours that it requires, once with each of its examples,
+by which a token has about 8 experts (`megamoe.moe.examples`). The bar: router and losses, forward and
+backward, take at most 10 % of the whole layer's time with experts in fp32 (`all fp32`; beyond, the line says
+`over`). Not held to it: layers whose selector solves an assignment or draws the experts (`no bar`).
+`all bf16`, the share where the experts compute in bf16 while the router stays fp32 by principle, has no bar
+either.
 
 The layer, the router and its losses alone, and every stage by itself are measured in turn, so that a machine
 whose speed drifts slows all of them; printed are medians of the rounds' ratios, all but the last of fp32. A

@@ -31,7 +31,7 @@ class Dims:
     vocab_size: int | None = None
     expert_parallel: int = 1
     follows_data: bool = True
-    score_function: frozenset[str] = frozenset({"softmax", "sums_to_1"})
+    score_function: frozenset[str] = frozenset({"softmax_of_scores", "sums_to_1"})
     num_choices: int = 1
 
     def start(self, weight: Tensor, purpose: str) -> None:
@@ -92,7 +92,7 @@ Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 # What a part may provide beside its extras, with the words that messages use. A plugin may add its own names.
 CAPABILITIES = {
     "log_probs": "gives log p as its scores",  # scorer
-    "softmax": "is a softmax",  # score function
+    "softmax_of_scores": "is a softmax",  # score function
     "plain_softmax": "is a softmax of temperature 1",
     "sums_to_1": "makes the p of a token's candidates sum to 1",
     "monotone": "makes p that grow with the scores of a token",

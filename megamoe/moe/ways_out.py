@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from typing import Any
 
@@ -50,20 +50,19 @@ def parts_that(fits: Fits, sizes: tuple[int, int] | None = None) -> list[PartCho
     They are its defaults, then those of its examples in a small layer; with `sizes`, experts and choices of
     a token, first those of its examples in such a layer.
     """
-    known = {kind: list_parts(kind) for kind in KINDS}
-    found = [
-        next(filter(fits, _variants(kind, name, part, sizes)), None)
-        for kind in KINDS
-        for name, part in known[kind].items()
-        if issubclass(part, Part)
-    ]
-    return [choice for choice in found if choice is not None]
+    found = []
+    for kind in KINDS:
+        for name, part in list_parts(kind).items():
+            if issubclass(part, Part):
+                found += [choice for choice in _variants(kind, name, part, sizes) if fits(choice)][:1]
+    return found
 
 
 @cache
-def _variants(kind: str, name: str, part: Any, sizes: tuple[int, int] | None) -> tuple[PartChoice, ...]:
-    examples = [example.options for example in part.examples(*(sizes or SMALL))]
-    return tuple(_built(kind, name, part, [{}, *examples] if sizes is None else [*examples, {}]))
+def _variants(kind: str, name: str, part: Hashable, sizes: tuple[int, int] | None) -> tuple[PartChoice, ...]:
+    part_class: Any = part
+    examples = [example.options for example in part_class.examples(*(sizes or SMALL))]
+    return tuple(_built(kind, name, part_class, [{}, *examples] if sizes is None else [*examples, {}]))
 
 
 def _built(kind: str, name: str, part: Any, several: list[dict[str, Any]]) -> Iterator[PartChoice]:

@@ -35,7 +35,8 @@ def layer_with(kind: str, name: str, seed: int = 1, **more: Any) -> MoELayer:
 
 def chosen_in(layer: MoELayer, kind: str, name: str) -> list[Part]:
     """The modules of the part in the layer."""
-    return [part for part in layer.modules() if type(part) is registry.get_part(kind, name)]
+    found = registry.get_part(kind, name)
+    return [part for part in layer.modules() if isinstance(part, Part) and type(part) is found]
 
 
 def step(layer: MoELayer) -> list[Tensor]:
@@ -98,7 +99,8 @@ def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
     nothing = (layer(make_hidden(24)) * 0).sum()
     (nothing + objective(layer)).backward()
     whole = {weight for weight, _ in layer.router.scorer.named_parameters()}
-    of_extras = reached_from(layer, set(layer.losses[name].requires(layer.losses[name].config)))
+    loss: Any = layer.losses[name]
+    of_extras = reached_from(layer, set(loss.requires(loss.config)))
     found = {weight.removeprefix("router.scorer.") for weight in taught(layer)}
     assert found and found in (whole, of_extras)
 
@@ -182,7 +184,9 @@ def test_a_part_is_as_it_declares(kind: str, name: str) -> None:
             elif kind == "score_function":
                 assert (part.bias_E is not None) == ("bias" in provided)
                 sums = routing.probs_TE.sum(dim=-1)
-                assert not {"softmax", "sums_to_1"} & provided or torch.allclose(sums, torch.ones(24))
+                assert not {"softmax_of_scores", "sums_to_1"} & provided or torch.allclose(
+                    sums, torch.ones(24)
+                )
             elif kind == "mask":
                 keeps_its_bounds(part, routing)
             elif kind == "selector":

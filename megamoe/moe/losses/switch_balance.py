@@ -112,7 +112,7 @@ class SwitchBalance(Part):
             and routing.score_function.over_all
             and routing.candidates_TE is not None
         )
-        sums_to_1 = "softmax" in self.dims.score_function and not over_all
+        sums_to_1 = "softmax_of_scores" in self.dims.score_function and not over_all
         return routing.probs_TE if sums_to_1 else shares(routing.probs_TE)
 
     def _over_sequences(self, routing: Routing, context: StepContext) -> Tensor:

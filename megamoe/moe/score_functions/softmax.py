@@ -39,7 +39,7 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
         """Also which softmax it is."""
         plain = {"plain_softmax"} if options.temperature == 1 else set()
         whole = {"sums_to_1"} if options.over == "candidates" else set()
-        return super().provides(options) | {"softmax"} | plain | whole
+        return super().provides(options) | {"softmax_of_scores"} | plain | whole
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:

@@ -50,7 +50,7 @@ class HierarchicalScorer(Part):
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
         """A score function that makes p of log p."""
-        return {"softmax": "since the scores are log p"}
+        return {"softmax_of_scores": "since the scores are log p"}
 
     @classmethod
     def sizes(cls, options: Config, num_experts: int) -> dict[str, int]:

@@ -27,7 +27,7 @@ def value(
     experts: list[list[int]],
     cosine_TE: Tensor,
     candidates_TE: Tensor | None = None,
-    score_function: str = "softmax",
+    score_function: frozenset[str] = frozenset(),
     **options: Any,
 ) -> Tensor:
     pairs = make_pairs(experts)
@@ -50,7 +50,7 @@ def test_cosine_balance_by_hand() -> None:
 @pytest.mark.parametrize(
     ("words", "options", "tau"),
     [
-        ({"softmax"}, {}, 0.3),
+        ({"softmax_of_scores"}, {}, 0.3),
         ({"elementwise"}, {}, 0.07),
         ({"elementwise"}, {"temperature": 0.5}, 0.5),
         (set(), {}, 0.3),
