@@ -54,10 +54,10 @@ def _has(tree: dict[str, Any], kind: str, name: str) -> bool:
 
 
 def _with_options(kind: str, choice: Any) -> dict[str, Any]:
-    """A selector's and a score function's options stay the preset's."""
+    """Of a selector and a score function, what the preset says stays."""
     options = choice if isinstance(choice, dict) else {"name": choice}
-    own = {} if kind == "score_function" or "k" in options else _options(kind, options["name"])
-    return {**options, **own}
+    own = {} if kind == "score_function" else _options(kind, options["name"])
+    return {**own, **options} if kind == "selector" else {**options, **own}
 
 
 def _options(kind: str, name: str, number: int = -1) -> dict[str, Any]:
