@@ -50,7 +50,8 @@ def parts_that(fits: Fits, sizes: tuple[int, int] | None = None) -> list[PartCho
     They are its defaults, then those of its examples in a small layer; with `sizes`, experts and choices of
     a token, first those of its examples in such a layer.
     """
-    found = []
+    found: list[PartChoice] = []
+    part: Any
     for kind in KINDS:
         for name, part in list_parts(kind).items():
             if issubclass(part, Part):
