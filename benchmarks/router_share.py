@@ -1,13 +1,14 @@
 """What routing costs: the router's and the losses' share of the MoE layer's time, for every registered part.
 
     python benchmarks/router_share.py [--parts threshold,switch_balance] [--rounds 5]
-                                      [--experts 512] [--tokens 4096]
+                                      [--experts 512] [--tokens 4096] [--plugin my_parts.py]
 
-Each part stands in a layer of its own with the neighbours it needs, and with options by which a token has
-about 8 experts. The bar: router and losses, forward and backward, take at most 10 % of the whole layer's time
-with experts in fp32 (`all fp32`; beyond, the line says `over`). Not held to it: `balanced` and `sinkhorn`,
-which solve an assignment, and the policy's `policy`, `sample` and `grpo` (`no bar`). `all bf16`, the share
-where the experts compute in bf16 while the router stays fp32 by principle, has no bar either.
+Each part stands in a layer of its own with the neighbours that it requires, once with each of its examples,
+by which a token has about 8 experts (`megamoe.moe.examples`). The bar: router and losses, forward and
+backward, take at most 10 % of the whole layer's time with experts in fp32 (`all fp32`; beyond, the line says
+`over`). Not held to it: layers whose selector solves an assignment or draws the experts (`no bar`).
+`all bf16`, the share where the experts compute in bf16 while the router stays fp32 by principle, has no bar
+either.
 
 The layer, the router and its losses alone, and every stage by itself are measured in turn, so that a machine
 whose speed drifts slows all of them; printed are medians of the rounds' ratios, all but the last of fp32. A
@@ -28,15 +29,17 @@ from torch import Tensor
 from common.command import mistakes_told, parser_of, positive
 from common.machine import settle_process
 from common.moe_layer import build_layer
+from megamoe.config import parse_config
 from megamoe.errors import UserError
+from megamoe.moe.examples import example_trees
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Part, StepContext
-from megamoe.registry import get_part, list_parts, nearest_and_all
+from megamoe.moe.ways_out import capabilities
+from megamoe.registry import KINDS, get_part, list_parts, load_plugin, nearest_and_all
 
 HIDDEN, FFN, VOCAB, SEQUENCES, CHOICES = 512, 256, 32000, 8, 8
 BAR = 0.10
-WITHOUT_BAR = ("balanced", "sinkhorn", "policy", "sample", "grpo")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STAGES = ("scorer", "masks", "score_function", "selector", "capacity", "losses")
 WARM_UP_ROUNDS = 1
@@ -44,84 +47,35 @@ WARM_UP_ROUNDS = 1
 Tree = dict[str, Any]
 Call = tuple[Part, tuple[Any, ...]]
 
-HIERARCHICAL: Tree = {
-    "router": {
-        "scorer": {"name": "hierarchical", "noisy": True},
-        "selector": {"name": "hierarchical_top_k", "groups": 2, "k": CHOICES // 2},
-    },
-    "losses": {"importance": 0.1, "hierarchical_load": 0.1},
-}
-POLICY: Tree = {
-    "router": {"scorer": "policy", "selector": {"name": "sample", "k": CHOICES}},
-    "losses": {"grpo": 0.01},
-}
-STABLE: Tree = {
-    "router": {"scorer": "stable", "score_function": "sigmoid"},
-    "losses": {"stable_balance": 0.3, "stable_distillation": 1.0},
-}
-HASH: Tree = {"router": {"scorer": "hash", "selector": {"name": "table", "k": CHOICES}}, "losses": {}}
-# What a part needs beside it; whatever is not here stands in the plain layer of `layer_tree`.
-COMPANY: dict[tuple[str, str], Tree] = {
-    ("scorer", "hash"): HASH,
-    ("selector", "table"): HASH,
-    ("scorer", "hierarchical"): HIERARCHICAL,
-    ("selector", "hierarchical_top_k"): HIERARCHICAL,
-    ("loss", "hierarchical_load"): HIERARCHICAL,
-    ("scorer", "policy"): POLICY,
-    ("selector", "sample"): POLICY,
-    ("loss", "grpo"): POLICY,
-    ("scorer", "stable"): STABLE,
-    ("loss", "stable_balance"): STABLE,
-    ("loss", "stable_distillation"): STABLE,
-    ("loss", "load"): {"router": {"scorer": "noisy"}, "losses": {"importance": 0.1}},
-    ("loss", "cosine_balance"): {"router": {"scorer": "cosine"}},
-    ("selector", "balanced"): {"router": {"score_function": "sigmoid"}, "losses": {"z_loss": 0.001}},
-    ("selector", "expert_choice"): {"losses": {"z_loss": 0.001}},
-    # As sure as a trained score_function: 8.3 experts a token on average.
-    ("selector", "threshold"): {"router": {"score_function": {"name": "softmax", "temperature": 0.1}}},
-}
-# A part's options here; several are measured one by one. Without an entry: its defaults.
-OPTIONS: dict[tuple[str, str], list[Tree]] = {
-    ("scorer", "linear"): [{}, {"jitter": 0.01}],
-    ("scorer", "hierarchical"): [{"noisy": True}],
-    ("mask", "entropy_prune"): [{"num_groups": 8}],
-    ("mask", "gating_dropout"): [{"ranks": 8, "rate": 0.5}],
-    ("score_function", "sigmoid"): [{}, {"bias_update": 0.001}],
-    ("selector", "hierarchical_top_k"): [{"groups": 2, "k": CHOICES // 2}],
-    ("selector", "entropy_aware"): [{"max_k": CHOICES}],
-    ("selector", "expert_choice"): [{"allow_non_causal": True}],
-    ("capacity", "per_expert"): [
-        {"priority": name}
-        for name in ("position", "probability", "choice_then_probability", "batch_prioritised", "random")
-    ],
-    ("capacity", "device"): [{"devices": 8}],
-    ("loss", "switch_balance"): [{}, {"scope": "sequence"}, {"scope": "global_batch", "running": True}],
-}
+# Beside a part, where they make sense.
+LOSSES: Tree = {"switch_balance": 0.01, "z_loss": 0.001}
 
 
 def main() -> int:
     """Measure and print; 1 if a part could not be measured or is over the bar, 2 for a mistake."""
     parser = parser_of(__doc__)
     parser.add_argument("--parts", help="names, or kind/name, separated by commas; default: all")
+    parser.add_argument("--plugin", action="append", default=[], help="also the parts of this file or module")
     parser.add_argument("--experts", type=positive, default=512)
     parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--rounds", type=positive, default=5)
     arguments = parser.parse_args()
     with mistakes_told(parser):
-        cases = list(cases_of(arguments.parts))
+        for plugin in arguments.plugin:
+            load_plugin(plugin)
+        cases = list(cases_of(arguments.parts, arguments.experts))
     settle_process()
     bench = Bench(arguments.experts, arguments.tokens, arguments.rounds)
     size = f"{arguments.tokens} tokens, {arguments.experts} experts of {FFN}, hidden {HIDDEN}, k = {CHOICES}"
     print(f"{size}, {torch.get_num_threads()} threads; shares of the fp32 layer, forward and backward")
     columns = "".join(f"{name[:8]:>9}" for name in (*STAGES, "all fp32", "all bf16"))
     print(f"{'part':52}{'layer ms':>9}{'part':>8}{columns}", flush=True)
-    return int(any([not bench.report(kind, name, options) for kind, name, options in cases]))
+    return int(any([not bench.report(*case) for case in cases]))
 
 
-def cases_of(wanted: str | None) -> Iterator[tuple[str, str, Tree]]:
-    """(kind, name, options) of every case; UserError for a part that there is not."""
-    kinds = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
-    parts = [(kind, name) for kind in kinds for name in list_parts(kind)]
+def cases_of(wanted: str | None, num_experts: int) -> Iterator[tuple[str, str, str, Tree]]:
+    """(kind, name, options in words, section `moe`) of every example; UserError for an unknown part."""
+    parts = [(kind, name) for kind in KINDS for name in list_parts(kind)]
     if wanted is not None:
         names = wanted.split(",")
         known = [name for _, name in parts] + [f"{kind}/{name}" for kind, name in parts]
@@ -132,23 +86,15 @@ def cases_of(wanted: str | None) -> Iterator[tuple[str, str, Tree]]:
                 )
         parts = [(kind, name) for kind, name in parts if name in names or f"{kind}/{name}" in names]
     for kind, name in parts:
-        for options in OPTIONS.get((kind, name), [{}]):
-            yield kind, name, options
+        examples = get_part(kind, name).examples(num_experts, CHOICES)
+        trees = example_trees(kind, name, num_experts, CHOICES, LOSSES)
+        for example, tree in zip(examples, trees, strict=True):
+            yield kind, name, " ".join(f"{key}={value}" for key, value in example.options.items()), tree
 
 
-def layer_tree(kind: str, name: str, options: Tree, num_experts: int) -> Tree:
-    """The section `moe`: the part, its company, otherwise linear, softmax, top-8, balance loss and z-loss."""
-    company = COMPANY.get((kind, name), {})
-    router: Tree = {"selector": {"name": "top_k", "k": CHOICES}, **company.get("router", {})}
-    losses: Tree = dict(company.get("losses", {"switch_balance": 0.01, "z_loss": 0.001}))
-    chosen = {"name": name, **options}
-    if kind == "loss":
-        losses[name] = {"weight": 0.01, **options}
-    else:
-        if kind == "selector" and hasattr(get_part(kind, name).Config, "k"):
-            chosen = {"k": CHOICES, **chosen}
-        router |= {"masks": [chosen]} if kind == "mask" else {kind: chosen}
-    return {"num_experts": num_experts, "router": router, "losses": losses}
+def has_bar(tree: Tree) -> bool:
+    """Whether the bar holds for the layer: its selector neither solves an assignment nor draws."""
+    return not {"assigned", "drawn"} & capabilities(parse_config({"moe": tree}).moe.router.selector)
 
 
 @dataclasses.dataclass
@@ -178,10 +124,9 @@ class Bench:
         sizes: Tree = {"activation": "swiglu", "std": 0.02, "output_std": 0.02, "seed": 1, "layer": 1}
         return GroupedExperts(HIDDEN, FFN, range(self.num_experts), **sizes).to(dtype)
 
-    def report(self, kind: str, name: str, options: Tree) -> bool:
+    def report(self, kind: str, name: str, options: str, tree: Tree) -> bool:
         """Measure one case and print its line; whether it was measured and clears the bar."""
-        label = f"{kind} {name} " + " ".join(f"{key}={value}" for key, value in options.items())
-        tree = layer_tree(kind, name, options, self.num_experts)
+        label = f"{kind} {name} {options}"
         try:
             found = self._measured(tree)
         except Exception as error:  # a part that does not run here must not hide the others
@@ -192,8 +137,9 @@ class Bench:
         total, total_bf16 = found.share(found.router), found.share(found.router, "bf16")
         layer_ms = 1000 * statistics.median(found.layer["fp32"])
         row = "".join(f"{100 * share:8.1f}%" for share in (*shares, total, total_bf16))
-        over = total > BAR and name not in WITHOUT_BAR
-        verdict = "  no bar" if name in WITHOUT_BAR else "  over" if over else ""
+        held = has_bar(tree)
+        over = total > BAR and held
+        verdict = "  over" if over else "" if held else "  no bar"
         print(f"{label:52}{layer_ms:9.0f}{100 * own:7.1f}%{row}{verdict}", flush=True)
         return not over
 
@@ -282,11 +228,7 @@ def record_calls(layer: MoELayer, run: Callable[[], None]) -> list[tuple[str, st
 
 def parts_of(layer: MoELayer) -> Iterator[tuple[str, str, Part]]:
     """(stage, kind and name, module)."""
-    classes = {
-        part: f"{kind} {name}"
-        for kind in ("scorer", "mask", "score_function", "selector", "capacity", "loss")
-        for name, part in list_parts(kind).items()
-    }
+    classes = {part: f"{kind} {name}" for kind in KINDS for name, part in list_parts(kind).items()}
     router = layer.router
     stages: dict[str, list[Any]] = {
         "scorer": [router.scorer],

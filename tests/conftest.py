@@ -1,12 +1,16 @@
 """What the tests of several rooms share: quiet vendors, a registry that forgets, a world of one rank."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from megamoe.vendors import settle_vendors
 
 settle_vendors()
+
+OWN_PARTS = Path(__file__).parents[1] / "examples/own_parts.py"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,6 +42,20 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = {kind: dict(parts) for kind, parts in registry._parts.items()}
     monkeypatch.setattr(registry, "_parts", copy)
     monkeypatch.setattr(registry, "_presets", dict(registry._presets))
+
+
+@pytest.fixture
+def own_parts() -> Iterator[list[tuple[str, str]]]:
+    """The parts of examples/own_parts.py as (kind, name), known during the test."""
+    from megamoe import registry
+
+    registry.discover()
+    before = {kind: dict(parts) for kind, parts in registry._parts.items()}
+    registry.load_plugin(str(OWN_PARTS))
+    yield [(kind, name) for kind in registry.KINDS for name in registry._parts[kind].keys() - before[kind]]
+    registry._parts.update(before)
+    for module in [name for name in sys.modules if name.startswith(f"megamoe_plugin_{OWN_PARTS.stem}_")]:
+        del sys.modules[module]
 
 
 @pytest.fixture(scope="module")

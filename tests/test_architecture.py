@@ -139,6 +139,43 @@ def test_routers_never_import_a_loss_or_the_layer(path: Path) -> None:
     assert not [name for name in imports_of(path) if any(within(name, module) for module in forbidden)]
 
 
+def parts_of(path: Path) -> set[str]:
+    """The names that a file registers parts under."""
+    calls = calls_of(path, "register")
+    return {str(call.args[1].value) for call in calls if isinstance(call.args[1], ast.Constant)}
+
+
+PARTS = {path: parts_of(path) for path in FILES if path.name != "registry.py"}
+NAMES_PARTS = {"moe/presets.py", "config/parts.py", "config/schema.py"}  # presets and defaults
+
+
+@named([path for path in FILES if str(path.relative_to(PACKAGE)) not in NAMES_PARTS])
+def test_no_file_knows_a_part_by_name_or_class(path: Path) -> None:
+    """Parts ask each other for capabilities: a plugin's part is then as good as one built in."""
+    modules = {
+        ".".join(other.relative_to(ROOT).with_suffix("").parts)
+        for other, names in PARTS.items()
+        if names and other != path
+    }
+    assert not [name for name in imports_of(path) if any(within(name, module) for module in modules)]
+    others = {name for other, names in PARTS.items() for name in names if other != path} - {"none"}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Compare) and (found := words_in(node) & others):
+            assert not compares_names(node), f"line {node.lineno} asks for {sorted(found)} by name"
+
+
+def words_in(node: ast.AST) -> set[str]:
+    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def compares_names(node: ast.Compare) -> bool:
+    """Whether `x.name`, `name` or `x_name` is compared; options may have values that are also names."""
+    sides = [node.left, *node.comparators]
+    found = [getattr(part, "attr", getattr(part, "id", "")) for side in sides for part in ast.walk(side)]
+    stages = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
+    return any(word.endswith("name") or word in stages for word in found)
+
+
 @named(FILES + SCRIPTS)
 def test_nothing_runs_code_from_data(path: Path) -> None:
     assert not [name for name in imports_of(path) if name.split(".")[0] in DANGEROUS]

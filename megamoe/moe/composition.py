@@ -1,6 +1,7 @@
 """Which compositions make sense: every part is asked, before anything is built."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,13 @@ from torch import nn
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
+from megamoe.moe.compatibility import (
+    chosen_parts,
+    declared,
+    refuse_misfits,
+    refuse_one_candidate,
+    refuse_same_draw,
+)
 from megamoe.moe.part import Mask, Part, ScoreFunction, Selector
 from megamoe.registry import failure_of, get_part, is_ours
 
@@ -20,22 +28,38 @@ def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
     Raises:
         UserError: the part's key and name, and its reason; or that its class is of another kind.
     """
-    for key, choice in chosen_parts(moe):
+    chosen = list(chosen_parts(moe))
+    for key, choice in chosen:
         part, base = get_part(choice.kind, choice.name), BASES.get(choice.kind, Part)
-        named = key if key == f"moe.losses.{choice.name}" else f"{key}: {choice.name}"
         if not issubclass(part, base):
             raise UserError(f"{key}: {choice.name}: expected a subclass of megamoe.moe.part.{base.__name__}")
-        try:
+        with _told_of(key, choice):
+            declared(choice, moe.num_experts)  # what it declares can be asked for: the others' checks do
+    for key, choice in chosen:
+        with _told_of(key, choice):
             if choice.kind == "loss":
                 _check_loss(key.rpartition(".")[2], choice.options)
-            part.check(choice.options, moe, expert_parallel)
-        except ValueError as error:
-            raise UserError(f"{named}: {' '.join(str(error).split())}") from None
-        except Exception as error:
-            if is_ours(part):
-                raise
-            raise UserError(f"{named}: its check failed{failure_of(part, error)}") from error
+            refuse_misfits(choice, moe)
+            get_part(choice.kind, choice.name).check(choice.options, moe, expert_parallel)
+            if choice.kind == "mask":
+                refuse_same_draw(choice, moe)
+                refuse_one_candidate(choice, moe)
     refuse_late_masks(moe)
+
+
+@contextmanager
+def _told_of(key: str, choice: PartChoice) -> Iterator[None]:
+    """What a part's check raises, as a UserError with the part's key and name; a defect of ours as it is."""
+    part = get_part(choice.kind, choice.name)
+    named = key if key == f"moe.losses.{choice.name}" else f"{key}: {choice.name}"
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{named}: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        if is_ours(part):
+            raise
+        raise UserError(f"{named}: its check failed{failure_of(part, error)}") from error
 
 
 def _check_loss(name: str, options: Any) -> None:
@@ -56,16 +80,3 @@ def refuse_late_masks(moe: MoEConfig) -> None:
                 f"moe.router.masks.{place}: {choice.name}: takes the same experts from all tokens, "
                 f"and after {first} might leave a token without any; put it before {first}"
             )
-
-
-def chosen_parts(moe: MoEConfig) -> Iterator[tuple[str, PartChoice]]:
-    """Every part of the layer with its key in the YAML."""
-    router = moe.router
-    yield "moe.router.scorer", router.scorer
-    for place, choice in enumerate(router.masks):
-        yield f"moe.router.masks.{place}", choice
-    yield "moe.router.score_function", router.score_function
-    yield "moe.router.selector", router.selector
-    yield "moe.router.capacity", router.capacity
-    for name, choice in moe.losses.items():
-        yield f"moe.losses.{name}", choice

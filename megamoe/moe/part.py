@@ -1,7 +1,7 @@
 """What every part of the MoE layer is made of: its surroundings, the step's context, a common base."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ class Dims:
 
     layer: the block's number, from 1. init_std, init_scale: how weights start, see `draws.start_weight`.
     vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
-    share one set of experts. follows_data: see `groups.ParallelGroups`. score_function: the name of the
-    router's score function. num_choices: the k that the selector counts with.
+    share one set of experts. follows_data: see `groups.ParallelGroups`. score_function: what the router's
+    score function provides. num_choices: the k that the selector counts with.
     """
 
     hidden_size: int
@@ -31,7 +31,7 @@ class Dims:
     vocab_size: int | None = None
     expert_parallel: int = 1
     follows_data: bool = True
-    score_function: str = "softmax"
+    score_function: frozenset[str] = frozenset({"softmax_of_scores", "sums_to_1"})
     num_choices: int = 1
 
     def start(self, weight: Tensor, purpose: str) -> None:
@@ -89,6 +89,38 @@ class StepContext:
 
 Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 
+# What a part may provide beside its extras, with the words that messages use. A plugin may add its own names.
+CAPABILITIES = {
+    "log_probs": "gives log p as its scores",  # scorer
+    "softmax_of_scores": "is a softmax",  # score function
+    "plain_softmax": "is a softmax of temperature 1",
+    "sums_to_1": "makes the p of a token's candidates sum to 1",
+    "monotone": "makes p that grow with the scores of a token",
+    "elementwise": "makes the p of an expert from its own score alone",
+    "bias": "moves the choice by a bias",
+    "mask": "takes experts away",  # every mask
+    "by_probs": "goes by p, not by ranking_TE",  # mask
+    "best_k": "chooses a fixed number of the best experts",  # selector
+    "by_ranking": "chooses by ranking_TE alone",
+    "drawn": "draws the experts",
+    "assigned": "solves an assignment of tokens to experts",
+    "over_all_ranks": "chooses for the micro batches of all data-parallel ranks together",
+    "by_experts": "lets the experts choose, so that a token may get none",
+    "even_load": "gives every expert as many tokens",
+    "even_first_choices": "gives every expert as many first choices",
+    "normalised": "makes the weights of a token sum to 1",
+    "fixed_weights": "gives weights without gradient",
+    "dropless": "drops nothing",  # capacity
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """options: of the part. beside: more of the section `moe`, for a part that defaults do not show well."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, Any] = field(default_factory=dict)
+
 
 class Part(nn.Module):
     """Base of scorers, masks, score functions, selectors, capacities and losses.
@@ -109,11 +141,48 @@ class Part(nn.Module):
 
     Of a scorer's extras the router reads one: ranking_TE, fp32 without gradient, takes the place of scores
     and p in what choices are made by (`Scored.ranking_TE`); the weights stay the score function's.
+
+    Parts know each other by what they declare, never by name or class. A capability is a word: the name of
+    an extra, one of `CAPABILITIES`, or a word of a plugin's own. `composition.check_parts` compares what the
+    parts provide, require and refuse. `examples.example_trees` adds the
+    neighbours that a part requires.
     """
 
     @dataclass
     class Config:
         """No options."""
+
+    @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        """The capabilities of the part with these options: the names of its extras among them."""
+        return set()
+
+    @classmethod
+    def requires(cls, options: Any) -> dict[str, str]:
+        """What some part beside it must provide: capability -> why, the end of a sentence."""
+        return {}
+
+    @classmethod
+    def refuses(cls, options: Any) -> dict[str, str]:
+        """What no part beside it may provide: capability -> why."""
+        return {}
+
+    @classmethod
+    def must_be_required(cls, options: Any) -> dict[tuple[str, str], str]:
+        """What some part beside it must require of it: (kind of the other part, capability) -> why."""
+        return {}
+
+    @classmethod
+    def sizes(cls, options: Any, num_experts: int) -> dict[str, int]:
+        """The sizes of its extras by the letters of their shape suffixes, beside T and E."""
+        return {}
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Options that show the part in a layer of so many experts, a multiple of 16, about `num_choices` a
+        token (at least 2). Tests and benchmarks run all of them.
+        """
+        return [Example()]
 
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__()
@@ -156,6 +225,11 @@ class ScoreFunction(Part):
     monotone: bool = False
     elementwise: bool = False
 
+    @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        """What the class declares; "bias" where a bias moves the choice."""
+        return {word for word in ("monotone", "elementwise") if getattr(cls, word)}
+
     @property
     def bias_E(self) -> Tensor | None:
         """fp32 [E], or None."""
@@ -180,18 +254,60 @@ class ScoreFunction(Part):
         raise NotImplementedError(f"{type(self).__name__} is monotone and must define log_values")
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """How many experts a mask leaves to a token in a training step, as (least, most).
+
+    groups: into how many groups of neighbours it cuts the experts. kept: of how many groups it leaves any.
+    each: how many experts it leaves of such a group.
+    """
+
+    num_experts: int
+    groups: int = 1
+    kept: tuple[int, int] = (1, 1)
+    each: tuple[int, int] = (0, 0)
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.groups
+
+    @property
+    def least(self) -> int:
+        """Of all experts."""
+        return self.kept[0] * self.each[0]
+
+    @property
+    def most(self) -> int:
+        """Of all experts."""
+        return self.kept[1] * self.each[1]
+
+    @property
+    def one_group(self) -> bool:
+        """Whether they are all experts of one group of several."""
+        return self.groups > 1 and self.kept[1] == 1 and self.each[0] == self.group_size
+
+
 class Mask(Part):
     """A mask; one that keeps all tokens on their own rank says so, and nothing is sent.
 
     One that takes nothing away in a step returns None, so that the score function is not computed twice.
 
     step_wide: its mask is one for all tokens of a micro batch, whatever their scores. Such a mask must stand
-    before the others (`check.check_parts`), which then choose among what it leaves; after them it could take
-    away all that they left to a token. It also makes E smaller for the capacity, which a mask that goes by
-    token never does: otherwise a router that sends all tokens to a few experts would raise their capacity.
+    before the others (`composition.refuse_late_masks`), which then choose among what it leaves; after them it
+    could take away all that they left to a token. It also makes E smaller for the capacity, which a mask that
+    goes by token never does: otherwise a router that sends all tokens to a few experts would raise their
+    capacity.
+    random: it draws once a step, so that two of its class would make the same draw.
     """
 
     step_wide: bool = False
+    random: bool = False
+
+    @classmethod
+    def num_candidates(cls, options: Any, num_experts: int, expert_parallel: int = 1) -> Candidates:
+        """Bounds on what it leaves to a token in a training step; by default, it may leave all experts."""
+        return Candidates(num_experts, each=(0, num_experts))
 
     def closed_E(self, context: StepContext) -> Tensor | None:
         """bool [E], on the CPU: experts that no token of any rank can choose in this training step.
@@ -217,6 +333,16 @@ class Selector(Part):
     def mean_choices(self) -> float:
         """Experts of a token on average, where that is known beforehand; k, where it is not."""
         return self.num_choices
+
+    @classmethod
+    def wanted(cls, options: Any, num_experts: int) -> int:
+        """How many experts every token asks for, at least: k, unless the number varies by token."""
+        return cls(options, Dims(1, num_experts)).num_choices
+
+    @classmethod
+    def takes_all(cls, options: Any, num_candidates: int) -> bool:
+        """Whether a training step sends every token to each of so many candidates."""
+        return cls.wanted(options, num_candidates) >= num_candidates
 
     def after_drops(self, pairs: Any) -> Any:
         """The Pairs that the capacity left, with their final weights."""

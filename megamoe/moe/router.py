@@ -13,6 +13,7 @@ from megamoe.kernels.router import masked
 from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
 from megamoe.moe.process_groups import TokenSpread
 from megamoe.moe.routing import Routing, Scored, has_row_per_token
+from megamoe.moe.ways_out import capabilities
 from megamoe.registry import failure_of, get_part, is_ours
 
 
@@ -49,7 +50,7 @@ class Router(nn.Module):
     def __init__(self, config: RouterConfig, dims: Dims, spread: TokenSpread | None = None) -> None:
         super().__init__()
         self.spread = spread or TokenSpread(None)
-        dims = replace(dims, score_function=config.score_function.name)
+        dims = replace(dims, score_function=frozenset(capabilities(config.score_function)))
         self.selector: Selector = build_part(config.selector, dims)
         self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
         self.scorer: Part = build_part(config.scorer, self.dims)

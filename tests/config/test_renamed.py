@@ -34,7 +34,7 @@ def test_every_new_name_is_a_key_or_a_shorthand() -> None:
 
 def test_an_older_configuration_gets_the_new_names() -> None:
     old = {
-        "moe": {"router": {"gate": 1, "restrictions": 2}, "expert_dropout": 3, "num_experts": 4},
+        "moe": {"router": {"gate": 1, "restrictions": 2}, "expert_dropout": 3},
         "seed": 5,
     }
     new = {"moe": {"router": {"score_function": 1, "masks": 2}, "expert_output_dropout": 3}}

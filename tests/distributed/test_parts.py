@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.config import parse_config
+from megamoe.moe.ways_out import provides
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
@@ -41,7 +43,8 @@ QUICK = "TP 2, SP, EP 4, ZeRO 1"
 def on_one_rank(kind: str, name: str, data_parallel: int) -> dict[str, Any]:
     """What assigns all ranks' tokens at once sees the same where one rank has them in one batch."""
     run = run_of(kind, name)
-    together = run["moe__router"].get("selector", {}).get("name") == "balanced"
+    moe = parse_config({"moe": moe_tree(kind, name)}).moe
+    together = provides("over_all_ranks", moe.router.selector)
     return {**run, "train__micro_batch_size": data_parallel if together else 1}
 
 

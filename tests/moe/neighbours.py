@@ -4,49 +4,46 @@ import copy
 from typing import Any
 
 from megamoe import registry
+from megamoe.config import parse_config
+from megamoe.config.parts import DEFAULTS
+from megamoe.errors import UserError
+from megamoe.moe.composition import check_parts
+from megamoe.moe.examples import example_trees
 
 NUM_EXPERTS = 16
-BIAS_UPDATE = 0.01  # of a score function among its own company
 PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
 PART_IDS = [f"{kind}-{name}" for kind, name in PARTS]
-# Small sizes, and choices that do not depend on how many ranks share the experts.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "expert_dropout": {"cluster_size": 4},
-    "clustering": {"cluster_size": 4},
-    "group_limit": {"num_groups": 4, "keep": 2},
-    "entropy_prune": {"num_groups": 4},
-    "gating_dropout": {"rate": 0.5, "ranks": 4},
-    "device": {"devices": 4, "factor": 0.5},
-    "per_expert": {"factor": 0.75, "min_capacity": 0},
-    "device_balance": {"num_groups": 4},
-    "communication_balance": {"num_groups": 4, "keep": 2},
-    "hierarchical": {"groups": 4},
-    "expert_choice": {"allow_non_causal": True},
-    "stable": {"phase_1_steps": 2},
-    "linear": {"jitter": 0.1},
-}
 
 
 def moe_tree(kind: str, name: str, num_experts: int = NUM_EXPERTS) -> dict[str, Any]:
     """The section `moe` of a layer with this part."""
-    trees = [preset.tree for preset in registry.list_presets().values() if _has(preset.tree, kind, name)]
-    if kind == "score_function":  # with a bias, which not every selector follows
-        trees = [tree for tree in trees if _has(tree, "selector", "top_k")]
-    tree = copy.deepcopy(trees[0]) if trees else {"router": {}, "losses": {}}
-    if not trees:
-        _put(tree, kind, name)
+    own = _options(kind, name)
+    for preset in registry.list_presets().values():
+        if not _has(preset.tree, kind, name):
+            continue
+        tree = {**_sized(preset.tree), "num_experts": num_experts}
+        if kind == "score_function":  # with a bias, which not every selector follows
+            tree["router"][kind] = {"name": name, **own}
+        try:
+            check_parts(parse_config({"moe": tree}).moe, expert_parallel=1)
+        except UserError:
+            continue
+        return tree
+    return example_trees(kind, name, num_experts)[-1]
+
+
+def _sized(preset: dict[str, Any]) -> dict[str, Any]:
+    """A preset with small sizes, and choices that do not depend on how many ranks share the experts."""
+    tree = copy.deepcopy(preset)
     router = tree["router"]
-    for stage in ("scorer", "score_function", "selector", "capacity"):
-        if stage in router:
-            router[stage] = _sized(router[stage])
-    if kind == "score_function":
-        router["score_function"]["bias_update"] = BIAS_UPDATE
-    router["masks"] = [_sized(choice) for choice in router.get("masks", [])]
+    for kind in registry.STAGES:
+        router[kind] = _with_options(kind, router.get(kind, DEFAULTS[kind]))
+    router["masks"] = [_with_options("mask", choice) for choice in router.get("masks", [])]
     tree["losses"] = {
-        loss: {**(options if isinstance(options, dict) else {"weight": options}), **OPTIONS.get(loss, {})}
+        loss: {**(options if isinstance(options, dict) else {"weight": options}), **_options("loss", loss, 0)}
         for loss, options in tree.get("losses", {}).items()
     }
-    return {**tree, "num_experts": num_experts}
+    return tree
 
 
 def _has(tree: dict[str, Any], kind: str, name: str) -> bool:
@@ -56,15 +53,14 @@ def _has(tree: dict[str, Any], kind: str, name: str) -> bool:
     return name in [choice["name"] if isinstance(choice, dict) else choice for choice in choices]
 
 
-def _put(tree: dict[str, Any], kind: str, name: str) -> None:
-    if kind == "loss":
-        tree["losses"][name] = {"weight": 0.1}
-    elif kind == "mask":
-        tree["router"]["masks"] = [name]
-    else:
-        tree["router"][kind] = name
-
-
-def _sized(choice: Any) -> dict[str, Any]:
+def _with_options(kind: str, choice: Any) -> dict[str, Any]:
+    """Of a selector and a score function, what the preset says stays."""
     options = choice if isinstance(choice, dict) else {"name": choice}
-    return {**options, **OPTIONS.get(options["name"], {})}
+    own = {} if kind == "score_function" else _options(kind, options["name"])
+    return {**own, **options} if kind == "selector" else {**options, **own}
+
+
+def _options(kind: str, name: str, number: int = -1) -> dict[str, Any]:
+    """Of one of the part's examples: the last shows most of it, the first suits every preset."""
+    options: dict[str, Any] = registry.get_part(kind, name).examples(NUM_EXPERTS, 2)[number].options
+    return options

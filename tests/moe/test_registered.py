@@ -7,60 +7,36 @@ import torch
 from torch import Tensor
 
 from megamoe import registry
+from megamoe.moe.examples import example_trees
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import has_row_per_token
+from megamoe.moe.part import CAPABILITIES, Part, StepContext
+from megamoe.moe.routing import Routing, has_row_per_token
 from tests.moe.build import make_hidden, make_layer, moe_config
 from tests.moe.test_process_groups import spread_of
 
 PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
 every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" for k, n in PARTS])
 
-# The section `moe` around a part that does not stand among defaults.
-LEVELS = {"scorer": {"name": "hierarchical", "noisy": True}, "selector": "hierarchical_top_k"}
-POLICY = {"scorer": "policy", "selector": "sample"}
-COMPANY: dict[tuple[str, str], dict[str, Any]] = {
-    ("mask", "expert_dropout"): {"num_experts": 16},
-    ("mask", "group_limit"): {"num_experts": 16},
-    ("loss", "clustering"): {"num_experts": 16},
-    ("loss", "device_balance"): {"num_experts": 16},
-    ("loss", "communication_balance"): {"num_experts": 16},
-    ("loss", "load"): {"router": {"scorer": "noisy"}},
-    ("loss", "cosine_balance"): {"router": {"scorer": "cosine"}},
-    ("scorer", "hash"): {"router": {"selector": "table"}},
-    ("selector", "table"): {"router": {"scorer": "hash"}},
-    ("selector", "hierarchical_top_k"): {"router": LEVELS},
-    ("loss", "hierarchical_load"): {"num_experts": 9, "router": LEVELS},
-    ("scorer", "stable"): {"losses": {"stable_distillation": 0.1}},
-    ("loss", "stable_distillation"): {"router": {"scorer": "stable"}},
-    ("scorer", "policy"): {"router": POLICY},
-    ("loss", "grpo"): {"router": POLICY},
-}
 
-
-# What of the scorer gets no gradient. From the task: a router beside it that only a loss teaches.
-NOT_BY_THE_TASK = {
-    ("scorer", "stable"): {"light_embedding", "light_centroids"},
-    ("loss", "stable_distillation"): {"light_embedding", "light_centroids"},
-}
-# From a loss alone: the light router's loss teaches it and nothing else; tau_0 is no learned temperature.
-NOT_BY_THE_LOSS = {
-    "stable_distillation": {"centroids"},
-    "cosine_balance": {"log_temperature"},
-}
+def layers_with(kind: str, name: str, seed: int = 1, **more: Any) -> list[MoELayer]:
+    """A layer for each of the part's examples; `more`: of the section `moe`."""
+    found = []
+    for tree in example_trees(kind, name):
+        context = StepContext(seed=3, step=2, token_ids_T=torch.arange(24), sample_index_B=torch.arange(4))
+        context.num_rollouts = 4
+        found.append(make_layer(moe_config(**tree, **more), context, seed=seed))
+    return found
 
 
 def layer_with(kind: str, name: str, seed: int = 1, **more: Any) -> MoELayer:
-    """A layer with this part, otherwise of defaults or of its company; `more`: of the section `moe`."""
-    tree: dict[str, Any] = {"num_experts": 4, **more, **COMPANY.get((kind, name), {})}
-    if kind == "loss":
-        tree["losses"] = {name: 0.1}
-    else:
-        part = {"masks": [name]} if kind == "mask" else {kind: name}
-        tree["router"] = {**tree.get("router", {}), **part}
-    context = StepContext(seed=3, step=2, token_ids_T=torch.arange(24), sample_index_B=torch.arange(4))
-    context.num_rollouts = 4
-    return make_layer(moe_config(**tree), context, seed=seed)
+    """The first of them."""
+    return layers_with(kind, name, seed, **more)[0]
+
+
+def chosen_in(layer: MoELayer, kind: str, name: str) -> list[Part]:
+    """The modules of the part in the layer."""
+    found = registry.get_part(kind, name)
+    return [part for part in layer.modules() if isinstance(part, Part) and type(part) is found]
 
 
 def step(layer: MoELayer) -> list[Tensor]:
@@ -79,10 +55,11 @@ def objective(layer: MoELayer) -> Tensor | float:
 
 @every_part
 def test_finite_and_the_same_again(kind: str, name: str) -> None:
-    first, second = step(layer_with(kind, name)), step(layer_with(kind, name))
-    assert all(value.isfinite().all() for value in first)
-    assert len(first) == len(second)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for one, other in zip(layers_with(kind, name), layers_with(kind, name), strict=True):
+        first, second = step(one), step(other)
+        assert all(value.isfinite().all() for value in first)
+        assert len(first) == len(second)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @every_part
@@ -102,26 +79,41 @@ def test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name: str) -> None:
 
 
 @every_part
-@pytest.mark.parametrize("mode", ["sum", "gated"])
-def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str, mode: str) -> None:
-    layer = layer_with(kind, name, num_shared_experts=1, shared_expert_mode=mode)
-    layer.losses = torch.nn.ModuleDict()
-    layer(make_hidden(24)).square().sum().backward()
-    without = {f"router.scorer.{weight}" for weight in NOT_BY_THE_TASK.get((kind, name), ())}
-    assert taught(layer) == {weight for weight, _ in layer.named_parameters()} - without
+def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str) -> None:
+    for mode in ("sum", "gated"):
+        layer = layer_with(kind, name, num_shared_experts=1, shared_expert_mode=mode)
+        layer.losses = torch.nn.ModuleDict()
+        layer(make_hidden(24)).square().sum().backward()
+        scorer: Any = layer.router.scorer
+        of_losses = {word for kind, word in scorer.must_be_required(scorer.config) if kind == "loss"}
+        without = {f"router.scorer.{weight}" for weight in reached_from(layer, of_losses)}
+        assert taught(layer) == {weight for weight, _ in layer.named_parameters()} - without
 
 
 @pytest.mark.parametrize("name", registry.list_parts("loss"))
 def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
+    """All of the scorer, or what the extras are made of that the loss requires."""
     layer = layer_with("loss", name, num_shared_experts=1)
     for other in layer.loss_weights:
         layer.loss_weights[other] *= other == name
     nothing = (layer(make_hidden(24)) * 0).sum()
     (nothing + objective(layer)).backward()
-    scorer = {weight for weight, _ in layer.router.scorer.named_parameters()} - NOT_BY_THE_LOSS.get(
-        name, set()
-    )
-    assert taught(layer) == {f"router.scorer.{weight}" for weight in scorer}
+    whole = {weight for weight, _ in layer.router.scorer.named_parameters()}
+    loss: Any = layer.losses[name]
+    of_extras = reached_from(layer, set(loss.requires(loss.config)))
+    found = {weight.removeprefix("router.scorer.") for weight in taught(layer)}
+    assert found and found in (whole, of_extras)
+
+
+def reached_from(layer: MoELayer, names: set[str]) -> set[str]:
+    """The scorer's parameters that these extras are made of."""
+    extras = scored(layer, make_hidden(24), layer.context)
+    values = [value.sum() for key, value in extras.items() if key in names and value.requires_grad]
+    weights = dict(layer.router.scorer.named_parameters())
+    if not values:
+        return set()
+    gradients = torch.autograd.grad(values, list(weights.values()), allow_unused=True)
+    return {weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None}
 
 
 def taught(layer: MoELayer) -> set[str]:
@@ -148,13 +140,15 @@ def test_evaluation_repeats_itself(kind: str, name: str) -> None:
     assert torch.equal(layer(make_hidden(24)), first_TH)
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", registry.list_parts("scorer"))
-def test_a_scorer_scores_each_token_by_itself(name: str, training: bool) -> None:
+def test_a_scorer_scores_each_token_by_itself(name: str) -> None:
     """As tensor parallelism asks of it: a rank that has some of the tokens finds the same for them."""
-    layer = layer_with("scorer", name).train(training)
-    if name == "linear":
-        layer.router.scorer.config.jitter = 0.2
+    for training in (True, False):
+        for layer in layers_with("scorer", name):
+            scores_by_itself(layer.train(training))
+
+
+def scores_by_itself(layer: MoELayer) -> None:
     for weight in layer.router.scorer.parameters():
         if not weight.any():  # a scorer that starts at 0 would show nothing
             torch.nn.init.normal_(weight)
@@ -175,3 +169,78 @@ def scored(layer: MoELayer, hidden_TH: Tensor, context: StepContext) -> dict[str
     found = layer.router.scorer(hidden_TH, context)
     scores_TE, extras = found if isinstance(found, tuple) else (found, {})
     return {"scores_TE": scores_TE, **extras}
+
+
+@every_part
+def test_a_part_is_as_it_declares(kind: str, name: str) -> None:
+    """Other parts' checks go by it."""
+    for layer in layers_with(kind, name):
+        routing = layer.router(make_hidden(24), layer.context)
+        for part in chosen_in(layer, kind, name):
+            provided = type(part).provides(part.config)
+            assert {word for word in provided if word not in CAPABILITIES} <= routing.extras.keys()
+            if kind == "scorer":
+                assert routing.extras.keys() - {"chosen_groups_TA"} <= provided
+            elif kind == "score_function":
+                assert (part.bias_E is not None) == ("bias" in provided)
+                sums = routing.probs_TE.sum(dim=-1)
+                assert not {"softmax_of_scores", "sums_to_1"} & provided or torch.allclose(
+                    sums, torch.ones(24)
+                )
+            elif kind == "mask":
+                keeps_its_bounds(part, routing)
+            elif kind == "selector":
+                chooses_as_declared(part, provided, routing)
+            elif kind == "capacity" and "dropless" in provided:
+                assert routing.pairs is routing.wanted
+
+
+def keeps_its_bounds(mask: Any, routing: Routing) -> None:
+    bounds = mask.num_candidates(mask.config, routing.num_experts)
+    assert routing.candidates_TE is not None
+    left_TG = routing.candidates_TE.unflatten(1, (bounds.groups, -1)).sum(dim=-1)
+    kept_T = (left_TG > 0).sum(dim=-1)
+    assert kept_T.min() >= bounds.kept[0] and kept_T.max() <= bounds.kept[1]
+    assert left_TG[left_TG > 0].min() >= bounds.each[0] and left_TG.max() <= bounds.each[1]
+    if mask.step_wide:
+        assert (routing.candidates_TE == routing.candidates_TE[0]).all()
+
+
+def chooses_as_declared(selector: Any, provided: set[str], routing: Routing) -> None:
+    wanted, tokens = routing.wanted, routing.num_tokens
+    count_T = torch.bincount(wanted.token_N, minlength=tokens)
+    if "by_experts" not in provided:
+        assert count_T.min() >= selector.wanted(selector.config, routing.num_experts)
+    if selector.takes_all(selector.config, routing.num_experts):
+        assert count_T.min() == routing.num_experts
+    assert ("fixed_weights" in provided) == (not wanted.weight_N.requires_grad)
+    if "normalised" in provided:
+        sum_T = wanted.weight_N.new_zeros(tokens).index_add(0, wanted.token_N, wanted.weight_N)
+        assert torch.allclose(sum_T, torch.ones(tokens))
+    if "even_load" in provided:
+        assert torch.bincount(wanted.expert_N, minlength=routing.num_experts).unique().numel() <= 2
+
+
+OVER_PARTS = [
+    test_finite_and_the_same_again,
+    test_gradient_reaches_the_scorer,
+    test_the_task_teaches_the_scorer_and_all_experts,
+    test_the_state_survives_a_checkpoint,
+    test_evaluation_repeats_itself,
+    test_a_part_is_as_it_declares,
+]
+
+
+@pytest.mark.parametrize("holds", OVER_PARTS, ids=lambda test: test.__name__)
+def test_it_holds_for_the_parts_of_a_plugin(own_parts: list[tuple[str, str]], holds: Any) -> None:
+    for kind, name in own_parts:
+        holds(kind, name)
+
+
+def test_it_holds_for_the_losses_and_scorers_of_a_plugin(own_parts: list[tuple[str, str]]) -> None:
+    for kind, name in own_parts:
+        if kind == "scorer":
+            test_a_scorer_scores_each_token_by_itself(name)
+        elif kind == "loss":
+            test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name)
+            test_a_loss_alone_teaches_the_scorer_and_no_expert(name)

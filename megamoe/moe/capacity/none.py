@@ -1,5 +1,7 @@
 """`none`: dropless."""
 
+from typing import Any
+
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.registry import register
@@ -8,6 +10,11 @@ from megamoe.registry import register
 @register("capacity", "none")
 class Dropless(Part):
     """Every pair survives."""
+
+    @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        """Nothing is dropped."""
+        return {"dropless"}
 
     def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> None:
         """None: no pair is dropped."""

@@ -24,10 +24,11 @@ from torch import Tensor
 from megamoe.kernels.router import masked
 from megamoe.moe import rng
 from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
-from megamoe.moe.part import Part, StepContext
+from megamoe.moe.part import Example, Part, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.registry import register
 
+BY_VALUE = ("probability", "choice_then_probability", "batch_prioritised")
 BY_CHOICE = ("choice_then_probability", "batch_prioritised", "choice_then_position")
 
 
@@ -77,6 +78,13 @@ class PerExpertCapacity(Part):
                 raise ValueError("factor and eval_factor must be positive; for no limit use capacity: none")
             if self.min_capacity < 0:
                 raise ValueError("min_capacity must be at least 0")
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Every kind of priority, and many drops."""
+        priorities = ("position", *BY_VALUE, "random")
+        several = [Example({"priority": priority}) for priority in priorities]
+        return [*several, Example({"factor": 0.75, "min_capacity": 0})]
 
     def places(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor:
         """C, the places of each expert; open_E: see `Scored`."""

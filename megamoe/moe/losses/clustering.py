@@ -6,13 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.masks.compatibility import most_candidates
+from megamoe.moe.compatibility import candidates_of, most_candidates
 from megamoe.moe.masks.expert_groups import by_group, check_clusters
-from megamoe.moe.part import Part, StepContext
+from megamoe.moe.part import Example, Part, StepContext
 from megamoe.moe.routing import Routing
-from megamoe.registry import register
+from megamoe.registry import get_part, register
 
 
 @register("loss", "clustering")
@@ -50,6 +49,11 @@ class Clustering(Part):
                 raise ValueError("mu must be at least 0")
 
     @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Several clusters."""
+        return [Example({"cluster_size": min(8, num_experts // 4)})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Whole clusters, each on one rank; two of them for C_inter; several experts left of each."""
         check_clusters(options.cluster_size, moe, expert_parallel)
@@ -59,14 +63,15 @@ class Clustering(Part):
                 "a second to be told from; set mu: 0 or a smaller cluster_size"
             )
         for choice in moe.router.masks:
-            if choice.name == "expert_dropout" and choice.options.level == "cluster":
-                size = choice.options.cluster_size
-                if size != options.cluster_size:
-                    raise ValueError(
-                        f"cluster_size is {options.cluster_size}, but the mask expert_dropout has "
-                        f"clusters of {size}; give both the same"
-                    )
-            if most_candidates(moe) == 1 or _leaves_one(choice, moe.num_experts // options.cluster_size):
+            left, step_wide = candidates_of(choice, moe.num_experts), get_part("mask", choice.name).step_wide
+            thinned = left.groups > 1 and left.each[1] < left.group_size
+            if step_wide and thinned and left.group_size != options.cluster_size:
+                raise ValueError(
+                    f"cluster_size is {options.cluster_size}, but the mask {choice.name} has "
+                    f"clusters of {left.group_size}; give both the same"
+                )
+            whole = moe.num_experts // options.cluster_size % left.groups == 0
+            if most_candidates(moe) == 1 or (left.each[1] == 1 and whole):
                 raise ValueError(
                     f"the mask {choice.name} leaves one expert of a cluster, which has no variance; "
                     "leave the loss out, or let more experts remain"
@@ -94,11 +99,3 @@ class Clustering(Part):
         if self.config.form == "difference":
             return intra_T - self.config.mu * gap_T
         return intra_T * torch.exp(-self.config.mu * gap_T)
-
-
-def _leaves_one(choice: PartChoice, num_clusters: int) -> bool:
-    """Whether a mask leaves one expert of every cluster at most."""
-    if choice.name == "entropy_prune":
-        return choice.options.bound == 0 and num_clusters % choice.options.num_groups == 0
-    by_cluster = choice.name == "expert_dropout" and choice.options.level == "cluster"
-    return by_cluster and choice.options.num_left(choice.options.cluster_size) == 1

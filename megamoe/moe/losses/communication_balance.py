@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.compatibility import refuse_all_chosen
+from megamoe.moe.compatibility import candidates_of, refuse_all_chosen
 from megamoe.moe.losses.sequences import group_probs, mean_over_sequences
 from megamoe.moe.masks.expert_groups import check_groups
-from megamoe.moe.part import Part, StepContext
+from megamoe.moe.part import Example, Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
 
@@ -44,20 +44,23 @@ class CommunicationBalance(Part):
                 )
 
     @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """As the masks that limit groups have it."""
+        groups = min(8, num_experts // 4)
+        return [Example({"num_groups": groups, "keep": min(3, groups // 2)})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Groups of one size; the M of a limit over the same groups; counts that the router can change."""
         check_groups(options.num_groups, moe)
         refuse_all_chosen(moe, by_candidates=False)
         for choice in moe.router.masks:
-            limit = choice.options
-            if (
-                choice.name == "group_limit"
-                and limit.num_groups == options.num_groups
-                and limit.keep != options.keep
-            ):
+            left = candidates_of(choice, moe.num_experts)
+            limit = left.kept[1]
+            if left.groups == options.num_groups and limit < left.groups and limit != options.keep:
                 raise ValueError(
-                    f"keep is {options.keep}, but the mask group_limit keeps {limit.keep} of the "
-                    f"{limit.num_groups} groups; give both the same"
+                    f"keep is {options.keep}, but the mask {choice.name} keeps {limit} of the "
+                    f"{left.groups} groups; give both the same"
                 )
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
-from megamoe.moe.losses.compatibility import refuse_all_chosen, refuse_even_selector
+from megamoe.moe.compatibility import refuse_all_chosen, refuse_even_selector
 from megamoe.moe.losses.squared_cv import fractions, wanted_counts
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.routing import Routing
-from megamoe.moe.scorers.cosine import CosineScorer, default_temperature
-from megamoe.registry import get_part, register
+from megamoe.moe.scorers.temperature import default_temperature
+from megamoe.registry import register
 
 
 @register("loss", "cosine_balance")
@@ -28,8 +28,8 @@ class CosineBalance(Part):
 
     @dataclass
     class Config:
-        """weight: factor in the total loss. temperature: tau_0; null: 0.07 with the score function `sigmoid`,
-        otherwise 0.3. first_choice: count only each token's first choice."""
+        """weight: factor in the total loss. temperature: tau_0; null: 0.07 with a score function that is
+        elementwise (`sigmoid`), otherwise 0.3. first_choice: count only each token's first choice."""
 
         weight: float = 0.01
         temperature: float | None = None
@@ -40,19 +40,13 @@ class CosineBalance(Part):
                 raise ValueError("temperature must be positive")
 
     @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """Cosines."""
+        return {"cosine_TE": "the cosines whose softmax is balanced"}
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Scores that are cosines, and counts that the router can change."""
-        scorer = moe.router.scorer
-        if not issubclass(get_part("scorer", scorer.name), CosineScorer):
-            raise ValueError(
-                f"the scorer {scorer.name!r} gives no cosines; set moe.router.scorer: cosine, or take the "
-                "loss switch_balance"
-            )
-        if not getattr(scorer.options, "normalise", True):
-            raise ValueError(
-                f"the scorer {scorer.name!r} gives no cosines with normalise: false; take the loss "
-                "switch_balance, or set moe.router.scorer.normalise: true"
-            )
+        """Counts that the router can change."""
         refuse_even_selector(moe, options.first_choice)
         refuse_all_chosen(moe, options.first_choice)
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe.part import Objective, StepContext
 from megamoe.moe.routing import Pairs, Routing
@@ -56,14 +55,10 @@ class GRPO(Objective):
                 raise ValueError("kl must be at least 0")
 
     @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+    def requires(cls, options: Config) -> dict[str, str]:
         """A policy, and a selector that draws from it."""
-        scorer, selector = moe.router.scorer.name, moe.router.selector.name
-        if (scorer, selector) != ("policy", "sample"):
-            raise ValueError(
-                f"the scorer is {scorer!r} and the selector {selector!r}, but the loss is of a policy whose "
-                "experts are drawn; set scorer: policy and selector: sample"
-            )
+        policy = "which the ratio and the divergence are taken from"
+        return {"sampling_scores_TE": policy, "reference_scores_TE": policy, "drawn": "as a policy's are"}
 
     @property
     def num_rollouts(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.compatibility import experts_wanted
 from megamoe.moe.losses.choice_probability import choice_probability
 from megamoe.moe.losses.squared_cv import squared_cv
 from megamoe.moe.part import Part, StepContext
@@ -40,26 +41,21 @@ class HierarchicalLoad(Part):
         weight: float = 0.1
 
     @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """Two levels with noise, and a choice by levels."""
+        names = [f"group_{name}_TG" for name in reversed(LEVEL)] + [f"inner_{name}_TE" for name in LEVEL]
+        noise = "of two levels with noise, by which the load is estimated"
+        return dict.fromkeys(names, noise) | {"chosen_groups_TA": "over which the load is summed"}
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """What the formula does not know."""
+        return {"mask": "which the formula does not know"}
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Two noisy levels, at least one of which leaves a choice."""
-        scorer, selector = moe.router.scorer, moe.router.selector
-        if scorer.name != "hierarchical" or not scorer.options.noisy:
-            other = "load" if scorer.name == "noisy" else "switch_balance"
-            raise ValueError(
-                f"the scorer is {scorer.name!r} without noise at two levels; set scorer: {{name: "
-                f"hierarchical, noisy: true}}, or take the loss {other}"
-            )
-        if selector.name != "hierarchical_top_k":
-            raise ValueError(
-                f"the selector is {selector.name!r}, not by groups; set selector: hierarchical_top_k, or "
-                "take the loss switch_balance"
-            )
-        if moe.router.masks:
-            raise ValueError(
-                f"the mask {moe.router.masks[0].name!r} takes experts away, which the formula "
-                "does not know; leave it out, or take the loss switch_balance"
-            )
-        if selector.options.groups * selector.options.k == moe.num_experts:
+        """At least one level leaves a choice."""
+        if experts_wanted(moe) >= moe.num_experts:
             raise ValueError(
                 f"every token chooses all {moe.num_experts} experts, so that the load is constant; "
                 "choose fewer groups or a smaller k in the selector, or leave the loss out"

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.config.schema import MoEConfig
 from megamoe.moe.losses.squared_cv import squared_cv
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
@@ -30,13 +29,9 @@ class Importance(Part):
         weight: float = 0.1
 
     @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """The weights must be learned."""
-        if getattr(moe.router.selector.options, "weights", None) == "one":
-            raise ValueError(
-                "the selector's weights are 'one', whose sum has no gradient; set other "
-                "moe.router.selector.weights, or take the loss switch_balance"
-            )
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """Weights that are not learned."""
+        return {"fixed_weights": "whose sum teaches nothing"}
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""

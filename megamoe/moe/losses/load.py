@@ -6,14 +6,12 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
+from megamoe.moe.compatibility import experts_wanted, most_candidates
 from megamoe.moe.losses.choice_probability import choice_probability
 from megamoe.moe.losses.squared_cv import squared_cv
-from megamoe.moe.masks.compatibility import most_candidates
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
-from megamoe.moe.scorers.noisy import NoisyScorer
-from megamoe.moe.selectors.top_k import TopK
-from megamoe.registry import get_part, register
+from megamoe.registry import register
 
 
 @register("loss", "load")
@@ -38,28 +36,21 @@ class Load(Part):
         weight: float = 0.1
 
     @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """Noisy scores, and a choice of the best of them."""
+        return {
+            "noise_std_TE": "the noise by which the load is estimated",
+            "clean_TE": "the scores without noise",
+            "best_k": "for which the load is estimated",
+        }
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Noisy scores, and a fixed number of choices that leaves somebody out."""
-        scorer, selector = moe.router.scorer, moe.router.selector
-        if scorer.name == "hierarchical" and scorer.options.noisy:
+        """A number of choices that leaves some experts out."""
+        k, most = experts_wanted(moe), most_candidates(moe)
+        if k >= most:
             raise ValueError(
-                "the scorer 'hierarchical' has its noise at two levels; take the loss hierarchical_load, or "
-                "set moe.router.scorer: noisy"
-            )
-        if not issubclass(get_part("scorer", scorer.name), NoisyScorer):
-            raise ValueError(
-                f"the scorer {scorer.name!r} has no noise, by which the load is estimated; set "
-                "moe.router.scorer: noisy, or take the loss switch_balance"
-            )
-        if not issubclass(get_part("selector", selector.name), TopK):
-            raise ValueError(
-                f"the load is estimated for the selector top_k, found {selector.name!r}; set "
-                "moe.router.selector: top_k, or take the loss importance"
-            )
-        most = most_candidates(moe)
-        if selector.options.k >= most:
-            raise ValueError(
-                f"with k: {selector.options.k} of {most} experts every load is the same; choose "
+                f"with k: {k} of {most} experts every load is the same; choose "
                 f"moe.router.selector.k < {most}, or leave this loss out"
             )
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.compatibility import refuse_all_chosen, refuse_even_selector
-from megamoe.moe.masks.compatibility import is_softmax_over_candidates
+from megamoe.moe.compatibility import refuse_all_chosen, refuse_even_selector, sums_to_1
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -36,7 +35,7 @@ class StableBalance(Part):
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Counts that the router can change."""
         refuse_even_selector(moe)
-        refuse_all_chosen(moe, by_candidates=is_softmax_over_candidates(moe))  # other sums are free
+        refuse_all_chosen(moe, by_candidates=sums_to_1(moe))  # other sums are free
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -29,11 +28,9 @@ class StableDistillation(Part):
         weight: float = 1.0
 
     @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Only the scorer `stable` has a light router."""
-        scorer = moe.router.scorer.name
-        if scorer != "stable":
-            raise ValueError(f"the scorer is {scorer!r}, which has no light router; set scorer: stable")
+    def requires(cls, options: Config) -> dict[str, str]:
+        """A light router."""
+        return {"light_TE": "the scores of a light router to be taught", "phase_1": "which ends the lesson"}
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""

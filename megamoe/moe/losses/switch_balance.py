@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.compatibility import refuse_all_chosen, refuse_all_largest, refuse_even_selector
+from megamoe.moe.compatibility import refuse_all_chosen, refuse_all_largest, refuse_even_selector
 from megamoe.moe.losses.sequences import mean_over_sequences
 from megamoe.moe.losses.squared_cv import fractions, shares, wanted_counts
-from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.part import Dims, Example, Part, StepContext
 from megamoe.moe.routing import Routing, count
 from megamoe.registry import register
 
@@ -67,6 +67,15 @@ class SwitchBalance(Part):
                 raise ValueError("probs: first_choice is not defined for scope: sequence; set probs: all")
 
     @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Every scope."""
+        return [
+            Example(),
+            Example({"scope": "sequence"}),
+            Example({"scope": "global_batch", "running": True}),
+        ]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Counts that the router can change."""
         if options.scope != "sequence":
@@ -103,7 +112,7 @@ class SwitchBalance(Part):
             and routing.score_function.over_all
             and routing.candidates_TE is not None
         )
-        sums_to_1 = self.dims.score_function == "softmax" and not over_all
+        sums_to_1 = "softmax_of_scores" in self.dims.score_function and not over_all
         return routing.probs_TE if sums_to_1 else shares(routing.probs_TE)
 
     def _over_sequences(self, routing: Routing, context: StepContext) -> Tensor:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -25,13 +24,9 @@ class ZLoss(Part):
         weight: float = 1e-3
 
     @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Scores of a size that the router can change."""
-        if moe.router.scorer.name == "hierarchical":
-            raise ValueError(
-                "the scorer 'hierarchical' gives log p, whose logsumexp is always 0, and the loss teaches "
-                "nothing; leave it out, or set moe.router.scorer: linear"
-            )
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """Scores of a size that the router cannot change."""
+        return {"log_probs": "whose logsumexp is always 0, and the loss teaches nothing"}
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Scalar fp32; 0 without tokens."""

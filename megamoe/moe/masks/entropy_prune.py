@@ -8,10 +8,11 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
-from megamoe.moe.masks.compatibility import experts_wanted, refuse_one_candidate
+from megamoe.moe.compatibility import experts_wanted
 from megamoe.moe.masks.expert_groups import by_group, check_groups
-from megamoe.moe.part import Mask, ScoreFunction, StepContext
+from megamoe.moe.part import Candidates, Example, Mask, ScoreFunction, StepContext
 from megamoe.moe.routing import Scored
+from megamoe.moe.ways_out import provides
 from megamoe.registry import register
 
 HEAD = 8  # an eighth of each group is enough for most tokens: only for the others all is sorted
@@ -50,6 +51,22 @@ class EntropyPrune(Mask):
                 raise ValueError("bound must be at least 0")
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """What it goes by."""
+        return {"by_probs"}
+
+    @classmethod
+    def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
+        """At least one of every group, and no more where the bound is 0."""
+        groups, size = options.num_groups, num_experts // options.num_groups
+        return Candidates(num_experts, groups, (groups, groups), (1, 1 if options.bound == 0 else size))
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Several groups."""
+        return [Example({"num_groups": min(8, num_experts // 4)})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Groups of one size, a bound that a group can exceed, and weights that the router can change."""
         check_groups(options.num_groups, moe)
@@ -59,10 +76,7 @@ class EntropyPrune(Mask):
                 f"bound is {options.bound}, but the entropy over a group of {size} experts is at most "
                 f"ln {size} = {math.log(size):.3f}; choose a lower bound or larger groups"
             )
-        refuse_one_candidate(moe)
-        selector = moe.router.selector
-        weights = getattr(selector.options, "weights", None)
-        normalised = weights in ("renormalised", "kept_softmax") or selector.name == "hierarchical_top_k"
+        normalised = provides("normalised", moe.router.selector)
         wanted = max(experts_wanted(moe), 2)  # a single one, normalised, has weight 1 and no gradient
         if options.bound == 0 and normalised and options.num_groups < wanted:
             raise ValueError(

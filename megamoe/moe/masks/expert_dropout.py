@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.masks.compatibility import experts_wanted, refuse_one_candidate, refuse_twice
+from megamoe.moe.compatibility import candidates_of, experts_wanted
 from megamoe.moe.masks.expert_groups import check_clusters
-from megamoe.moe.part import Mask, StepContext
+from megamoe.moe.part import Candidates, Example, Mask, StepContext
 from megamoe.moe.routing import Scored
-from megamoe.registry import register
+from megamoe.registry import get_part, register
 
 
 @register("mask", "expert_dropout")
@@ -32,6 +32,7 @@ class ExpertDropout(Mask):
     """
 
     step_wide = True
+    random = True
 
     @dataclass
     class Config:
@@ -64,9 +65,22 @@ class ExpertDropout(Mask):
             return num_experts - num_experts // self.cluster_size * self.num_dropped
 
     @classmethod
+    def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
+        """As many of every cluster; at level `global`, of all experts."""
+        if options.level == "global":
+            left = options.num_left(num_experts)
+            return Candidates(num_experts, each=(left, left))
+        clusters, left = num_experts // options.cluster_size, options.num_left(options.cluster_size)
+        return Candidates(num_experts, clusters, (clusters, clusters), (left, left))
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Several clusters."""
+        return [Example({"cluster_size": min(8, num_experts // 4)})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Whole clusters, each on one rank where they matter; at least k experts left; some on every rank."""
-        refuse_twice("expert_dropout", moe)
         check_clusters(options.cluster_size, moe, expert_parallel if options.level == "cluster" else 1)
         left, wanted = options.num_left(moe.num_experts), experts_wanted(moe)
         if left < wanted:
@@ -74,10 +88,10 @@ class ExpertDropout(Mask):
                 f"rate {options.rate} leaves {left} of {moe.num_experts} experts, but the selector's k is "
                 f"{wanted}; lower the rate or k"
             )
-        refuse_one_candidate(moe)
         for choice in moe.router.masks:
-            if choice.name == "gating_dropout":
-                _refuse_empty_ranks(options, choice.options.ranks or expert_parallel, moe)
+            left_by = candidates_of(choice, moe.num_experts, expert_parallel)
+            if get_part(choice.kind, choice.name).step_wide and left_by.kept[0] < left_by.groups:
+                _refuse_empty_ranks(options, choice.name, left_by.groups, moe)
 
     def forward(self, scored: Scored, context: StepContext) -> Tensor | None:
         """bool [T, E], every row the same; None where nothing is dropped."""
@@ -104,18 +118,18 @@ class ExpertDropout(Mask):
         return allowed_CL.reshape(-1)
 
 
-def _refuse_empty_ranks(options: ExpertDropout.Config, ranks: int, moe: MoEConfig) -> None:
-    """ValueError where all experts of a rank might be dropped, on which gating_dropout keeps its tokens."""
+def _refuse_empty_ranks(options: ExpertDropout.Config, other: str, ranks: int, moe: MoEConfig) -> None:
+    """ValueError where all experts of a rank might be dropped, on which another mask keeps its tokens."""
     if options.num_dropped == 0:
         return
     if options.level == "global":
         raise ValueError(
-            "level global may drop all experts of a rank, on which gating_dropout keeps its tokens; set "
+            f"level global may drop all experts of a rank, on which {other} keeps its tokens; set "
             "level: cluster, or leave one of the two out"
         )
     if moe.num_experts // ranks % options.cluster_size:
         raise ValueError(
-            f"cluster_size is {options.cluster_size}, but gating_dropout keeps tokens among the "
+            f"cluster_size is {options.cluster_size}, but {other} keeps tokens among the "
             f"{moe.num_experts / ranks:g} experts of one of {ranks} ranks, which might all be dropped; "
             "choose a cluster_size that divides them, or fewer ranks"
         )

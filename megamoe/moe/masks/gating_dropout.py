@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.masks.compatibility import refuse_twice
-from megamoe.moe.part import Mask, StepContext
+from megamoe.moe.part import Candidates, Example, Mask, StepContext
 from megamoe.moe.routing import Scored
 from megamoe.registry import register
 
@@ -33,6 +32,7 @@ class GatingDropout(Mask):
     """
 
     step_wide = True
+    random = True
 
     @dataclass
     class Config:
@@ -49,9 +49,20 @@ class GatingDropout(Mask):
                 raise ValueError("ranks must be at least 2")
 
     @classmethod
+    def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
+        """All experts of one rank, or of all."""
+        ranks = options.ranks or expert_parallel
+        size = num_experts // ranks
+        return Candidates(num_experts, ranks, (1, 1 if options.rate == 1 else ranks), (size, size))
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """On so many ranks whatever the layout."""
+        return [Example({"ranks": min(8, num_experts // 4), "rate": 0.5})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """More than one rank, and as many experts on each."""
-        refuse_twice("gating_dropout", moe)
         ranks = options.ranks or expert_parallel
         if ranks == 1:
             raise ValueError(

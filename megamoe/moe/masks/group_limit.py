@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.masks.compatibility import experts_wanted, refuse_one_candidate
+from megamoe.moe.compatibility import experts_wanted
 from megamoe.moe.masks.expert_groups import by_group, check_groups
-from megamoe.moe.part import Mask, StepContext
+from megamoe.moe.part import Candidates, Example, Mask, StepContext
 from megamoe.moe.routing import Scored
 from megamoe.registry import register
 
@@ -57,6 +57,18 @@ class GroupLimit(Mask):
                 raise ValueError("best must be at least 1")
 
     @classmethod
+    def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
+        """All experts of `keep` groups."""
+        size, kept = num_experts // options.num_groups, options.keep
+        return Candidates(num_experts, options.num_groups, (kept, kept), (size, size))
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Less than half of the groups, or half of few."""
+        groups = min(8, num_experts // 4)
+        return [Example({"num_groups": groups, "keep": min(3, groups // 2)})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """Groups of one size, large enough for what is asked of them."""
         check_groups(options.num_groups, moe)
@@ -69,7 +81,6 @@ class GroupLimit(Mask):
             )
         if options.best is not None and options.best > size:
             raise ValueError(f"best is {options.best}, but a group has {size} experts; choose best <= {size}")
-        refuse_one_candidate(moe)
 
     def forward(self, scored: Scored, context: StepContext) -> Tensor:
         """bool [T, E]: `keep` groups a token."""

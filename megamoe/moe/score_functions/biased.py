@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.moe.part import Dims, ScoreFunction, StepContext
+from megamoe.moe.part import Dims, Example, ScoreFunction, StepContext
 
 
 class BiasedScoreFunction(ScoreFunction):
@@ -45,6 +45,16 @@ class BiasedScoreFunction(ScoreFunction):
                 raise ValueError("bias_update must be at least 0")
             if self.bias_until is not None and not self.bias_update > 0:
                 raise ValueError("bias_until needs a bias: set bias_update above 0")
+
+    @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """Also whether there is a bias."""
+        return super().provides(options) | ({"bias"} if options.bias_update > 0 else set())
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Without and with a bias."""
+        return [Example(), Example({"bias_update": 0.001})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

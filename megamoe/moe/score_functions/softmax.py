@@ -1,11 +1,12 @@
 """`softmax`: gating values that compete and sum to 1."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from megamoe.kernels.router import masked, softmax
+from megamoe.moe.part import Example
 from megamoe.moe.score_functions.biased import BiasedScoreFunction
 from megamoe.registry import register
 
@@ -32,6 +33,19 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
         """
 
         over: Literal["candidates", "all"] = "candidates"
+
+    @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        """Also which softmax it is."""
+        plain = {"plain_softmax"} if options.temperature == 1 else set()
+        whole = {"sums_to_1"} if options.over == "candidates" else set()
+        return super().provides(options) | {"softmax_of_scores"} | plain | whole
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Also over all experts."""
+        plain, *biased = super().examples(num_experts, num_choices)
+        return [plain, Example({"over": "all"}), *biased]
 
     @property
     def over_all(self) -> bool:

@@ -8,16 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.moe.part import Constraint, Dims, Part, StepContext
+from megamoe.moe.scorers.temperature import default_temperature
 from megamoe.registry import register
 
 EMBEDDING_NORM = 0.1  # Chi et al. 2022, section 3.1, "Implementation Tips"
 SHORTEST = 1e-12  # a shorter vector has no direction that fp32 could tell
-
-
-def default_temperature(score_function: str) -> float:
-    """The paper's tau_0: 0.07 for the sigmoid score function, 0.3 for the softmax score function and any
-    other."""
-    return 0.07 if score_function == "sigmoid" else 0.3
 
 
 @register("scorer", "cosine")
@@ -47,9 +42,9 @@ class CosineScorer(Part):
     @dataclass
     class Config:
         """routing_dim: D; null: half the number of experts, at least 2. temperature: tau at the start;
-        null: 0.07 with the score function `sigmoid`, otherwise 0.3; without `normalise`, no tau. reduction:
-        project tokens to D dimensions; false: score in the hidden size. normalise: divide tokens and
-        embeddings by their L2 norm, and keep the embeddings' at 0.1; false: plain dot products."""
+        null: 0.07 with a score function that is elementwise (`sigmoid`), otherwise 0.3; without `normalise`,
+        no tau. reduction: project tokens to D dimensions; false: score in the hidden size. normalise: divide
+        tokens and embeddings by their L2 norm, and keep the embeddings' at 0.1; false: plain dot products."""
 
         routing_dim: int | None = None
         temperature: float | None = None
@@ -70,6 +65,11 @@ class CosineScorer(Part):
                 )
             if self.temperature is not None and not self.temperature > 0:
                 raise ValueError("temperature must be positive")
+
+    @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """The cosines, where tokens and embeddings are normalised."""
+        return {"cosine_TE"} if options.normalise else set()
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

@@ -54,13 +54,18 @@ class HashScorer(Part):
                 )
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """The extra."""
+        return {"table_TK"}
+
+    @classmethod
+    def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
+        """By a selector."""
+        return {("selector", "table_TK"): "since the scores say no more than the tables"}
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Selector `table`, counts that can be read, and no loss to learn from."""
-        selector = moe.router.selector.name
-        if selector != "table":
-            raise ValueError(
-                f"the selector is {selector!r}, which does not follow a table; set selector: table"
-            )
+        """Counts that can be read, and no loss to learn from."""
         if options.counts is not None:
             _open_counts(options.counts)
         for name in (name for name, choice in moe.losses.items() if choice.options.weight > 0):

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.part import Dims, Example, Part, StepContext
 from megamoe.registry import register
 
 
@@ -42,17 +42,34 @@ class HierarchicalScorer(Part):
             return self.groups or min(divisors, key=lambda groups: abs(groups - num_experts // groups))
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """The extras, and the scores' meaning."""
+        noise = {"group_clean_TG", "inner_clean_TE", "group_std_TG", "inner_std_TE"}
+        return {"log_probs", "group_scores_TG", "inner_scores_TE"} | (noise if options.noisy else set())
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """A score function that makes p of log p."""
+        return {"softmax_of_scores": "since the scores are log p"}
+
+    @classmethod
+    def sizes(cls, options: Config, num_experts: int) -> dict[str, int]:
+        """G."""
+        return {"G": options.num_groups(num_experts)}
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """With noise, for the losses."""
+        return [Example({"noisy": True})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of equal size, and a score function that makes p of log p."""
+        """Groups of equal size."""
         groups = options.num_groups(moe.num_experts)
         if moe.num_experts % groups:
             raise ValueError(
                 f"groups is {groups}, which does not divide the {moe.num_experts} experts (moe.num_experts); "
                 "choose a divisor, or leave groups out"
-            )
-        if moe.router.score_function.name == "sigmoid":
-            raise ValueError(
-                "the score function is 'sigmoid', but the scores are log p; set score_function: softmax"
             )
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.part import Dims, Example, Part, StepContext
 from megamoe.registry import register
 
 
@@ -28,6 +28,11 @@ class LinearScorer(Part):
         def __post_init__(self) -> None:
             if not 0 <= self.jitter < 1:
                 raise ValueError("jitter must be at least 0 and under 1")
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Without and with jitter."""
+        return [Example(), Example({"jitter": 0.01})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

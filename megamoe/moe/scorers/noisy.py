@@ -35,6 +35,11 @@ class NoisyScorer(Part):
             if self.noise_floor < 0:
                 raise ValueError("noise_floor must be at least 0")
 
+    @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """The extras."""
+        return {"clean_TE", "noise_std_TE"}
+
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.weight = nn.Parameter(torch.zeros(dims.num_experts, dims.hidden_size))

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.config import PartChoice
-from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.registry import register
 
@@ -41,20 +39,25 @@ class PolicyScorer(Part):
                 raise ValueError("reference_every must be at least 0; 0 keeps the reference as it starts")
 
     @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Drawn by `sample`, taught by `grpo`, and pi nothing but the softmax of the scores."""
-        selector, score_function = moe.router.selector.name, moe.router.score_function
-        if selector != "sample":
-            raise ValueError(
-                f"the selector is {selector!r}, but a policy's experts are drawn; set selector: sample"
-            )
-        if all(choice.name != "grpo" for choice in moe.losses.values()):
-            raise ValueError("moe.losses lacks grpo, which teaches the policy; add it, or set scorer: linear")
-        if score_function != PartChoice.default("score_function", "softmax"):
-            raise ValueError(
-                f"the score function is {score_function.to_dict()}, but the policy is the plain softmax of"
-                " its scores; set score_function: softmax"
-            )
+    def provides(cls, options: Config) -> set[str]:
+        """The extras of training."""
+        return {"sampling_scores_TE", "reference_scores_TE"}
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """Draws, and pi nothing but the softmax of the scores."""
+        why = "since the policy is the plain softmax of its scores over the candidates"
+        return {"drawn": "as a policy's experts are", "plain_softmax": why, "sums_to_1": why}
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """What a bias adds to pi."""
+        return {"bias": "but the policy is the plain softmax of its scores"}
+
+    @classmethod
+    def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
+        """By a loss."""
+        return {("loss", "reference_scores_TE"): "which teaches the policy"}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

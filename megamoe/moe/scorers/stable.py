@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.part import Dims, Example, Part, StepContext
 from megamoe.registry import register
 
 
@@ -47,34 +46,32 @@ class StableScorer(Part):
                 raise ValueError("routing_dim must be at least 1")
 
     @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """The light router must be taught, and then be the only one that chooses."""
-        selector, score_function = moe.router.selector.name, moe.router.score_function
-        if all(choice.name != "stable_distillation" for choice in moe.losses.values()):
-            raise ValueError(
-                "moe.losses lacks stable_distillation, without which the light router learns nothing; add it"
-            )
-        if selector != "top_k":
-            raise ValueError(
-                f"the selector is {selector!r}, which does not choose by the light router alone; set "
-                "selector: {name: top_k, k: 1, weights: raw}"
-            )
-        if moe.router.selector.options.second == "sampled":
-            raise ValueError(
-                "the selector's second: sampled is drawn from gating values that go on learning, which would "
-                "move the frozen choice; set second: best"
-            )
-        if any(choice.name == "entropy_prune" for choice in moe.router.masks):
-            raise ValueError(
-                "the mask entropy_prune goes by gating values that go on learning, which would move the "
-                "frozen choice; leave it out"
-            )
-        if getattr(score_function.options, "bias_update", 0) > 0:
-            raise ValueError(
-                f"the score function's bias_update is {score_function.options.bias_update}, but a bias that"
-                " goes on learning would move the frozen choice; leave it out and use the loss"
-                " stable_balance"
-            )
+    def provides(cls, options: Config) -> set[str]:
+        """The extras."""
+        return {"light_TE", "ranking_TE", "phase_1"}
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """The light router must be the only one that chooses."""
+        return {"by_ranking": "which the frozen light router gives: p goes on learning"}
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """What would move the frozen choice."""
+        return {
+            "by_probs": "and p goes on learning, which would move the frozen choice",
+            "bias": "which goes on learning and would move the frozen choice",
+        }
+
+    @classmethod
+    def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
+        """By a loss."""
+        return {("loss", "light_TE"): "without which the light router learns nothing"}
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """With a short first phase."""
+        return [Example({"phase_1_steps": 2})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         """Raises UserError where the model has no token ids."""

@@ -6,11 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.config.schema import MoEConfig
 from megamoe.moe.assignment import balanced_assignment
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.compatibility import refuse_bias, refuse_capacity, refuse_masks
 from megamoe.registry import register
 
 
@@ -35,17 +33,25 @@ class Balanced(Selector):
         """No options."""
 
     @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+    def provides(cls, options: Config) -> set[str]:
+        """An even load, of first choices too."""
+        return {"assigned", "over_all_ranks", "even_load", "even_first_choices"}
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
         """BASE's sigmoid, and no second balance."""
-        if moe.router.score_function.name != "sigmoid":
-            raise ValueError(
-                f"found the score function {moe.router.score_function.name!r}, expected sigmoid, whose value"
-                " for an expert does not hang on the others: a token is often sent to one that is not its"
-                " best; set score_function: sigmoid"
-            )
-        refuse_masks(moe, "every token must be free to go to every expert for the loads to be even")
-        refuse_capacity(moe, "the loads are even already")
-        refuse_bias(moe, "the loads are even already")
+        return {
+            "elementwise": "since a token is often sent to an expert that is not its best",
+            "dropless": "since the loads are even already",
+        }
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """What would undo the balance, or be a second one."""
+        return {
+            "mask": "but every token must be free to go to every expert for the loads to be even",
+            "bias": "but the loads are even already",
+        }
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """T pairs."""

@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.compatibility import refuse_more_than_experts
+from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import SMALLEST_TOTAL, first_choices, num_candidates_T
-from megamoe.moe.selectors.compatibility import refuse_more_than_experts
 from megamoe.registry import register
 
 
@@ -50,6 +50,21 @@ class EntropyAware(Selector):
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         """No more choices than experts."""
         refuse_more_than_experts("max_k", options.max_k, moe)
+
+    @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """Whether the weights sum to 1."""
+        return {"normalised"} if options.weights == "renormalised" else set()
+
+    @classmethod
+    def wanted(cls, options: Config, num_experts: int) -> int:
+        """At least min_k."""
+        return int(options.min_k)
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Several a token."""
+        return [Example({"max_k": max(num_choices, 4)})]
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """min_k to max_k pairs a token; fewer where it has fewer candidates."""

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.compatibility import refuse_more_than_experts
+from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import probs_N
-from megamoe.moe.selectors.compatibility import refuse_bias, refuse_capacity, refuse_more_than_experts
 from megamoe.registry import register
 
 
@@ -44,8 +44,28 @@ class ExpertChoice(Selector):
                 raise ValueError("k must be positive")
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """An even load, and tokens without a pair."""
+        return {"even_load", "by_experts"}
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """No second balance."""
+        return {"dropless": "since each expert takes a fixed number of tokens"}
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """No second balance."""
+        return {"bias": "but it would be the same for all tokens among which an expert chooses"}
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """As many choices as asked for."""
+        return [Example({"k": num_choices, "allow_non_causal": True})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Only where the user knows that it is not causal; no second balance."""
+        """Only where the user knows that it is not causal."""
         if not options.allow_non_causal:
             raise ValueError(
                 "the models here are decoders, and expert choice lets a token's experts depend on later "
@@ -53,8 +73,6 @@ class ExpertChoice(Selector):
                 "to take that, or choose top_k"
             )
         refuse_more_than_experts("k", options.k, moe)
-        refuse_capacity(moe, "each expert takes a fixed number of tokens")
-        refuse_bias(moe, "it would be the same for all tokens among which an expert chooses")
 
     @property
     def mean_choices(self) -> float:

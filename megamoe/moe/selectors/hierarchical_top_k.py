@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.compatibility import size_of_extra
+from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.registry import register
 
@@ -42,24 +43,35 @@ class HierarchicalTopK(Selector):
                     )
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """The extra for the losses; weights that sum to 1."""
+        return {"chosen_groups_TA", "normalised"}
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """Two levels of scores."""
+        why = "by which groups are chosen, and then their experts"
+        return {"group_scores_TG": why, "inner_scores_TE": why}
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """What would not reach the levels."""
+        return {"bias": "which does not reach a choice made by levels"}
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Two groups."""
+        return [Example({"groups": 2, "k": max(num_choices // 2, 2)})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Two levels of scores, and enough groups and experts."""
-        scorer = moe.router.scorer
-        if scorer.name != "hierarchical":
-            raise ValueError(
-                f"the scorer is {scorer.name!r}, which knows no groups; set scorer: hierarchical"
-            )
-        num_groups = scorer.options.num_groups(moe.num_experts)
+        """Enough groups and experts."""
+        num_groups = size_of_extra(moe, "group_scores_TG")
         size = moe.num_experts // num_groups
         if options.groups > num_groups or options.k > size:
             raise ValueError(
                 f"groups is {options.groups} and k {options.k}, but the scorer makes {num_groups} groups of "
                 f"{size} experts; choose groups <= {num_groups} and k <= {size}, or other scorer.groups"
-            )
-        if getattr(moe.router.score_function.options, "bias_update", 0) > 0:
-            raise ValueError(
-                "score_function.bias_update moves no choice made by levels; leave it out, or set selector:"
-                " top_k"
             )
 
     @property

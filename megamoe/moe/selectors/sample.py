@@ -9,10 +9,10 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
 from megamoe.moe import rng
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.compatibility import refuse_more_than_experts
+from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import SMALLEST_TOTAL
-from megamoe.moe.selectors.compatibility import refuse_bias, refuse_more_than_experts
 from megamoe.registry import register
 
 
@@ -45,10 +45,25 @@ class Sample(Selector):
                 )
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """The draw, and of what kind the weights are."""
+        kinds = {"renormalised": {"normalised"}, "one": {"fixed_weights"}}
+        return {"drawn"} | kinds.get(options.weights, set())
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """What would not reach the draw."""
+        return {"bias": "which does not reach the p that experts are drawn from"}
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """As many choices as asked for."""
+        return [Example({"k": num_choices})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts; a bias would never reach the draw."""
+        """No more choices than experts."""
         refuse_more_than_experts("k", options.k, moe)
-        refuse_bias(moe, "experts are drawn from p, which the bias does not reach")
 
     @property
     def num_choices(self) -> int:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.compatibility import refuse_more_than_experts
+from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.compatibility import refuse_bias, refuse_more_than_experts
 from megamoe.registry import register
 
 MOST_ITERATIONS = 10_000
@@ -46,10 +46,24 @@ class Sinkhorn(Selector):
                 raise ValueError(f"iterations must be at most {MOST_ITERATIONS:,}: far fewer converge")
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """How it chooses."""
+        return {"assigned"}
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """A second balance by selection."""
+        return {"bias": "which the iterations would undo"}
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """As many choices as asked for."""
+        return [Example({"k": num_choices})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts, no second balance by selection."""
+        """No more choices than experts."""
         refuse_more_than_experts("k", options.k, moe)
-        refuse_bias(moe, "the iterations would undo what it does to the selection")
 
     @property
     def num_choices(self) -> int:

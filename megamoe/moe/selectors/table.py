@@ -5,10 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.config.schema import MoEConfig
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.compatibility import refuse_masks
 from megamoe.registry import register
 
 
@@ -31,14 +29,27 @@ class Table(Selector):
                 raise ValueError("k must be at least 1")
 
     @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Only scorer `hash` has tables; nothing moves their choice."""
-        scorer = moe.router.scorer.name
-        if scorer != "hash":
-            raise ValueError(f"the scorer is {scorer!r}, which makes no table; set scorer: hash")
-        if getattr(moe.router.score_function.options, "bias_update", 0) > 0:
-            raise ValueError("score_function.bias_update moves no choice made by a table; leave it out")
-        refuse_masks(moe, "a token whose expert is taken away has no other")
+    def provides(cls, options: Config) -> set[str]:
+        """Weights of 1."""
+        return {"fixed_weights"}
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """The tables."""
+        return {"table_TK": "by which each token goes"}
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """What would move the choice."""
+        return {
+            "bias": "which moves no choice made by a table",
+            "mask": "but a token whose expert is taken away has no other",
+        }
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """As many choices as asked for."""
+        return [Example({"k": num_choices})]
 
     @property
     def num_choices(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import first_choices, num_candidates_T
 from megamoe.registry import register
@@ -38,6 +38,16 @@ class Threshold(Selector):
                 value = getattr(self, option)
                 if value is not None and not 0 <= value <= 1:
                     raise ValueError(f"{option} must be at least 0 and at most 1")
+
+    @classmethod
+    def takes_all(cls, options: Config, num_candidates: int) -> bool:
+        """With t = 1, or where there is one candidate."""
+        return options.threshold == 1 or num_candidates <= 1
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """Among p as sure as those of a trained router."""
+        return [Example(beside={"router": {"score_function": {"name": "softmax", "temperature": 0.1}}})]
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """At least one pair a token, at most its candidates; none for a token without any."""

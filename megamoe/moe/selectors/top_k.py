@@ -9,14 +9,10 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked, top_k
 from megamoe.moe import rng
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.compatibility import refuse_more_than_experts
+from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import SMALLEST_TOTAL
-from megamoe.moe.selectors.compatibility import (
-    refuse_bias,
-    refuse_more_than_experts,
-    refuse_other_score_functions,
-)
 from megamoe.registry import register
 
 
@@ -74,18 +70,41 @@ class TopK(Selector):
                 )
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        """How it chooses, and of what kind the weights are."""
+        kind = {"renormalised": "normalised", "kept_softmax": "normalised", "one": "fixed_weights"}
+        words = {"best_k", "by_ranking", kind.get(options.weights, "best_k")}
+        return words - {"by_ranking"} if options.second == "sampled" else words
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        """For weights of the scores themselves."""
+        why = "since weights: kept_softmax is taken from the scores themselves"
+        return {"plain_softmax": why} if options.weights == "kept_softmax" else {}
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        """What would leave an option without effect."""
+        drawn = {"bias": "which does not reach the p that the second expert is drawn from"}
+        after = {"dropless": "so that renormalise: after_drops would do nothing"}
+        return (drawn if options.second == "sampled" else {}) | (
+            after if options.renormalise == "after_drops" else {}
+        )
+
+    @classmethod
+    def takes_all(cls, options: Config, num_candidates: int) -> bool:
+        """Not where the second is sent at random."""
+        return options.second != "random" and options.k >= num_candidates
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        """As many choices as asked for."""
+        return [Example({"k": num_choices})]
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts; no option that would do nothing."""
+        """No more choices than experts."""
         refuse_more_than_experts("k", options.k, moe)
-        if options.weights == "kept_softmax":
-            refuse_other_score_functions(moe, "weights: kept_softmax is taken from the scores themselves")
-        if options.second == "sampled":
-            refuse_bias(moe, "the second expert is drawn from p, which the bias does not reach")
-        if options.renormalise == "after_drops" and moe.router.capacity.name == "none":
-            raise ValueError(
-                "found renormalise: after_drops with capacity: none, which drops nothing; set a capacity, "
-                "or renormalise: before_drops"
-            )
 
     @property
     def num_choices(self) -> int:

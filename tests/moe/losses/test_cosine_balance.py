@@ -27,7 +27,7 @@ def value(
     experts: list[list[int]],
     cosine_TE: Tensor,
     candidates_TE: Tensor | None = None,
-    score_function: str = "softmax",
+    score_function: frozenset[str] = frozenset(),
     **options: Any,
 ) -> Tensor:
     pairs = make_pairs(experts)
@@ -48,15 +48,21 @@ def test_cosine_balance_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("score_function", "options", "tau"),
-    [("softmax", {}, 0.3), ("sigmoid", {}, 0.07), ("sigmoid", {"temperature": 0.5}, 0.5), ("other", {}, 0.3)],
+    ("words", "options", "tau"),
+    [
+        ({"softmax_of_scores"}, {}, 0.3),
+        ({"elementwise"}, {}, 0.07),
+        ({"elementwise"}, {"temperature": 0.5}, 0.5),
+        (set(), {}, 0.3),
+    ],
 )
 def test_the_temperature_is_by_the_score_function_or_the_users(
-    score_function: str, options: dict[str, Any], tau: float
+    words: set[str], options: dict[str, Any], tau: float
 ) -> None:
     cosine_TE = torch.tensor([[0.1, 0.0]])
     expected = 2 / (1 + math.exp(-0.1 / tau))
-    assert value([[0]], cosine_TE, score_function=score_function, **options).item() == pytest.approx(expected)
+    loss = value([[0]], cosine_TE, score_function=frozenset(words), **options)
+    assert loss.item() == pytest.approx(expected)
 
 
 def test_value_and_gradient_of_equation_9() -> None:
@@ -123,11 +129,11 @@ def test_its_weight_and_its_company() -> None:
     config = moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": None})
     assert config.losses["cosine_balance"].options.weight == 0.01
     check_parts(config, 1)
-    message = "the scorer 'linear' gives no cosines; set moe.router.scorer: cosine"
+    message = "the scorer is 'linear', expected one that gives cosine_TE, .*set scorer: cosine"
     with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
         check_parts(moe_config(losses={"cosine_balance": 0.01}), 1)
     without_norm = {"name": "cosine", "normalise": False}
-    message = "the scorer 'cosine' gives no cosines with normalise: false; take the loss switch_balance"
+    message = "the scorer is 'cosine', expected one that gives cosine_TE, .* set scorer.normalise: true"
     with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
         check_parts(moe_config(router={"scorer": without_norm}, losses={"cosine_balance": 0.01}), 1)
     with pytest.raises(UserError, match="temperature must be positive"):

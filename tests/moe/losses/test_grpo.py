@@ -225,9 +225,14 @@ def test_options_out_of_range_are_refused(options: dict[str, float], message: st
         moe_config(losses={"grpo": options})
 
 
-@pytest.mark.parametrize("router", [{}, {"selector": "sample"}])
-def test_it_needs_a_policy_that_is_drawn_from(router: dict[str, str]) -> None:
-    with pytest.raises(
-        UserError, match="grpo: the scorer is 'linear'.* set scorer: policy and selector: sample"
-    ):
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        ({}, "grpo: the scorer is 'linear'.* set scorer: policy"),
+        ({"selector": "sample"}, "grpo: the scorer is 'linear'.* set scorer: policy"),
+        ({"scorer": "policy"}, "policy: the selector is 'top_k'.* set selector: sample"),
+    ],
+)
+def test_it_needs_a_policy_that_is_drawn_from(router: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         check_parts(moe_config(router=router, losses={"grpo": 0.01}), 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.losses.choice_probability import choice_probability
 from megamoe.moe.part import StepContext
@@ -191,26 +192,25 @@ def kept(scores: Tensor) -> Tensor:
     [
         (
             {"scorer": "hierarchical"},
-            "the scorer is 'hierarchical' without noise.*noisy: true}, or take the loss switch_balance",
+            "the scorer is 'hierarchical', .*two levels with noise.*set scorer.noisy: true",
         ),
         (
             {"scorer": "noisy", "selector": "top_k"},
-            "the scorer is 'noisy' without noise at two levels.* take the loss load$",
+            "the scorer is 'noisy', .*take the loss load, or set scorer: {name: hierarchical, noisy: true}",
         ),
         (
             {"selector": "top_k"},
-            "the selector is 'top_k', .*set selector: hierarchical_top_k, or take the loss switch",
+            "the selector is 'top_k', .*set selector: hierarchical_top_k",
         ),
         ({"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 3}}, "chooses all 9 experts"),
         (
-            {"masks": [{"name": "expert_dropout", "level": "global"}]},
-            "'expert_dropout' takes.* take the loss switch_balance$",
+            {"masks": [{"name": "expert_dropout", "level": "global", "cluster_size": 9}]},
+            "'expert_dropout' takes.* leave the mask out$",
         ),
     ],
 )
 def test_refusals(router: dict[str, Any], message: str) -> None:
     check_parts(moe_config(**preset()), 1)
     options = moe_config(**preset(**router))
-    loss = make_part("loss", "hierarchical_load", 9)
-    with pytest.raises(ValueError, match=message):
-        loss.check(options.losses["hierarchical_load"].options, options, 1)
+    with pytest.raises(UserError, match=f"^moe.losses.hierarchical_load: .*{message}"):
+        check_parts(options, 1)

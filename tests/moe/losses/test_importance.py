@@ -110,5 +110,5 @@ def test_its_weight_and_its_company() -> None:
     config = moe_config(losses={"importance": None})
     assert config.losses["importance"].options.weight == 0.1
     check_parts(config, 1)
-    with pytest.raises(UserError, match="moe.losses.importance: .*the selector's weights are 'one'"):
+    with pytest.raises(UserError, match="moe.losses.importance: .*without gradient.*set selector.weights: "):
         check_parts(moe_config(router={"selector": {"weights": "one"}}, losses={"importance": 0.1}), 1)

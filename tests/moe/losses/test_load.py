@@ -187,10 +187,10 @@ def test_its_weight_and_its_company() -> None:
 @pytest.mark.parametrize(
     ("router", "message"),
     [
-        ({"scorer": "linear"}, "the scorer 'linear' has no noise.*set moe.router.scorer: noisy"),
+        ({"scorer": "linear"}, "the scorer is 'linear', .*the noise.*set scorer: noisy"),
         (
             {"scorer": {"name": "hierarchical", "noisy": True}},
-            "'hierarchical' has its noise at two levels; take the loss hierarchical_load",
+            "'hierarchical', expected .*; take the loss hierarchical_load, or set scorer: noisy",
         ),
         (
             {"selector": {"k": 2}, "masks": [{"name": "expert_dropout", "cluster_size": 4}]},
@@ -208,7 +208,6 @@ def test_company_that_makes_no_sense_is_refused(router: dict[str, object], messa
 
 
 def test_a_selector_other_than_top_k_is_refused() -> None:
-    config = moe_config(**sgmoe({"load": 0.1}))
-    object.__setattr__(config.router.selector, "name", "sample")
-    with pytest.raises(ValueError, match="estimated for the selector top_k, found 'sample'"):
-        Load.check(Load.Config(), config, 1)
+    config = moe_config(**sgmoe({"load": 0.1}, selector="sample"))
+    with pytest.raises(UserError, match="the selector is 'sample', .*load is estimated.*selector: top_k"):
+        check_parts(config, 1)

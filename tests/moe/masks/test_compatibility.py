@@ -6,8 +6,8 @@ import pytest
 
 from megamoe import registry
 from megamoe.errors import UserError
+from megamoe.moe.compatibility import all_are_step_wide, experts_wanted, most_candidates
 from megamoe.moe.composition import check_parts
-from megamoe.moe.masks.compatibility import all_are_step_wide, experts_wanted, most_candidates
 from megamoe.moe.part import Mask, StepContext
 from tests.moe.build import make_hidden, make_layer, moe_config
 

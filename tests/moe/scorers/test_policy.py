@@ -106,14 +106,14 @@ def test_options_out_of_range_are_refused() -> None:
     ("change", "message"),
     [
         ({"router": {"scorer": "policy"}}, "policy: the selector is 'top_k'.* set selector: sample"),
-        ({"losses": {}}, "policy: moe.losses lacks grpo"),
+        ({"losses": {}}, "policy: moe.losses lacks one .* add grpo"),
         (
             {"router": {**TREE["router"], "score_function": "sigmoid"}},
             "policy: the score function is .*'sigmoid'.* set score_function: softmax",
         ),
         (
             {"router": {**TREE["router"], "score_function": {"temperature": 2.0}}},
-            "the score function is .*2.0",
+            "the score function is 'softmax', .*set score_function.temperature: 1.0",
         ),
     ],
 )

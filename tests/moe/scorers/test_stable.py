@@ -239,13 +239,16 @@ def test_options_out_of_range_are_refused(options: dict[str, int], message: str)
 
 def test_company_that_makes_no_sense_is_refused() -> None:
     check_parts(moe_config(**TREE), 1)
-    with pytest.raises(UserError, match="moe.router.scorer: stable: moe.losses lacks stable_distillation"):
+    with pytest.raises(UserError, match="scorer: stable: moe.losses lacks .* add stable_distillation"):
         check_parts(moe_config(**{**TREE, "losses": {"stable_balance": 0.3}}), 1)
     with pytest.raises(UserError, match="stable: the selector is 'sample'"):
         check_parts(moe_config(**{**TREE, "router": {**TREE["router"], "selector": "sample"}}), 1)
     for change, message in (
-        ({"selector": {"k": 2, "second": "sampled"}}, "second: sampled is drawn .* set second: best"),
-        ({"masks": ["entropy_prune"]}, "the mask entropy_prune .* leave it out"),
+        (
+            {"selector": {"k": 2, "second": "sampled"}},
+            "by ranking_TE alone.* set selector.second: best",
+        ),
+        ({"masks": ["entropy_prune"]}, "the mask 'entropy_prune' .* leave the mask out"),
     ):
         with pytest.raises(UserError, match=f"stable: .*{message}"):
             check_parts(moe_config(**{**TREE, "router": {**TREE["router"], **change}}), 1)

@@ -78,10 +78,13 @@ def test_gradient_is_that_of_the_chosen_values() -> None:
             {"selector": {"name": "expert_choice"}},
             "the models here are decoders, .*allow_non_causal: true .*",
         ),
-        ({"capacity": "per_expert"}, "found the capacity 'per_expert', expected none: .*"),
+        (
+            {"capacity": "per_expert"},
+            "the capacity is 'per_expert', .* fixed number .*; set capacity: none",
+        ),
         (
             {"score_function": {"name": "softmax", "bias_update": 0.001}},
-            "found a score function with bias_update 0.001, .*",
+            "the score function 'softmax' moves the choice by a bias, .*bias_update: 0.0",
         ),
         (
             {"selector": {"name": "expert_choice", "k": 8.5, "allow_non_causal": True}},

@@ -260,7 +260,7 @@ def test_options_that_do_not_go_together(options: dict[str, object], message: st
 def test_after_drops_needs_drops() -> None:
     selector = {"renormalise": "after_drops"}
     check_parts(moe_config(router={"selector": selector, "capacity": "per_expert"}), 1)
-    with pytest.raises(UserError, match="top_k: found renormalise: after_drops with capacity: none, "):
+    with pytest.raises(UserError, match="the capacity 'none' drops nothing, .*after_drops.*set capacity: "):
         check_parts(moe_config(router={"selector": selector}), 1)
 
 

@@ -1,0 +1,200 @@
+"""Which parts may stand together, by what they declare (`part.Part`); every message is one line."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from megamoe.config import PartChoice
+from megamoe.config.schema import MoEConfig
+from megamoe.moe import ways_out
+from megamoe.moe.part import Candidates
+from megamoe.moe.ways_out import capabilities, needs, phrase, provides, requirements
+from megamoe.registry import get_part, label
+
+
+def chosen_parts(moe: MoEConfig) -> Iterator[tuple[str, PartChoice]]:
+    """Every part of the layer with its key in the YAML."""
+    router = moe.router
+    yield "moe.router.scorer", router.scorer
+    for place, choice in enumerate(router.masks):
+        yield f"moe.router.masks.{place}", choice
+    yield "moe.router.score_function", router.score_function
+    yield "moe.router.selector", router.selector
+    yield "moe.router.capacity", router.capacity
+    for name, choice in moe.losses.items():
+        yield f"moe.losses.{name}", choice
+
+
+def declared(choice: PartChoice, num_experts: int) -> set[str]:
+    """All that a part provides and requires; raises whatever its methods raise."""
+    if choice.kind == "mask":
+        candidates_of(choice, num_experts)
+    return capabilities(choice) | requirements(choice).keys()
+
+
+def provider(moe: MoEConfig, word: str) -> PartChoice | None:
+    """The first part of the layer that provides this capability."""
+    return next((choice for _, choice in chosen_parts(moe) if provides(word, choice)), None)
+
+
+def size_of_extra(moe: MoEConfig, name: str) -> int:
+    """The size of an extra's last dimension, by what the part that provides it declares.
+
+    Raises:
+        ValueError: if no part provides the extra, or its part does not declare the size.
+    """
+    choice, letter = provider(moe, name), name[-1]
+    sizes = (
+        {} if choice is None else get_part(choice.kind, choice.name).sizes(choice.options, moe.num_experts)
+    )
+    if letter not in sizes:
+        raise ValueError(f"no part declares the size {letter} of {name}; add it to the part's `sizes`")
+    return int(sizes[letter])
+
+
+def candidates_of(choice: PartChoice, num_experts: int, expert_parallel: int = 1) -> Candidates:
+    """What a mask leaves."""
+    found: Candidates = get_part("mask", choice.name).num_candidates(
+        choice.options, num_experts, expert_parallel
+    )
+    return found
+
+
+def experts_wanted(moe: MoEConfig) -> int:
+    """How many experts every token wants: the selector's k; where it varies by token, the least."""
+    choice = moe.router.selector
+    return int(get_part("selector", choice.name).wanted(choice.options, moe.num_experts))
+
+
+def most_candidates(moe: MoEConfig) -> int:
+    """A bound on the experts that a training step leaves to a token."""
+    found = [candidates_of(choice, moe.num_experts).most for choice in moe.router.masks]
+    return min([moe.num_experts, *found])
+
+
+def all_are_step_wide(moe: MoEConfig, or_one_group: bool = False) -> bool:
+    """Whether every token of a micro batch has the same candidates; `or_one_group`: or those of one group."""
+    return all(
+        get_part("mask", choice.name).step_wide
+        or (or_one_group and candidates_of(choice, moe.num_experts).one_group)
+        for choice in moe.router.masks
+    )
+
+
+def sums_to_1(moe: MoEConfig) -> bool:
+    """Whether the p of a token's candidates sum to 1 whatever the masks took away."""
+    return provides("sums_to_1", moe.router.score_function)
+
+
+def choice_of(moe: MoEConfig, kind: str) -> PartChoice | None:
+    """The layer's part of a stage; None for a kind of which there may be several."""
+    return next((choice for key, choice in chosen_parts(moe) if key == f"moe.router.{kind}"), None)
+
+
+def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
+    """ValueError where a part lacks what it requires, or stands beside what it refuses."""
+    part = get_part(choice.kind, choice.name)
+    leave_out, instead = "leave the loss out, or " if choice.kind == "loss" else "", _instead_of(choice, moe)
+    for word, why in requirements(choice).items():
+        if provider(moe, word) is None:
+            _refuse_lack(partial(provides, word), phrase(word), why, moe, instead)
+    for word, why in part.refuses(choice.options).items():
+        found = provider(moe, word)
+        if found is not None:
+            way_out = ways_out.without(found, word)
+            named = f"the {label(found.kind)} {found.name!r} {phrase(word)}"
+            raise ValueError(f"{named}, {why}; {leave_out}{way_out}")
+    others = [other for _, other in chosen_parts(moe)]
+    for (kind, word), why in part.must_be_required(choice.options).items():
+        if not any(needs(word, kind, other) for other in others):
+            _refuse_lack(partial(needs, word, kind), f"makes use of {word}", why, moe, instead)
+
+
+def _instead_of(choice: PartChoice, moe: MoEConfig) -> str:
+    """The first way out for a loss: another one that reads what this scorer gives, or none."""
+    if choice.kind != "loss":
+        return ""
+    given = capabilities(moe.router.scorer)
+    readers = ways_out.parts_that(lambda other: bool(given & requirements(other).keys()))
+    others = [other for other in readers if other.kind == choice.kind and other.name != choice.name]
+    return f"take the loss {ways_out.named(others)}, or " if others else "leave the loss out, or "
+
+
+def _refuse_lack(fits: ways_out.Fits, what: str, why: str, moe: MoEConfig, leave_out: str) -> None:
+    """ValueError: no part of the layer does it; those of the registry that fit would."""
+    ways = ways_out.parts_that(fits)
+    if not ways:
+        raise ValueError(f"no part {what}, {why}; name a plugin with such a part in plugins")
+    kind = ways[0].kind
+    ways = [way for way in ways if way.kind == kind]
+    current = choice_of(moe, kind)
+    if current is None:
+        listed = "moe.losses" if kind == "loss" else "moe.router.masks"
+        raise ValueError(f"{listed} lacks one that {what}, {why}; {leave_out}add {ways_out.named(ways)}")
+    option = ways_out.another_option(current, fits)
+    raise ValueError(
+        f"the {label(kind)} is {current.name!r}, expected one that {what}, {why}; {leave_out}set "
+        f"{option or f'{kind}: {ways_out.named(ways)}'}"
+    )
+
+
+def refuse_one_candidate(choice: PartChoice, moe: MoEConfig) -> None:
+    """ValueError where the router could learn nothing, for a mask leaves a token one candidate."""
+    if candidates_of(choice, moe.num_experts).most == 1 and sums_to_1(moe):
+        kind = moe.router.score_function.kind
+        others = ways_out.parts_that(lambda c: c.kind == kind and not provides("sums_to_1", c))
+        raise ValueError(
+            "leaves one expert to each token, whose p is 1 whatever its score, so that the router gets no "
+            f"gradient; leave more, or set score_function: {ways_out.named(others)}"
+        )
+
+
+def refuse_same_draw(choice: PartChoice, moe: MoEConfig) -> None:
+    """ValueError where a mask that draws once a step stands there twice."""
+    same = [other for other in moe.router.masks if other.name == choice.name]
+    if get_part("mask", choice.name).random and len(same) > 1:
+        raise ValueError(
+            f"{choice.name} stands twice in moe.router.masks, and both would make the same draw; keep one"
+        )
+
+
+def refuse_more_than_experts(option: str, wanted: float, moe: MoEConfig) -> None:
+    """ValueError where a token would want more experts than there are."""
+    if wanted > moe.num_experts:
+        raise ValueError(
+            f"{option} is {wanted:g}, but there are only {moe.num_experts} experts (moe.num_experts); "
+            f"choose {option} <= {moe.num_experts}"
+        )
+
+
+def refuse_all_chosen(moe: MoEConfig, first_choice: bool = False, by_candidates: bool = True) -> None:
+    """ValueError where every token wants every expert that is open to it, and all have the same ones.
+
+    Counts are then even whatever the router learns: a loss that balances them teaches nothing.
+    by_candidates: the loss takes p over the candidates, which sum to 1 in a token's only group too, so that
+    its gradient is 0 where the counts are even in each group; and p is 1 where there is one candidate.
+    """
+    choice, most = moe.router.selector, most_candidates(moe)
+    one_each = by_candidates and most == 1
+    if not one_each and (first_choice or not all_are_step_wide(moe, or_one_group=by_candidates)):
+        return
+    if get_part("selector", choice.name).takes_all(choice.options, most):
+        _refuse_even("sends every token to every expert that it may choose")
+
+
+def refuse_even_selector(moe: MoEConfig, first_choice: bool = False) -> None:
+    """ValueError where the selector itself makes the counts of a micro batch even."""
+    if ("even_first_choices" if first_choice else "even_load") in capabilities(moe.router.selector):
+        _refuse_even("gives every expert as many tokens")
+
+
+def refuse_all_largest(moe: MoEConfig) -> None:
+    """ValueError where the k largest gating values are those of all experts."""
+    if experts_wanted(moe) >= moe.num_experts:
+        _refuse_even(f"wants all {moe.num_experts} experts for every token")
+
+
+def _refuse_even(what: str) -> None:
+    raise ValueError(
+        f"the selector {what}, so that their counts are even whatever the router does, and the loss "
+        "teaches nothing; leave it out, or choose another moe.router.selector"
+    )
