@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megamoe.vendors import settle_vendors
+from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 
