@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed.comm.comm as deepspeed_comm
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
@@ -25,17 +24,6 @@ def skip_shared_memory_op() -> None:
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
-def forget_process_group() -> None:
-    """After torch.distributed's end, let DeepSpeed begin anew.
-
-    Reason: DeepSpeed keeps its backend object, `cdb`, after the process group has gone.
-    Seen with: DeepSpeed 0.19.8.
-    Without it: the next `init_distributed` in the same process makes no process group.
-    Canary: test_deepspeed.py::test_backend_is_kept
-    """
-    deepspeed_comm.cdb = None
-
-
 def set_expert_groups(name: str, holders: dist.ProcessGroup, copies: dist.ProcessGroup) -> None:
     """Give DeepSpeed the experts' groups under the name that parameters bear as `group_name`.
 
@@ -44,7 +32,7 @@ def set_expert_groups(name: str, holders: dist.ProcessGroup, copies: dist.Proces
 
     Reason: its own groups lie within one tensor-parallel rank; ours may run over several.
     Seen with: DeepSpeed 0.19.8.
-    Without it: it makes groups of its own, or fails with an assertion where there are none.
+    Without it: the engine fails with an assertion that the experts' group is not initialized.
     Canary: test_deepspeed.py::test_expert_groups
     """
     groups._EXPERT_PARALLEL_GROUP[name] = holders
@@ -94,7 +82,7 @@ def silence_memory_reports() -> None:
 
     Reason: the reports are forced, and each collects garbage first.
     Seen with: DeepSpeed 0.19.8.
-    Without it: every start prints two blocks of lines for each parameter group, and takes seconds longer.
+    Without it: every start prints two blocks of lines for each parameter group.
     Canary: test_deepspeed.py::test_memory_reports_are_forced
     """
     bf16_optimizer.see_memory_usage = lambda *unused, **also_unused: None

@@ -85,7 +85,7 @@ def sgemm_address() -> int | None:
     Reason: PyTorch has no public product of groups of different sizes that is fast in fp32, and a second
         BLAS in the process would fight over the threads.
     Seen with: torch 2.13 and 2.15 for Linux on x86-64 (libtorch_cpu.so exports MKL's `sgemm_`).
-    Without it: experts in fp32 are computed by torch's grouped product, several times slower.
+    Without it: experts in fp32 are computed by torch's grouped product.
     Canary: test_torch.py::test_sgemm_address
     """
     try:

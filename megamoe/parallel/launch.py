@@ -160,13 +160,11 @@ def stop() -> None:
     global _store
     import torch.distributed as dist
 
-    from megamoe.compat.deepspeed_compat import forget_process_group
     from megamoe.parallel.groups import stop_groups
 
     stop_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
-    forget_process_group()
     _store = None
 
 
