@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-from megamoe.vendors import settle_vendors
+from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 

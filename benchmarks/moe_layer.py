@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megamoe.vendors import settle_vendors
+from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.vendors import settle_vendors
+from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 

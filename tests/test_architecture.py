@@ -4,6 +4,7 @@ Nothing is imported here; every rule reads the syntax trees.
 """
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,39 +18,63 @@ SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
 ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
 FOUNDATION = {"config", "errors", "registry", "plain_files", "host_memory"}
-SHARDING = FOUNDATION | {"moe", "kernels", "parallel"}
+SHARDING = FOUNDATION | {"compat", "moe", "kernels", "parallel"}
 # What each package may import of megamoe, beside itself; `megamoe` is its own __init__ (the version).
 MAY_IMPORT = {
     "errors": set(),
     "plain_files": set(),
     "host_memory": set(),
     "registry": {"errors"},
-    "vendors": {"errors"},
+    "compat": {"errors"},
     "config": {"errors", "registry", "plain_files"},
-    "kernels": set(),
-    "moe": FOUNDATION | {"kernels"},
-    "data": FOUNDATION | {"megamoe"},
+    "kernels": {"compat"},
+    "moe": FOUNDATION | {"compat", "kernels"},
+    "data": FOUNDATION | {"compat", "megamoe"},
     "metrics": FOUNDATION | {"megamoe"},
-    "model": FOUNDATION | {"moe", "kernels"},
-    "parallel": FOUNDATION | {"moe", "kernels"},
+    "model": FOUNDATION | {"compat", "moe", "kernels"},
+    "parallel": FOUNDATION | {"compat", "moe", "kernels"},
     "zero": SHARDING,
     "costs": SHARDING | {"zero"},
     "resilience": FOUNDATION | {"parallel"},
     "checkpoint": SHARDING | {"zero", "resilience"},
-    "train": SHARDING
-    | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe", "vendors"},
+    "train": SHARDING | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe"},
     "__main__": {"train"},
 }
 # Each vendor's modules, and the packages that may import them.
 VENDORS = {
-    "megatron": {"model"},
+    "megatron": {"model", "compat"},
     "megatron.core.parallel_state": {"parallel", "zero", "checkpoint"},
     "megatron.core.datasets": {"data"},
-    "deepspeed": {"parallel", "zero", "checkpoint"},
-    "transformer_engine": {"model"},
+    "deepspeed": {"parallel", "zero", "checkpoint", "compat"},
+    "transformer_engine": {"model", "compat"},
     "apex": {"model", "zero"},
     "triton": {"kernels"},
     "wandb": {"metrics"},
+}
+# What megamoe.compat has of them belongs to the same packages.
+VENDORS |= {
+    "megamoe.compat.megatron_compat": VENDORS["megatron"],
+    "megamoe.compat.megatron_datasets": VENDORS["megatron.core.datasets"],
+    "megamoe.compat.deepspeed_compat": VENDORS["deepspeed"],
+    "megamoe.compat.deepspeed_zero": VENDORS["deepspeed"],
+    "megamoe.compat.transformer_engine_compat": VENDORS["transformer_engine"],
+}
+# Attributes of other libraries that begin with an underscore, and yet are their public interface.
+PUBLIC = {"os._exit"}
+# Internals of DeepSpeed without an underscore; so are all attributes that begin with ds_.
+INTERNALS = {
+    "averaged_gradients",
+    "backup_optimizer",
+    "bf16_groups",
+    "bit16_groups",
+    "build_shm_op",
+    "cdb",
+    "cur_scale",
+    "enable_backward_allreduce",
+    "fp16_groups",
+    "fp32_partitioned_groups_flat",
+    "grad_position",
+    "loss_scaler",
 }
 DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
@@ -127,6 +152,115 @@ def test_each_vendor_has_one_room(path: Path) -> None:
 @named(SCRIPTS)
 def test_entry_scripts_leave_vendors_to_the_rooms(path: Path) -> None:
     assert not [name for name in imports_of(path) if any(within(name, vendor) for vendor in VENDORS)]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def our_private_names() -> Counter[str]:
+    """How often a private name is bound in megamoe: as a function, class, attribute or field."""
+    found: list[str] = []
+    for path in FILES:
+        for node in ast.walk(tree_of(path)) if room_of(path) != "compat" else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.append(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                found.append(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return Counter(filter(is_private, found))
+
+
+def is_vendors(node: ast.Attribute) -> bool:
+    """Whether an attribute of that name is none of ours: nothing outside of `self` and `super()` is."""
+    if not is_private(node.attr):
+        return node.attr in INTERNALS or node.attr.startswith("ds_")
+    owner = ast.unparse(node.value)
+    if owner == "super()":
+        return our_private_names()[node.attr] < 2  # the override, and what it overrides
+    return owner not in ("self", "cls") or node.attr not in our_private_names()
+
+
+def vendor_names(path: Path) -> set[str]:
+    """The names in a file by which it knows modules, classes and functions of other libraries."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                first = (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
+                if first != "megamoe":
+                    found.add(alias.asname or alias.name.split(".")[0])
+        elif isinstance(node, ast.Assign) and "import_module(" in ast.unparse(node.value):
+            found |= {ast.unparse(target) for target in node.targets}
+    return found
+
+
+def vendor_internals(path: Path) -> Iterator[str]:
+    """What a file uses of other libraries beyond their public interface, or patches in them."""
+    names = vendor_names(path)
+    for node in ast.walk(tree_of(path)):
+        place = f"line {getattr(node, 'lineno', 0)}: "
+        if isinstance(node, ast.Attribute):
+            if is_vendors(node) and ast.unparse(node) not in PUBLIC:
+                yield place + ast.unparse(node)
+            elif not isinstance(node.ctx, ast.Load) and ast.unparse(node).split(".")[0] in names:
+                yield f"{place}{ast.unparse(node)} = ..."
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "megamoe":
+            yield from (place + alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Call) and called(node) in ("getattr", "hasattr", "setattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            patched = called(node) in ("setattr", "delattr") and ast.unparse(node.args[0]) in names
+            if patched or is_private(str(name)) or str(name) in INTERNALS or str(name).startswith("ds_"):
+                yield place + ast.unparse(node)
+
+
+@named([path for path in FILES if room_of(path) != "compat"] + SCRIPTS)
+def test_internals_of_vendors_are_touched_in_compat_alone(path: Path) -> None:
+    assert not list(vendor_internals(path))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.cuda.current_device = lambda: 0",
+        "from deepspeed.utils import groups as g\ng._EXPERT_PARALLEL_GROUP['a'] = 1",
+        "import importlib\nbackend = importlib.import_module('deepspeed.comm.torch')\nbackend.build = None",
+        "import torch\nsetattr(torch.cuda, 'x', 1)" if False else "import torch\nsetattr(torch, 'x', 1)",
+        "def f(iterator): return iterator._workers",
+        "def f(iterator): return getattr(iterator, '_workers', ())",
+        "class A:\n    def f(self): return self._init_group({})",
+        "class A:\n    def _build_indices(self): return super()._build_indices()",
+        "from torch.optim.adam import _single_tensor_adam",
+        "def f(parameter): return parameter.ds_tensor",
+        "def f(engine): engine.enable_backward_allreduce = False",
+    ],
+)
+def test_use_of_internals_is_seen(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "source.py"
+    path.write_text(source)
+    assert list(vendor_internals(path))
+
+
+COMPAT = [path for path in FILES if room_of(path) == "compat" and path.name != "__init__.py"]
+
+
+@named(COMPAT)
+def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> None:
+    """In its docstring; startup's check of versions needs none."""
+    entries = [
+        node
+        for node in tree_of(path).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not is_private(node.name)
+    ]
+    for node in entries:
+        if node.name in ("check_versions", "FlatRange"):
+            continue
+        said = ast.get_docstring(node) or ""
+        for heading in ("Reason: ", "Seen with: ", "Without it: ", "Canary: "):
+            assert said.count(f"\n{heading}") == 1, f"{node.name}: {heading}"
+        file, _, canary = said.partition("Canary: ")[2].partition("::")
+        tests = ast.parse((ROOT / "tests" / "compat" / file).read_text(encoding="utf-8"))
+        assert canary.strip() in {test.name for test in tests.body if isinstance(test, ast.FunctionDef)}
 
 
 @named([path for path in FILES if room_of(path) == "moe"])

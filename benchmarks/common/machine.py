@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megamoe.kernels.memory import keep_freed_memory
+from megamoe.compat.glibc import keep_freed_memory
 
 PACKAGES = ("torch", "transformers", "deepspeed", "megatron-core")
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from layers.candidate import NotMeasured, Shape, Weights
 from layers.world import start_one_rank
-from megamoe.model.cpu import stand_in_for_cuda
+from megamoe.compat.megatron_compat import stand_in_for_cuda
 
 
 class MegatronLayer(nn.Module):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megamoe.vendors import settle_vendors
+from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-from megamoe.vendors import settle_vendors
+from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 

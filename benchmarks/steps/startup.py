@@ -54,7 +54,7 @@ def main() -> None:
     def mark(name: str) -> None:
         marks[name] = time.monotonic() - started
 
-    from megamoe.vendors import settle_vendors
+    from megamoe.compat.startup import settle_vendors
 
     settle_vendors()
     from megamoe.train import loop

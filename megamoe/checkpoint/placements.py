@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from megamoe.checkpoint.format.boxes import Placement
 from megamoe.checkpoint.format.sharding import Sharding
+from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.parallel.layout import Layout
@@ -26,11 +27,6 @@ def placements(model: nn.Module, ranks: Layout, rank: int) -> dict[str, Placemen
         name: cuts[name].placement(whole_shape(parameter), ranks, rank)
         for name, parameter in model.named_parameters()
     }
-
-
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of the parameter, though ZeRO 3 may have emptied it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _sharding(parameter: Tensor, slices: tuple[int, int] | None, stride: int) -> Sharding:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megamoe.checkpoint.format.boxes import Box, Piece, Placement, pieces_of
 from megamoe.checkpoint.format.reader import MOMENTS, STEP, WEIGHT, Saved, moment_name
 from megamoe.checkpoint.placements import placements
+from megamoe.compat.deepspeed_compat import counts_steps_in_int
 from megamoe.errors import UserError
 from megamoe.parallel import random_state
 from megamoe.parallel.layout import Layout
@@ -114,7 +115,7 @@ class EngineState:
 
     def _step(self, count: Tensor, tensor: Tensor) -> Tensor | int:
         """As the optimiser counts: DeepSpeed's own for the CPU does so in an int."""
-        if type(self.engine.inner_optimizer).__name__ == "DeepSpeedCPUAdam":
+        if counts_steps_in_int(self.engine.inner_optimizer):
             return int(count)
         return count.to(tensor.device, torch.float32)
 

@@ -95,6 +95,7 @@ class ModelConfig:
     gpu_kernels: Literal["plain", "triton"] = (
         "plain"  # passes over an MoE layer's rows; no GPU has run triton
     )
+    keep_freed_memory: bool = True  # on the CPU: malloc gives it out again, not back to the system
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # FP8 products: scales
     fp8_format: Literal["hybrid", "e4m3"] | None = None  # default: e4m3 for blockwise and mxfp8, else hybrid
     fp8_amax_history: Size | None = None  # of `delayed`: passes that set a scale; default: 1024

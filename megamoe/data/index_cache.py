@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
+from megamoe.compat.megatron_datasets import BarrierFreeBuilder, IndexedBlend, IndexedGPTDataset
 from megamoe.data.batches import warn
 from megamoe.data.file_facts import FileFacts, scan
 from megamoe.data.ranks import agree, first_ranks, rank
@@ -119,43 +119,36 @@ class CachedConfig(GPTDatasetConfig):
     index_cache: IndexCache | None = None
 
 
-class CachedGPTDataset(GPTDataset):
+class CachedGPTDataset(IndexedGPTDataset):
     """Megatron-Core's dataset of one source and split, its indices from the cache."""
 
-    def _build_document_sample_shuffle_indices(self) -> Any:
+    def make_index(self) -> Any:
         return self.config.index_cache.arrays(
             f"{self.unique_description_hash}-GPTDataset-{self.index_split.name}",
             self.unique_description,
             ("document_index", "sample_index", "shuffle_index"),
-            super()._build_document_sample_shuffle_indices,
+            self.computed_index,
         )
 
 
-class CachedBlend(BlendedDataset):
+class CachedBlend(IndexedBlend):
     """Megatron-Core's blend of several sources, its indices from the cache."""
 
-    def _build_indices(self) -> Any:
+    def make_index(self) -> Any:
         return self.config.index_cache.arrays(
             f"{self.unique_description_hash}-BlendedDataset-{self.split.name}",
             self.unique_description,
             ("dataset_index", "dataset_sample_index"),
-            super()._build_indices,
+            self.computed_index,
         )
 
 
-class _Builder(BlendedMegatronDatasetBuilder):
-    """Builds on the calling rank, without barriers: what fails on one rank must reach the others."""
+class _Builder(BarrierFreeBuilder):
+    """What fails on one rank must reach the others."""
 
     @staticmethod
     def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
         return (CachedBlend if cls is BlendedDataset else cls)(*args)
-
-    def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
-        datasets = [
-            self._build_megatron_dataset_splits(prefix, split, sizes, False)
-            for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
-        ]
-        return [list(of_split) for of_split in zip(*datasets, strict=True)]
 
 
 def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[Any]:

@@ -6,12 +6,9 @@ memory; which batch comes next depends on its number alone, so others can go on 
 """
 
 import atexit
-import contextlib
-import ctypes
 import faulthandler
 import re
 import signal
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -19,8 +16,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megamoe.compat.glibc import signal_at_parents_end
+from megamoe.compat.torch_compat import loader_deaths_raise, loader_processes, shut_down_loader
+
 PREFETCH_PER_WORKER = 4
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
 # A loader process that hangs becomes an error, not a run that stands still.
 WORKER_TIMEOUT_S = 540  # before train.hang_minutes, by default, ends the run with less to tell
 MOST_DEATHS = 3
@@ -100,12 +99,12 @@ class Loader(Generic[Batch]):
             # The loader draws a seed; from the default generator it would shift the run's random numbers.
             generator=torch.Generator(),
         )
-        with _deaths_raise():
+        with loader_deaths_raise():
             return iter(loader)
 
     def _take(self, iterator: Iterator[Batch]) -> Batch:
-        with _deaths_raise():
-            for process in getattr(iterator, "_workers", ()):  # those that died since the last batch
+        with loader_deaths_raise():
+            for process in loader_processes(iterator):  # those that died since the last batch
                 if not process.is_alive():
                     raise RuntimeError(f"DataLoader worker (pid {process.pid}) ended: {process.exitcode}")
             return next(iterator)
@@ -117,31 +116,6 @@ class Loader(Generic[Batch]):
         self._iterators.append(self._open())
 
 
-class _Handlers:
-    """of_torch: PyTorch's handler of SIGCHLD, which raises the death of a loader; once it has set one."""
-
-    of_torch: Any = None
-
-
-@contextlib.contextmanager
-def _deaths_raise() -> Iterator[None]:
-    """Here alone; PyTorch would let the death of a loader break off whatever the process is about to do."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        if _Handlers.of_torch is not None:
-            signal.signal(signal.SIGCHLD, _Handlers.of_torch)
-        yield
-    finally:
-        now = signal.getsignal(signal.SIGCHLD)
-        if now is not before:
-            _Handlers.of_torch = now
-            # None: one that was set outside of Python, which PyTorch has replaced for good.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
-
-
 def _begin_worker(_: int) -> None:
     """A signal to the whole job (a preemption, Ctrl-C) is for the training process to answer.
 
@@ -150,8 +124,7 @@ def _begin_worker(_: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    signal_at_parents_end(signal.SIGKILL)
     faulthandler.disable()  # the training process' own, over which PyTorch has put its handlers
     faulthandler.enable(STDERR)
 
@@ -159,13 +132,5 @@ def _begin_worker(_: int) -> None:
 def _shut_down(iterators: list[Any]) -> None:
     """Empties the list."""
     for iterator in iterators:
-        # The multi-process iterator has no public end before the last batch.
-        shut_down = getattr(iterator, "_shutdown_workers", None)
-        if shut_down is None:
-            continue
-        shut_down()
-        for process in iterator._workers:  # one that hangs has been told to end, and does not listen
-            if process.is_alive():
-                process.kill()
-                process.join(1)
+        shut_down_loader(iterator)
     iterators.clear()

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from megamoe.compat.megatron_datasets import documents_of_sample, token_files
+from megamoe.compat.numpy_compat import open_map
 from megamoe.errors import UserError
 
 
@@ -27,7 +29,7 @@ class _Mapped:
     @classmethod
     def of(cls, array: Any) -> "list[_Mapped]":
         """Of a numpy.memmap; none of an array in memory."""
-        mapped = getattr(array, "_mmap", None)
+        mapped = open_map(array)
         return [] if mapped is None else [cls(str(array.filename), mapped, mapped.size())]
 
     def check(self) -> None:
@@ -95,7 +97,7 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _outside(self, dataset: Any, inner: int) -> str:
         """Which token it is; `inner`: the sample's number in its dataset."""
-        for document in dataset._query_document_sample_shuffle_indices(inner)[1]:
+        for document in documents_of_sample(dataset, inner):
             tokens_N = dataset.dataset.get(int(document))
             wrong_N = np.flatnonzero((tokens_N < 0) | (tokens_N >= self._vocab_size))
             if wrong_N.size:
@@ -111,8 +113,7 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
 
 def _files(dataset: Any) -> list[_Mapped]:
     """The tokens, their index, and the cached order of the samples."""
-    indexed = dataset.dataset
-    tokens = _Mapped.of(indexed.bin_reader._bin_buffer_mmap) + _Mapped.of(indexed.index.bin_buffer_mmap)
+    tokens = [file for array in token_files(dataset) for file in _Mapped.of(array)]
     return tokens + _of(dataset, "document_index", "sample_index", "shuffle_index")
 
 

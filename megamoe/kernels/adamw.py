@@ -1,11 +1,11 @@
 """The optimiser's passes over all parameters: the gradient's norm, and the update with the clipping."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megamoe.compat.torch_compat import AdamState, add_to_all, scale_all
 from megamoe.kernels.library import Library, library_for
 
 
@@ -34,49 +34,27 @@ class AdamW(torch.optim.Adam):
 
         rounded: by parameter, where its value is written in bf16.
         """
-        groups = [(group, self._columns(group)) for group in self.param_groups]
-        weights = [weight for _, columns in groups for weight in columns.weights]
-        tensors = [tensor for _, columns in groups for tensor in columns.passed_over()]
+        groups = [(group, AdamState.of(self, group)) for group in self.param_groups]
+        weights = [weight for _, state in groups for weight in state.weights]
+        tensors = [tensor for _, state in groups for tensor in state.passed_over()]
         library = library_for(*tensors) if tensors and tensors[0].dtype == torch.float32 else None
         if library is None:
             self._update_plainly(weights, factor, rounded)
             return
-        for group, columns in groups:
-            if columns.weights:
-                _update(library, columns, group, factor, rounded)
-
-    def _columns(self, group: dict[str, Any]) -> "_Columns":
-        """A group's tensors that have a gradient, and their moments, which the first step makes."""
-        columns = _Columns([], [], [], [], [], [])
-        self._init_group(group, *vars(columns).values())
-        return columns
+        for group, state in groups:
+            if state.weights:
+                _update(library, state, group, factor, rounded)
 
     def _update_plainly(
         self, parameters: list[Tensor], factor: float, rounded: dict[Tensor, Tensor] | None
     ) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if factor != 1 and gradients:
-            torch._foreach_mul_(gradients, factor)
+            scale_all(gradients, factor)
         torch.optim.Adam.step(self)
         for parameter in parameters if rounded is not None else ():
             assert rounded is not None
             rounded[parameter].copy_(parameter)
-
-
-@dataclass
-class _Columns:
-    """In the order of torch.optim.Adam._init_group."""
-
-    weights: list[Tensor]
-    gradients: list[Tensor]
-    means: list[Tensor]
-    squares: list[Tensor]
-    largest_squares: list[Tensor]
-    steps: list[Tensor]
-
-    def passed_over(self) -> list[Tensor]:
-        """All that a step reads and writes."""
-        return self.weights + self.gradients + self.means + self.squares
 
 
 def _decays(group: dict[str, Any]) -> tuple[float, float]:
@@ -87,16 +65,16 @@ def _decays(group: dict[str, Any]) -> tuple[float, float]:
 
 def _update(
     library: Library,
-    columns: _Columns,
+    state: AdamState,
     group: dict[str, Any],
     factor: float,
     rounded: dict[Tensor, Tensor] | None,
 ) -> None:
-    torch._foreach_add_(columns.steps, 1.0)
-    counts = [float(step) for step in columns.steps]
+    add_to_all(state.steps, 1.0)
+    counts = [float(step) for step in state.steps]
     library.adamw(
-        [columns.weights, columns.gradients, columns.means, columns.squares],
-        None if rounded is None else [rounded[weight] for weight in columns.weights],
+        [state.weights, state.gradients, state.means, state.squares],
+        None if rounded is None else [rounded[weight] for weight in state.weights],
         [[1 - beta**count for count in counts] for beta in group["betas"]],
         [factor, float(group["lr"]), *group["betas"], group["eps"], *_decays(group)],
     )

@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megamoe.compat.torch_compat import sgemm_address
+
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS_OF = {"x86_64": ["-mprefer-vector-width=512"]}  # GCC would take half of AVX-512's
@@ -170,7 +172,7 @@ def find_library() -> tuple[Library | None, str]:
         return None, str(error)
     _declare(functions)
     has_tiles = bool(functions.has_tiles())
-    return Library(functions, _sgemm(), has_tiles), ""
+    return Library(functions, sgemm_address(), has_tiles), ""
 
 
 def _loaded() -> ctypes.CDLL:
@@ -199,15 +201,6 @@ def _declare(functions: ctypes.CDLL) -> None:
         function.argtypes, function.restype = kinds, None
     functions.has_tiles.restype = functions.sort_by_key.restype = ctypes.c_int
     functions.sum_of_squares.restype = ctypes.c_double
-
-
-def _sgemm() -> int | None:
-    """Where PyTorch's own BLAS begins; its shared library is loaded already."""
-    try:
-        blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(blas.sgemm_, ctypes.c_void_p).value
-    except (OSError, AttributeError):
-        return None
 
 
 def _built() -> Path:

@@ -9,6 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megamoe.compat.megatron_compat import head_norm
 from megamoe.kernels.attention import attend, causal_attention, split_heads
 from megamoe.kernels.block import rotary
 
@@ -75,6 +76,4 @@ class SplittingSelfAttention(SelfAttention):
         if not split_qkv or self.config.num_query_groups != self.config.num_attention_heads:
             return given(hidden_states, *arguments, split_qkv=split_qkv, **options)
         query, key, value = split_heads(*given(hidden_states, *arguments, split_qkv=False, **options))
-        # Without norms Megatron-Core 0.16 has identities here, 0.19 nothing.
-        query = query if self.q_layernorm is None else self.q_layernorm(query)
-        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
+        return head_norm(self.q_layernorm, query), head_norm(self.k_layernorm, key), value

@@ -2,28 +2,17 @@
 
 import importlib
 import importlib.util
-import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import torch
 
+from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, OLDEST, fp8_ability, is_too_old
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.errors import UserError
 from megamoe.kernels.library import find_library
 from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
-
-OLDEST_ENGINE = "2.3"  # has every scaling of model.fp8
-# Of a matrix's sizes and of an expert's rows: Transformer Engine's get_align_size_for_quantization.
-FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-# How Transformer Engine is asked whether the device can do it.
-FP8_ABILITY = {
-    "delayed": "is_fp8_available",
-    "tensorwise": "is_fp8_available",
-    "blockwise": "is_fp8_block_scaling_available",
-    "mxfp8": "is_mxfp8_available",
-}
 
 
 @dataclass(frozen=True)
@@ -53,13 +42,9 @@ def find_transformer_engine() -> Found:
     except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         return Found(problem=f"Transformer Engine is installed, but cannot be imported: {reason}")
-    if _numbers(version) < _numbers(OLDEST_ENGINE):
-        return Found(version, f"Transformer Engine {version} is older than {OLDEST_ENGINE}")
+    if is_too_old(version):
+        return Found(version, f"Transformer Engine {version} is older than {OLDEST}")
     return Found(version)
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 @cache
@@ -163,16 +148,9 @@ def _check_fp8(model: ModelConfig, precision: str) -> None:
             f"{asked}, but the precision is {precision}; FP8 products need bf16 weights: take a "
             "DeepSpeed file with bf16 (parallel.deepspeed), or set model.fp8: none"
         )
-    able, reason = _fp8_ability(model.fp8)
+    able, reason = fp8_ability(model.fp8)
     if not able:
         raise UserError(f"{asked}, but this device cannot: {reason.rstrip('.')}; set another, or none")
-
-
-def _fp8_ability(fp8: str) -> tuple[bool, str]:
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-    ability: tuple[bool, str] = getattr(FP8GlobalStateManager, FP8_ABILITY[fp8])()
-    return ability
 
 
 def _check_fp8_sizes(config: RunConfig) -> None:

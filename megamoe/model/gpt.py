@@ -14,10 +14,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
+from megamoe.compat.megatron_compat import stand_in_for_cuda
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import BlockConfig, SDPAttention
 from megamoe.model.block import Block, MoEBlock
-from megamoe.model.cpu import stand_in_for_cuda
 from megamoe.model.loss import token_losses
 from megamoe.model.modules import Modules, choose_modules, fp8_options
 from megamoe.model.random_streams import use_one_stream

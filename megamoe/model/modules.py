@@ -12,6 +12,7 @@ from typing import Any
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
+from megamoe.compat.megatron_compat import ffn_submodules
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import SDPAttention, SplittingSelfAttention
 from megamoe.model.backends import fp8_format, uses_apex_norms, uses_transformer_engine
@@ -40,8 +41,7 @@ class Modules:
         if self.core_attention is SDPAttention:
             block.self_attention.module = SplittingSelfAttention
         if self.linears is not None:
-            mlp = block.mlp  # a ModuleSpec in Megatron-Core 0.16, a partial in 0.19
-            ffn = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+            ffn = ffn_submodules(block.mlp)
             attention.linear_qkv, attention.linear_proj = self.linears
             ffn.linear_fc1, ffn.linear_fc2 = self.linears
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
-from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+from megamoe.compat.megatron_compat import set_random_tracker
 
 
-class OneStream(megatron_random.CudaRNGStatesTracker):
+class OneStream(CudaRNGStatesTracker):
     """Megatron-Core's tracker without states of its own."""
 
     def is_initialized(self) -> bool:
@@ -34,5 +36,4 @@ class OneStream(megatron_random.CudaRNGStatesTracker):
 
 def use_one_stream() -> None:
     """Let Megatron-Core's modules draw so."""
-    megatron_random._CUDA_RNG_STATE_TRACKER = OneStream()
-    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    set_random_tracker(OneStream())

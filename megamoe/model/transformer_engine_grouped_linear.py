@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megamoe.model.backends import FP8_MULTIPLE
+from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, LentWeights
 from megamoe.moe.experts.grouped import Products
 
 
@@ -28,20 +28,12 @@ class EngineProduct(nn.Module):
             params_dtype=torch.float32,
             device="cpu",
         )
-        self.names = [f"weight{number}" for number in range(num_experts)]
-        for name in self.names:
-            delattr(self.linear, name)
+        self.weights = LentWeights(self.linear, num_experts)
 
     def forward(self, rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
         """rows_NI of the weight's dtype, grouped by expert; counts_E int64 on the CPU -> [N, out]."""
-        # Past nn.Module, which would take a leaf for a buffer or parameter of its own.
-        held = self.linear.__dict__
-        held.update(zip(self.names, weight_EOI.unbind(0), strict=True))
-        try:
-            rows_NO: Tensor = self.linear(rows_NI, counts_E.tolist())
-        finally:
-            for name in self.names:
-                del held[name]
+        with self.weights.lent(weight_EOI.unbind(0)) as linear:
+            rows_NO: Tensor = linear(rows_NI, counts_E.tolist())
         return rows_NO
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.compat.torch_compat import assert_on_device
 from megamoe.kernels.rows import Order, RowTokens, combine, gather, permute
 from megamoe.moe.process_groups import rank_in, size_of
 from megamoe.moe.routing import Routing
@@ -98,7 +99,7 @@ class AllToAllDispatch:
             counts_SL = sent_RL[self.rank : self.rank + 1]
         if self.expert is not None and routing.is_local:
             all_here = counts_SL.sum() == plan.weight_N.numel()
-            torch._assert_async(all_here, "is_local, but a pair's expert is on another rank")
+            assert_on_device(all_here, "is_local, but a pair's expert is on another rank")
         counts_XSL = counts_SL[None]
         if self.expert_tensor is not None:
             together = counts_SL.new_empty(self.num_slices * len(counts_SL), counts_SL.shape[1])

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from deepspeed.utils import groups as deepspeed_groups
 from megatron.core import parallel_state
 
+from megamoe.compat import deepspeed_compat
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.parallel.layout import Layout
 
@@ -61,9 +61,8 @@ def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
     _start_megatron(layout, timeout_minutes)
     if layout not in _made:
         _made[layout] = _make_groups(layout, timedelta(minutes=timeout_minutes))
-    made, name = _made[layout], expert_group_name(layout)
-    deepspeed_groups._EXPERT_PARALLEL_GROUP[name] = made.holders
-    deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP[name] = made.copies
+    made = _made[layout]
+    deepspeed_compat.set_expert_groups(expert_group_name(layout), made.holders, made.copies)
     tensor = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
     return replace(made.groups, tensor=tensor)
 
@@ -73,10 +72,7 @@ def stop_groups() -> None:
     _made.clear()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    for name, value in vars(deepspeed_groups).items():
-        if name.isupper() and name.startswith("_"):
-            setattr(deepspeed_groups, name, {} if isinstance(value, dict) else None)
-    deepspeed_groups.mpu = None
+    deepspeed_compat.forget_groups()
 
 
 def _start_megatron(layout: Layout, timeout_minutes: float) -> None:

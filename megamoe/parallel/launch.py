@@ -1,6 +1,5 @@
 """Who am I among the ranks: torchrun, the deepspeed launcher, SLURM, or one process alone."""
 
-import importlib
 import os
 import socket
 from dataclasses import dataclass
@@ -120,7 +119,9 @@ def start(world: World, timeout_minutes: float) -> None:
     """
     import deepspeed
 
-    _without_shared_memory_op()
+    from megamoe.compat.deepspeed_compat import skip_shared_memory_op
+
+    skip_shared_memory_op()
     end_with_launcher()
     _export(world)
     if world.device.type == "cuda":
@@ -169,7 +170,6 @@ def order_device_queues() -> None:
 def stop() -> None:
     """Leave the process group and forget every group made from it; a new `start` may follow."""
     global _store
-    import deepspeed.comm.comm as deepspeed_comm
     import torch.distributed as dist
 
     from megamoe.parallel.groups import stop_groups
@@ -177,7 +177,6 @@ def stop() -> None:
     stop_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
-    deepspeed_comm.cdb = None
     _store = None
 
 
@@ -208,13 +207,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _without_shared_memory_op() -> None:
-    """DeepSpeed's CPU backend would compile a shared-memory all-reduce at the first start.
-
-    That takes 30 to 60 s once per user, leaves memory behind after a kill, and only inference uses it.
-    """
-    # By its full name: `import deepspeed.comm.torch as x` yields torch itself, which that package imports.
-    backend = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]

@@ -3,14 +3,14 @@
 Standard library alone: PyTorch takes seconds to import, in which the launcher may be killed.
 """
 
-import ctypes
 import os
 import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
+from megamoe.compat.glibc import signal_at_parents_end
+
 LAUNCHERS = ("python", "pypy", "torchrun", "deepspeed")  # in the name of a launcher's program
 CONNECT_S = 2.0
 
@@ -24,8 +24,7 @@ def end_with_launcher() -> None:
     """
     if not is_launched():
         return
-    with suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    signal_at_parents_end(signal.SIGTERM)
     if not may_have_launcher(os.getppid()) or _agent_store_is_gone():
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -24,8 +24,8 @@ def main() -> int:
     overrides = arguments.overrides + (["checkpoint.resume=auto"] if arguments.resume else [])
 
     try:
+        from megamoe.compat.startup import check_versions, settle_vendors
         from megamoe.config import load_config
-        from megamoe.vendors import check_versions, settle_vendors
 
         check_versions()
         settle_vendors()

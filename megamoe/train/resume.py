@@ -40,6 +40,7 @@ FREE = (
         "norm_kernel",
         "cpu_kernels",
         "gpu_kernels",
+        "keep_freed_memory",
         "fp8",
         "fp8_format",
         "fp8_amax_history",

@@ -12,13 +12,13 @@ from megamoe.checkpoint.format.reader import Saved
 from megamoe.checkpoint.init_from import load_initial_weights
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
 from megamoe.checkpoint.state import load_weights
+from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.kernels.library import use_compiled
-from megamoe.kernels.memory import keep_freed_memory
 from megamoe.kernels.rows import use_triton
 from megamoe.metrics import check_record
 from megamoe.model.gpt import GPT, build_gpt
@@ -117,7 +117,7 @@ class Trainer:
         check_run(config, self.world.size)
         use_compiled(config.model.cpu_kernels != "plain")
         use_triton(config.model.gpu_kernels == "triton")
-        if self.world.device.type == "cpu":
+        if self.world.device.type == "cpu" and config.model.keep_freed_memory:
             keep_freed_memory()
         self.layout = Layout.of(config.parallel, self.world.size)
         self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)

@@ -285,8 +285,8 @@ def _check_precision(where: str, precision: Precision, stage: int) -> None:
     if not get_accelerator().is_fp16_supported():
         raise UserError(
             f"{where}: fp16 needs a device that computes in it, and by DeepSpeed the accelerator "
-            f"{get_accelerator()._name!r} here does not; use bf16 or fp32 (ds_configs/zero*_bf16.json, "
-            "zero*_fp32.json)"
+            f"{get_accelerator().device_name()!r} here does not; use bf16 or fp32 "
+            "(ds_configs/zero*_bf16.json, zero*_fp32.json)"
         )
 
 

@@ -17,10 +17,16 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from megamoe.compat.deepspeed_compat import (
+    LossScaler,
+    forget_gradients,
+    inner_optimizer,
+    silence_memory_reports,
+    skip_gradient_buckets,
+)
 from megamoe.config.schema import RunConfig
 from megamoe.moe.part import Constraint
 from megamoe.parallel.consensus import CollectiveError
@@ -41,14 +47,10 @@ from megamoe.zero.optimizer import (
     MasterWeightAdamW,
     Stage0AdamW,
     adamw_options,
-    forget_gradients,
     parameter_groups,
     resting,
 )
 from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
-
-# Of DeepSpeed's dynamic loss scaler; its other attributes are the file's.
-LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Engine:
@@ -76,17 +78,15 @@ class Engine:
             TensorParallelGradientSync(model, tensor_group) if self.layout.tensor > 1 else None
         )
         optimizer = _build_optimizer(config, model, self.stage, self.precision, self.offload.optimizer, world)
-        # ZeRO 1 in bf16 would print the memory before and after each group, collecting garbage each time.
-        bf16_optimizer.see_memory_usage = lambda *unused, **also_unused: None
+        silence_memory_reports()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries' notices to their own developers
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
             )
-
+        self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
         if self.stage == 0 and world.size == 1:
-            # There is nobody to sum with, but DeepSpeed would copy all gradients into buckets and back.
-            self._engine.enable_backward_allreduce = False
+            skip_gradient_buckets(self._engine)
 
     @property
     def model(self) -> nn.Module:
@@ -102,9 +102,7 @@ class Engine:
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
         """The torch optimiser, under ZeRO's wrapper or by itself."""
-        optimizer = self._engine.optimizer
-        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        return inner
+        return inner_optimizer(self._engine.optimizer)
 
     def set_accumulation(self, accumulation: int) -> None:
         """Micro batches per rank in the coming step."""
@@ -124,31 +122,21 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """What `backward` multiplies the loss with, lest small gradients vanish in fp16; 1 elsewhere."""
-        return float(self._engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+        return self._loss_scaler.scale if self._loss_scaler is not None else 1.0
 
     @property
     def loss_scale_can_fall(self) -> bool:
         """Whether an overflow lowers it."""
-        if self.precision != "fp16":
-            return False
-        scaler = self._engine.optimizer.loss_scaler
-        return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
+        return self._loss_scaler is not None and self._loss_scaler.can_fall
 
     def loss_scaler_state(self) -> dict[str, float]:
         """What a dynamic loss scale has learned, for a checkpoint; empty where there is none."""
-        scaler = self._dynamic_scaler()
-        return {name: getattr(scaler, name) for name in LOSS_SCALER} if scaler is not None else {}
+        return self._loss_scaler.state() if self._loss_scaler is not None else {}
 
     def restore_loss_scaler(self, state: dict[str, float]) -> None:
         """Go on from `loss_scaler_state`; a static scale is the file's, whatever was learned."""
-        scaler = self._dynamic_scaler()
-        for name in LOSS_SCALER:
-            if scaler is not None and name in state:
-                setattr(scaler, name, state[name])
-
-    def _dynamic_scaler(self) -> Any:
-        scaler = self._engine.optimizer.loss_scaler if self.precision == "fp16" else None
-        return scaler if scaler is not None and scaler.dynamic else None
+        if self._loss_scaler is not None:
+            self._loss_scaler.restore(state)
 
     def step(self, lr: float, rest: bool = False) -> float:
         """Clip, update the weights, clear the gradients; returns the gradient norm before clipping.
@@ -166,7 +154,7 @@ class Engine:
             with resting(self._engine.optimizer) if rest else nullcontext():
                 self._engine.step()
         except Exception as error:  # DeepSpeed's dynamic scale knows no narrower one
-            if "loss scale already at minimum" not in str(error):
+            if not LossScaler.is_at_minimum(error):
                 raise
             raise CollectiveError(
                 f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} (fp16."

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.utils import groups as deepspeed_groups
 
+from megamoe.compat.deepspeed_compat import expert_copy_group
+from megamoe.compat.deepspeed_zero import mark_expert
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
@@ -33,18 +34,12 @@ class MarkedMoELayer(MoELayer):
         MoELayer.__init__(self, config, shape, context, groups)
         self.ep_size = layout.expert
         self.expert_group_name = expert_group_name(layout)
-        copies = deepspeed_groups._get_expert_data_parallel_group(self.expert_group_name)
+        copies = expert_copy_group(self.expert_group_name)
         for parameter in self.parameters():
             parameter.sequence_parallel = layout.tensor > 1  # type: ignore[attr-defined]
         for parameter in self.experts.parameters():
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
-            parameter.model_parallel = True  # type: ignore[attr-defined] # each rank's counts in the norm
-            parameter.ds_zero_placement_family = "autoep_expert"  # type: ignore[attr-defined]
-            parameter.ds_zero_partition_group_name = self.expert_group_name  # type: ignore[attr-defined]
-            # ZeRO 3 cuts a parameter over this group; without a host in the model it would not look it up.
-            parameter.ds_zero_partition_process_group = copies  # type: ignore[attr-defined]
+            mark_expert(parameter, self.expert_group_name, copies)
 
 
 class HostedMoELayer(MarkedMoELayer, AutoEPMoELayer):

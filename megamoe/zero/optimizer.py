@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from megamoe.compat.deepspeed_compat import expert_holder_group, set_grad_norm, without_inner_steps
 from megamoe.config.schema import OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.parallel.groups import ModelParallelUnit
@@ -64,7 +64,7 @@ def global_grad_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor
             (cut if getattr(parameter, "tensor_model_parallel", False) else whole).append(gradient)
     total = _sum_of_squares(whole)
     sums = [(cut, ModelParallelUnit.get_tensor_model_parallel_group())]
-    sums += [(expert[name], groups._get_expert_parallel_group(name)) for name in sorted(expert)]
+    sums += [(expert[name], expert_holder_group(name)) for name in sorted(expert)]
     for tensors, group in sums:
         squares = _sum_of_squares(tensors)
         squares += 0 * total.to(squares.device)  # NaN where that is not finite: all ranks must see it
@@ -83,7 +83,7 @@ class Stage0AdamW(AdamW):
     """AdamW, or Adam, for ZeRO 0, which clips by the global norm itself.
 
     DeepSpeed's clipping at stage 0 averages norms over data-parallel ranks, which hold different
-    experts. The engine reads `_global_grad_norm` after each step. options: of `adamw_options`, and
+    experts. grad_norm: of the last step, before clipping. options: of `adamw_options`, and
     `decoupled_weight_decay`. rests: of `resting`.
     """
 
@@ -91,7 +91,7 @@ class Stage0AdamW(AdamW):
         super().__init__(param_groups, **options)
         self.grad_clip = grad_clip
         self.rests = False
-        self._global_grad_norm: float | None = None
+        self.grad_norm = math.nan
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The fp32 weight that the update goes to."""
@@ -106,12 +106,12 @@ class Stage0AdamW(AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip by the global norm, then update; a norm that is not finite leaves the weights as they are."""
         gradients = self._gradients()
-        norm = global_grad_norm(gradients)
-        self._global_grad_norm = float(norm)
-        if self.rests or not math.isfinite(self._global_grad_norm):
+        self.grad_norm = float(global_grad_norm(gradients))
+        set_grad_norm(self, self.grad_norm)
+        if self.rests or not math.isfinite(self.grad_norm):
             return
         clips = self.grad_clip > 0
-        factor = min(1.0, self.grad_clip / (self._global_grad_norm + 1e-6)) if clips else 1.0
+        factor = min(1.0, self.grad_clip / (self.grad_norm + 1e-6)) if clips else 1.0
         self.update(factor, self._rounded())
 
     def _rounded(self) -> dict[Tensor, Tensor] | None:
@@ -198,15 +198,6 @@ class MasterWeightAdamW(Stage0AdamW):
         """The masters' gradients are cleared by `step`; the engine clears the model's."""
 
 
-def forget_gradients(optimizer: Any) -> None:
-    """After a step that DeepSpeed skipped.
-
-    At ZeRO 1 and 2 with the optimiser offloaded it keeps the sums that are not finite and adds to them, so
-    that every later step is skipped too (0.19.8).
-    """
-    getattr(optimizer, "averaged_gradients", {}).clear()
-
-
 @contextmanager
 def resting(optimizer: Any) -> Iterator[None]:
     """Inside, a step moves no weight, master or moment; norm, loss scale, clearing and swapping go their way.
@@ -220,13 +211,5 @@ def resting(optimizer: Any) -> Iterator[None]:
         finally:
             optimizer.rests = False
         return
-    # The second steps on what ZeRO 3 leaves on the device where it offloads a part alone.
-    inner = [optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)]
-    stepping = [each for each in inner if each is not None]
-    for each in stepping:
-        each.step = lambda *unused, **also_unused: None
-    try:
+    with without_inner_steps(optimizer):
         yield
-    finally:
-        for each in stepping:
-            del each.step

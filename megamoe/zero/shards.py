@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+from deepspeed.utils import safe_set_full_fp32_param
 from torch import Tensor, nn
-from torch.nn import functional
+
+from megamoe.compat.deepspeed_zero import (
+    FlatRange,
+    is_absent,
+    is_cut,
+    ranges_at_zero1,
+    ranges_at_zero3,
+    set_sliced_master,
+    slice_of,
+    slice_values,
+)
 
 
 @dataclass(frozen=True)
@@ -52,30 +60,22 @@ def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
     Collective over the ranks that hold its slices, and null where ZeRO 3 does not cut it.
     """
-    cut = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+    cut = [p for p in parameters if is_absent(p)]
     with GatheredParameters(cut, enabled=bool(cut)):
         yield
 
 
 def held_part(parameter: nn.Parameter) -> tuple[Tensor, int]:
     """What this rank holds of a parameter's flattened elements, and which is the first of them."""
-    if not hasattr(parameter, "ds_id"):
+    if not is_cut(parameter):
         return parameter.detach().view(-1), 0
-    start, numel = _slice_at_zero3(parameter)
-    return parameter.ds_tensor.detach().view(-1).narrow(0, 0, numel), start  # type: ignore[attr-defined]
-
-
-def _slice_at_zero3(parameter: Any) -> tuple[int, int]:
-    """(first element, how many) of this rank's slice; the last ranks' may be short or empty."""
-    each = parameter.ds_tensor.ds_numel
-    start = min(dist.get_rank(parameter.ds_process_group) * each, parameter.ds_numel)
-    return start, min(each, parameter.ds_numel - start)
+    return slice_values(parameter), slice_of(parameter)[0]
 
 
 @torch.no_grad()
 def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     """parameter := value, whole and the same on all ranks that hold it; collective at ZeRO 3."""
-    if not hasattr(parameter, "ds_id"):
+    if not is_cut(parameter):
         parameter.copy_(value)
         return
     with GatheredParameters([parameter], modifier_rank=0):
@@ -85,14 +85,10 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
 @torch.no_grad()
 def set_master(parameter: nn.Parameter, value: Tensor) -> None:
     """The parameter's fp32 master under ZeRO 1, 2 or 3 := value, whole and the same on all ranks."""
-    if not hasattr(parameter, "ds_id"):
+    if not is_cut(parameter):
         safe_set_full_fp32_param(parameter, value)
-        return
-    size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
-    group = parameter.ds_process_group  # type: ignore[attr-defined]
-    # DeepSpeed's own setter reads past the end where the slices do not fill the last rank's.
-    padded = functional.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))
-    safe_set_local_fp32_param(parameter, padded.narrow(0, size * dist.get_rank(group), size))
+    else:
+        set_sliced_master(parameter, value)
 
 
 def optimizer_shards(wrapper: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[Shard]:
@@ -114,30 +110,17 @@ def _shards_at_zero0(optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
 
 
 def _shards_at_zero1(wrapper: Any, optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
-    """A flat range of each group; ZeRO 1 in bf16 and the others name their lists differently."""
-    groups = wrapper.bf16_groups if hasattr(wrapper, "bf16_groups") else wrapper.bit16_groups
-    for parameters, group in zip(groups, optimizer.param_groups, strict=True):
+    """A flat range of each group."""
+    for ranges, group in zip(ranges_at_zero1(wrapper), optimizer.param_groups, strict=True):
         (flat,) = group["params"]
-        fragments = []
-        for parameter in parameters:
-            mapping = parameter._hp_mapping  # None where no element of it is in this rank's range
-            if mapping is not None:
-                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                fragments.append(Fragment(parameter, flat, here.start, there.start, here.numel))
-        yield Shard([flat], fragments)
+        yield Shard([flat], _fragments(flat, ranges))
 
 
 def _shards_at_zero3(wrapper: Any) -> Iterator[Shard]:
     """A slice of each parameter, one after the other, by sub-groups."""
-    for number, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
-        on_disk = wrapper._swappable_optimizer_subgroup(number)
-        if on_disk:
-            wrapper._optimizer_states_and_gradient_swap_in(number)
-        fragments = []
-        for parameter in wrapper.fp16_groups[number]:
-            start, numel = _slice_at_zero3(parameter)
-            at = wrapper.grad_position[wrapper.get_param_id(parameter)][1]
-            fragments += [Fragment(parameter, flat, at, start, numel)] if numel else []
-        yield Shard([flat], fragments, fleeting=on_disk)
-        if on_disk:
-            wrapper._optimizer_states_and_gradient_swap_out(number)
+    for flat, ranges, on_disk in ranges_at_zero3(wrapper):
+        yield Shard([flat], _fragments(flat, ranges), fleeting=on_disk)
+
+
+def _fragments(flat: Tensor, ranges: list[FlatRange]) -> list[Fragment]:
+    return [Fragment(each.parameter, flat, each.at, each.start, each.numel) for each in ranges]

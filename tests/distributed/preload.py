@@ -6,7 +6,7 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are of ranks, not of devices
 os.environ["LOCAL_SIZE"] = "1"  # else DeepSpeed counts CPUs by running numactl, at ZeRO 3 again and again
 
-from megamoe.vendors import settle_vendors
+from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 

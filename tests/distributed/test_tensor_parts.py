@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamoe.compat.megatron_compat import stand_in_for_cuda
 from megamoe.model.attention import SDPAttention
-from megamoe.model.cpu import stand_in_for_cuda
 from megamoe.model.loss import token_losses
 from megamoe.model.random_streams import OneStream, use_one_stream
 from megamoe.moe.process_groups import TokenSpread

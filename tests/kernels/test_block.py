@@ -67,7 +67,7 @@ def test_rotary(size: int, dtype: torch.dtype, compiled: bool) -> None:
 def test_rotary_as_megatron_cores() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from megamoe.model.cpu import stand_in_for_cuda
+    from megamoe.compat.megatron_compat import stand_in_for_cuda
 
     stand_in_for_cuda()
     embedding = RotaryEmbedding(16, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True)

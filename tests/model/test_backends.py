@@ -138,6 +138,9 @@ def test_a_run_takes_the_kernels_that_it_names(
     assert rows._Choice.triton == (on_gpu == "triton")
     assert library._Choice.compiled == (on_cpu == "auto")
     assert kept == [True]
+    with pytest.raises(SystemExit, match="far enough"):
+        trainer.Trainer(tiny("model.keep_freed_memory=false"))
+    assert kept == [True]
 
 
 def test_the_summary_names_the_gpus_kernels_where_there_is_one(

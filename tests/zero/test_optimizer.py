@@ -33,7 +33,7 @@ def test_stage_0_clips_as_pytorch_does(one_rank: None, kind: type[torch.optim.Ad
         norm = float(nn.utils.clip_grad_norm_(theirs.parameters(), 1.0))
         first.step()
         second.step()
-        assert first._global_grad_norm == pytest.approx(norm, rel=1e-6)
+        assert first.grad_norm == pytest.approx(norm, rel=1e-6)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
@@ -74,7 +74,7 @@ def test_masters_sum_gradients_in_fp32(one_rank: None) -> None:
         ours.rests = step == 1
         ours.step()
         norm = torch.stack([total.square().sum() for total in sums]).sum().sqrt()
-        assert ours._global_grad_norm == pytest.approx(float(norm), rel=1e-5, nan_ok=True)
+        assert ours.grad_norm == pytest.approx(float(norm), rel=1e-5, nan_ok=True)
         if step not in (1, 3):
             for expected, total in zip(exact, sums, strict=True):
                 expected.grad = total
@@ -113,7 +113,7 @@ def test_a_gradient_is_summed_before_and_after_the_reduction_reads_it(one_rank: 
     assert gradient.tolist() == [[0.0, 0.0]]
     gradient += torch.tensor([[3.0, 4.0]])  # of another rank; this one has none
     optimizer.step()
-    assert optimizer._global_grad_norm == 5.0
+    assert optimizer.grad_norm == 5.0
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,17 @@ import importlib.util
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import pretrain_gpt_moe
+from megamoe.compat.startup import TESTED, check_versions
 from megamoe.errors import UserError
-from megamoe.vendors import TESTED, check_versions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def have(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -96,3 +97,23 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="torch: not installed, expected 2.13 or later; pip install"):
         check_versions()
+
+
+def sources_of(module: str) -> Iterator[str]:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    for path in sorted(Path(spec.origin).parent.rglob("*.py")):
+        yield path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("megatron.core.transformer", "full scope is deprecated"),
+        ("megatron.core.models.gpt", "Apex is not installed"),
+        ("torch.distributed", "@deprecated"),
+    ],
+)
+def test_the_libraries_would_warn_at_import(module: str, told: str) -> None:
+    """Of those that `settle_vendors` silences."""
+    assert any(told in source for source in sources_of(module))

@@ -1,0 +1,212 @@
+"""DeepSpeed: its start, its process groups, and the engine around an optimiser."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import groups
+
+
+def skip_shared_memory_op() -> None:
+    """Let DeepSpeed's CPU backend start without its shared-memory all-reduce.
+
+    Reason: the backend compiles it at the first start, and only inference uses it.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: a user's first start takes 30 to 60 s longer, and a killed run leaves memory in /dev/shm.
+    Canary: test_deepspeed.py::test_shared_memory_op
+    """
+    # By its full name: `import deepspeed.comm.torch as x` yields torch itself, which that package imports.
+    backend = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+def set_expert_groups(name: str, holders: dist.ProcessGroup, copies: dist.ProcessGroup) -> None:
+    """Give DeepSpeed the experts' groups under the name that parameters bear as `group_name`.
+
+    holders: ranks that hold all experts once, by which it sums the experts' part of the gradient norm, and
+    which it calls expert-parallel. copies: ranks that hold the same experts, by which it averages gradients.
+
+    Reason: its own groups lie within one tensor-parallel rank; ours may run over several.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: the engine fails with an assertion that the experts' group is not initialized.
+    Canary: test_deepspeed.py::test_expert_groups
+    """
+    groups._EXPERT_PARALLEL_GROUP[name] = holders
+    groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
+
+
+def expert_holder_group(name: str) -> dist.ProcessGroup:
+    """`holders` of `set_expert_groups`.
+
+    Reason: DeepSpeed's getters begin with an underscore.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: the groups would need a second registry beside DeepSpeed's.
+    Canary: test_deepspeed.py::test_expert_groups
+    """
+    group: dist.ProcessGroup = groups._get_expert_parallel_group(name)
+    return group
+
+
+def expert_copy_group(name: str) -> dist.ProcessGroup:
+    """`copies` of `set_expert_groups`.
+
+    Reason: DeepSpeed's getters begin with an underscore.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: the groups would need a second registry beside DeepSpeed's.
+    Canary: test_deepspeed.py::test_expert_groups
+    """
+    group: dist.ProcessGroup = groups._get_expert_data_parallel_group(name)
+    return group
+
+
+def forget_groups() -> None:
+    """Let DeepSpeed forget every process group and the model-parallel unit that it was given.
+
+    Reason: its groups outlive torch.distributed, unless it is ended through deepspeed.comm.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: a second run in the same process communicates over groups that were destroyed.
+    Canary: test_deepspeed.py::test_groups_are_kept
+    """
+    for name, value in vars(groups).items():
+        if name.isupper() and name.startswith("_"):
+            setattr(groups, name, {} if isinstance(value, dict) else None)
+    groups.mpu = None
+
+
+def silence_memory_reports() -> None:
+    """Let ZeRO 1 in bf16 be built without a report of the memory in use before and after each group.
+
+    Reason: the reports are forced, and each collects garbage first.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: every start prints two blocks of lines for each parameter group.
+    Canary: test_deepspeed.py::test_memory_reports_are_forced
+    """
+    bf16_optimizer.see_memory_usage = lambda *unused, **also_unused: None
+
+
+def skip_gradient_buckets(engine: Any) -> None:
+    """At ZeRO 0 on one rank, let the engine leave gradients where they are.
+
+    Reason: there is nobody to sum with, but the engine copies all gradients into buckets and back.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: two more passes over all gradients in each step.
+    Canary: test_deepspeed_zero.py::test_gradient_buckets
+    """
+    engine.enable_backward_allreduce = False
+
+
+def set_grad_norm(optimizer: Any, norm: float) -> None:
+    """Tell the engine the gradient norm of the step, for its `get_global_grad_norm`.
+
+    Reason: at ZeRO 0 the engine reads `_global_grad_norm` of the optimiser after each step. (It also calls
+        its `get_grads_for_reduction`, if there is one, for what to average instead of parameters' gradients.)
+    Seen with: DeepSpeed 0.19.8.
+    Without it: the engine answers the norm of its own clipping, which is None where it is off.
+    Canary: test_deepspeed_zero.py::test_what_the_engine_asks_an_optimizer
+    """
+    optimizer._global_grad_norm = norm
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimiser within DeepSpeed's, or `optimizer` itself at ZeRO 0.
+
+    Reason: ZeRO's wrappers name it `optimizer`, without a public function for all of them.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: the learning rate cannot be set, and Adam's moments cannot be saved.
+    Canary: test_deepspeed_zero.py::test_wrapped_optimizers
+    """
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+@contextmanager
+def without_inner_steps(wrapper: Any) -> Iterator[None]:
+    """Inside, a step of ZeRO's optimiser moves no weight, master or moment; all else it does as always.
+
+    Reason: DeepSpeed has no way to skip a step that still clears gradients, swaps and updates the loss scale.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: a step that the skip policy refuses would be applied.
+    Canary: test_deepspeed_zero.py::test_wrapped_optimizers
+    """
+    # The second steps on what ZeRO 3 leaves on the device where it offloads a part alone.
+    inner = [wrapper.optimizer, getattr(wrapper, "backup_optimizer", None)]
+    stepping = [each for each in inner if each is not None]
+    for each in stepping:
+        each.step = lambda *unused, **also_unused: None
+    try:
+        yield
+    finally:
+        for each in stepping:
+            del each.step
+
+
+def forget_gradients(optimizer: Any) -> None:
+    """After a step that DeepSpeed skipped, drop the sums of its gradients.
+
+    Reason: at ZeRO 1 and 2 with the optimiser offloaded it keeps sums that are not finite and adds to them.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: after one overflow every later step is skipped too.
+    Canary: test_deepspeed_zero.py::test_skipped_gradients_are_kept
+    """
+    getattr(optimizer, "averaged_gradients", {}).clear()
+
+
+def counts_steps_in_int(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Adam's step count in the optimiser's state is an int and not a tensor.
+
+    Reason: DeepSpeed's Adam for the CPU hands it to C++.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: the first step after a load fails.
+    Canary: test_deepspeed.py::test_cpu_adam_counts_in_int
+    """
+    return type(optimizer).__name__ == "DeepSpeedCPUAdam"
+
+
+class LossScaler:
+    """The loss scale of ZeRO's fp16 optimiser. optimizer: the engine's.
+
+    Reason: DeepSpeed saves a dynamic scale's state in its own checkpoints only, and raises a bare Exception
+        where the scale can fall no further.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: a resumed run begins with the initial scale and skips steps; the message is a traceback.
+    Canary: test_deepspeed.py::test_loss_scaler
+    """
+
+    # Of a dynamic scaler; its other attributes come from the DeepSpeed file.
+    STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    AT_MINIMUM = "loss scale already at minimum"
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def scale(self) -> float:
+        """What a loss is multiplied with."""
+        return float(self._optimizer.loss_scale)
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow lowers it."""
+        scaler = self._optimizer.loss_scaler
+        return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
+
+    def state(self) -> dict[str, float]:
+        """What a dynamic scale has learned, empty for a static one."""
+        scaler = self._optimizer.loss_scaler
+        return {name: getattr(scaler, name) for name in self.STATE} if scaler.dynamic else {}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Go on from `state`; a static scale stays as it is."""
+        scaler = self._optimizer.loss_scaler
+        for name in self.STATE:
+            if scaler.dynamic and name in state:
+                setattr(scaler, name, state[name])
+
+    @classmethod
+    def is_at_minimum(cls, error: Exception) -> bool:
+        """Whether the engine's step failed with this for want of a smaller scale."""
+        return cls.AT_MINIMUM in str(error)

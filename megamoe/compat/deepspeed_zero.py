@@ -1,0 +1,159 @@
+"""DeepSpeed's ZeRO: what of a parameter lies where, and the marks by which it knows an expert."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_set_local_fp32_param
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def mark_expert(parameter: nn.Parameter, group_name: str, copies: dist.ProcessGroup) -> None:
+    """Mark a parameter as an expert's: a rank's own, averaged over the group `copies` only.
+
+    Reason: DeepSpeed knows experts by these attributes, which its own MoE layers set.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: experts that differ between ranks are averaged as if they were the same.
+    Canary: test_deepspeed_zero.py::test_marks_of_experts
+    """
+    marked: Any = parameter
+    marked.allreduce = False
+    marked.group_name = group_name
+    marked.model_parallel = True  # each rank's counts in the norm
+    marked.ds_zero_placement_family = "autoep_expert"
+    marked.ds_zero_partition_group_name = group_name
+    # ZeRO 3 cuts a parameter over this group; without a host in the model it would not look it up.
+    marked.ds_zero_partition_process_group = copies
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether ZeRO 3 has cut the parameter over ranks.
+
+    Reason: ZeRO 3 replaces a parameter's data by nothing and keeps this rank's slice in attributes.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: checkpoints and projections would find empty parameters.
+    Canary: test_deepspeed_zero.py::test_parameters_at_zero3
+    """
+    return hasattr(parameter, "ds_id")
+
+
+def is_absent(parameter: Tensor) -> bool:
+    """Whether ZeRO 3 has cut the parameter and it is not gathered now.
+
+    Reason: GatheredParameters frees at its end what was gathered by somebody else.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: a parameter that is in use would be freed, or none would be gathered.
+    Canary: test_deepspeed_zero.py::test_parameters_at_zero3
+    """
+    return getattr(parameter, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """A parameter's shape, though ZeRO 3 may have emptied it.
+
+    Reason: an emptied parameter's own shape is [0].
+    Seen with: DeepSpeed 0.19.8.
+    Without it: a checkpoint at ZeRO 3 would hold the wrong shapes.
+    Canary: test_deepspeed_zero.py::test_parameters_at_zero3
+    """
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def slice_of(parameter: Any) -> tuple[int, int]:
+    """(first element, number of elements) of this rank's slice of a cut parameter, flattened.
+
+    The last ranks' slices may be short or empty.
+
+    Reason: DeepSpeed pads the slices to one size and does not say which elements are real.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: a checkpoint at ZeRO 3 would hold padding.
+    Canary: test_deepspeed_zero.py::test_parameters_at_zero3
+    """
+    each = parameter.ds_tensor.ds_numel
+    start = min(dist.get_rank(parameter.ds_process_group) * each, parameter.ds_numel)
+    return start, min(each, parameter.ds_numel - start)
+
+
+def slice_values(parameter: Any) -> Tensor:
+    """The elements of `slice_of`, flat, in the model's precision.
+
+    Reason: `ds_tensor` has no public name.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: frozen weights could not be saved at ZeRO 3.
+    Canary: test_deepspeed_zero.py::test_parameters_at_zero3
+    """
+    values: Tensor = parameter.ds_tensor.detach().view(-1).narrow(0, 0, slice_of(parameter)[1])
+    return values
+
+
+def set_sliced_master(parameter: Any, value: Tensor) -> None:
+    """The fp32 master of a cut parameter := value, whole and the same on all ranks.
+
+    Reason: DeepSpeed's safe_set_full_fp32_param reads past the value's end where the slices do not fill the
+        last rank's.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: projecting such a parameter fails on the last rank.
+    Canary: test_deepspeed_zero.py::test_the_last_slice_may_be_short
+    """
+    size, group = parameter.ds_tensor.ds_numel, parameter.ds_process_group
+    padded = functional.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))
+    safe_set_local_fp32_param(parameter, padded.narrow(0, size * dist.get_rank(group), size))
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """Elements [start, start + numel) of a flattened parameter lie at [at, ...) of a flat tensor."""
+
+    parameter: nn.Parameter
+    at: int
+    start: int
+    numel: int
+
+
+def ranges_at_zero1(wrapper: Any) -> list[list[FlatRange]]:
+    """What lies in this rank's flat tensor of each parameter group, at ZeRO 1 and 2.
+
+    Reason: DeepSpeed writes it into its own checkpoints only. ZeRO 1 in bf16 and the others name their lists
+        differently.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: masters and moments cannot be saved independently of the layout.
+    Canary: test_deepspeed_zero.py::test_ranges_at_zero1
+    """
+    found = []
+    groups = wrapper.bf16_groups if hasattr(wrapper, "bf16_groups") else wrapper.bit16_groups
+    for parameters in groups:
+        ranges = []
+        for parameter in parameters:
+            mapping = parameter._hp_mapping  # None where no element of it is in this rank's range
+            if mapping is not None:
+                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                ranges.append(FlatRange(parameter, here.start, there.start, here.numel))
+        found.append(ranges)
+    return found
+
+
+def ranges_at_zero3(wrapper: Any) -> Iterator[tuple[Tensor, list[FlatRange], bool]]:
+    """Of each sub-group at ZeRO 3: its flat tensor, what lies in it, and whether it is kept on disk.
+
+    What is kept on disk is in memory until the next sub-group is asked for.
+
+    Reason: DeepSpeed writes it into its own checkpoints only.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: masters and moments cannot be saved independently of the layout.
+    Canary: test_deepspeed_zero.py::test_ranges_at_zero3
+    """
+    for number, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
+        on_disk = wrapper._swappable_optimizer_subgroup(number)
+        if on_disk:
+            wrapper._optimizer_states_and_gradient_swap_in(number)
+        ranges = []
+        for parameter in wrapper.fp16_groups[number]:
+            start, numel = slice_of(parameter)
+            at = wrapper.grad_position[wrapper.get_param_id(parameter)][1]
+            ranges += [FlatRange(parameter, at, start, numel)] if numel else []
+        yield flat, ranges, on_disk
+        if on_disk:
+            wrapper._optimizer_states_and_gradient_swap_out(number)

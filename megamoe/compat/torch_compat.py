@@ -1,0 +1,155 @@
+"""PyTorch: private operators, Adam's state, loader processes, and the BLAS inside its library."""
+
+import contextlib
+import ctypes
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def scale_all(tensors: list[Tensor], factor: float) -> None:
+    """Multiply each tensor in place, in one launch on CUDA.
+
+    Reason: the public torch.optim and clip_grad functions are built on `torch._foreach_mul_`, which has no
+        public name.
+    Seen with: torch 2.13 and 2.15.
+    Without it: a launch per parameter.
+    Canary: test_torch.py::test_foreach_operators
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def add_to_all(tensors: list[Tensor], number: float) -> None:
+    """Add a number to each tensor in place, in one launch on CUDA.
+
+    Reason: `torch._foreach_add_` has no public name.
+    Seen with: torch 2.13 and 2.15.
+    Without it: a launch per parameter.
+    Canary: test_torch.py::test_foreach_operators
+    """
+    torch._foreach_add_(tensors, number)
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Fail if the bool scalar is false, on CUDA without waiting for the device.
+
+    Reason: `torch._assert_async` is documented in no release.
+    Seen with: torch 2.13 and 2.15.
+    Without it: each check would wait for the device, or there would be none.
+    Canary: test_torch.py::test_assert_on_device
+    """
+    torch._assert_async(condition, message)
+
+
+@dataclass
+class AdamState:
+    """A parameter group's tensors that have a gradient, and their moments, which the first call makes.
+
+    The fields are in the order of the arguments of torch.optim.Adam._init_group.
+
+    Reason: only `_init_group` makes the moments as PyTorch's own step wants them.
+    Seen with: torch 2.13 and 2.15.
+    Without it: the compiled AdamW would need a copy of PyTorch's code, and the two could drift apart.
+    Canary: test_torch.py::test_adam_state
+    """
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    means: list[Tensor]
+    squares: list[Tensor]
+    largest_squares: list[Tensor]
+    steps: list[Tensor]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Adam, group: dict[str, Any]) -> "AdamState":
+        """Of one of the optimiser's parameter groups."""
+        state = cls([], [], [], [], [], [])
+        optimizer._init_group(group, *vars(state).values())
+        return state
+
+    def passed_over(self) -> list[Tensor]:
+        """All that a step reads and writes."""
+        return self.weights + self.gradients + self.means + self.squares
+
+
+def sgemm_address() -> int | None:
+    """Where PyTorch's own fp32 BLAS product begins; None where its library shows none.
+
+    Reason: PyTorch has no public product of groups of different sizes that is fast in fp32, and a second
+        BLAS in the process would fight over the threads.
+    Seen with: torch 2.13 and 2.15 for Linux on x86-64 (libtorch_cpu.so exports MKL's `sgemm_`).
+    Without it: experts in fp32 are computed by torch's grouped product.
+    Canary: test_torch.py::test_sgemm_address
+    """
+    try:
+        blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(blas.sgemm_, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def loader_processes(iterator: Any) -> list[BaseProcess]:
+    """Of a DataLoader's iterator; none if it reads in this process.
+
+    Reason: PyTorch tells of a worker's death only where it waits for a batch.
+    Seen with: torch 2.13 and 2.15.
+    Without it: a worker that dies between two batches is noticed when the queue has run dry.
+    Canary: test_torch.py::test_loader_processes
+    """
+    return list(getattr(iterator, "_workers", ()))
+
+
+def shut_down_loader(iterator: Any) -> None:
+    """End a DataLoader's iterator and its processes.
+
+    Reason: the multi-process iterator has no public end before the last batch.
+    Seen with: torch 2.13 and 2.15.
+    Without it: the processes of a closed loader live on until the garbage collector finds the iterator.
+    Canary: test_torch.py::test_loader_processes
+    """
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is None:
+        return
+    shut_down()
+    for process in loader_processes(iterator):  # one that hangs has been told to end, and does not listen
+        if process.is_alive():
+            process.kill()
+            process.join(1)
+
+
+class _Handlers:
+    """of_torch: PyTorch's handler of SIGCHLD, which raises the death of a loader; once it has set one."""
+
+    of_torch: Any = None
+
+
+@contextlib.contextmanager
+def loader_deaths_raise() -> Iterator[None]:
+    """Inside, and nowhere else, the death of a DataLoader's process raises RuntimeError in the main thread.
+
+    Reason: a DataLoader's first iterator sets a handler of SIGCHLD for the whole process, for good.
+    Seen with: torch 2.13 and 2.15.
+    Without it: a loader's death breaks off whatever the main thread is about to do, such as a save.
+    Canary: test_torch.py::test_loader_deaths
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        if _Handlers.of_torch is not None:
+            signal.signal(signal.SIGCHLD, _Handlers.of_torch)
+        yield
+    finally:
+        now = signal.getsignal(signal.SIGCHLD)
+        if now is not before:
+            _Handlers.of_torch = now
+            # None: one that was set outside of Python, which PyTorch has replaced for good.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)

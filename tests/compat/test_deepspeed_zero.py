@@ -1,0 +1,171 @@
+"""Canaries of DeepSpeed's engine and ZeRO, on the smallest model and one rank."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero import partition_parameters, stage3
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor, nn
+
+from megamoe.compat import deepspeed_zero
+from megamoe.compat.deepspeed_compat import forget_gradients, inner_optimizer, without_inner_steps
+from megamoe.compat.deepspeed_zero import FlatRange, ranges_at_zero1, ranges_at_zero3
+from megamoe.parallel.launch import find_world
+from megamoe.zero.engine import Engine
+from megamoe.zero.optimizer import Stage0AdamW
+from tests.distributed.runs import ds_config
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+LR = 0.01
+
+
+def built(file: str) -> tuple[Engine, Any]:
+    """Ours and DeepSpeed's."""
+    config = tiny(f"parallel.deepspeed={ds_config(file)}", "moe.expert_ffn_hidden_size=16")
+    engine = Engine(config, tiny_gpt(config), find_world(), accumulation=1)
+    engine.train(True)
+    return engine, engine._engine
+
+
+def backward(engine: Engine, scale: float = 1.0) -> None:
+    text = torch.arange(16).view(2, 8) % VOCABULARY
+    positions = torch.arange(8).expand_as(text)
+    losses = engine.forward(True, tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1))
+    engine.backward(losses.mean() * scale)
+
+
+def weights_of(engine: Engine) -> list[Tensor]:
+    parameters = list(engine.model.parameters())
+    with engine.gathered(parameters):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_gradient_buckets(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, inner = built("zero0_fp32")
+    copied: list[bool] = []
+    monkeypatch.setattr(inner, "buffered_allreduce_fallback", lambda *unused, **also: copied.append(True))
+    backward(engine)
+    assert not copied
+    inner.enable_backward_allreduce = True
+    backward(engine)
+    assert copied, "DeepSpeed copies no gradients on one rank any more"
+
+
+def test_what_the_engine_asks_an_optimizer(one_rank: None) -> None:
+    engine, inner = built("zero0_fp32")
+    optimizer = inner_optimizer(inner.optimizer)
+    assert isinstance(optimizer, Stage0AdamW) and optimizer is inner.optimizer
+    backward(engine)
+    assert engine.step(LR) == optimizer.grad_norm > 0
+    source = inspect.getsource(deepspeed_engine.DeepSpeedEngine)
+    assert "self.optimizer.get_grads_for_reduction()" in source  # of the bf16 masters
+
+
+@pytest.mark.parametrize("file", ["zero1_bf16", "zero2_fp32", "zero3_fp32"])
+def test_wrapped_optimizers(one_rank: None, file: str) -> None:
+    engine, inner = built(file)
+    assert isinstance(inner_optimizer(inner.optimizer), torch.optim.Optimizer)
+    assert inner_optimizer(inner.optimizer) is not inner.optimizer
+    before = weights_of(engine)
+    with without_inner_steps(inner.optimizer):
+        backward(engine)
+        assert engine.step(LR) > 0
+    assert same(weights_of(engine), before)
+    backward(engine)
+    engine.step(LR)
+    assert not same(weights_of(engine), before)
+
+
+def test_marks_of_experts(one_rank: None) -> None:
+    parameter, copies = nn.Parameter(torch.ones(2)), object()
+    assert not is_moe_param(parameter) and not is_model_parallel_parameter(parameter)
+    deepspeed_zero.mark_expert(parameter, "ep_size_1", copies)  # type: ignore[arg-type]
+    assert is_moe_param(parameter) and is_model_parallel_parameter(parameter)
+    assert parameter.group_name == "ep_size_1"  # type: ignore[attr-defined]
+    read_by = {
+        "ds_zero_placement_family": deepspeed_engine,
+        "ds_zero_partition_group_name": stage3,
+        "ds_zero_partition_process_group": partition_parameters,
+    }
+    for mark, module in read_by.items():
+        assert hasattr(parameter, mark) and f'getattr(param, "{mark}"' in inspect.getsource(module)
+    assert '"autoep_expert"' in inspect.getsource(deepspeed_engine)
+
+
+def test_parameters_at_zero3(one_rank: None) -> None:
+    engine, _ = built("zero3_fp32")
+    for parameter in engine.model.parameters():
+        assert deepspeed_zero.is_cut(parameter)
+        if not deepspeed_zero.is_absent(parameter):  # a small one is kept whole
+            continue
+        assert parameter.numel() == 0, "ZeRO 3 does not empty what it cuts any more"
+        with engine.gathered([parameter]):
+            assert not deepspeed_zero.is_absent(parameter)
+            whole = parameter.detach().clone()
+        assert deepspeed_zero.whole_shape(parameter) == whole.shape
+        assert deepspeed_zero.slice_of(parameter) == (0, whole.numel())
+        assert torch.equal(deepspeed_zero.slice_values(parameter), whole.view(-1))
+    free = torch.ones(3)
+    assert not deepspeed_zero.is_cut(free) and not deepspeed_zero.is_absent(free)
+    assert deepspeed_zero.whole_shape(free) == (3,)
+
+
+def test_the_last_slice_may_be_short() -> None:
+    """DeepSpeed's own setter, as the second of two ranks that share five elements has it."""
+    optimizer = SimpleNamespace(
+        _get_fp32_opt_state_partition=lambda *unused, **also_unused: (torch.zeros(3), 0),
+        _get_param_partition_rank=lambda parameter: 1,
+        _swappable_optimizer_subgroup=lambda number: False,
+    )
+    parameter = SimpleNamespace(requires_grad=True, ds_numel=5)
+    with pytest.raises(RuntimeError, match="exceeds dimension size"):  # else `set_sliced_master` can go
+        DeepSpeedZeroOptimizer_Stage3.set_full_hp_param(optimizer, torch.arange(5.0), parameter)
+
+
+def check_ranges(engine: Engine, flat: Tensor, ranges: list[FlatRange]) -> int:
+    """The masters in the flat tensor are the model's weights; their number."""
+    for each in ranges:
+        with engine.gathered([each.parameter]):
+            weight = each.parameter.detach().reshape(-1)[each.start : each.start + each.numel].float()
+        master = flat.detach().view(-1)[each.at : each.at + each.numel]
+        torch.testing.assert_close(master, weight, rtol=1e-2, atol=1e-3)
+    return sum(each.numel for each in ranges)
+
+
+@pytest.mark.parametrize("file", ["zero1_bf16", "zero1_fp32", "zero2_bf16"])
+def test_ranges_at_zero1(one_rank: None, file: str) -> None:
+    engine, inner = built(file)
+    flats = [group["params"][0] for group in engine.inner_optimizer.param_groups]
+    found = zip(flats, ranges_at_zero1(inner.optimizer), strict=True)
+    total = sum(check_ranges(engine, flat, ranges) for flat, ranges in found)
+    assert total == sum(parameter.numel() for parameter in engine.model.parameters())
+
+
+def test_ranges_at_zero3(one_rank: None) -> None:
+    engine, inner = built("zero3_bf16")
+    found = list(ranges_at_zero3(inner.optimizer))
+    total = sum(check_ranges(engine, flat, ranges) for flat, ranges, _ in found)
+    assert total == sum(parameter.ds_numel for parameter in engine.model.parameters())  # type: ignore[attr-defined]
+    assert not any(on_disk for _, _, on_disk in found)
+    for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
+        assert hasattr(inner.optimizer, name)
+
+
+def test_skipped_gradients_are_kept(one_rank: None) -> None:
+    engine, inner = built("zero2_bf16_offload")
+    backward(engine, scale=float("inf"))
+    inner.step()
+    kept = [gradient for group in inner.optimizer.averaged_gradients.values() for gradient in group or ()]
+    assert any(not gradient.isfinite().all() for gradient in kept), "DeepSpeed drops them by itself now"
+    forget_gradients(inner.optimizer)
+    assert not inner.optimizer.averaged_gradients

@@ -1,0 +1,82 @@
+"""Canaries of PyTorch: a failure says what an update has mended or taken away."""
+
+import inspect
+import platform
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from megamoe.compat.torch_compat import (
+    AdamState,
+    add_to_all,
+    assert_on_device,
+    loader_deaths_raise,
+    loader_processes,
+    scale_all,
+    sgemm_address,
+    shut_down_loader,
+)
+
+NUMBERS = TensorDataset(torch.arange(100))
+
+
+def test_foreach_operators() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    scale_all(tensors, 3.0)
+    add_to_all(tensors, 1.0)
+    assert [tensor.tolist() for tensor in tensors] == [[4.0] * 2, [4.0] * 3]
+    public = [name for name in ("foreach_mul_", "foreach_add_") if hasattr(torch, name)]
+    assert not public, "PyTorch has public names for them now"
+
+
+def test_assert_on_device() -> None:
+    assert_on_device(torch.tensor(True), "unseen")
+    with pytest.raises(RuntimeError, match="seen"):
+        assert_on_device(torch.tensor(False), "seen")
+    assert not hasattr(torch, "assert_async"), "PyTorch has a public name for it now"
+
+
+def test_adam_state() -> None:
+    arguments = list(inspect.signature(torch.optim.Adam._init_group).parameters)
+    expected = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    assert arguments == ["self", "group", *expected]
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    parameters[1].grad = torch.full((2,), 5.0)
+    optimizer = torch.optim.Adam(parameters, fused=True)
+    state = AdamState.of(optimizer, optimizer.param_groups[0])
+    assert [weight is parameters[1] for weight in state.weights] == [True]
+    assert [gradient.tolist() for gradient in state.gradients] == [[5.0, 5.0]]
+    kept = optimizer.state[parameters[1]]
+    assert state.means[0] is kept["exp_avg"] and state.squares[0] is kept["exp_avg_sq"]
+    assert state.steps[0] is kept["step"] and float(kept["step"]) == 0
+    assert parameters[0] not in optimizer.state
+
+
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="seen on Linux, x86-64 alone"
+)
+def test_sgemm_address() -> None:
+    assert sgemm_address(), "libtorch_cpu.so shows no sgemm_ any more"
+
+
+def test_loader_processes() -> None:
+    with loader_deaths_raise():
+        iterator = iter(DataLoader(NUMBERS, num_workers=1, multiprocessing_context="fork"))
+        (process,) = loader_processes(iterator)
+        assert process.is_alive()
+        shut_down_loader(iterator)
+    assert not process.is_alive()
+    assert loader_processes(iter(DataLoader(NUMBERS))) == []
+    public = [name for name in ("close", "shutdown", "shut_down") if hasattr(iterator, name)]
+    assert not public, "PyTorch has a public end of a loader now"
+
+
+def test_loader_deaths() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    with loader_deaths_raise():
+        iterator = iter(DataLoader(NUMBERS, num_workers=1, multiprocessing_context="fork"))
+        assert signal.getsignal(signal.SIGCHLD) is not before, "PyTorch sets no handler of SIGCHLD any more"
+        shut_down_loader(iterator)
+    assert signal.getsignal(signal.SIGCHLD) is before
