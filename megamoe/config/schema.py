@@ -17,6 +17,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 DEFAULT_STEPS = 100
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Precision = Literal["fp32", "bf16", "fp16"]
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
 
 

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 from megamoe.errors import UserError
 from megamoe.kernels.library import find_library
-from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 
 OLDEST_ENGINE = "2.3"  # has every scaling of model.fp8
 # Of a matrix's sizes and of an expert's rows: Transformer Engine's get_align_size_for_quantization.

@@ -20,6 +20,7 @@ from megamoe.resilience.stopping import StopRule
 from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.profile import ProfilerWindow
 from megamoe.train.run_folder import prepare_run_folder
+from megamoe.train.step import num_rollouts
 from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
 
@@ -76,7 +77,7 @@ class Loop:
             self._record({"step": 0, "tokens": 0, **self._evaluate()})
         reason = None
         try:
-            while trainer.progress.step < trainer.steps and reason is None:
+            while trainer.progress.step < trainer.run.steps and reason is None:
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
                 self._say_trace(profiler.after_step(trainer.progress.step))
@@ -93,18 +94,15 @@ class Loop:
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
         cleanup.enter_context(locked(folder.path))
-        record = summary_record(self.config, trainer.vocabulary, trainer.engine)
+        record = summary_record(trainer.run)
         prepare_run_folder(folder, self.config, record, this_launch)
-        rows = summary_rows(
-            self.config, trainer.vocabulary, trainer.engine, trainer.schedule, trainer.steps, first_step
-        )
-        print_summary(rows)
+        print_summary(summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step))
         resumed_step = first_step if folder.continues else None
         self.recorder = Recorder.open(
             folder.path, self.config.log, self.config.name, to_dict(self.config), resumed_step
         )
         cleanup.callback(self.recorder.close)
-        self.line = cleanup.enter_context(ProgressLine(trainer.steps, self.config.log.every))
+        self.line = cleanup.enter_context(ProgressLine(trainer.run.steps, self.config.log.every))
 
     def _one_step(self) -> str | None:
         """Step, evaluate and save when due, record; returns the reason to stop, if any."""
@@ -114,7 +112,7 @@ class Loop:
         if step_record.told:
             self._say(step_record.told)
         self.stop_rule.step_done()
-        step, last = trainer.progress.step, trainer.progress.step == trainer.steps
+        step, last = trainer.progress.step, trainer.progress.step == trainer.run.steps
         reason = self._agreed_reason()
         evaluates = last or _is_due(step, self.config.evaluation.every)
         if evaluates:

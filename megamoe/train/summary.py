@@ -4,67 +4,62 @@ from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.config.schema import Activation, OptimizerConfig
+from megamoe.config.shapes import (
+    expert_activation,
+    expert_ffn_size,
+    ffn_size,
+    moe_block_numbers,
+    moe_layer_numbers,
+)
 from megamoe.costs.memory import Share, StateBytes, state_bytes
 from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import backend_rows
-from megamoe.model.gpt import GPT
-from megamoe.model.size import (
-    ModelSize,
-    expert_activation,
-    expert_ffn_size,
-    ffn_size,
-    mean_choices,
-    model_size,
-    moe_block_numbers,
-    moe_layer_numbers,
-)
+from megamoe.model.size import ModelSize, mean_choices, model_size
 from megamoe.moe.experts.activations import num_halves
+from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
+from megamoe.train.resolved import ResolvedRun
 from megamoe.train.schedule import BatchSchedule, warmup_steps
-from megamoe.train.step import num_rollouts
 from megamoe.zero.apex_adamw import uses_apex, weight_decay
-from megamoe.zero.engine import Engine
+from megamoe.zero.deepspeed_config import ParallelPlan
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 Rows = dict[str, list[tuple[str, object]]]
 
 
-def summary_record(config: RunConfig, vocabulary: Vocabulary, engine: Engine) -> dict[str, Any]:
+def summary_record(run: ResolvedRun) -> dict[str, Any]:
     """The plain figures, for summary.json."""
-    size = model_size(config, vocabulary.size)
+    size, layout = model_size(run.config, run.vocabulary.size), run.plan.layout
     return {
         "parameters_total": size.total,
         "parameters_active": size.active,
         "parameters_routed_experts": size.expert,
-        "vocabulary": vocabulary.size,
-        "ranks": engine.world.size,
-        "tensor_parallel": engine.layout.tensor,
-        "expert_parallel": engine.layout.expert,
-        "expert_tensor_parallel": engine.layout.expert_tensor,
-        "zero_stage": engine.stage,
-        "precision": engine.precision,
+        "vocabulary": run.vocabulary.size,
+        "ranks": layout.ranks,
+        "tensor_parallel": layout.tensor,
+        "expert_parallel": layout.expert,
+        "expert_tensor_parallel": layout.expert_tensor,
+        "zero_stage": run.plan.stage,
+        "precision": run.plan.precision,
     }
 
 
-def summary_rows(
-    config: RunConfig,
-    vocabulary: Vocabulary,
-    engine: Engine,
-    schedule: BatchSchedule,
-    steps: int,
-    first_step: int,
-) -> Rows:
-    """The start-up table; steps: of the whole run, see `length.run_steps`."""
-    size = model_size(config, vocabulary.size)
-    offloads = engine.offload.optimizer != "none"
+def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int) -> Rows:
+    """The start-up table.
+
+    rollouts: how many times each sequence is routed, see `num_rollouts`. first_step: the last one done.
+    """
+    config = run.config
+    size = model_size(config, run.vocabulary.size)
+    offloads = run.plan.offload.optimizer != "none"
     optimizer = (
-        OPTIMIZERS[config.optimizer.name] if uses_apex(config.optimizer, engine.stage, offloads) else ""
+        OPTIMIZERS[config.optimizer.name] if uses_apex(config.optimizer, run.plan.stage, offloads) else ""
     )
     return {
-        "run": _run_rows(config, schedule, steps, first_step),
-        "model": _model_rows(config, vocabulary, size),
-        "ranks": _rank_rows(config, vocabulary, engine, size),
+        "run": _run_rows(config, run.schedule, run.steps, first_step),
+        "model": _model_rows(config, run.vocabulary, size),
+        "ranks": _rank_rows(run, world, rollouts, size),
         "backends": list(backend_rows(config, optimizer).items()),
     }
 
@@ -135,11 +130,11 @@ def _activations(config: RunConfig) -> str:
     return dense if dense == experts or not is_moe else f"{dense}, of experts {experts}"
 
 
-def _rank_rows(
-    config: RunConfig, vocabulary: Vocabulary, engine: Engine, size: ModelSize
-) -> list[tuple[str, object]]:
-    states = states_of(config, engine, size)
-    sent = _sent(config, engine)
+def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -> list[tuple[str, object]]:
+    config, plan = run.config, run.plan
+    states = states_of(config, plan, size)
+    sent = _sent(config, plan, rollouts)
+    activations = _activation_bytes(config, run.vocabulary, plan, rollouts)
     parts = [
         ("weights", states.weights),
         ("gradients", states.gradients),
@@ -151,16 +146,16 @@ def _rank_rows(
         if held
     ]
     return [
-        ("world", _world(engine.layout, config.parallel.sequence)),
+        ("world", _world(plan.layout, config.parallel.sequence)),
         (
             "device",
-            f"{engine.world.device.type}, {engine.world.backend}, {engine.precision}, ZeRO {engine.stage}",
+            f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}",
         ),
         (
             "memory per rank",
             f"{_mib(states.total)} of model states ({', '.join(f'{n} {_mib(b)}' for n, b in parts if b)}), "
             f"{''.join(f'{text}, ' for text in elsewhere)}"
-            f"and about {_mib(_activation_bytes(config, vocabulary, engine))} of activations",
+            f"and about {_mib(activations)} of activations",
         ),
         *(
             [("sent per micro batch", f"{_mib(sent)} by each rank in its blocks, with even loads")]
@@ -170,31 +165,30 @@ def _rank_rows(
     ]
 
 
-def states_of(config: RunConfig, engine: Engine, size: ModelSize) -> StateBytes:
+def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBytes:
     """Bytes of model states on one rank."""
-    ranks = engine.layout
+    ranks = plan.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
     trained = 0 if "experts" in config.moe.frozen else experts
     shares = Share(dense, dense, ranks.data), Share(experts, trained, ranks.expert_copies)
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.beside if ranks.tensor > 1 and accumulates else 0
-    return state_bytes(shares, engine.stage, engine.precision, engine.offload, aside)
+    return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)
 
 
-def _sent(config: RunConfig, engine: Engine) -> float:
+def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
     """Bytes that leave a rank in a micro batch's forward and backward pass, with even loads."""
     model, moe, sequence = config.model, config.moe, config.parallel.sequence
-    assert isinstance(engine.model, GPT)
-    tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
-    width = 4 if engine.precision == "fp32" else 2
+    tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
+    width = 4 if plan.precision == "fp32" else 2
     layers = len(moe_layer_numbers(moe, model.num_layers))
     pairs = 2 * model.num_layers - len(moe_block_numbers(moe, model.num_layers))
     sent = pairs * cut_pair_traffic(
-        engine.layout, sequence=sequence, tokens=tokens, hidden_size=model.hidden_size, width=width
+        plan.layout, sequence=sequence, tokens=tokens, hidden_size=model.hidden_size, width=width
     )
     if layers:
         layer = moe_traffic(
-            engine.layout,
+            plan.layout,
             sequence=sequence,
             tokens=tokens,
             pairs=tokens * mean_choices(config),
@@ -216,14 +210,13 @@ def _world(layout: Layout, sequence: bool) -> str:
     return f"{layout.ranks} ({', '.join(parts)})"
 
 
-def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine) -> float:
+def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelPlan, rollouts: int) -> float:
     """A rough count of what the backward pass keeps: about 14 hidden vectors a block besides the FFN's inner
     ones, and the logits three times in fp32. Tensor parallelism divides all but 10 / 34 of the former, with
     sequence parallelism those too (Korthikanti et al. 2022, section 4)."""
     model = config.model
-    assert isinstance(engine.model, GPT)
-    tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
-    width, ranks = 4 if engine.precision == "fp32" else 2, engine.layout.tensor
+    tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
+    width, ranks = 4 if plan.precision == "fp32" else 2, plan.layout.tensor
     if model.recompute == "full":  # the blocks' inputs, and what one of them needs while it is computed again
         inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
         kept = inputs + _block_width(config) / model.num_layers

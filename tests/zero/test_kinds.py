@@ -9,11 +9,10 @@ from torch import nn
 
 from megamoe.errors import UserError
 from megamoe.model.gpt import GPT
-from megamoe.parallel.launch import find_world
-from megamoe.zero.deepspeed_config import fill_in
+from megamoe.zero.deepspeed_config import ParallelPlan, fill_in
 from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import parameter_groups
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
 ROOT = Path(__file__).parents[2]
 KINDS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
@@ -51,7 +50,7 @@ def references(one_rank: None) -> dict[str, dict[str, torch.Tensor]]:
 def test_steps_are_pytorchs(references: dict[str, dict[str, torch.Tensor]], name: str, stage: int) -> None:
     path = f"parallel.deepspeed={ROOT}/ds_configs/zero{stage}_fp32.json"
     config = tiny(f"optimizer.name={name}", path, *OPTIONS)
-    engine = Engine(config, tiny_gpt(config), find_world(), accumulation=1)
+    engine = tiny_engine(config)
     engine.train(True)
     for step in range(STEPS):
         engine.backward(_loss(engine, step))
@@ -82,7 +81,8 @@ def test_adams_decay_is_refused_where_deepspeed_takes_adamw(key: str, value: Any
     mixed = {"stage": 3, "offload_optimizer": {"device": "cpu", key: value}}
 
     def fill(section: dict[str, Any], *overrides: str) -> None:
-        fill_in(tiny("parallel.deepspeed=ds.json", *overrides), {"zero_optimization": section}, 1, 1)
+        config = tiny("parallel.deepspeed=ds.json", *overrides)
+        fill_in(config, ParallelPlan.of(config, 1, {"zero_optimization": section}), 1)
 
     adam = ("optimizer.name=adam", "optimizer.weight_decay=0.1")
     with pytest.raises(UserError, match=f"^ds.json: zero_optimization.offload_optimizer.{key} is {value!r}"):
