@@ -7,9 +7,10 @@ selector, loss, ...) brings its own `Config`; here it stands as a `PartChoice`: 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megamoe.config.parts import STRICT, PartChoice, names_inside, none_at_all, one_part, one_size
+from megamoe.config.patterns import checked_pattern
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -156,6 +157,16 @@ class ParallelConfig:
 
 
 @dataclass
+class GroupConfig:
+    """Parameters that are updated otherwise: those in whose names `pattern` is found."""
+
+    __pydantic_config__ = STRICT
+    pattern: Annotated[str, AfterValidator(checked_pattern)]  # a regular expression, searched in the name
+    lr_scale: NonNegativeFloat = 1.0  # times the schedule's learning rate
+    weight_decay: NonNegativeFloat | None = None  # of matrices and vectors; default: as outside of groups
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW or Adam, and its learning-rate schedule. Steps are optimiser steps."""
 
@@ -173,6 +184,7 @@ class OptimizerConfig:
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat | None = None  # of matrices alone; default: 0.1 of adamw, 0 of adam
     grad_clip: NonNegativeFloat = 1.0  # global norm, dense and expert parameters together; 0: off
+    groups: list[GroupConfig] = field(default_factory=list)  # of parameters, by name; the first match counts
     kernel: Literal["auto", "torch", "apex"] = (
         "auto"  # the update's; auto: Apex's if installed, but not at ZeRO 0
     )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megamoe.config import RunConfig
-from megamoe.config.schema import Activation, OptimizerConfig
+from megamoe.config.schema import Activation, GroupConfig, OptimizerConfig
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
@@ -82,6 +82,7 @@ def _run_rows(
             f"{(samples - schedule.total_samples(first_step)) * config.data.sequence_length:,}",
         ),
         ("optimiser", _optimizer(config.optimizer, steps)),
+        *[("parameters by name", _group(group)) for group in config.optimizer.groups],
     ]
 
 
@@ -91,6 +92,11 @@ def _optimizer(config: OptimizerConfig, steps: int) -> str:
     if warmup_steps(config, steps):
         told += f" after {warmup_steps(config, steps):,} steps of warm-up"
     return f"{told}, {decay} {weight_decay(config):g}" if weight_decay(config) else told
+
+
+def _group(group: GroupConfig) -> str:
+    decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
+    return f"{group.pattern}: {group.lr_scale:g} x lr{decay}"
 
 
 def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:

@@ -149,7 +149,7 @@ class Engine:
             CollectiveError: in fp16, where gradients overflow at the smallest loss scale.
         """
         for group in self.inner_optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         if self._gradient_sync is not None:
             self._gradient_sync.check_all_summed()
         try:
