@@ -105,6 +105,8 @@ Selector = Annotated[PartChoice, one_part("selector")]
 Capacity = Annotated[PartChoice, one_part("capacity")]
 Loss = Annotated[PartChoice, one_part("loss")]
 Masks = Annotated[list[Mask], BeforeValidator(none_at_all)]
+Callback = Annotated[PartChoice, one_part("callback")]
+Callbacks = Annotated[list[Callback], BeforeValidator(none_at_all)]
 Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
 
 
@@ -236,6 +238,7 @@ class TrainConfig:
     loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     hang_minutes: NonNegativeFloat = 10.0  # without progress of any rank, until the run is ended; 0: never
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    callbacks: Callbacks = field(default_factory=list)  # a plugin's code in the loop, in order; or `none`
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:

@@ -73,11 +73,13 @@ class Loop:
     def _run_steps(self) -> None:
         trainer, folder = self.trainer, self.trainer.folder
         profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
+        trainer.callbacks.call("on_train_begin", trainer)
         if self.config.evaluation.at_start and trainer.progress.step == 0:
             self._record({"step": 0, "tokens": 0, **self._evaluate()})
         reason = None
         try:
             while trainer.progress.step < trainer.run.steps and reason is None:
+                trainer.callbacks.call("on_step_begin", trainer)
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
                 self._say_trace(profiler.after_step(trainer.progress.step))
@@ -90,6 +92,7 @@ class Loop:
         if self.config.checkpoint.save_at_end or reason is not None:
             self._begin_save()
         self._finish_save()
+        trainer.callbacks.call("on_train_end", trainer)
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
@@ -111,6 +114,7 @@ class Loop:
         tick()
         if step_record.told:
             self._say(step_record.told)
+        trainer.callbacks.call("on_step_end", trainer, metrics)
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == trainer.run.steps
         reason = self._agreed_reason()
@@ -143,7 +147,11 @@ class Loop:
         return mine or "another rank was told to stop"
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
-        return self.trainer.evaluate(at_end) if self.config.evaluation.batches else {}
+        if not self.config.evaluation.batches:
+            return {}
+        losses = self.trainer.evaluate(at_end)
+        self.trainer.callbacks.call("on_evaluate", self.trainer, losses)
+        return losses
 
     def _begin_save(self) -> None:
         if self.trainer.progress.step == self.saved_step:

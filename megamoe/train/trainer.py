@@ -32,6 +32,7 @@ from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.rank_consistency import Facts, check_same, refusing_together
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
+from megamoe.train.callbacks import Callbacks
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
@@ -125,6 +126,7 @@ class Trainer:
         use_triton(config.model.gpu_kernels == "triton")
         if self.world.device.type == "cpu":
             keep_freed_memory()
+        self.callbacks = Callbacks(config.train.callbacks)
         self.folder: RunFolder = choose_run_folder(config)
         resume_from = self.folder.resume_from
         if resume_from is not None:
@@ -227,8 +229,9 @@ class Trainer:
 
     def finish_save(self) -> Path:
         """Wait for the save under way."""
-        self.last_checkpoint = self.checkpoints.finish()
-        return self.last_checkpoint
+        path = self.last_checkpoint = self.checkpoints.finish()
+        self.callbacks.call("on_save", self, path)
+        return path
 
     def close(self) -> None:
         """End the loader processes and leave the process group."""
