@@ -8,6 +8,7 @@ from megamoe.config import RunConfig, load_config
 from megamoe.errors import UserError
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.layout_rules import check_layout, layout_problems
+from megamoe.zero.deepspeed_config import resolve_parallel
 from tests.tiny import check_on, tiny
 
 # Heads 4, vocabulary multiple 16, sequence length 8, 8 experts of FFN size 16 in every block.
@@ -141,7 +142,8 @@ LEGAL: dict[str, tuple[list[str], int]] = {
 
 
 def refuse_layout(config: RunConfig, ranks: int) -> None:
-    check_layout(config, Layout.of(config.parallel, ranks), "fp32")
+    plan = resolve_parallel(config, ranks)
+    check_layout(config, plan.layout, plan.precision)
 
 
 @pytest.mark.parametrize("case", REFUSALS)
