@@ -37,7 +37,7 @@ BUILTIN_PACKAGES = (
     "megamoe.moe.presets",
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
-KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
+KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss", "callback")
 STAGES = ("scorer", "score_function", "selector", "capacity")  # of a router, one part each
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}

@@ -19,9 +19,9 @@ from megamoe.config.parts import PartChoice
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import build_part
-from megamoe.parallel.layout import Layout
 from megamoe.train.check import check_run
 from megamoe.train.schedule import BatchSchedule
+from megamoe.zero.deepspeed_config import resolve_parallel
 from tests.checkpoint import checkpoint
 from tests.moe.build import make_hidden, make_layer
 
@@ -166,5 +166,6 @@ def test_a_command_on_several_ranks_is_legal_and_its_batch_divides(
 ) -> None:
     monkeypatch.chdir(ROOT)
     run = load_config(config, overrides)
-    check_run(run, ranks)
-    BatchSchedule.from_config(run.train, Layout.of(run.parallel, ranks).data)
+    plan = resolve_parallel(run, ranks)
+    check_run(run, plan)
+    BatchSchedule.from_config(run.train, plan.layout.data)

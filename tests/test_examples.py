@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from megamoe.config import load_config
-from megamoe.model.size import model_size, moe_layer_numbers
+from megamoe.config.shapes import moe_layer_numbers
+from megamoe.model.size import model_size
 from megamoe.train.check import check_run
 from megamoe.train.schedule import BatchSchedule
-from megamoe.zero.deepspeed_config import fill_in, read_deepspeed_config
+from megamoe.zero.deepspeed_config import fill_in, resolve_parallel
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -21,9 +22,9 @@ def test_example_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load_config(path)
     ranks = config.parallel.expert
-    check_run(config, ranks)
-    accumulation = BatchSchedule.from_config(config.train, ranks).accumulation_at(0)
-    fill_in(config, read_deepspeed_config(config.parallel.deepspeed), ranks, accumulation)
+    plan = resolve_parallel(config, ranks)
+    check_run(config, plan)
+    fill_in(config, plan, BatchSchedule.from_config(config.train, ranks).accumulation_at(0))
 
 
 def test_names_are_those_of_the_files() -> None:

@@ -9,7 +9,11 @@ from megamoe.config import RunConfig, load_config
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
 from megamoe.parallel.groups import start_groups
+from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout
+from megamoe.train.check import check_run
+from megamoe.zero.deepspeed_config import fill_in, resolve_parallel
+from megamoe.zero.engine import Engine
 from megamoe.zero.expert_host import hosted_layer_factory
 
 VOCABULARY = 48
@@ -43,6 +47,17 @@ def tiny_gpt(config: RunConfig, context: StepContext | None = None, vocab_size: 
     groups = start_groups(layout, timeout_minutes=1)
     make_layer = hosted_layer_factory(config.moe, context or StepContext(), groups, layout)
     return build_gpt(config, vocab_size, make_layer)
+
+
+def tiny_engine(config: RunConfig, context: StepContext | None = None) -> Engine:
+    """Its engine, for steps of one micro batch; needs the fixture `one_rank`."""
+    plan = resolve_parallel(config, 1)
+    return Engine(config, tiny_gpt(config, context), find_world(), plan, fill_in(config, plan, 1))
+
+
+def check_on(config: RunConfig, ranks: int) -> None:
+    """The checks of a start on so many ranks."""
+    check_run(config, resolve_parallel(config, ranks))
 
 
 @contextmanager

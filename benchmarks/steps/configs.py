@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from megamoe.config import RunConfig, load_config
+from megamoe.config.shapes import expert_ffn_size
 from megamoe.errors import UserError
-from megamoe.model.size import expert_ffn_size, mean_choices
+from megamoe.model.size import mean_choices
 from megamoe.train.check import check_run
+from megamoe.zero.deepspeed_config import resolve_parallel
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Asked:
         whole = ["parallel.expert=1", "parallel.expert_tensor=1"]
         dense = load_config(self.config, [*overrides, "moe.layers=none", width, *whole])
         for config in (moe, dense):
-            check_run(config, self.ranks)
+            check_run(config, resolve_parallel(config, self.ranks))
         return {"moe": moe, "dense": dense}
 
     def _divided(self, config: RunConfig) -> list[str]:

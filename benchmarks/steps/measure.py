@@ -69,7 +69,7 @@ def measure(configs: dict[str, RunConfig], rounds: int, ranks: int) -> Measured:
     )
     found = Measured(
         moe.precision,
-        moe.trainer.schedule.final * config.data.sequence_length,
+        moe.trainer.run.schedule.final * config.data.sequence_length,
         steps,
         parts,
         {name: candidate.parameters for name, candidate in candidates.items()},

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from megamoe.config import RunConfig
-from megamoe.model.size import expert_ffn_size, mean_choices
+from megamoe.config.shapes import expert_ffn_size
+from megamoe.model.size import mean_choices
 
 OPTIMIZER_BAR = 1.1  # over one flat tensor of as many parameters
 TRANSFORMERS_BAR = 1.3  # at least: the seconds of its step over ours

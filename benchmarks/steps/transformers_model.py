@@ -11,9 +11,9 @@ import torch
 from common.timers import clock
 from layers.candidate import NotMeasured
 from megamoe.config import RunConfig, parse_config, to_dict
+from megamoe.config.shapes import expert_ffn_size, padded_vocab_size
 from megamoe.data.vocabulary import resolve_vocabulary
-from megamoe.model.size import expert_ffn_size, padded_vocab_size
-from megamoe.zero.deepspeed_config import read_deepspeed_config, resolve_precision
+from megamoe.zero.deepspeed_config import resolve_parallel
 from megamoe.zero.optimizer import adamw_options
 from steps.candidate import StepTime
 
@@ -37,7 +37,7 @@ class TransformersModel:
     """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        precision = resolve_precision(config, read_deepspeed_config(config.parallel.deepspeed))
+        precision = resolve_parallel(config, 1).precision
         refuse_what_it_lacks(config, precision)
         self.clip = config.optimizer.grad_clip
         self.sizes = config.train.micro_batch_size, config.data.sequence_length

@@ -11,8 +11,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from megamoe.config.parts import STRICT, PartChoice, names_inside, none_at_all, one_part, one_size
 from megamoe.config.paths import is_dataset, is_minutes, is_path, is_run_name
+from megamoe.config.patterns import checked_pattern
 
 DEFAULT_STEPS = 100
+Precision = Literal["fp32", "bf16", "fp16"]
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
 # Upper bounds are far above any real use: what is larger is a slip that would end in an overflow or silence.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
@@ -119,6 +121,8 @@ Selector = Annotated[PartChoice, one_part("selector")]
 Capacity = Annotated[PartChoice, one_part("capacity")]
 Loss = Annotated[PartChoice, one_part("loss")]
 Masks = Annotated[list[Mask], BeforeValidator(none_at_all)]
+Callback = Annotated[PartChoice, one_part("callback")]
+Callbacks = Annotated[list[Callback], BeforeValidator(none_at_all)]
 Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
 
 
@@ -171,6 +175,16 @@ class ParallelConfig:
 
 
 @dataclass
+class GroupConfig:
+    """Parameters that are updated otherwise: those in whose names `pattern` is found."""
+
+    __pydantic_config__ = STRICT
+    pattern: Annotated[str, AfterValidator(checked_pattern)]  # a regular expression, searched in the name
+    lr_scale: NonNegativeFloat = 1.0  # times the schedule's learning rate
+    weight_decay: NonNegativeFloat | None = None  # of matrices and vectors; default: as outside of groups
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW or Adam, and its learning-rate schedule. Steps are optimiser steps."""
 
@@ -188,6 +202,7 @@ class OptimizerConfig:
     eps: Small = 1e-8
     weight_decay: Decay | None = None  # of matrices alone; default: 0.1 of adamw, 0 of adam
     grad_clip: NonNegativeFloat = 1.0  # global norm, dense and expert parameters together; 0: off
+    groups: list[GroupConfig] = field(default_factory=list)  # of parameters, by name; the first match counts
     kernel: Literal["auto", "torch", "apex"] = (
         "auto"  # the update's; auto: Apex's if installed, but not at ZeRO 0
     )
@@ -239,6 +254,7 @@ class TrainConfig:
     loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     hang_minutes: MinutesOrZero = 10.0  # without progress of any rank, until the run is ended; 0: never
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    callbacks: Callbacks = field(default_factory=list)  # a plugin's code in the loop, in order; or `none`
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megamoe.zero.deepspeed_config import Precision
+from megamoe.config.schema import Precision
 from megamoe.zero.offload import Offload
 
 

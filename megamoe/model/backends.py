@@ -10,9 +10,9 @@ import torch
 
 from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, OLDEST, fp8_ability, is_too_old
 from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 from megamoe.errors import UserError
 from megamoe.kernels.library import find_library
-from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import stand_in_for_cuda
 from megamoe.config.schema import ModelConfig, RunConfig
-from megamoe.model.attention import BlockConfig, SDPAttention
-from megamoe.model.block import Block, MoEBlock
-from megamoe.model.loss import token_losses
-from megamoe.model.modules import Modules, choose_modules, fp8_options
-from megamoe.model.random_streams import use_one_stream
-from megamoe.model.size import (
+from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
@@ -29,6 +24,11 @@ from megamoe.model.size import (
     moe_block_numbers,
     padded_vocab_size,
 )
+from megamoe.model.attention import BlockConfig, SDPAttention
+from megamoe.model.block import Block, MoEBlock
+from megamoe.model.loss import token_losses
+from megamoe.model.modules import Modules, choose_modules, fp8_options
+from megamoe.model.random_streams import use_one_stream
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer

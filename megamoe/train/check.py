@@ -1,37 +1,33 @@
 """Checks between sections of the configuration and the world, before anything is allocated."""
 
-from megamoe.config.schema import DataConfig, RunConfig
+from megamoe.config.schema import DataConfig, Precision, RunConfig
+from megamoe.config.shapes import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
 from megamoe.errors import UserError
 from megamoe.model.backends import check_backends
-from megamoe.model.size import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
 from megamoe.moe.composition import check_parts
-from megamoe.parallel.layout import Layout
-from megamoe.train.layout_rules import check_layout, row_unit
+from megamoe.parallel.layout_rules import check_layout, row_unit
 from megamoe.train.length import check_warmup
 from megamoe.zero.apex_adamw import check_kernel
-from megamoe.zero.deepspeed_config import (
-    read_deepspeed_config,
-    resolve_precision,
-    zero_stage,
-)
-from megamoe.zero.offload import read_offload
+from megamoe.zero.deepspeed_config import ParallelPlan
 
 MOST_SIZES = 100_000  # that a batch grows through
 
 
-def check_run(config: RunConfig, world_size: int) -> None:
+def check_run(config: RunConfig, plan: ParallelPlan) -> None:
     """Refuse what cannot run.
+
+    plan: of the configuration, on the ranks that there are.
 
     Raises:
         UserError: naming the keys, their values, what was expected and a way out.
     """
     _check_model(config)
-    _check_experts(config, world_size)
+    _check_experts(config, plan)
     _check_start(config)
-    _check_batches(config, world_size)
+    _check_batches(config, plan.layout.data)
     _check_schedule(config)
     _check_blend(config.data)
-    _check_accelerators(config)
+    _check_accelerators(config, plan)
 
 
 def _check_model(config: RunConfig) -> None:
@@ -47,7 +43,7 @@ def _check_model(config: RunConfig) -> None:
         )
 
 
-def _check_experts(config: RunConfig, world_size: int) -> None:
+def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:
     moe = config.moe
     for key, blocks in (("at", moe.layers.at), ("insert_after", moe.layers.insert_after)):
         if any(block > config.model.num_layers for block in blocks):
@@ -60,12 +56,12 @@ def _check_experts(config: RunConfig, world_size: int) -> None:
             f"moe.layers.every: {moe.layers.every} is more than model.num_layers {config.model.num_layers}, "
             "so no block would be MoE; for a dense model say moe.layers: none"
         )
-    check_layout(config, world_size)
+    check_layout(config, plan.layout, plan.precision)
     if not moe_layer_numbers(moe, config.model.num_layers):
         return
     check_parts(moe, config.parallel.expert)
     _check_inserted(config)
-    _check_rows(config)
+    _check_rows(config, plan.precision)
 
 
 def _check_inserted(config: RunConfig) -> None:
@@ -90,9 +86,9 @@ def _check_inserted(config: RunConfig) -> None:
         )
 
 
-def _check_rows(config: RunConfig) -> None:
+def _check_rows(config: RunConfig, precision: Precision) -> None:
     """The experts' rows must be aligned."""
-    unit, precision = row_unit(config)
+    unit = row_unit(precision)
     sizes = {
         "model.hidden_size": config.model.hidden_size,
         "moe.expert_ffn_hidden_size (default: the dense blocks')": expert_ffn_size(config),
@@ -132,16 +128,14 @@ def _check_start(config: RunConfig) -> None:
         )
 
 
-def _check_accelerators(config: RunConfig) -> None:
+def _check_accelerators(config: RunConfig, plan: ParallelPlan) -> None:
     """What is optional must be there where it is asked for by name."""
-    content = read_deepspeed_config(config.parallel.deepspeed)
-    check_backends(config, resolve_precision(config, content))
-    check_kernel(config.optimizer, zero_stage(content), read_offload(content).optimizer != "none")
+    check_backends(config, plan.precision)
+    check_kernel(config.optimizer, plan.stage, plan.offload.optimizer != "none")
 
 
-def _check_batches(config: RunConfig, world_size: int) -> None:
+def _check_batches(config: RunConfig, data_parallel: int) -> None:
     train = config.train
-    data_parallel = Layout.of(config.parallel, world_size).data
     unit = train.micro_batch_size * data_parallel
     sizes = [("train.global_batch_size", train.global_batch_size or unit)]
     if train.batch_rampup is not None:

@@ -20,6 +20,7 @@ from megamoe.resilience.stopping import StopRule
 from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.profile import ProfilerWindow
 from megamoe.train.run_folder import prepare_run_folder
+from megamoe.train.step import num_rollouts
 from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
 
@@ -72,11 +73,13 @@ class Loop:
     def _run_steps(self) -> None:
         trainer, folder = self.trainer, self.trainer.folder
         profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
+        trainer.callbacks.call("on_train_begin", trainer)
         if self.config.evaluation.at_start and trainer.progress.step == 0:
             self._record({"step": 0, "tokens": 0, **self._evaluate()})
         reason = None
         try:
-            while trainer.progress.step < trainer.steps and reason is None:
+            while trainer.progress.step < trainer.run.steps and reason is None:
+                trainer.callbacks.call("on_step_begin", trainer)
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
                 self._say_trace(profiler.after_step(trainer.progress.step))
@@ -89,22 +92,20 @@ class Loop:
         if self.config.checkpoint.save_at_end or reason is not None:
             self._begin_save()
         self._finish_save()
+        trainer.callbacks.call("on_train_end", trainer)
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
         cleanup.enter_context(locked(folder.path))
-        record = summary_record(self.config, trainer.vocabulary, trainer.engine)
+        record = summary_record(trainer.run)
         prepare_run_folder(folder, self.config, record, this_launch)
-        rows = summary_rows(
-            self.config, trainer.vocabulary, trainer.engine, trainer.schedule, trainer.steps, first_step
-        )
-        print_summary(rows)
+        print_summary(summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step))
         resumed_step = first_step if folder.continues else None
         self.recorder = Recorder.open(
             folder.path, self.config.log, self.config.name, to_dict(self.config), resumed_step
         )
         cleanup.callback(self.recorder.close)
-        self.line = cleanup.enter_context(ProgressLine(trainer.steps, self.config.log.every))
+        self.line = cleanup.enter_context(ProgressLine(trainer.run.steps, self.config.log.every))
 
     def _one_step(self) -> str | None:
         """Step, evaluate and save when due, record; returns the reason to stop, if any."""
@@ -113,8 +114,9 @@ class Loop:
         tick()
         if step_record.told:
             self._say(step_record.told)
+        trainer.callbacks.call("on_step_end", trainer, metrics)
         self.stop_rule.step_done()
-        step, last = trainer.progress.step, trainer.progress.step == trainer.steps
+        step, last = trainer.progress.step, trainer.progress.step == trainer.run.steps
         reason = self._agreed_reason()
         evaluates = last or _is_due(step, self.config.evaluation.every)
         if evaluates:
@@ -145,7 +147,11 @@ class Loop:
         return mine or "another rank was told to stop"
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
-        return self.trainer.evaluate(at_end) if self.config.evaluation.batches else {}
+        if not self.config.evaluation.batches:
+            return {}
+        losses = self.trainer.evaluate(at_end)
+        self.trainer.callbacks.call("on_evaluate", self.trainer, losses)
+        return losses
 
     def _begin_save(self) -> None:
         if self.trainer.progress.step == self.saved_step:

@@ -2,8 +2,6 @@
 allocated."""
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -13,15 +11,7 @@ from megamoe.errors import UserError
 from megamoe.host_memory import available_bytes
 from megamoe.model.size import ModelSize, model_size, padded_vocab_size
 from megamoe.parallel.launch import World, ranks_of_machine
-from megamoe.parallel.layout import Layout
-from megamoe.zero.deepspeed_config import (
-    Precision,
-    bucket_elements,
-    read_deepspeed_config,
-    resolve_precision,
-    zero_stage,
-)
-from megamoe.zero.offload import Offload, read_offload
+from megamoe.zero.deepspeed_config import ParallelPlan, bucket_elements
 
 BYTES_OF_A_TOKEN = 3 * 8 + 4  # in a batch: id, label, position; loss mask
 ACTIVATIONS, BATCHES, BUILT = "activations", "a step's batch", "weights in fp32 while the model is built"
@@ -38,57 +28,18 @@ WAYS_OUT = {
 UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
-class Sharded(Protocol):
-    """What decides how the states are spread: an engine, or what one will be."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def precision(self) -> Precision: ...
-
-    @property
-    def offload(self) -> Offload: ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """`Sharded`, before there is an engine."""
-
-    layout: Layout
-    stage: int
-    precision: Precision
-    offload: Offload
-    bucket: float = 0  # elements
-
-    @classmethod
-    def of(cls, config: RunConfig, ranks: int) -> "Plan":
-        """From the configuration and its DeepSpeed file.
-
-        Raises:
-            UserError: if the file cannot be read, or contradicts `parallel.precision`.
-        """
-        content = read_deepspeed_config(config.parallel.deepspeed)
-        precision = resolve_precision(config, content)
-        layout, offload = Layout.of(config.parallel, ranks), read_offload(content)
-        return cls(layout, zero_stage(content), precision, offload, bucket_elements(content))
-
-
-def states_of(config: RunConfig, sharded: Sharded, size: ModelSize) -> StateBytes:
+def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBytes:
     """Bytes of model states on one rank."""
-    ranks = sharded.layout
+    ranks = plan.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
     trained = 0 if "experts" in config.moe.frozen else experts
     shares = Share(dense, dense, ranks.data), Share(experts, trained, ranks.expert_copies)
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.beside if ranks.tensor > 1 and accumulates else 0
-    return state_bytes(shares, sharded.stage, sharded.precision, sharded.offload, aside)
+    return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)
 
 
-def check_memory(config: RunConfig, world: World, vocabulary_size: int) -> None:
+def check_memory(config: RunConfig, plan: ParallelPlan, world: World, vocabulary_size: int) -> None:
     """Refuse a model or a batch that cannot fit: the least that it needs against all that there is.
 
     On CUDA the device's whole memory counts, and on the host the memory that is available now, of which each
@@ -97,7 +48,6 @@ def check_memory(config: RunConfig, world: World, vocabulary_size: int) -> None:
     Raises:
         UserError: with the bytes that a rank needs, those that there are, and what would need less.
     """
-    plan = Plan.of(config, world.size)
     try:
         size = model_size(config, vocabulary_size)
     except UserError:  # of a part that cannot be built, which is told better when the model is
@@ -111,7 +61,7 @@ def check_memory(config: RunConfig, world: World, vocabulary_size: int) -> None:
     }
     on_host = {"offloaded states": states.cpu, BATCHES: _batch_bytes(config, plan)}
     built = {BUILT: 4 * sum(size.on_rank(plan.layout.tensor, plan.layout.expert_ranks))}
-    bucket = {BUCKET: 4 * plan.bucket}
+    bucket = {BUCKET: 4 * bucket_elements(plan.content)}
     ranks, available = ranks_of_machine(), available_bytes()
     host = math.inf if available is None else available / ranks
     each = f" for each of its {ranks} ranks" if ranks > 1 else ""
@@ -135,7 +85,7 @@ def _refusal(parts: dict[str, float], place: str) -> str:
     return f"memory: a rank needs at least {in_bytes(total)} ({shown}), but {place}; {way_out}"
 
 
-def _least_activations(config: RunConfig, plan: Plan, vocabulary_size: int) -> float:
+def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: int) -> float:
     """What no way of computing avoids: each block's input, the logits, and a mask between documents."""
     model, ranks = config.model, plan.layout.tensor
     tokens = config.train.micro_batch_size * config.data.sequence_length
@@ -146,7 +96,7 @@ def _least_activations(config: RunConfig, plan: Plan, vocabulary_size: int) -> f
     return float(tokens * width * (inputs + logits) + masks)
 
 
-def _batch_bytes(config: RunConfig, plan: Plan) -> float:
+def _batch_bytes(config: RunConfig, plan: ParallelPlan) -> float:
     """A rank's share of a step's batch, which is read before the step."""
     samples = config.train.global_batch_size or config.train.micro_batch_size * plan.layout.data
     return BYTES_OF_A_TOKEN * config.data.sequence_length * samples / plan.layout.data

@@ -3,68 +3,63 @@
 from typing import Any
 
 from megamoe.config import RunConfig
-from megamoe.config.schema import Activation, OptimizerConfig
-from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
-from megamoe.data.vocabulary import Vocabulary
-from megamoe.model.backends import backend_rows
-from megamoe.model.gpt import GPT
-from megamoe.model.size import (
-    ModelSize,
+from megamoe.config.schema import Activation, GroupConfig, OptimizerConfig
+from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
-    mean_choices,
-    model_size,
     moe_block_numbers,
     moe_layer_numbers,
 )
+from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.model.backends import backend_rows
+from megamoe.model.size import ModelSize, mean_choices, model_size
 from megamoe.moe.experts.activations import num_halves
+from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
 from megamoe.train.memory import in_bytes, states_of
+from megamoe.train.resolved import ResolvedRun
 from megamoe.train.schedule import BatchSchedule, warmup_steps
-from megamoe.train.step import num_rollouts
 from megamoe.zero.apex_adamw import uses_apex, weight_decay
-from megamoe.zero.engine import Engine
+from megamoe.zero.deepspeed_config import ParallelPlan
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 Rows = dict[str, list[tuple[str, object]]]
 
 
-def summary_record(config: RunConfig, vocabulary: Vocabulary, engine: Engine) -> dict[str, Any]:
+def summary_record(run: ResolvedRun) -> dict[str, Any]:
     """The plain figures, for summary.json."""
-    size = model_size(config, vocabulary.size)
+    size, layout = model_size(run.config, run.vocabulary.size), run.plan.layout
     return {
         "parameters_total": size.total,
         "parameters_active": size.active,
         "parameters_routed_experts": size.expert,
-        "vocabulary": vocabulary.size,
-        "ranks": engine.world.size,
-        "tensor_parallel": engine.layout.tensor,
-        "expert_parallel": engine.layout.expert,
-        "expert_tensor_parallel": engine.layout.expert_tensor,
-        "zero_stage": engine.stage,
-        "precision": engine.precision,
+        "vocabulary": run.vocabulary.size,
+        "ranks": layout.ranks,
+        "tensor_parallel": layout.tensor,
+        "expert_parallel": layout.expert,
+        "expert_tensor_parallel": layout.expert_tensor,
+        "zero_stage": run.plan.stage,
+        "precision": run.plan.precision,
     }
 
 
-def summary_rows(
-    config: RunConfig,
-    vocabulary: Vocabulary,
-    engine: Engine,
-    schedule: BatchSchedule,
-    steps: int,
-    first_step: int,
-) -> Rows:
-    """The start-up table; steps: of the whole run, see `length.run_steps`."""
-    size = model_size(config, vocabulary.size)
-    offloads = engine.offload.optimizer != "none"
+def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int) -> Rows:
+    """The start-up table.
+
+    rollouts: how many times each sequence is routed, see `num_rollouts`. first_step: the last one done.
+    """
+    config = run.config
+    size = model_size(config, run.vocabulary.size)
+    offloads = run.plan.offload.optimizer != "none"
     optimizer = (
-        OPTIMIZERS[config.optimizer.name] if uses_apex(config.optimizer, engine.stage, offloads) else ""
+        OPTIMIZERS[config.optimizer.name] if uses_apex(config.optimizer, run.plan.stage, offloads) else ""
     )
     return {
-        "run": _run_rows(config, schedule, steps, first_step),
-        "model": _model_rows(config, vocabulary, size),
-        "ranks": _rank_rows(config, vocabulary, engine, size),
+        "run": _run_rows(config, run.schedule, run.steps, first_step),
+        "model": _model_rows(config, run.vocabulary, size),
+        "ranks": _rank_rows(run, world, rollouts, size),
         "backends": list(backend_rows(config, optimizer).items()),
     }
 
@@ -87,6 +82,7 @@ def _run_rows(
             f"{(samples - schedule.total_samples(first_step)) * config.data.sequence_length:,}",
         ),
         ("optimiser", _optimizer(config.optimizer, steps)),
+        *[("parameters by name", _group(group)) for group in config.optimizer.groups],
     ]
 
 
@@ -96,6 +92,11 @@ def _optimizer(config: OptimizerConfig, steps: int) -> str:
     if warmup_steps(config, steps):
         told += f" after {warmup_steps(config, steps):,} steps of warm-up"
     return f"{told}, {decay} {weight_decay(config):g}" if weight_decay(config) else told
+
+
+def _group(group: GroupConfig) -> str:
+    decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
+    return f"{group.pattern}: {group.lr_scale:g} x lr{decay}"
 
 
 def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:
@@ -135,11 +136,11 @@ def _activations(config: RunConfig) -> str:
     return dense if dense == experts or not is_moe else f"{dense}, of experts {experts}"
 
 
-def _rank_rows(
-    config: RunConfig, vocabulary: Vocabulary, engine: Engine, size: ModelSize
-) -> list[tuple[str, object]]:
-    states = states_of(config, engine, size)
-    sent = _sent(config, engine)
+def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -> list[tuple[str, object]]:
+    config, plan = run.config, run.plan
+    states = states_of(config, plan, size)
+    sent = _sent(config, plan, rollouts)
+    activations = _activation_bytes(config, run.vocabulary, plan, rollouts)
     parts = [
         ("weights", states.weights),
         ("gradients", states.gradients),
@@ -152,16 +153,16 @@ def _rank_rows(
         if held
     ]
     return [
-        ("world", _world(engine.layout, config.parallel.sequence)),
+        ("world", _world(plan.layout, config.parallel.sequence)),
         (
             "device",
-            f"{engine.world.device.type}, {engine.world.backend}, {engine.precision}, ZeRO {engine.stage}",
+            f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}",
         ),
         (
             "memory per rank",
             f"{in_bytes(states.total)} of model states ({shown}), "
             f"{''.join(f'{text}, ' for text in elsewhere)}"
-            f"and about {in_bytes(_activation_bytes(config, vocabulary, engine))} of activations",
+            f"and about {in_bytes(activations)} of activations",
         ),
         *(
             [("sent per micro batch", f"{in_bytes(sent)} by each rank in its blocks, with even loads")]
@@ -171,20 +172,19 @@ def _rank_rows(
     ]
 
 
-def _sent(config: RunConfig, engine: Engine) -> float:
+def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
     """Bytes that leave a rank in a micro batch's forward and backward pass, with even loads."""
     model, moe, sequence = config.model, config.moe, config.parallel.sequence
-    assert isinstance(engine.model, GPT)
-    tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
-    width = 4 if engine.precision == "fp32" else 2
+    tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
+    width = 4 if plan.precision == "fp32" else 2
     layers = len(moe_layer_numbers(moe, model.num_layers))
     pairs = 2 * model.num_layers - len(moe_block_numbers(moe, model.num_layers))
     sent = pairs * cut_pair_traffic(
-        engine.layout, sequence=sequence, tokens=tokens, hidden_size=model.hidden_size, width=width
+        plan.layout, sequence=sequence, tokens=tokens, hidden_size=model.hidden_size, width=width
     )
     if layers:
         layer = moe_traffic(
-            engine.layout,
+            plan.layout,
             sequence=sequence,
             tokens=tokens,
             pairs=tokens * mean_choices(config),
@@ -206,14 +206,13 @@ def _world(layout: Layout, sequence: bool) -> str:
     return f"{layout.ranks} ({', '.join(parts)})"
 
 
-def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, engine: Engine) -> float:
+def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelPlan, rollouts: int) -> float:
     """A rough count of what the backward pass keeps: about 14 hidden vectors a block besides the FFN's inner
     ones, and the logits three times in fp32. Tensor parallelism divides all but 10 / 34 of the former, with
     sequence parallelism those too (Korthikanti et al. 2022, section 4)."""
     model = config.model
-    assert isinstance(engine.model, GPT)
-    tokens = config.train.micro_batch_size * config.data.sequence_length * num_rollouts(engine.model)
-    width, ranks = 4 if engine.precision == "fp32" else 2, engine.layout.tensor
+    tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
+    width, ranks = 4 if plan.precision == "fp32" else 2, plan.layout.tensor
     if model.recompute == "full":  # the blocks' inputs, and what one of them needs while it is computed again
         inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
         kept = inputs + _block_width(config) / model.num_layers

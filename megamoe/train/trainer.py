@@ -16,7 +16,6 @@ from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets, build_datasets
-from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.kernels.library import use_compiled
 from megamoe.kernels.rows import use_triton
@@ -35,15 +34,14 @@ from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.rank_consistency import Facts, check_same, refusing_together
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
-from megamoe.train.check import check_run
-from megamoe.train.length import run_steps
+from megamoe.train.callbacks import Callbacks
 from megamoe.train.memory import check_memory
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
+from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
-from megamoe.train.schedule import BatchSchedule, learning_rate
+from megamoe.train.schedule import learning_rate
 from megamoe.train.step import StepRecord, evaluate, train_step
-from megamoe.zero.deepspeed_config import fill_in, read_deepspeed_config
 from megamoe.zero.engine import Engine
 from megamoe.zero.expert_host import hosted_layer_factory
 
@@ -65,7 +63,8 @@ class Progress:
 class Trainer:
     """A run that is ready: one `step` at a time, evaluated and saved when the loop says so.
 
-    steps: of the whole run. last_checkpoint: the one to go on from, written or resumed from in this launch.
+    run: what follows from the configuration. last_checkpoint: the one to go on from, written or resumed from
+    in this launch.
 
     Raises (when built):
         UserError: for everything that a user can put right, before ranks are started where possible.
@@ -88,7 +87,7 @@ class Trainer:
             seed=config.seed, data_group=data_group() if self.layout.data > 1 else None
         )
         make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
-        model = build_gpt(config, self.vocabulary.size, make_moe_layer)
+        model = build_gpt(config, self.run.vocabulary.size, make_moe_layer)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.background
         )
@@ -97,7 +96,7 @@ class Trainer:
             self._begin_from(model)
         else:
             raise_any_error(catch_error(lambda: load_weights(saved, model, self.layout, self.world.rank)))
-        self.engine = Engine(config, model, self.world, self.schedule.accumulation_at(0))
+        self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
         self.progress = Progress()
         self._seed()
         self.skip_policy = SkipPolicy(config.train)
@@ -107,6 +106,18 @@ class Trainer:
         self.engine.train(True)
         self._stream = self._open_stream()
 
+    @property
+    def layout(self) -> Layout:
+        """What each rank does."""
+        return self.run.plan.layout
+
+    @property
+    def model(self) -> GPT:
+        """The model, under the engine."""
+        model = self.engine.model
+        assert isinstance(model, GPT)
+        return model
+
     def _check(self, facts: Facts) -> Path | None:
         """Refuse what cannot run, before ranks are started; returns the checkpoint to go on from, if any.
 
@@ -114,26 +125,20 @@ class Trainer:
         """
         config = self.config
         facts.update(facts_of_start(config, self.world))
-        check_run(config, self.world.size)
+        self.run: ResolvedRun = resolve_run(config, self.world.size)
         use_compiled(config.model.cpu_kernels != "plain")
         use_triton(config.model.gpu_kernels == "triton")
         if self.world.device.type == "cpu" and config.model.keep_freed_memory:
             keep_freed_memory()
-        self.layout = Layout.of(config.parallel, self.world.size)
-        self.vocabulary: Vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
-        check_memory(config, self.world, self.vocabulary.size)
+        self.callbacks = Callbacks(config.train.callbacks)
+        check_memory(config, self.run.plan, self.world, self.run.vocabulary.size)
         self.folder: RunFolder = choose_run_folder(config)
-        self.schedule = BatchSchedule.from_config(config.train, self.layout.data)
-        self.steps = run_steps(config, self.schedule)
-        # For its refusals alone; the engine, which comes after the ranks' start, does it again.
-        content = read_deepspeed_config(config.parallel.deepspeed)
-        fill_in(config, content, self.layout.data, self.schedule.accumulation_at(0))
         resume_from = self.folder.resume_from
         if resume_from is not None:
-            check_resume(config, self.vocabulary.size, resume_from)
+            check_resume(config, self.run.vocabulary.size, resume_from)
         elif config.checkpoint.init.path is not None:
-            check_init(config, self.vocabulary.size, self.folder.path)
-        facts.update(facts_of_files(config, self.vocabulary, content, resume_from))
+            check_init(config, self.run.vocabulary.size, self.folder.path)
+        facts.update(facts_of_files(config, self.run.vocabulary, self.run.plan.content, resume_from))
         return resume_from
 
     def step(self) -> tuple[StepRecord, dict[str, Any]]:
@@ -143,10 +148,10 @@ class Trainer:
             UserError: on every rank, where a step is broken and the run ends with it.
         """
         started = time.perf_counter()
-        size = self.schedule.size_at(self.progress.samples)
-        batches = self._take(self._stream, size // self.schedule.unit)
+        size = self.run.schedule.size_at(self.progress.samples)
+        batches = self._take(self._stream, size // self.run.schedule.unit)
         self.context.step = self.progress.step + 1
-        lr = learning_rate(self.context.step, self.config.optimizer, self.steps)
+        lr = learning_rate(self.context.step, self.config.optimizer, self.run.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
         judge = self.skip_policy.judge
@@ -193,7 +198,7 @@ class Trainer:
         return {f"{name}/lm_loss": self._loss_on(dataset) for name, dataset in sets.items()}
 
     def _loss_on(self, dataset: Any) -> float:
-        micro_batches = self.config.evaluation.batches * self.schedule.final // self.schedule.unit
+        micro_batches = self.config.evaluation.batches * self.run.schedule.final // self.run.schedule.unit
         with self._stream_of(dataset, start_sample=0, workers=0) as stream:
             batches = (self._take(stream, 1)[0] for _ in range(micro_batches))
             return evaluate(self.engine, self.context, batches)
@@ -221,7 +226,7 @@ class Trainer:
             "micro_batches": self.progress.micro_batches,
             "skipped_steps": self.progress.skipped_steps,
             "tokens": self.progress.samples * self.config.data.sequence_length,
-            "vocabulary": self.vocabulary.size,
+            "vocabulary": self.run.vocabulary.size,
             "skip_policy": self.skip_policy.state(),
             "config": to_dict(self.config),
         }
@@ -229,8 +234,9 @@ class Trainer:
 
     def finish_save(self) -> Path:
         """Wait for the save under way."""
-        self.last_checkpoint = self.checkpoints.finish()
-        return self.last_checkpoint
+        path = self.last_checkpoint = self.checkpoints.finish()
+        self.callbacks.call("on_save", self, path)
+        return path
 
     def close(self) -> None:
         """End the loader processes and leave the process group."""
@@ -241,9 +247,7 @@ class Trainer:
     def _after_step(self, record: StepRecord) -> None:
         """What the layers learn outside the gradient."""
         constraints = []
-        model = self.engine.model
-        assert isinstance(model, GPT)
-        for number, layer in model.moe_layers():
+        for number, layer in self.model.moe_layers():
             with self.engine.gathered(layer.parameters_after_step()):
                 layer.after_step(record.layers[number].wanted_E.to(self.world.device))
             constraints += layer.constraints()
@@ -278,10 +282,10 @@ class Trainer:
         config = self.config
         return build_datasets(
             config.data,
-            self.vocabulary,
+            self.run.vocabulary,
             seed=config.seed,
-            train_samples=self.schedule.total_samples(self.steps),
-            validation_samples=config.evaluation.batches * self.schedule.final,
+            train_samples=self.run.schedule.total_samples(self.run.steps),
+            validation_samples=config.evaluation.batches * self.run.schedule.final,
         )
 
     def _begin_from(self, model: GPT) -> None:
@@ -322,7 +326,7 @@ class Trainer:
         path, damaged = first_intact(list(self.folder.candidates), self._say)
         self.checkpoints.damaged.update(damaged)
         if path != checked:
-            check_resume(self.config, self.vocabulary.size, path)
+            check_resume(self.config, self.run.vocabulary.size, path)
         if path != self.folder.candidates[0]:
             self._say(f"going on from {path}")
         return Saved(path)

@@ -16,6 +16,11 @@ def weight_decay(config: OptimizerConfig) -> float:
     return 0.1 if config.name == "adamw" else 0.0
 
 
+def decays(config: OptimizerConfig) -> bool:
+    """Whether any parameter has a weight decay."""
+    return weight_decay(config) != 0 or any(group.weight_decay for group in config.groups)
+
+
 def uses_apex(config: OptimizerConfig, stage: int, offload: bool) -> bool:
     """What optimizer.kernel comes to. ZeRO 0 has an optimiser of ours, an offloaded one is DeepSpeed's."""
     if config.kernel == "auto":
@@ -49,15 +54,23 @@ def check_adam(where: str, section: dict[str, Any], config: OptimizerConfig) -> 
         UserError: naming the file's key, what it does, and the way out.
     """
     offload = section.get("offload_optimizer") or {}
-    if config.name == "adamw" or weight_decay(config) == 0:
+    if config.name == "adamw" or not decays(config):
         return
     for key, without in (("ratio", 1.0), ("super_offload", False)):
         if offload.get(key, without) != without:
             raise UserError(
                 f"{where}: zero_optimization.offload_optimizer.{key} is {offload[key]!r}, with which "
                 f"DeepSpeed takes AdamW for a part of the weights, but optimizer.name is {config.name} with "
-                f"weight_decay {weight_decay(config):g}; leave {key} out, or set optimizer.name: adamw"
+                f"{_largest_decay(config)}; leave {key} out, or set optimizer.name: adamw"
             )
+
+
+def _largest_decay(config: OptimizerConfig) -> str:
+    if weight_decay(config):
+        return f"weight_decay {weight_decay(config):g}"
+    return (
+        f"a weight_decay of {max(group.weight_decay or 0 for group in config.groups):g} in optimizer.groups"
+    )
 
 
 def apex_problem() -> str:

@@ -7,19 +7,20 @@ and buckets. A value of the file that the YAML owns may be left out or `"auto"`;
 import copy
 import difflib
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from megamoe.config.schema import RunConfig
+from megamoe.config.schema import Precision, RunConfig
 from megamoe.errors import UserError
+from megamoe.parallel.layout import Layout
 from megamoe.plain_files import read_plain, reason
 from megamoe.registry import unknown_name_message
 from megamoe.zero.apex_adamw import check_adam
-from megamoe.zero.offload import check_offload, offload_device
+from megamoe.zero.offload import Offload, check_offload, read_offload
 
-Precision = Literal["fp32", "bf16", "fp16"]
 OF_THE_YAML = {
     "optimizer": "optimizer",
     "scheduler": "optimizer.schedule",
@@ -144,16 +145,61 @@ def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
     return asked
 
 
-def fill_in(
-    config: RunConfig, content: dict[str, Any], data_parallel: int, accumulation: int
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ParallelPlan:
+    """What the section `parallel` and its DeepSpeed file come to on a number of ranks.
+
+    Args:
+        layout: of the ranks; whether it is legal is not asked here.
+        stage: the ZeRO stage, as the file has it.
+        precision: of the weights that the model computes with.
+        offload: where optimizer state and parameters are held.
+        deepspeed_json: the file's content as JSON text, which nobody can change.
+    """
+
+    layout: Layout
+    stage: int
+    precision: Precision
+    offload: Offload
+    deepspeed_json: str
+
+    @classmethod
+    def of(cls, config: RunConfig, ranks: int, content: dict[str, Any]) -> "ParallelPlan":
+        """Of a file's content.
+
+        Raises:
+            UserError: where the file and `parallel.precision` contradict each other.
+        """
+        precision, offload = resolve_precision(config, content), read_offload(content)
+        layout = Layout.of(config.parallel, ranks)
+        return cls(layout, zero_stage(content), precision, offload, json.dumps(content))
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The DeepSpeed file's, a new copy each time."""
+        content: dict[str, Any] = json.loads(self.deepspeed_json)
+        return content
+
+
+def resolve_parallel(config: RunConfig, ranks: int) -> ParallelPlan:
+    """Read the DeepSpeed file, and work out what follows from it and from the section `parallel`.
+
+    Raises:
+        UserError: if the file cannot be read, or contradicts `parallel.precision`.
+    """
+    return ParallelPlan.of(config, ranks, read_deepspeed_config(config.parallel.deepspeed))
+
+
+def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`.
+
+    accumulation: micro batches per rank of the first step.
 
     Raises:
         UserError: naming the key, where the file contradicts the YAML, or holds what the YAML owns.
     """
     where = config.parallel.deepspeed or "the DeepSpeed file"
-    stage = zero_stage(content)
+    stage, content = plan.stage, plan.content
     _check_stage_and_offload(where, content.get("zero_optimization", {}))
     _check_zero(where, content.get("zero_optimization", {}), stage)
     _check_overflow_checks(where, content)
@@ -167,10 +213,10 @@ def fill_in(
     owned = {
         "train_micro_batch_size_per_gpu": (micro, "train.micro_batch_size"),
         "gradient_accumulation_steps": (accumulation, "train.global_batch_size"),
-        "train_batch_size": (micro * accumulation * data_parallel, "train.global_batch_size"),
+        "train_batch_size": (micro * accumulation * plan.layout.data, "train.global_batch_size"),
         "gradient_clipping": (config.optimizer.grad_clip, "optimizer.grad_clip"),
     }
-    filled = json.loads(json.dumps(content))
+    filled = plan.content
     for key, (value, owner) in owned.items():
         stated = filled.get(key, "auto")
         if stated not in ("auto", value):
@@ -179,14 +225,13 @@ def fill_in(
                 f'set it to "auto" or change the YAML'
             )
         filled[key] = value
-    precision = resolve_precision(config, content)
-    _check_precision(where, precision, stage)
-    _set_precision(filled, precision, stage)
+    _check_precision(where, plan.precision, stage)
+    _set_precision(filled, plan.precision, stage)
     if stage == 0:
         filled["gradient_clipping"] = 0.0  # our optimiser clips: DeepSpeed's is wrong with experts there
     filled.setdefault("zero_allow_untested_optimizer", True)
     filled.setdefault("steps_per_print", 10**9)
-    if offload_device(content, "offload_optimizer") != "none":
+    if plan.offload.optimizer != "none":
         filled.setdefault("zero_force_ds_cpu_optimizer", False)
     _check_the_rest(where, filled)
     return filled

@@ -33,16 +33,8 @@ from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import ModelParallelUnit, data_group
 from megamoe.parallel.launch import World
-from megamoe.parallel.layout import Layout
 from megamoe.zero.apex_adamw import zero_adamw
-from megamoe.zero.deepspeed_config import (
-    Precision,
-    fill_in,
-    read_deepspeed_config,
-    resolve_precision,
-    zero_stage,
-)
-from megamoe.zero.offload import read_offload
+from megamoe.zero.deepspeed_config import ParallelPlan
 from megamoe.zero.optimizer import (
     MasterWeightAdamW,
     Stage0AdamW,
@@ -56,19 +48,17 @@ from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, s
 class Engine:
     """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision.
 
+    plan, filled: how it is spread, and what `fill_in` made of it for `deepspeed.initialize`.
     step_skipped: whether the last step left weights and moments as they were.
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module, world: World, accumulation: int) -> None:
-        content = read_deepspeed_config(config.parallel.deepspeed)
+    def __init__(
+        self, config: RunConfig, model: nn.Module, world: World, plan: ParallelPlan, filled: dict[str, Any]
+    ) -> None:
         self.world = world
-        self.layout = Layout.of(config.parallel, world.size)
-        self.stage = zero_stage(content)
-        self.precision: Precision = resolve_precision(config, content)
-        self.offload = read_offload(content)
+        self.layout, self.stage, self.precision = plan.layout, plan.stage, plan.precision
         self.step_skipped = False
         self.micro_batch_size = config.train.micro_batch_size
-        filled = fill_in(config, content, self.layout.data, accumulation)
         if self.stage == 0 and self.precision == "bf16":
             _round_parameters(model)
         model.to(world.device)
@@ -77,7 +67,7 @@ class Engine:
         self._gradient_sync = (
             TensorParallelGradientSync(model, tensor_group) if self.layout.tensor > 1 else None
         )
-        optimizer = _build_optimizer(config, model, self.stage, self.precision, self.offload.optimizer, world)
+        optimizer = _build_optimizer(config, model, plan, world)
         silence_memory_reports()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries' notices to their own developers
@@ -147,7 +137,7 @@ class Engine:
             CollectiveError: in fp16, where gradients overflow at the smallest loss scale.
         """
         for group in self.inner_optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         if self._gradient_sync is not None:
             self._gradient_sync.check_all_summed()
         try:
@@ -197,15 +187,15 @@ class Engine:
 
 
 def _build_optimizer(
-    config: RunConfig, model: nn.Module, stage: int, precision: Precision, offload: str, world: World
+    config: RunConfig, model: nn.Module, plan: ParallelPlan, world: World
 ) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config.optimizer)
     options = adamw_options(config.optimizer)
-    if stage == 0:
-        kind = MasterWeightAdamW if precision == "bf16" else Stage0AdamW
+    if plan.stage == 0:
+        kind = MasterWeightAdamW if plan.precision == "bf16" else Stage0AdamW
         clip, decoupled = config.optimizer.grad_clip, config.optimizer.name == "adamw"
         return kind(groups, clip, decoupled_weight_decay=decoupled, **options)
-    if offload != "none" and world.device.type == "cuda":
+    if plan.offload.optimizer != "none" and world.device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         del options["fused"]

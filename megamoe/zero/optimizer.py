@@ -16,25 +16,42 @@ from megamoe.config.schema import OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.parallel.groups import ModelParallelUnit
 from megamoe.zero.apex_adamw import weight_decay
+from megamoe.zero.name_groups import divide
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups: matrices decay, norms, biases and other vectors do not; experts stand apart.
+    """The optimiser's groups: PyTorch's keys, and `lr_scale`, by which the learning rate is multiplied.
 
-    Experts' weights are stacked, so what decays is decided on the shape that one expert has.
+    Matrices decay; norms, biases and other vectors do not, unless `optimizer.groups` gives them a weight
+    decay; experts stand apart. Their weights are stacked, so what decays is decided on the shape that one
+    expert has.
+
+    Raises:
+        CollectiveError: where a pattern of `optimizer.groups` has no parameter.
     """
-    decay: list[nn.Parameter] = []
-    no_decay: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            dimensions = parameter.dim() - (1 if is_moe_param(parameter) else 0)
-            (decay if dimensions >= 2 else no_decay).append(parameter)
-    named = [
-        {"name": "decay", "params": decay, "weight_decay": weight_decay(config)},
-        {"name": "no_decay", "params": no_decay, "weight_decay": 0.0},
-    ]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    rest, *chosen = divide(trained, config.groups)
+    named = _decaying("", rest, weight_decay(config), 0.0, 1.0)
+    for number, (group, parameters) in enumerate(zip(config.groups, chosen, strict=True)):
+        decay = weight_decay(config) if group.weight_decay is None else group.weight_decay
+        named += _decaying(f"group_{number}_", parameters, decay, group.weight_decay or 0.0, group.lr_scale)
     split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
     return [group for group in split if group["params"]]
+
+
+def _decaying(
+    name: str, parameters: list[nn.Parameter], of_matrices: float, of_vectors: float, lr_scale: float
+) -> list[dict[str, Any]]:
+    """Two groups: of matrices and of vectors."""
+    parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for parameter in parameters:
+        dimensions = parameter.dim() - (1 if is_moe_param(parameter) else 0)
+        parts[dimensions < 2].append(parameter)
+    decays = ((f"{name}decay", of_matrices), (f"{name}no_decay", of_vectors))
+    return [
+        {"name": part_name, "params": part, "weight_decay": decay, "lr_scale": lr_scale}
+        for part, (part_name, decay) in zip(parts, decays, strict=True)
+    ]
 
 
 def adamw_options(config: OptimizerConfig) -> dict[str, Any]:

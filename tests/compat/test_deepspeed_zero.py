@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from megamoe.compat import deepspeed_zero
 from megamoe.compat.deepspeed_compat import forget_gradients, inner_optimizer, without_inner_steps
 from megamoe.compat.deepspeed_zero import FlatRange, ranges_at_zero1, ranges_at_zero3
-from megamoe.parallel.launch import find_world
 from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import Stage0AdamW
 from tests.distributed.runs import ds_config
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.tiny import VOCABULARY, tiny, tiny_engine
 
 LR = 0.01
 
@@ -28,7 +27,7 @@ LR = 0.01
 def built(file: str) -> tuple[Engine, Any]:
     """Ours and DeepSpeed's."""
     config = tiny(f"parallel.deepspeed={ds_config(file)}", "moe.expert_ffn_hidden_size=16")
-    engine = Engine(config, tiny_gpt(config), find_world(), accumulation=1)
+    engine = tiny_engine(config)
     engine.train(True)
     return engine, engine._engine
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megamoe.config.schema import Precision
 from megamoe.costs.memory import Share, StateBytes, state_bytes
-from megamoe.zero.deepspeed_config import Precision
 from megamoe.zero.offload import Offload
 
 

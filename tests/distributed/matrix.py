@@ -13,7 +13,7 @@ import torch
 
 from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
-from megamoe.train.layout_rules import layout_problems
+from megamoe.parallel.layout_rules import layout_problems
 from megamoe.train.trainer import Trainer
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, small_run, watched_steps
 
@@ -121,7 +121,7 @@ def every_case(zero_stages: Iterable[int] = (0, 1, 2, 3)) -> list[Case]:
         case = Case(*choice)
         layout = Layout(case.ranks, case.tensor, case.expert, case.expert_tensor)
         if layout not in legal:
-            legal[layout] = next(layout_problems(config, layout), None) is None
+            legal[layout] = next(layout_problems(config, layout, "fp32"), None) is None
         if legal[layout] and (case.tensor > 1 or not case.sequence):
             found.append(case)
     return found

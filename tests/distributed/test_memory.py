@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megamoe.costs.memory import StateBytes
 from megamoe.model.size import model_size
-from megamoe.train.summary import states_of
+from megamoe.train.memory import states_of
 from megamoe.train.trainer import Trainer
 from megamoe.zero.engine import Engine
 from tests.distributed.fp16 import with_fp16
@@ -77,8 +77,8 @@ def counted(**changes: Any) -> tuple[float, StateBytes]:
 
         trainer.engine.backward = watched  # type: ignore[method-assign]
         trainer.step()
-        size = model_size(trainer.config, trainer.vocabulary.size)
-        expected = states_of(trainer.config, trainer.engine, size)
+        size = model_size(trainer.config, trainer.run.vocabulary.size)
+        expected = states_of(trainer.config, trainer.run.plan, size)
         trainer.close()
     assert len(found) == 2
     return found[0], expected

@@ -58,6 +58,21 @@ def test_a_layout_trains_as_one_rank_does(
     _assert_same(found, one_rank)
 
 
+def test_groups_of_parameters_train_alike(pool: Pool, one_rank: dict[str, Any]) -> None:
+    """Two ranks with half of the experts each, under ZeRO 2."""
+    groups = [
+        {"pattern": r"router\.", "lr_scale": 0.2, "weight_decay": 0.0},
+        {"pattern": r"experts\.up", "lr_scale": 2.0},
+        {"pattern": "norm", "weight_decay": 0.5},
+    ]
+    changes: dict[str, Any] = {"optimizer__groups": groups}
+    expected = pool.run(run_steps, STEPS, **changes, ranks=1)[0]
+    path = ds_config("zero2_fp32")
+    found = pool.run(run_steps, STEPS, **changes, parallel__expert=2, parallel__deepspeed=path, ranks=2)
+    _assert_same(found, expected)
+    assert expected["lm_loss"][-1] != pytest.approx(one_rank["lm_loss"][-1], rel=1e-4)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_batch_may_be_cut_into_micro_batches_of_any_size(pool: Pool, ranks: int) -> None:
     """Without a loss whose scope is the micro batch. Jitter's draws follow the token, not its place."""

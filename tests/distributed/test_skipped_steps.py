@@ -51,11 +51,11 @@ def broken(what: str | None, rank: int, place: int) -> Iterator[None]:
 
 def leave_out(trainer: Trainer) -> None:
     """Go past a batch without a step."""
-    size = trainer.schedule.size_at(trainer.progress.samples)
-    batches = [next(trainer._stream) for _ in range(size // trainer.schedule.unit)]
+    size = trainer.run.schedule.size_at(trainer.progress.samples)
+    batches = [next(trainer._stream) for _ in range(size // trainer.run.schedule.unit)]
     trainer.progress.step += 1
     trainer.progress.samples += size
-    trainer.progress.micro_batches += len(batches) * trainer.layout.data
+    trainer.progress.micro_batches += len(batches) * trainer.run.plan.layout.data
 
 
 def states(trainer: Trainer) -> dict[str, str]:

@@ -24,7 +24,6 @@ from megamoe.moe.experts.grouped import GroupedExperts, Products, loop_experts
 from megamoe.moe.router import Router
 from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
-from megamoe.train.check import check_run as refuse
 from megamoe.zero import apex_adamw
 from megamoe.zero.optimizer import adamw_options
 from tests.distributed.runs import ds_config, small_run
@@ -32,6 +31,7 @@ from tests.in_subprocess import checks_of, verdicts_of
 from tests.model.runs_on_fakes import check_runs_of_two_ranks  # noqa: F401
 from tests.model.with_fakes import calls, say_cuda_is_here
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.tiny import check_on as refuse
 
 
 def loss_of(model: GPT, rows: int = 2) -> Tensor:
@@ -229,7 +229,7 @@ def check_the_options_of_fp8_reach_the_recipe() -> None:
 def refusal(*overrides: str) -> str:
     bf16 = (f"parallel.deepspeed={ds_config('zero1_bf16')}", "moe.expert_ffn_hidden_size=16")
     try:
-        refuse(tiny(*bf16, *overrides), world_size=1)
+        refuse(tiny(*bf16, *overrides), 1)
     except UserError as error:
         assert "\n" not in str(error)
         return str(error)

@@ -18,11 +18,10 @@ from megamoe.model import backends
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
-from megamoe.train import trainer
-from megamoe.train.check import check_run
+from megamoe.train import resolved, trainer
 from megamoe.zero import apex_adamw
 from tests.model.check_fakes import CHECKS
-from tests.tiny import tiny
+from tests.tiny import check_on, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +102,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_what_is_not_here_is_refused_by_name(nothing_installed: None, override: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_run(tiny(override), world_size=1)
+        check_on(tiny(override), 1)
     assert str(refused.value) == message
 
 
@@ -111,28 +110,28 @@ def test_triton_is_refused_where_it_is_not_installed(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "has_cuda", lambda: True)
-    check_run(tiny(), world_size=1)
+    check_on(tiny(), 1)
     with pytest.raises(UserError) as refused:
-        check_run(tiny("model.gpu_kernels=triton"), world_size=1)
+        check_on(tiny("model.gpu_kernels=triton"), 1)
     assert str(refused.value) == (
         "model.gpu_kernels: found triton, but it is not installed; install triton, or set "
         "model.gpu_kernels: plain"
     )
     monkeypatch.setattr(backends, "is_installed", lambda name: name == "triton")
-    check_run(tiny("model.gpu_kernels=triton"), world_size=1)
+    check_on(tiny("model.gpu_kernels=triton"), 1)
 
 
 @pytest.mark.parametrize(("on_cpu", "on_gpu"), [("auto", "plain"), ("plain", "triton")])
 def test_a_run_takes_the_kernels_that_it_names(
     on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as its vocabulary; on the CPU it keeps freed memory."""
+    """As far as its run folder; on the CPU it keeps freed memory."""
     kept: list[bool] = []
     monkeypatch.setattr(rows._Choice, "triton", on_gpu == "plain")
     monkeypatch.setattr(library._Choice, "compiled", on_cpu == "plain")
-    monkeypatch.setattr(trainer, "check_run", lambda config, world_size: None)
+    monkeypatch.setattr(resolved, "check_run", lambda config, plan: None)
     monkeypatch.setattr(trainer, "keep_freed_memory", lambda: kept.append(True))
-    monkeypatch.setattr(trainer, "resolve_vocabulary", lambda data, size: sys.exit("far enough"))
+    monkeypatch.setattr(trainer, "choose_run_folder", lambda config: sys.exit("far enough"))
     with pytest.raises(SystemExit, match="far enough"):
         trainer.Trainer(tiny(f"model.gpu_kernels={on_gpu}", f"model.cpu_kernels={on_cpu}"))
     assert rows._Choice.triton == (on_gpu == "triton")
@@ -163,7 +162,7 @@ def test_apex_is_refused_where_it_is_not_installed(nothing_installed: None) -> N
 
 def test_without_them_everything_is_pytorchs(nothing_installed: None) -> None:
     config = tiny()
-    check_run(config, world_size=1)
+    check_on(config, 1)
     assert not uses_transformer_engine(config.model) and not uses_apex_norms(config.model)
     assert not apex_adamw.uses_apex(config.optimizer, stage=1, offload=False)
     modules = choose_modules(config)

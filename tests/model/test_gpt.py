@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from megamoe import registry
 from megamoe.checkpoint.placements import shardings
 from megamoe.config.schema import Activation
+from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size
 from megamoe.data.mock import document_masks
-from megamoe.model.size import mean_choices, model_size, moe_layer_numbers, padded_vocab_size
+from megamoe.model.size import mean_choices, model_size
 from megamoe.moe.part import Dims, Part
 from tests.moe.plain import plain_activation
 from tests.tiny import VOCABULARY, tiny, tiny_gpt

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from megamoe.errors import UserError
-from megamoe.train.check import check_run
-from tests.tiny import tiny
+from tests.tiny import check_on, tiny
 
 RAMP = "train.batch_rampup={start: 4, increment: 4, samples: 100}"
 REFUSALS = {
@@ -173,7 +172,7 @@ REFUSALS = {
 def test_refused_in_one_line(case: str) -> None:
     overrides, world_size, pattern = REFUSALS[case]
     with pytest.raises(UserError) as refusal:
-        check_run(tiny(*overrides), world_size)
+        check_on(tiny(*overrides), world_size)
     assert re.search(pattern, str(refusal.value)), str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -198,4 +197,4 @@ def test_refused_in_one_line(case: str) -> None:
     ],
 )
 def test_what_fits_passes(overrides: list[str], world_size: int) -> None:
-    check_run(tiny(*overrides), world_size)
+    check_on(tiny(*overrides), world_size)

@@ -6,15 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.host_memory import available_bytes
 from megamoe.model.size import model_size
 from megamoe.parallel.launch import World
 from megamoe.train import memory
-from megamoe.train.memory import Plan, check_memory, in_bytes, states_of
+from megamoe.train.memory import check_memory, in_bytes, states_of
+from megamoe.zero.deepspeed_config import resolve_parallel
 from tests.tiny import VOCABULARY, tiny
 
 GIB = 1 << 30
+
+
+def check(config: RunConfig, world: World) -> None:
+    check_memory(config, resolve_parallel(config, world.size), world, VOCABULARY)
 
 
 def world(size: int = 1, device: str = "cpu") -> World:
@@ -78,13 +84,13 @@ def test_a_machine_that_does_not_tell_refuses_nothing(
 ) -> None:
     assert available_bytes(tmp_path, tmp_path) is None
     monkeypatch.setattr(memory, "available_bytes", lambda: None)
-    check_memory(tiny("model.hidden_size=100000"), world(), VOCABULARY)
+    check(tiny("model.hidden_size=100000"), world())
 
 
 def least(*overrides: str, ranks: int = 1) -> float:
     """Bytes of the states of one rank."""
     config = tiny(*overrides)
-    return states_of(config, Plan.of(config, ranks), model_size(config, VOCABULARY)).total
+    return states_of(config, resolve_parallel(config, ranks), model_size(config, VOCABULARY)).total
 
 
 def test_the_limit_is_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,25 +104,25 @@ def test_the_limit_is_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     for available, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(memory, "available_bytes", lambda found=available: found)
         if fits:
-            check_memory(tiny(), world(), VOCABULARY)
+            check(tiny(), world())
             continue
         with pytest.raises(
             UserError, match="^memory: a rank needs at least 125 KiB .* has 125 KiB available; make"
         ):
-            check_memory(tiny(), world(), VOCABULARY)
+            check(tiny(), world())
 
 
 def test_ranks_share_a_machine_and_parallelism_divides_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 8 * GIB)
     big = ("moe.num_experts=64", "model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024")
     assert 3 * GIB < least(*big) < 8 * GIB
-    check_memory(tiny(*big), world(), VOCABULARY)
+    check(tiny(*big), world())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(
         UserError, match=r"has 2\.0 GiB available for each of its 4 ranks; make the model smaller"
     ):
-        check_memory(tiny(*big), world(4), VOCABULARY)
-    check_memory(tiny(*big, "parallel.expert=4"), world(4), VOCABULARY)
+        check(tiny(*big), world(4))
+    check(tiny(*big, "parallel.expert=4"), world(4))
 
 
 def test_on_cuda_the_device_counts_and_the_host_holds_the_model_while_it_is_built(
@@ -128,33 +134,33 @@ def test_on_cuda_the_device_counts_and_the_host_holds_the_model_while_it_is_buil
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**device))
     monkeypatch.setattr(memory, "available_bytes", lambda: host["bytes"])
     on_cuda = world(device="cuda:0")
-    check_memory(config, on_cuda, VOCABULARY)
+    check(config, on_cuda)
     host["bytes"] = size - 1
     with pytest.raises(
         UserError, match="weights in fp32 while the model is built .*fewer ranks on a machine"
     ):
-        check_memory(config, on_cuda, VOCABULARY)
+        check(config, on_cuda)
     host["bytes"] = size
-    check_memory(config, on_cuda, VOCABULARY)
+    check(config, on_cuda)
     device["total_memory"] = 4 * size - 1
     with pytest.raises(UserError, match="but cuda:0 has .*ZeRO stage or offload"):
-        check_memory(config, on_cuda, VOCABULARY)
+        check(config, on_cuda)
 
 
 def test_offloaded_states_are_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = "parallel.deepspeed=ds_configs/zero3_bf16_offload.json"
     config = tiny("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024", file)
-    states = states_of(config, Plan.of(config, 1), model_size(config, VOCABULARY))
+    states = states_of(config, resolve_parallel(config, 1), model_size(config, VOCABULARY))
     assert states.cpu > 6 * states.total
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 40))
     monkeypatch.setattr(memory, "available_bytes", lambda: int(states.cpu) - 1)
     with pytest.raises(UserError, match=r"\(offloaded states .*, but this machine has"):
-        check_memory(config, world(device="cuda:0"), VOCABULARY)
+        check(config, world(device="cuda:0"))
 
 
 def test_a_plan_is_what_the_engine_will_be() -> None:
     config = tiny("parallel.deepspeed=ds_configs/zero2_bf16_offload.json", "parallel.expert=2")
-    plan = Plan.of(config, 4)
+    plan = resolve_parallel(config, 4)
     assert (plan.stage, plan.precision, plan.offload.optimizer) == (2, "bf16", "cpu")
     assert (plan.layout.ranks, plan.layout.expert) == (4, 2)
 

@@ -9,10 +9,9 @@ from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from megamoe.parallel.launch import find_world
 from megamoe.train.step import evaluate, model_inputs, num_rollouts, tell, train_step
 from megamoe.zero.engine import Engine
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
 POLICY = ("moe.router.scorer=policy", "moe.router.selector={name: sample, k: 2}")
 ROLLOUTS = 3
@@ -38,7 +37,7 @@ BATCHES = [
 
 def engine_of(config: RunConfig) -> tuple[Engine, StepContext]:
     context = StepContext(seed=4, step=1)
-    engine = Engine(config, tiny_gpt(config, context), find_world(), accumulation=1)
+    engine = tiny_engine(config, context)
     engine.train(True)
     return engine, context
 

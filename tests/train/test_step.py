@@ -11,11 +11,10 @@ from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
-from megamoe.parallel.launch import find_world
 from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, tell, train_step
 from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import adamw_options, parameter_groups
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
 WEIGHTS = {"switch_balance": 0.5, "z_loss": 0.25}
 LOSSES = f"moe.losses={WEIGHTS}"
@@ -38,7 +37,7 @@ BATCHES = [
 
 def engine_of(config: RunConfig) -> tuple[Engine, StepContext]:
     context = StepContext()
-    engine = Engine(config, tiny_gpt(config, context), find_world(), accumulation=1)
+    engine = tiny_engine(config, context)
     engine.train(True)
     return engine, context
 

@@ -7,27 +7,25 @@ import pytest
 
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.parallel.layout import Layout
+from megamoe.parallel.launch import find_world
+from megamoe.train.resolved import ResolvedRun
 from megamoe.train.schedule import BatchSchedule
+from megamoe.train.step import num_rollouts
 from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
-from megamoe.zero.engine import Engine
-from megamoe.zero.offload import Offload
+from megamoe.zero.deepspeed_config import resolve_parallel
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
 
 
-def engine_of(config: RunConfig, precision: str = "fp32") -> Engine:
-    """What the summary asks of one."""
-    world = SimpleNamespace(size=1, device=SimpleNamespace(type="cpu"), backend="gloo")
-    parts = {"model": tiny_gpt(config), "precision": precision, "stage": 0, "layout": Layout(1)}
-    return cast(Engine, SimpleNamespace(world=world, offload=Offload(), **parts))
+def run_of(config: RunConfig, steps: int = 4) -> ResolvedRun:
+    """On one rank, with 48 words."""
+    plan, schedule = resolve_parallel(config, 1), BatchSchedule.from_config(config.train, 1)
+    return ResolvedRun(config, plan, WORDS, schedule, steps, "{}")
 
 
 def rows_of(*overrides: str) -> dict[str, Any]:
-    config = tiny(*overrides)
-    schedule = BatchSchedule.from_config(config.train, 1)
-    rows = summary_rows(config, WORDS, engine_of(config), schedule, steps=4, first_step=0)
+    rows = summary_rows(run_of(tiny(*overrides)), find_world(), rollouts=1, first_step=0)
     return dict(rows["model"])
 
 
@@ -50,8 +48,7 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
 
 def test_the_run_is_told_in_steps(one_rank: None) -> None:
     config = tiny("train.steps=null", "train.epochs=1.5", "optimizer.warmup_share=0.1", "optimizer.name=adam")
-    schedule = BatchSchedule.from_config(config.train, 1)
-    rows = dict(summary_rows(config, WORDS, engine_of(config), schedule, steps=1234, first_step=0)["run"])
+    rows = dict(summary_rows(run_of(config, steps=1234), find_world(), rollouts=1, first_step=0)["run"])
     assert rows["steps"] == "1,234 (1.5 epochs), from the start"
     assert rows["tokens to come"] == f"{1234 * 2 * 8:,}"
     assert rows["optimiser"] == "Adam, lr 0.0003, cosine after 124 steps of warm-up"
@@ -108,19 +105,20 @@ ACTIVATIONS: dict[str, tuple[tuple[str, ...], float]] = {
 @pytest.mark.parametrize(("overrides", "expected"), ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
 def test_activation_bytes_by_hand(one_rank: None, overrides: tuple[str, ...], expected: float) -> None:
     config = tiny(*overrides)
-    assert _activation_bytes(config, WORDS, engine_of(config)) == expected
+    rollouts = num_rollouts(tiny_gpt(config))
+    assert _activation_bytes(config, WORDS, resolve_parallel(config, 1), rollouts) == expected
 
 
 def test_activations_of_a_bf16_model_take_half_but_its_logits_do_not(one_rank: None) -> None:
-    config = tiny()
+    config = tiny("parallel.precision=bf16")
     expected = TOKENS * (2 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS)
-    assert _activation_bytes(config, WORDS, engine_of(config, "bf16")) == expected
+    assert _activation_bytes(config, WORDS, resolve_parallel(config, 1), rollouts=1) == expected
 
 
 def test_active_parameters_are_those_of_a_tokens_mean_choices(one_rank: None) -> None:
     """A k that is no whole number, too."""
     config = tiny(EXPERT_CHOICE.replace("k: 3", "k: 1.5"))
-    record = summary_record(config, WORDS, engine_of(config))
+    record = summary_record(run_of(config))
     expert = 3 * 16 * 12
     assert record["parameters_routed_experts"] == 2 * 4 * expert
     assert record["parameters_total"] - record["parameters_active"] == round(2 * (4 - 1.5) * expert)

@@ -11,6 +11,7 @@ from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.zero import deepspeed_config
 from megamoe.zero.deepspeed_config import (
+    ParallelPlan,
     fill_in,
     read_deepspeed_config,
     resolve_precision,
@@ -36,7 +37,8 @@ def run_of(precision: str = "auto") -> RunConfig:
 
 def fill(content: dict[str, Any], precision: str = "auto") -> dict[str, Any]:
     before = copy.deepcopy(content)
-    filled = fill_in(run_of(precision), content, data_parallel=4, accumulation=3)
+    config = run_of(precision)
+    filled = fill_in(config, ParallelPlan.of(config, 4, content), accumulation=3)
     assert content == before
     return filled
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from megamoe.errors import UserError
 from megamoe.model.gpt import GPT
-from megamoe.parallel.launch import World, find_world
-from megamoe.zero.deepspeed_config import fill_in
+from megamoe.parallel.launch import World
+from megamoe.zero.deepspeed_config import ParallelPlan, fill_in
 from megamoe.zero.engine import Engine, _build_optimizer
 from megamoe.zero.optimizer import parameter_groups
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
 ROOT = Path(__file__).parents[2]
 KINDS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
@@ -53,7 +53,7 @@ def references(one_rank: None) -> dict[str, dict[str, torch.Tensor]]:
 def test_steps_are_pytorchs(references: dict[str, dict[str, torch.Tensor]], name: str, stage: int) -> None:
     path = f"parallel.deepspeed={ROOT}/ds_configs/zero{stage}_fp32.json"
     config = tiny(f"optimizer.name={name}", path, *OPTIONS)
-    engine = Engine(config, tiny_gpt(config), find_world(), accumulation=1)
+    engine = tiny_engine(config)
     engine.train(True)
     for step in range(STEPS):
         engine.backward(_loss(engine, step))
@@ -89,7 +89,11 @@ def test_an_offloaded_optimizer_is_deepspeeds_of_the_same_kind(
     )
     config = tiny(f"optimizer.name={name}", *OPTIONS)
     world = cast(World, SimpleNamespace(device=torch.device("cuda")))
-    _build_optimizer(config, nn.Linear(3, 2), 2, "bf16", "cpu", world)
+    content = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    _build_optimizer(config, nn.Linear(3, 2), ParallelPlan.of(config, 1, content), world)
     assert built == {
         "adamw_mode": name == "adamw",
         "lr": 3e-4,
@@ -105,7 +109,8 @@ def test_adams_decay_is_refused_where_deepspeed_takes_adamw(key: str, value: Any
     mixed = {"stage": 3, "offload_optimizer": {"device": "cpu", key: value}}
 
     def fill(section: dict[str, Any], *overrides: str) -> None:
-        fill_in(tiny("parallel.deepspeed=ds.json", *overrides), {"zero_optimization": section}, 1, 1)
+        config = tiny("parallel.deepspeed=ds.json", *overrides)
+        fill_in(config, ParallelPlan.of(config, 1, {"zero_optimization": section}), 1)
 
     adam = ("optimizer.name=adam", "optimizer.weight_decay=0.1")
     with pytest.raises(UserError, match=f"^ds.json: zero_optimization.offload_optimizer.{key} is {value!r}"):

@@ -3,17 +3,16 @@
 from collections.abc import Iterator
 from itertools import product
 
-from megamoe.config.schema import RunConfig
+from megamoe.config.schema import Precision, RunConfig
+from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 from megamoe.errors import UserError
-from megamoe.model.size import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 from megamoe.parallel.layout import Layout
-from megamoe.zero.deepspeed_config import Precision, read_deepspeed_config, resolve_precision
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM wants rows of a multiple of it
 KEYS = ("tensor", "expert", "expert_tensor")
 
 
-def check_layout(config: RunConfig, ranks: int) -> None:
+def check_layout(config: RunConfig, layout: Layout, precision: Precision) -> None:
     """Refuse a layout that the ranks or the model do not allow.
 
     Raises:
@@ -22,14 +21,16 @@ def check_layout(config: RunConfig, ranks: int) -> None:
     parallel = config.parallel
     if parallel.sequence and parallel.tensor == 1:
         raise UserError("parallel.sequence: true needs parallel.tensor above 1; set it to false")
-    found = next(layout_problems(config, Layout.of(parallel, ranks)), None)
+    found = next(layout_problems(config, layout, precision), None)
     if found is None:
         return
     key, problem = found
-    raise UserError(f"parallel.{key}: {getattr(parallel, key)} {problem}; {_legal(config, ranks, key)}")
+    raise UserError(
+        f"parallel.{key}: {getattr(parallel, key)} {problem}; {_legal(config, layout, precision, key)}"
+    )
 
 
-def layout_problems(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+def layout_problems(config: RunConfig, layout: Layout, precision: Precision) -> Iterator[tuple[str, str]]:
     """(key of `parallel`, what is wrong with its value), for all that is."""
     for key, unit, by_key, size in _divisions(config, layout):
         if size % unit:
@@ -44,7 +45,7 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[tuple[str, st
             "expert_tensor",
             f"cannot cut experts of {config.moe.expert_sublayers} sub-layers, with norms inside",
         )
-    unit, precision = row_unit(config)
+    unit = row_unit(precision)
     if layout.expert_tensor > 1 and expert_ffn_size(config) // layout.expert_tensor % unit:
         yield (
             "expert_tensor",
@@ -53,10 +54,9 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[tuple[str, st
         )
 
 
-def row_unit(config: RunConfig) -> tuple[int, Precision]:
-    """What the sizes of grouped products must be a multiple of, and the precision that makes it so."""
-    precision = resolve_precision(config, read_deepspeed_config(config.parallel.deepspeed))
-    return GROUPED_ROW_BYTES // (4 if precision == "fp32" else 2), precision
+def row_unit(precision: Precision) -> int:
+    """What the sizes of grouped products must be a multiple of."""
+    return GROUPED_ROW_BYTES // (4 if precision == "fp32" else 2)
 
 
 def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, str, int]]:
@@ -77,22 +77,24 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
     yield "expert_tensor", layout.expert_ranks, f"the number of ranks{times}", layout.ranks
 
 
-def _legal(config: RunConfig, ranks: int, key: str) -> str:
+def _legal(config: RunConfig, chosen: Layout, precision: Precision, key: str) -> str:
     """What may stand under the key; if nothing, all layouts that are legal."""
-    chosen = Layout.of(config.parallel, ranks)
+    ranks = chosen.ranks
     sizes = {name: [getattr(chosen, name)] for name in KEYS}
-    legal = _legal_among(config, ranks, {**sizes, key: _divisors(ranks)})
+    legal = _legal_among(config, precision, ranks, {**sizes, key: _divisors(ranks)})
     others = ", ".join(f"{name} {getattr(chosen, name)}" for name in KEYS if name != key)
     if legal:
         return f"legal on {ranks} ranks with {others}: {', '.join(str(getattr(it, key)) for it in legal)}"
-    legal = _legal_among(config, ranks, dict.fromkeys(KEYS, _divisors(ranks)))
+    legal = _legal_among(config, precision, ranks, dict.fromkeys(KEYS, _divisors(ranks)))
     shown = ", ".join(f"{it.tensor} x {it.expert} x {it.expert_tensor}" for it in legal)
     return f"legal tensor x expert x expert_tensor on {ranks} ranks: {shown or 'none'}"
 
 
-def _legal_among(config: RunConfig, ranks: int, sizes: dict[str, list[int]]) -> list[Layout]:
+def _legal_among(
+    config: RunConfig, precision: Precision, ranks: int, sizes: dict[str, list[int]]
+) -> list[Layout]:
     layouts = [Layout(ranks, *choice) for choice in product(*(sizes[key] for key in KEYS))]
-    return [layout for layout in layouts if next(layout_problems(config, layout), None) is None]
+    return [layout for layout in layouts if next(layout_problems(config, layout, precision), None) is None]
 
 
 def _divisors(ranks: int) -> list[int]:

@@ -7,9 +7,9 @@ import pytest
 from megamoe.config import RunConfig, load_config
 from megamoe.errors import UserError
 from megamoe.parallel.layout import Layout
-from megamoe.train.check import check_run
-from megamoe.train.layout_rules import check_layout, layout_problems
-from tests.tiny import tiny
+from megamoe.parallel.layout_rules import check_layout, layout_problems
+from megamoe.zero.deepspeed_config import resolve_parallel
+from tests.tiny import check_on, tiny
 
 # Heads 4, vocabulary multiple 16, sequence length 8, 8 experts of FFN size 16 in every block.
 WIDE = ["model.num_attention_heads=4", "moe.num_experts=8", "moe.expert_ffn_hidden_size=16"]
@@ -141,24 +141,29 @@ LEGAL: dict[str, tuple[list[str], int]] = {
 }
 
 
+def refuse_layout(config: RunConfig, ranks: int) -> None:
+    plan = resolve_parallel(config, ranks)
+    check_layout(config, plan.layout, plan.precision)
+
+
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refused_in_one_line(case: str) -> None:
     overrides, ranks, line = REFUSALS[case]
     with pytest.raises(UserError) as refusal:
-        check_layout(tiny(*WIDE, *overrides), ranks)
+        refuse_layout(tiny(*WIDE, *overrides), ranks)
     message = str(refusal.value)
     assert re.fullmatch(f"parallel.{line}", message), message
 
 
 def test_a_run_is_refused_before_anything_else_of_its_layout_is_asked() -> None:
     with pytest.raises(UserError, match="^parallel.tensor: 3 does not divide the number of ranks 4"):
-        check_run(tiny(*WIDE, "parallel.tensor=3", "train.global_batch_size=5"), 4)
+        check_on(tiny(*WIDE, "parallel.tensor=3", "train.global_batch_size=5"), 4)
 
 
 @pytest.mark.parametrize("case", LEGAL)
 def test_what_fits_passes(case: str) -> None:
     overrides, ranks = LEGAL[case]
-    check_run(tiny(*WIDE, *overrides), ranks)
+    check_on(tiny(*WIDE, *overrides), ranks)
 
 
 @pytest.mark.parametrize("case", [case for case, (_, _, line) in REFUSALS.items() if "; legal" in line])
@@ -166,18 +171,18 @@ def test_what_is_called_legal_is(case: str) -> None:
     overrides, ranks, _ = REFUSALS[case]
     config = tiny(*WIDE, *overrides)
     with pytest.raises(UserError) as refusal:
-        check_layout(config, ranks)
+        refuse_layout(config, ranks)
     key, told = str(refusal.value).split(":")[0], str(refusal.value).rsplit(": ", 1)[1]
     for choice in told.split(", "):
         sizes = choice.split(" x ")
         keys = [key] if len(sizes) == 1 else [f"parallel.{k}" for k in ("tensor", "expert", "expert_tensor")]
         chosen = [f"{k}={size}" for k, size in zip(keys, sizes, strict=True)]
-        check_layout(tiny(*WIDE, *overrides, *chosen), ranks)
+        refuse_layout(tiny(*WIDE, *overrides, *chosen), ranks)
 
 
 def test_every_problem_of_a_layout_is_told() -> None:
     config = tiny(*WIDE, "moe.expert_sublayers=2")
-    keys = [key for key, _ in layout_problems(config, Layout(6, tensor=4, expert=5, expert_tensor=4))]
+    keys = [key for key, _ in layout_problems(config, Layout(6, tensor=4, expert=5, expert_tensor=4), "fp32")]
     assert keys == ["tensor", "expert", "expert", "expert_tensor", "expert_tensor"]
 
 

@@ -1,0 +1,107 @@
+"""Callbacks: a user's own code in the training loop, chosen by name in the YAML (`train.callbacks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from megamoe.config import PartChoice
+from megamoe.errors import UserError
+from megamoe.parallel.consensus import raise_any_error_fast
+from megamoe.registry import failure_of, get_part, is_ours
+from megamoe.resilience.error_reporting import is_lost_contact
+from megamoe.resilience.heartbeat import tick
+
+if TYPE_CHECKING:
+    from megamoe.train.trainer import Trainer
+
+
+class Callback:
+    """Base of callbacks: a subclass adds a nested dataclass `Config`, and the methods that it needs.
+
+    `register("callback", name)` makes it known. Each method is called on every rank, so that it may gather
+    parameters (`trainer.engine.gathered`) and call collectives. `trainer.world.is_first` tells rank 0,
+    `trainer.progress.step` how many steps are done, `trainer.folder.path` the run's folder.
+
+    Args:
+        config: the options that the YAML gives, checked.
+    """
+
+    @dataclass
+    class Config:
+        """No options."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Once a launch, before the first step and the evaluation at the start, after a resume too."""
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        """Before each optimizer step."""
+
+    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        """After each optimizer step; metrics: the step's, under the names of metrics.jsonl, read-only."""
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """After each evaluation; metrics: its losses, under the names of metrics.jsonl, read-only."""
+
+    def on_save(self, trainer: Trainer, path: Path) -> None:
+        """After a checkpoint is complete in the folder `path`; later steps may have been taken meanwhile."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """After the last step and the last save, at a planned stop or a signal too; not after an error."""
+
+
+class Callbacks:
+    """The callbacks of a run, in the order of the YAML.
+
+    Raises (when built):
+        UserError: naming the callback, if its class is no `Callback`, or its __init__ fails.
+    """
+
+    def __init__(self, choices: Sequence[PartChoice]) -> None:
+        self._named = [(choice.name, _build(choice)) for choice in choices]
+
+    def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
+        """Call a method of all callbacks, one after the other.
+
+        Raises:
+            CollectiveError: on every rank, where a callback raised on one of them.
+        """
+        passed = [MappingProxyType(it) if isinstance(it, dict) else it for it in arguments]
+        for name, callback in self._named:
+            problem = None
+            try:
+                getattr(callback, hook)(trainer, *passed)
+            except Exception as error:
+                if is_ours(type(callback)) or is_lost_contact(error):
+                    raise
+                problem = _problem(f"train.callbacks: {hook} of the callback {name!r}", callback, error)
+            raise_any_error_fast(problem, trainer.world.device)
+            tick()
+
+
+def _problem(where: str, callback: Callback, error: Exception) -> str:
+    if isinstance(error, UserError):
+        return f"{where}: {error}"
+    return f"{where} failed{failure_of(type(callback), error)}"
+
+
+def _build(choice: PartChoice) -> Callback:
+    part = get_part("callback", choice.name)
+    if not issubclass(part, Callback):
+        raise UserError(
+            f"train.callbacks: the class {part.__qualname__} of the callback {choice.name!r} is no subclass "
+            "of megamoe.train.callbacks.Callback; make it one"
+        )
+    try:
+        return part(choice.options)
+    except Exception as error:
+        if is_ours(part) or isinstance(error, UserError):
+            raise
+        problem = failure_of(part, error)
+        raise UserError(f"train.callbacks: the __init__ of {choice.name!r} failed{problem}") from error

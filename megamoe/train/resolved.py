@@ -1,0 +1,54 @@
+"""A run worked out: all that follows from the configuration and the number of ranks, once at the start."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megamoe.config import RunConfig
+from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
+from megamoe.train.check import check_run
+from megamoe.train.length import run_steps
+from megamoe.train.schedule import BatchSchedule
+from megamoe.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """What the trainer, the summary and the loop read instead of working it out again.
+
+    Args:
+        config: the run's, checked.
+        plan: layout, ZeRO stage, precision, offload and the DeepSpeed file's content.
+        vocabulary: of the data and the model.
+        schedule: of the global batch size.
+        steps: of the whole run.
+        filled_json: the DeepSpeed file filled in from the YAML, as JSON text.
+    """
+
+    config: RunConfig
+    plan: ParallelPlan
+    vocabulary: Vocabulary
+    schedule: BatchSchedule
+    steps: int
+    filled_json: str
+
+    @property
+    def filled(self) -> dict[str, Any]:
+        """The dictionary for `deepspeed.initialize`, a new copy each time."""
+        filled: dict[str, Any] = json.loads(self.filled_json)
+        return filled
+
+
+def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
+    """Check the configuration, and work out what follows from it; no rank is started yet.
+
+    Raises:
+        UserError: for what cannot run, naming the key.
+    """
+    plan = resolve_parallel(config, ranks)
+    check_run(config, plan)
+    vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
+    schedule = BatchSchedule.from_config(config.train, plan.layout.data)
+    steps = run_steps(config, schedule)
+    filled = fill_in(config, plan, schedule.accumulation_at(0))
+    return ResolvedRun(config, plan, vocabulary, schedule, steps, json.dumps(filled))

@@ -1,0 +1,41 @@
+"""Which parameters belong to which entry of `optimizer.groups`, by their names."""
+
+import difflib
+from collections.abc import Sequence
+from typing import TypeVar
+
+from megamoe.config.patterns import compile_pattern
+from megamoe.config.schema import GroupConfig
+from megamoe.parallel.consensus import CollectiveError
+
+Parameter = TypeVar("Parameter")
+
+
+def divide(named: Sequence[tuple[str, Parameter]], groups: Sequence[GroupConfig]) -> list[list[Parameter]]:
+    """The parameters of no group, then those of each group, in the order of `named`; the first match counts.
+
+    named: (name, parameter) of all that is trained, the same names on all ranks.
+
+    Raises:
+        CollectiveError: naming the pattern, where a group would have no parameter.
+    """
+    found: list[list[Parameter]] = [[] for _ in range(1 + len(groups))]
+    matchers = [compile_pattern(group.pattern) for group in groups]
+    matched = [False] * len(groups)
+    for name, parameter in named:
+        numbers = [number for number, matches in enumerate(matchers) if matches(name)]
+        for number in numbers:
+            matched[number] = True
+        found[numbers[0] + 1 if numbers else 0].append(parameter)
+    for number, group in enumerate(groups):
+        if not found[number + 1]:
+            raise CollectiveError(_refusal(number, group, matched[number], [name for name, _ in named]))
+    return found
+
+
+def _refusal(number: int, group: GroupConfig, matched: bool, names: list[str]) -> str:
+    key = f"optimizer.groups.{number}.pattern: {group.pattern!r}"
+    if matched:
+        return f"{key}: all parameters that it matches belong to groups before it; move it up, or take it out"
+    near = difflib.get_close_matches(group.pattern, names, n=3, cutoff=0)
+    return f"{key} matches no trained parameter; expected a part of names such as {', '.join(near)}"

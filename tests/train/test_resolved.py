@@ -1,0 +1,86 @@
+"""What follows from the configuration is worked out once, at the start, and handed down."""
+
+import ast
+import json
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.train.loop import Loop
+from megamoe.train.resolved import resolve_run
+from megamoe.train.trainer import Trainer
+from megamoe.zero import deepspeed_config
+from megamoe.zero.deepspeed_config import resolve_parallel
+from tests.tiny import restored_process, tiny
+
+PACKAGE = Path(__file__).parents[2] / "megamoe"
+BF16 = ("moe.expert_ffn_hidden_size=16",)  # rows of 16 bytes
+ONCE = (
+    "read_deepspeed_config",
+    "resolve_precision",
+    "zero_stage",
+    "read_offload",
+    "resolve_parallel",
+    "resolve_vocabulary",
+    "run_steps",
+    "fill_in",
+    "Layout.of",
+    "BatchSchedule.from_config",
+)
+
+
+def test_a_start_reads_the_deepspeed_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1}}')
+    read: list[str | None] = []
+    real = deepspeed_config.read_deepspeed_config
+
+    def counted(path: str | None) -> dict[str, Any]:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(deepspeed_config, "read_deepspeed_config", counted)
+    config = tiny(f"parallel.deepspeed={path}", f"output={tmp_path}", "train.steps=1", "evaluation.batches=0")
+    with restored_process():
+        trainer = Trainer(config)
+        try:
+            Loop(trainer).run()
+        finally:
+            trainer.close()
+    assert trainer.progress.step == 1 and trainer.engine.stage == 1
+    assert read == [str(path)]
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_each_is_worked_out_in_one_place(name: str) -> None:
+    calls = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == name
+    ]
+    assert len(calls) == 1, calls
+
+
+def test_what_is_worked_out_cannot_be_changed(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    run = resolve_run(tiny(f"parallel.deepspeed={path}", "train.global_batch_size=8", *BF16), ranks=2)
+    assert (run.plan.layout.data, run.plan.stage, run.plan.precision) == (2, 2, "bf16")
+    assert (run.schedule.final, run.steps, run.vocabulary.size) == (8, 4, 48)
+    assert run.filled["gradient_accumulation_steps"] == 2
+    with pytest.raises(FrozenInstanceError):
+        run.steps = 5  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        run.plan.stage = 3  # type: ignore[misc]
+    run.plan.content["zero_optimization"]["stage"] = 3
+    run.filled["zero_optimization"]["stage"] = 3
+    assert run.plan.content["zero_optimization"]["stage"] == 2
+    assert run.filled["zero_optimization"]["stage"] == 2
+
+
+def test_a_run_without_a_file_is_zero_0_in_fp32() -> None:
+    plan = resolve_parallel(tiny(), ranks=1)
+    assert (plan.stage, plan.precision, plan.offload.optimizer, plan.content) == (0, "fp32", "none", {})
