@@ -34,14 +34,19 @@ def _restored_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts and systems that the test registers are gone after it."""
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts and presets that the test registers, and plugins that it loads, are gone after it."""
     from megamoe import registry
 
     registry.discover()
     copy = {kind: dict(parts) for kind, parts in registry._parts.items()}
     monkeypatch.setattr(registry, "_parts", copy)
     monkeypatch.setattr(registry, "_presets", dict(registry._presets))
+    before = set(sys.modules)
+    yield
+    for module in [name for name in sys.modules if name.startswith("megamoe_plugin_")]:
+        if module not in before:
+            del sys.modules[module]
 
 
 @pytest.fixture

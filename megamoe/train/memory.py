@@ -61,7 +61,7 @@ def check_memory(config: RunConfig, plan: ParallelPlan, world: World, vocabulary
     }
     on_host = {"offloaded states": states.cpu, BATCHES: _batch_bytes(config, plan)}
     built = {BUILT: 4 * sum(size.on_rank(plan.layout.tensor, plan.layout.expert_ranks))}
-    bucket = {BUCKET: 4 * bucket_elements(plan.content)}
+    bucket = {BUCKET: 4 * bucket_elements(plan)}
     ranks, available = ranks_of_machine(), available_bytes()
     host = math.inf if available is None else available / ranks
     each = f" for each of its {ranks} ranks" if ranks > 1 else ""

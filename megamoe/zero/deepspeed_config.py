@@ -301,10 +301,10 @@ def _check_the_rest(where: str, filled: dict[str, Any]) -> None:
         raise UserError(f"{where}: DeepSpeed refuses it: {told[:200]}") from None
 
 
-def bucket_elements(content: dict[str, Any]) -> float:
+def bucket_elements(plan: ParallelPlan) -> float:
     """Elements of the buffer in which gradients are reduced, if the file asks for one; else 0."""
-    size = content.get("zero_optimization", {}).get("reduce_bucket_size", 0)
-    return float(size) if isinstance(size, int | float) and zero_stage(content) else 0.0
+    size = plan.content.get("zero_optimization", {}).get("reduce_bucket_size", 0)
+    return float(size) if isinstance(size, int | float) and plan.stage else 0.0
 
 
 def _check_overflow_checks(where: str, content: dict[str, Any]) -> None:
