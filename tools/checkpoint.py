@@ -3,7 +3,6 @@
 python tools/checkpoint.py inspect runs/demo
 python tools/checkpoint.py verify runs/demo runs/other/checkpoints/step_00000300
 python tools/checkpoint.py convert runs/demo/checkpoints/step_00000300 weights --consolidated
-python tools/checkpoint.py convert runs/demo/checkpoints/step_00000300 on_8_ranks --ranks 8 --expert 8
 python tools/checkpoint.py prune runs/demo --keep 2 --dry-run
 """
 
@@ -20,11 +19,11 @@ from megamoe.checkpoint.format.folder import find_checkpoints
 from megamoe.checkpoint.tools import describe
 from megamoe.checkpoint.tools.consolidate import DTYPES, consolidate
 from megamoe.checkpoint.tools.prune import prune
-from megamoe.checkpoint.tools.relayout import relayout
 from megamoe.errors import UserError
-from megamoe.parallel.layout import Layout
 
 DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
+# Options of `convert` in earlier versions, which wrote a checkpoint's shards anew for another layout.
+REMOVED = ("ranks", "tensor", "expert", "expert-tensor", "zero-stage")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,18 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="step_* folders, or runs'")
     verb.set_defaults(run=_verify)
 
-    verb = verbs.add_parser("convert", help="one file of whole weights, or a checkpoint cut for other ranks")
+    verb = verbs.add_parser("convert", help="write the whole weights into one safetensors file")
     verb.add_argument("source", type=Path, metavar="SRC", help="a step_* folder")
     verb.add_argument("path", type=Path, metavar="DST", help="a folder that does not exist")
-    one = verb.add_argument_group("one file")
-    one.add_argument("--consolidated", action="store_true", help="DST/model.safetensors and model.json")
-    one.add_argument("--dtype", choices=DTYPES, help="of its parameters (default: as saved)")
-    one.add_argument("--optimizer", action="store_true", help="also Adam's state, optimizer.safetensors")
-    other = verb.add_argument_group("another layout")
-    other.add_argument("--ranks", type=int, metavar="R", help="for how many ranks")
-    for option in ("tensor", "expert", "expert-tensor"):
-        other.add_argument(f"--{option}", type=int, help=f"parallel.{option.replace('-', '_')} (default 1)")
-    other.add_argument("--zero-stage", type=int, choices=range(4), help="(default: of the run that saved)")
+    verb.add_argument("--consolidated", action="store_true", help="DST/model.safetensors and model.json")
+    verb.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: as saved)")
+    verb.add_argument("--optimizer", action="store_true", help="also Adam's state, optimizer.safetensors")
+    for option in REMOVED:
+        verb.add_argument(f"--{option}", help=argparse.SUPPRESS)
     verb.set_defaults(run=_convert)
 
     verb = verbs.add_parser("prune", help="delete old checkpoints of a run")
@@ -125,23 +120,17 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    if options.consolidated == (options.ranks is not None):
-        raise UserError("convert: say either --consolidated or --ranks R")
-    sizes = {name: getattr(options, name) for name in ("tensor", "expert", "expert_tensor")}
-    misplaced = {**sizes, "zero_stage": options.zero_stage}
+    for option in REMOVED:
+        if getattr(options, option.replace("-", "_")) is not None:
+            raise UserError(
+                f"convert --{option}: no such conversion any more; a checkpoint loads at any layout as it "
+                f"is, with checkpoint.resume={options.source}"
+            )
     if not options.consolidated:
-        misplaced = {"dtype": options.dtype, "optimizer": options.optimizer or None}
-    for name, value in misplaced.items():
-        if value is not None:
-            wanted = "--ranks" if options.consolidated else "--consolidated"
-            raise UserError(f"--{name.replace('_', '-')}: is for {wanted} only")
+        raise UserError("convert: say --consolidated, the only form that convert writes")
     if find_checkpoints(options.source)[1]:
         raise UserError(f"{options.source}: a run's folder; name one of its checkpoints, a step_* folder")
-    if options.consolidated:
-        consolidate(options.source, options.path, options.dtype, options.optimizer)
-    else:
-        layout = Layout(options.ranks, *(1 if size is None else size for size in sizes.values()))
-        relayout(options.source, options.path, layout, options.zero_stage)
+    consolidate(options.source, options.path, options.dtype, options.optimizer)
     files = describe.file_sizes(options.path)
     print(f"{options.path}: {len(files)} files, {describe.size(sum(files.values()))}")
     return 0

@@ -248,14 +248,14 @@ def load(saved: Saved, engine: Engine) -> bool:
     """
     raise_any_error(catch_error(lambda: EngineState(engine).load(saved)))
     _restore_loss_scaler(engine, saved.meta)
-    source = _random_source(saved.meta, engine.layout, engine.world.rank)
+    source = random_source(saved.meta, engine.layout, engine.world.rank)
     raise_any_error(
         None if source is None else catch_error(lambda: load_random(saved, source, engine.world.device))
     )
     return source is not None
 
 
-def _random_source(meta: Meta, now: Layout, rank: int) -> int | None:
+def random_source(meta: Meta, now: Layout, rank: int) -> int | None:
     """The saved rank whose random states this one takes, or None."""
     before: RandomLayout = meta.get("random_layout", meta["layout"])
     data_rank, tensor_rank = now.data_rank(rank), now.tensor_rank(rank)

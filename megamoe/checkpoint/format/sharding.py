@@ -34,9 +34,3 @@ class Sharding:
     def to_json(self) -> dict[str, Any]:
         """Plain data, of what is set."""
         return {name: value for name, value in vars(self).items() if value}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Sharding":
-        """Of `to_json`, checked by whoever read it."""
-        pairs = {name: tuple(content[name]) for name in ("tensor", "slices") if name in content}
-        return cls(**pairs, expert=bool(content.get("expert")))

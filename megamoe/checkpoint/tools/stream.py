@@ -66,11 +66,6 @@ def new_folder(path: Path, source: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_json(path: Path, content: object, indent: int | None = None) -> None:
-    """Onto the disk."""
-    write_line(path, json.dumps(content, indent=indent))
-
-
 def write_line(path: Path, text: str) -> None:
     """Text and a line's end, onto the disk."""
     path.write_text(f"{text}\n", encoding="utf-8")
