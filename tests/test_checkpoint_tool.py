@@ -169,7 +169,7 @@ def test_weights_in_one_file(tool: Tool, step: Path, tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    (["convert", "STEP", "OUT"], "say --consolidated"),
+    (["convert", "STEP", "OUT"], "add --consolidated"),
     (
         ["convert", "STEP", "OUT", "--ranks", "2"],
         "convert --ranks: no such conversion any more",

@@ -1,4 +1,4 @@
-"""Look at checkpoints, check them, convert them, delete old ones.
+"""Inspect, verify, convert and prune checkpoints.
 
 python tools/checkpoint.py inspect runs/demo
 python tools/checkpoint.py verify runs/demo runs/other/checkpoints/step_00000300
@@ -27,7 +27,7 @@ REMOVED = ("ranks", "tensor", "expert", "expert-tensor", "zero-stage")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what is asked; 1 if `verify` finds damage, 2 for a user's mistake, 130 if interrupted."""
+    """Run the command and return its exit code: 1 for damage found, 2 for a mistake, 130 if interrupted."""
     options = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be any bytes
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    verb = verbs.add_parser("inspect", help="what a checkpoint, or a run's, are")
+    verb = verbs.add_parser("inspect", help="show a checkpoint, or all of a run")
     verb.add_argument("path", type=Path, metavar="PATH", help="a step_* folder, or a run's")
     verb.add_argument("--json", action="store_true", help="as JSON")
     verb.add_argument("--config", action="store_true", help="only its configuration, as YAML for --config")
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--quick", action="store_true", help="do not read the tensors for their checksums")
     verb.set_defaults(run=_inspect)
 
-    verb = verbs.add_parser("verify", help="whether every byte is as it was saved; exit code 1 if not")
+    verb = verbs.add_parser("verify", help="check that every byte is as it was saved; exit code 1 if not")
     verb.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="step_* folders, or runs'")
     verb.set_defaults(run=_verify)
 
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     paths, is_run = find_checkpoints(options.path)
-    states = {path: describe.state_of(path, options.quick or options.config) for path in paths}
+    states = {path: describe.integrity_of(path, options.quick or options.config) for path in paths}
     path = describe.taken_by_resume(states) if is_run else paths[0]
     if path is None and (options.config or options.tensors):
         raise UserError(f"{options.path}: no intact checkpoint; name a step_* folder")
@@ -113,7 +113,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     code = 0
     for path in [found for named in options.paths for found in find_checkpoints(named)[0]]:
-        state = describe.state_of(path)
+        state = describe.integrity_of(path)
         print(f"{path}: {state}", flush=True)
         code = code if state == describe.INTACT else DAMAGED
     return code
@@ -127,7 +127,7 @@ def _convert(options: argparse.Namespace) -> int:
                 f"is, with checkpoint.resume={options.source}"
             )
     if not options.consolidated:
-        raise UserError("convert: say --consolidated, the only form that convert writes")
+        raise UserError("convert: add --consolidated, the only form that convert writes")
     if find_checkpoints(options.source)[1]:
         raise UserError(f"{options.source}: a run's folder; name one of its checkpoints, a step_* folder")
     consolidate(options.source, options.path, options.dtype, options.optimizer)
