@@ -1,18 +1,19 @@
-"""Memory that is freed stays with the process, for the next step."""
+"""Keeping freed memory in the process for the next step."""
 
 import ctypes
 import platform
 
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 LARGEST = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc give freed memory out again instead of to the system; whether it could be told (glibc).
+    """Make malloc reuse freed memory instead of returning it to the system; return whether it could (glibc).
 
-    By default every large tensor is mapped anew, and the system fills its pages with zeros, one fault for
-    each 4 KiB: up to half of a layer's time on the CPU. The process then keeps the most that it ever held.
+    By default every large tensor is mapped anew. The system then fills its pages with zeros, with one page
+    fault for each 4 KiB, which takes up to half of a layer's time on the CPU. With this, the process keeps
+    its peak memory.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
