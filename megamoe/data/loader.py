@@ -1,8 +1,8 @@
-"""Batches that loader processes read ahead; a process that dies is replaced, and the batches stay the same.
+"""A data loader whose processes are replaced if they die; the batches stay the same.
 
-Loader processes are forked: the memory-mapped data is shared, not copied, and they never touch the
-accelerator. A fork of a process with many threads can go wrong, and the kernel may take a loader for want of
-memory; which batch comes next depends on its number alone, so others can go on from there.
+Loader processes are forked, so that they share the memory-mapped data. They never use the accelerator. A fork
+of a process with many threads can fail, and the kernel may kill a loader when memory is short. A batch
+depends on its number alone, so new processes can continue from there.
 """
 
 import atexit
@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 PREFETCH_PER_WORKER = 4
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>: the signal that a process gets when its parent ends
-# A loader process that hangs becomes an error, not a run that stands still.
-WORKER_TIMEOUT_S = 540  # before train.hang_minutes, by default, ends the run with less to tell
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>: sets the signal that a process gets when its parent ends
+# A loader process that hangs becomes an error; otherwise the run would hang.
+WORKER_TIMEOUT_S = 540  # below the default of train.hang_minutes, whose message says less
 MOST_DEATHS = 3
 DEATH = re.compile(r"DataLoader worker .*(killed|exited|ended)")
 STDERR = 2
@@ -34,10 +34,10 @@ class Loader(Generic[Batch]):
     """An iterator over batches.
 
     Args:
-        indices_from: the items of each batch, from the n-th batch on.
-        collate: items to a batch.
+        indices_from: returns the items of each batch, from the n-th batch on.
+        collate: makes a batch of its items.
         workers: loader processes; 0: items are read in this process.
-        tell: is called with a line when a process has died and others take its place.
+        tell: called with a line when a process has died and was replaced.
 
     Raises:
         RuntimeError: if a process hangs, or more of them die than MOST_DEATHS.
@@ -118,14 +118,17 @@ class Loader(Generic[Batch]):
 
 
 class _Handlers:
-    """of_torch: PyTorch's handler of SIGCHLD, which raises the death of a loader; once it has set one."""
+    """of_torch: PyTorch's SIGCHLD handler, which raises the death of a loader; None until it is set."""
 
     of_torch: Any = None
 
 
 @contextlib.contextmanager
 def _deaths_raise() -> Iterator[None]:
-    """Here alone; PyTorch would let the death of a loader break off whatever the process is about to do."""
+    """Raise the death of a loader inside this block alone.
+
+    PyTorch would interrupt any other code with it too.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -143,10 +146,11 @@ def _deaths_raise() -> Iterator[None]:
 
 
 def _begin_worker(_: int) -> None:
-    """A signal to the whole job (a preemption, Ctrl-C) is for the training process to answer.
+    """Ignore signals to the whole job (a preemption, Ctrl-C), which the training process handles.
 
-    With that process this one must end at once: it has inherited its connections, and as long as they are
-    open the other ranks do not notice that it is gone. By itself it would look for it every 5 seconds.
+    This process must end as soon as the training process ends: it has inherited its connections, and while
+    they are open the other ranks do not notice the end. PyTorch's own check for the parent runs every 5
+    seconds only.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -157,14 +161,14 @@ def _begin_worker(_: int) -> None:
 
 
 def _shut_down(iterators: list[Any]) -> None:
-    """Empties the list."""
+    """End the loader processes of the iterators, and empty the list."""
     for iterator in iterators:
         # The multi-process iterator has no public end before the last batch.
         shut_down = getattr(iterator, "_shutdown_workers", None)
         if shut_down is None:
             continue
         shut_down()
-        for process in iterator._workers:  # one that hangs has been told to end, and does not listen
+        for process in iterator._workers:  # a process that hangs has not ended when asked
             if process.is_alive():
                 process.kill()
                 process.join(1)

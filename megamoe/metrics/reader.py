@@ -1,4 +1,4 @@
-"""Reading a run's record back: the counterpart of the recorder's JSON lines."""
+"""Reading metrics.jsonl, which `recorder.py` writes."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, one per step, sorted by step.
+    """Return the records of a `metrics.jsonl`, one per step, sorted by step.
 
-    Where a resumed run repeated a step, its last record counts. A last line that a crash broke is
-    left out.
+    If a resumed run repeated a step, its last record counts. A last line that a crash left incomplete is
+    skipped.
 
     Raises:
         UserError: if the file cannot be read, or if another line is no JSON object with a `step`.

@@ -18,7 +18,7 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from megamoe.metrics.report.facts import Rows, further_sets, moe_layers, series
+from megamoe.metrics.report.run_statistics import Rows, further_sets, moe_layers, series
 from megamoe.metrics.report.themes import Theme, chart_style
 
 WIDTH_IN = 10.4
@@ -40,7 +40,7 @@ class Chart:
 
 
 def charts_for(rows: Rows) -> list[Chart]:
-    """The charts that this record has data for, in the order of the page."""
+    """Return the charts that the records have data for, in the order of the page."""
     charts = []
     if series(rows, "train/lm_loss")[0] or series(rows, "val/lm_loss")[0]:
         note = "Language-model loss in nats per token, without auxiliary losses."
@@ -63,7 +63,7 @@ def charts_for(rows: Rows) -> list[Chart]:
 
 
 def render(chart: Chart, rows: Rows, theme: Theme) -> bytes:
-    """One chart as a PNG."""
+    """Return one chart as a PNG."""
     with matplotlib.rc_context(chart_style(theme)):
         figure = _new_figure(chart.height_in)
         chart.draw(figure, rows, theme)
@@ -71,7 +71,7 @@ def render(chart: Chart, rows: Rows, theme: Theme) -> bytes:
 
 
 def render_all(charts: list[Chart], rows: Rows, theme: Theme, title: str) -> bytes:
-    """A PNG with the title on top and the charts below each other, each under its own."""
+    """Return a PNG with the title on top and all charts below each other, each with its own title."""
     heights = [chart.height_in + 0.4 for chart in charts]
     with matplotlib.rc_context(chart_style(theme)):
         figure = _new_figure(0.5 + sum(heights))
@@ -96,7 +96,7 @@ def _as_png(figure: Figure) -> bytes:
 
 
 def draw_loss(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """Training loss, raw and smoothed, and every validation set's points."""
+    """Draw the training loss, raw and smoothed, and each validation set's losses."""
     axes = figure.subplots()
     steps, losses_R = series(rows, "train/lm_loss")
     _raw_and_smoothed(axes, steps, losses_R, theme.blue, label="training (smoothed)")
@@ -118,14 +118,14 @@ def draw_loss(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 
 def auxiliary_losses(rows: Rows) -> list[str]:
-    """Names of the auxiliary losses in the record: whatever else `train/` holds."""
+    """Return the names of the auxiliary losses in the records: the other keys of `train/`."""
     own = {"lm_loss", "loss", "grad_norm", "lr", "batch_size"}
     names = {key.removeprefix("train/") for row in rows for key in row if key.startswith("train/")}
     return sorted(names - own)
 
 
 def draw_auxiliary(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """One small chart per auxiliary loss: their scales have nothing in common."""
+    """Draw a small chart for each auxiliary loss, because their scales differ."""
     names = auxiliary_losses(rows)
     for axes, name in zip(_small_axes(figure, len(names)), names, strict=True):
         steps, values_R = series(rows, f"train/{name}")
@@ -142,7 +142,7 @@ _OPTIMISATION: tuple[tuple[str, str, Any], ...] = (  # key, title, format of the
 
 
 def draw_optimisation(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """Gradient norm, learning rate and speed side by side."""
+    """Draw gradient norm, learning rate and speed side by side."""
     for axes, (key, title, tick_format) in zip(
         _small_axes(figure, len(_OPTIMISATION)), _OPTIMISATION, strict=True
     ):
@@ -159,7 +159,7 @@ def draw_optimisation(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 
 def draw_imbalance(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """One smoothed line per MoE layer, coloured by depth."""
+    """Draw a smoothed line for each MoE layer, coloured by depth."""
     axes = figure.subplots()
     layers = moe_layers(rows)
     shades = LinearSegmentedColormap.from_list("depth", theme.depth)
@@ -176,7 +176,7 @@ def draw_imbalance(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 
 def draw_load(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """A heat map per MoE layer: steps to the right, experts upwards, share of the load as colour."""
+    """Draw a heat map for each MoE layer: steps on x, experts on y, share of the load as colour."""
     layers = moe_layers(rows)
     maps = [(layer, *load_shares(rows, layer)) for layer in layers]
     finite = [shares_EB[np.isfinite(shares_EB)] for _, _, shares_EB in maps]
@@ -207,7 +207,7 @@ def draw_load(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 
 def load_shares(rows: Rows, layer: str) -> tuple[np.ndarray, np.ndarray]:
-    """How the load of a layer is spread, in bins of neighbouring records.
+    """Return how the load of a layer is distributed, in bins of neighbouring records.
 
     Returns:
         edges_B (float, bins + 1): steps where the bins begin and end.
@@ -225,7 +225,7 @@ def load_shares(rows: Rows, layer: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smooth(values: list[float]) -> np.ndarray:
-    """Centred moving average over about a thirtieth of the record; what is not finite is skipped.
+    """Return the centred moving average over about a thirtieth of the values. Non-finite values are skipped.
 
     The window shrinks towards both ends, to a third: the curve neither lags behind a fall nor bends
     much at the edges.
@@ -255,7 +255,7 @@ def _raw_and_smoothed(
 
 
 def _limit_spikes(axes: Axes, values: list[float]) -> None:
-    """Keep a few extreme values from flattening the rest; what lies outside is cut off."""
+    """Limit the y axis so that a few extreme values do not flatten the others."""
     finite = np.asarray([value for value in values if np.isfinite(value)], dtype=float)
     if finite.size < 2:
         return
@@ -271,7 +271,7 @@ def _label_steps(axes: Axes) -> None:
 
 
 def _small_axes(figure: FigureBase, count: int) -> list[Axes]:
-    """`count` axes in rows of two or three; one alone takes half a row."""
+    """Return `count` axes in rows of two or three; a single one takes half a row."""
     columns = max(2, min(count, CURVES_PER_ROW))
     grid = figure.subplots(-(-count // columns), columns, squeeze=False)
     for axes in grid.flat[count:]:
