@@ -37,14 +37,16 @@ META: dict[str, Any] = {
 
 
 def grid(shape: tuple[int, ...], *counts: int) -> list[Chunk]:
-    """A tensor cut in `counts` runs of its first dimensions, which need not divide; one shard for each."""
+    """Split a tensor in `counts` along its first dimensions, evenly or not; one shard file each."""
     runs = []
     for dim, size in enumerate(shape):
         count = min(counts[dim] if dim < len(counts) else 1, size)
         ends = [number * size // count for number in range(count + 1)]
         runs.append([(start, end - start) for start, end in pairwise(ends)])
-    boxes = enumerate(product(*runs))
-    return [(number, [start for start, _ in box], [size for _, size in box]) for number, box in boxes]
+    return [
+        (number, [start for start, _ in chunk], [size for _, size in chunk])
+        for number, chunk in enumerate(product(*runs))
+    ]
 
 
 def write_checkpoint(
@@ -55,17 +57,17 @@ def write_checkpoint(
     shardings: Mapping[str, Any] | None = None,
     **meta: Any,
 ) -> Path:
-    """A complete one; chunks: of each tensor, else it is whole in the first shard. Returns the folder."""
+    """Write a complete checkpoint; return its folder. chunks: by default, each tensor is whole in shard 0."""
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     shards: dict[int, Tensors] = {0: {}}
     for name, tensor in tensors.items():
-        shape, boxes = list(tensor.shape), (chunks or {}).get(name) or grid(tuple(tensor.shape))
+        shape, held_chunks = list(tensor.shape), (chunks or {}).get(name) or grid(tuple(tensor.shape))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        index[name] = {"dtype": dtype, "shape": shape, "chunks": [list(box) for box in boxes]}
-        for number, offsets, sizes in boxes:
+        index[name] = {"dtype": dtype, "shape": shape, "chunks": [list(chunk) for chunk in held_chunks]}
+        for number, offsets, sizes in held_chunks:
             key = name if sizes == shape else f"{name}@{','.join(map(str, offsets))}"
-            shards.setdefault(number, {})[key] = _box(tensor, offsets, sizes).clone().contiguous()
+            shards.setdefault(number, {})[key] = _view(tensor, offsets, sizes).clone().contiguous()
     for number, held in shards.items():
         save_file(held, folder / f"shard_{number:05d}.safetensors")
     content = {"tensors": index, "shardings": dict(shardings or {})}
@@ -77,18 +79,18 @@ def write_checkpoint(
 
 
 def seal(folder: Path) -> None:
-    """SHA256SUMS of what is in the folder now."""
+    """Write SHA256SUMS for what is in the folder now."""
     write_sums(folder, {path.name: sha256(path) for path in folder.iterdir() if path.name != "SHA256SUMS"})
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """index.json as it stands."""
+    """Return the content of index.json."""
     content: dict[str, Any] = json.loads((folder / "index.json").read_text())
     return content
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """Every logical tensor, put together of all shards; each element must be there once."""
+    """Return every global tensor, read from all shards. Each element must be saved once."""
     files = {int(path.stem[-5:]): load_file(path) for path in folder.glob("shard_*.safetensors")}
     found, used = {}, 0
     for name, about in read_index(folder)["tensors"].items():
@@ -96,8 +98,8 @@ def read_tensors(folder: Path) -> Tensors:
         times = torch.zeros(about["shape"], dtype=torch.int8)
         for number, offsets, sizes in about["chunks"]:
             key = name if sizes == about["shape"] else f"{name}@{','.join(map(str, offsets))}"
-            _box(whole, offsets, sizes).copy_(files[number][key])
-            _box(times, offsets, sizes).add_(1)
+            _view(whole, offsets, sizes).copy_(files[number][key])
+            _view(times, offsets, sizes).add_(1)
             used += 1
         assert bool((times == 1).all()), name
         found[name] = whole
@@ -106,7 +108,7 @@ def read_tensors(folder: Path) -> Tensors:
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
-    """A checkpoint with its tensors changed, and intact otherwise; all in one shard."""
+    """Change the tensors of a checkpoint, and write it again, intact, with one shard."""
     tensors = read_tensors(folder)
     change(tensors)
     meta = json.loads((folder / "checkpoint.json").read_text())
@@ -117,7 +119,7 @@ def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
 
 
 def assert_same_bits(one: Tensors, other: Tensors) -> None:
-    """As bytes: in a random state a NaN stands for "none"."""
+    """Compare as bytes: in a random state a NaN stands for "none"."""
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape), name
@@ -125,5 +127,5 @@ def assert_same_bits(one: Tensors, other: Tensors) -> None:
         assert torch.equal(bits, other_bits), name
 
 
-def _box(tensor: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
+def _view(tensor: Tensor, offsets: list[int], sizes: list[int]) -> Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]

@@ -366,22 +366,12 @@ def test_a_report_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "99999"], ["--ranks", "310"], ["--ranks", "9" * 30]])
-def test_a_conversion_for_absurdly_many_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    step = checkpoint.write(tmp_path / "step_00000007")
-    convert = ["convert", str(step), str(tmp_path / "out"), *arguments]
-    assert "error: --ranks: " in one_line(tool("checkpoint").main(convert), capsys)
-    assert os.listdir(tmp_path) == ["step_00000007"]
-
-
 @pytest.mark.parametrize("owner", ["dead", "alive", "unnamed", "old and unnamed", "elsewhere", "broken"])
 def test_a_conversion_removes_what_a_killed_one_has_left(tmp_path: Path, owner: str) -> None:
     step = checkpoint.write(tmp_path / "step_00000007")
     left = tmp_path / ".converting_other_0123abcd"
     left.mkdir()
-    me = Process.of(os.getpid()).plain()
+    me = Process.of(os.getpid()).to_dict()
     owners = {
         "dead": {**me, "started": me["started"] + 1},  # the pid is another's by now
         "alive": me,
@@ -392,10 +382,9 @@ def test_a_conversion_removes_what_a_killed_one_has_left(tmp_path: Path, owner: 
         (left / ".owner.json").write_text(json.dumps(owners[owner]))
     if owner == "old and unnamed":
         os.utime(left, (1, 1))
-    assert tool("checkpoint").main(["convert", str(step), str(tmp_path / "out"), "--ranks", "2"]) == 0
+    assert tool("checkpoint").main(["convert", str(step), str(tmp_path / "out"), "--consolidated"]) == 0
     assert left.exists() is (owner not in ("dead", "old and unnamed"))
     assert not (tmp_path / "out/.owner.json").exists()
-    assert tool("checkpoint").main(["verify", str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize("text", ["²", "9" * 20, "-1", "first"])

@@ -141,7 +141,7 @@ def test_what_a_configuration_names_is_not_run(tool: Tool, step: Path, tmp_path:
         exit_code, out, _ = tool(*arguments)
         assert exit_code == 0 and "\x1b" not in out
     assert yaml.safe_load(tool("inspect", step, "--config")[1]) == config
-    assert tool("convert", step, tmp_path / "out", "--ranks", "1")[0] == 0
+    assert tool("convert", step, tmp_path / "out", "--consolidated")[0] == 0
     assert not marker.exists()
 
 
@@ -168,26 +168,16 @@ def test_weights_in_one_file(tool: Tool, step: Path, tmp_path: Path) -> None:
     assert load_file(out / "model.safetensors")["up"].dtype is torch.bfloat16
 
 
-def test_another_layout(tool: Tool, run: Path, step: Path) -> None:
-    out = run / "checkpoints" / "step_00000009"
-    code, said, _ = tool(
-        *("convert", step, out, "--ranks", 4, "--tensor", 2, "--expert", 2, "--expert-tensor", 2),
-        *("--zero-stage", 0),
-    )
-    assert code == 0 and said.startswith(f"{out}: 7 files, ")
-    assert "4 ranks: tensor 2, expert 2, expert_tensor 2; ZeRO 0, fp32" in tool("inspect", out)[1]
-
-
 MISTAKES = [
-    (["convert", "STEP", "OUT"], "say either --consolidated or --ranks R"),
-    (["convert", "STEP", "OUT", "--consolidated", "--ranks", "2"], "say either"),
-    (["convert", "STEP", "OUT", "--consolidated", "--tensor", "2"], "--tensor: is for --ranks only"),
-    (["convert", "STEP", "OUT", "--consolidated", "--zero-stage", "0"], "--zero-stage: is for --ranks only"),
-    (["convert", "STEP", "OUT", "--ranks", "2", "--dtype", "bf16"], "--dtype: is for --consolidated only"),
-    (["convert", "STEP", "OUT", "--ranks", "2", "--optimizer"], "--optimizer: is for --consolidated only"),
-    (["convert", "STEP", "OUT", "--ranks", "3", "--expert", "3"], "--expert: 3 does not divide the 4 rows"),
-    (["convert", "STEP", "STEP", "--ranks", "1"], "exists"),
-    (["convert", "RUN", "OUT", "--ranks", "1"], "a run's folder; name one of its checkpoints"),
+    (["convert", "STEP", "OUT"], "add --consolidated"),
+    (
+        ["convert", "STEP", "OUT", "--ranks", "2"],
+        "convert --ranks: no such conversion any more",
+    ),
+    (["convert", "STEP", "OUT", "--consolidated", "--zero-stage", "0"], "loads at any layout as it"),
+    (["convert", "STEP", "OUT", "--expert-tensor", "2"], "convert --expert-tensor: no such conversion"),
+    (["convert", "STEP", "STEP", "--consolidated"], "exists"),
+    (["convert", "RUN", "OUT", "--consolidated"], "a run's folder; name one of its checkpoints"),
     (["inspect", "OUT"], "no checkpoint and no run's folder"),
     (["verify", "OUT"], "no checkpoint and no run's folder"),
     (["prune", "RUN", "--keep", "0"], "would leave no checkpoint"),
@@ -211,7 +201,7 @@ def test_a_damaged_description_is_one_line(tool: Tool, step: Path) -> None:
 
 def test_a_place_that_cannot_be_written(tool: Tool, step: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    refused(tool("convert", step, tmp_path / "file" / "out", "--ranks", "1"))
+    refused(tool("convert", step, tmp_path / "file" / "out", "--consolidated"))
 
 
 def test_old_ones_go(tool: Tool, run: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megamoe.errors import UserError
-from megamoe.metrics.report.facts import comparison_table, read_run
 from megamoe.metrics.report.page import write_report
+from megamoe.metrics.report.run_statistics import comparison_table, read_run
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,1 +1,1 @@
-"""Checkpoints: of a run, whole or not at all; and another run's weights to start from."""
+"""Checkpoints: saving and resuming a run, and starting from another run's weights."""

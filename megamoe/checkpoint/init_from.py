@@ -1,15 +1,15 @@
-"""The weights of another run's checkpoint as the start of a new model, before an engine has it.
+"""Loading the weights of another run's checkpoint into a new model, before an engine wraps it.
 
     same   the same model, dense or MoE
-    cut    a dense model whose FFN is cut into the experts (Yang et al. 2024, XMoE, section 3.6): expert e of
-           E gets rows e F/E .. of the first weight (of gate and value each, if it has both) and those columns
-           of the second, so that the experts together, each with weight 1, are the dense FFN
+    cut    a dense model whose FFN is split into the experts (Yang et al. 2024, XMoE, section 3.6): expert e
+           of E gets rows e F/E .. of the first weight (of gate and value each, if it has both) and those
+           columns of the second, so that the experts together, each with weight 1, are the dense FFN
     copy   a dense model whose FFN is copied into every expert (Komatsuzaki et al. 2023, sparse upcycling),
            so that experts whose weights sum to 1 are the dense FFN
 
-The layout and the precision that saved the checkpoint do not matter. Tensors are read box by box, on each
-rank its own alone; of the files' checksums each rank works out its share. What is taken are the weights, in
-fp32 where the run that saved them had such; its optimiser's moments are left behind.
+The layout and the precision of the saving run do not matter. Each rank reads the chunks that it holds, and
+verifies the checksums of its share of the files. The weights are the fp32 masters where the saving run had
+them. The moments of its optimiser are not loaded.
 """
 
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Literal
 from torch import nn
 
 from megamoe.checkpoint.format import integrity
-from megamoe.checkpoint.format.boxes import Box, Piece
+from megamoe.checkpoint.format.chunks import Chunk, LocalChunk
 from megamoe.checkpoint.format.files import damaged
 from megamoe.checkpoint.format.meta import read_meta
-from megamoe.checkpoint.format.reader import WEIGHT, Saved
+from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.checkpoint.placements import Sharding, shardings
-from megamoe.checkpoint.state import fill_weights, load_weights, weight_pieces
+from megamoe.checkpoint.state import fill_weights, load_weights, weight_chunks
 from megamoe.errors import UserError
 from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.experts.grouped import GroupedExperts
@@ -34,36 +34,35 @@ KEY = "checkpoint.init.path"
 
 
 def load_initial_weights(
-    model: nn.Module, path: Path, experts: Literal["same", "cut", "copy"], ranks: Layout, rank: int
+    model: nn.Module, path: Path, experts: Literal["same", "cut", "copy"], layout: Layout, rank: int
 ) -> list[str]:
-    """Fill the model, which is on the CPU, with what that rank holds. No rank may go on where another raises.
+    """Load the rank's weights into the model, which is on the CPU. If one rank raises, all must stop.
 
-    Returns the tensors of MoE layers that a dense checkpoint cannot hold and that keep their start (router,
-    shared experts, state of the losses), by their names inside the layer; none for `same`.
+    Returns the names, inside the MoE layer, of the tensors that a dense checkpoint lacks and that keep their
+    initial values (router, shared experts, state of the losses). For `same` there are none.
 
     Raises:
-        UserError: in one line, for a file that is missing or damaged, a tensor that is missing, of another
-            shape, or that this model has no place for, and a checkpoint that is dense or MoE against what
-            `experts` expects.
+        UserError: if a file is missing or damaged, a tensor is missing, has another shape or is not in this
+            model, or the checkpoint is of a dense model where `experts` expects an MoE model, or the reverse.
     """
-    read_meta(path, KEY)  # says what is no checkpoint at all
-    problem = integrity.first(integrity.problems(path, rank, ranks.ranks))
+    read_meta(path, KEY)  # has the clearer message for a path that is no checkpoint
+    problem = integrity.first_of(integrity.problems(path, rank, layout.ranks))
     if problem is not None:
         raise damaged(path, problem)
-    with Saved(path, KEY) as saved:
-        cuts = shardings(model)
-        _check_kind(saved, any(cut.expert for cut in cuts.values()), experts)
+    with CheckpointReader(path, KEY) as reader:
+        sharding_by_name = shardings(model)
+        _check_kind(reader, any(it.expert for it in sharding_by_name.values()), experts)
         if experts == "same":
-            _check_experts(saved, model, cuts, ranks)
-            load_weights(saved, model, ranks, rank)
+            _check_experts(reader, model, sharding_by_name, layout)
+            load_weights(reader, model, layout, rank)
             return []
         layers = {f"{name}.": layer for name, layer in model.named_modules() if isinstance(layer, MoELayer)}
-        return _load_dense(saved, model, layers, experts == "cut", ranks, rank)
+        return _load_dense(reader, model, layers, experts == "cut", layout, rank)
 
 
-def _check_kind(saved: Saved, is_moe: bool, experts: str) -> None:
-    """Dense or MoE: the checkpoint against this model and what was asked for."""
-    was_moe = any(cut.get("expert") for cut in saved.index["shardings"].values())
+def _check_kind(reader: CheckpointReader, is_moe: bool, experts: str) -> None:
+    """Raise UserError if the checkpoint is dense or MoE against this model and `experts`."""
+    was_moe = any(it.get("expert") for it in reader.index["shardings"].values())
     if experts == "same" and is_moe and not was_moe:
         problem = "of a dense model; say checkpoint.init.experts=cut or copy"
     elif experts == "same" and was_moe and not is_moe:
@@ -75,68 +74,79 @@ def _check_kind(saved: Saved, is_moe: bool, experts: str) -> None:
         )
     else:
         return
-    raise UserError(f"{saved.path}: the checkpoint is {problem}")
+    raise UserError(f"{reader.path}: the checkpoint is {problem}")
 
 
-def _check_experts(saved: Saved, model: nn.Module, cuts: dict[str, Sharding], ranks: Layout) -> None:
-    known = saved.names(WEIGHT)
+def _check_experts(
+    reader: CheckpointReader, model: nn.Module, sharding_by_name: dict[str, Sharding], layout: Layout
+) -> None:
+    known = reader.names(WEIGHT)
     for name, parameter in model.named_parameters():
-        if cuts[name].expert and WEIGHT + name in known:
-            found, wanted = saved.shape(WEIGHT + name)[0], len(parameter) * ranks.expert
+        if sharding_by_name[name].expert and WEIGHT + name in known:
+            found, wanted = reader.shape(WEIGHT + name)[0], len(parameter) * layout.expert
             if found != wanted:
                 raise UserError(
-                    f"{saved.path}: {name} holds {found} experts, this model has moe.num_experts={wanted}; "
+                    f"{reader.path}: {name} holds {found} experts, this model has moe.num_experts={wanted}; "
                     f"set it to {found}"
                 )
 
 
 def _load_dense(
-    saved: Saved, model: nn.Module, layers: dict[str, MoELayer], cut: bool, ranks: Layout, rank: int
+    reader: CheckpointReader,
+    model: nn.Module,
+    layers: dict[str, MoELayer],
+    cut: bool,
+    layout: Layout,
+    rank: int,
 ) -> list[str]:
-    """Experts from the dense FFN in their place, the rest as it is; returns what keeps its start."""
-    cuts, inside = shardings(model), tuple(layers)
-    pieces = [
-        p for p in weight_pieces(model, ranks, rank) if not p.name.removeprefix(WEIGHT).startswith(inside)
+    """Load a dense checkpoint, its FFNs into the experts; return which tensors keep their initial values."""
+    sharding_by_name, inside = shardings(model), tuple(layers)
+    local_chunks = [
+        p for p in weight_chunks(model, layout, rank) if not p.name.removeprefix(WEIGHT).startswith(inside)
     ]
     for prefix, layer in layers.items():
-        pieces += _experts_from_ffn(saved, prefix.removesuffix("layer."), layer, cut, ranks, rank)
-    fill_weights(saved, pieces, "start from one of the same model, but for what checkpoint.init.experts says")
+        local_chunks += _experts_from_ffn(reader, prefix.removesuffix("layer."), layer, cut, layout, rank)
+    advice = "start from one of the same model, but for what checkpoint.init.experts says"
+    fill_weights(reader, local_chunks, advice)
     state = [name for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")]
-    kept = [name for name in state if name.startswith(inside) and not (name in cuts and cuts[name].expert)]
+    routed = {name for name, it in sharding_by_name.items() if it.expert}
+    kept = [name for name in state if name.startswith(inside) and name not in routed]
     return list(dict.fromkeys(_inside(name, layers) for name in kept))
 
 
 def _experts_from_ffn(
-    saved: Saved, block: str, layer: MoELayer, cut: bool, ranks: Layout, rank: int
-) -> list[Piece]:
-    """What each expert of one layer, or this rank's slice of it, takes of the FFN of the dense block."""
-    if any(f"{WEIGHT}{block}{part}.bias" in saved.names(WEIGHT) for part in ("linear_fc1", "linear_fc2")):
+    reader: CheckpointReader, block: str, layer: MoELayer, cut: bool, layout: Layout, rank: int
+) -> list[LocalChunk]:
+    """Return this rank's expert weights of one layer as chunks of the FFN weights of the dense block."""
+    if any(f"{WEIGHT}{block}{part}.bias" in reader.names(WEIGHT) for part in ("linear_fc1", "linear_fc2")):
         raise UserError(
-            f"{saved.path}: {block}linear_fc1 and linear_fc2 have biases, experts have none; start from a "
+            f"{reader.path}: {block}linear_fc1 and linear_fc2 have biases, experts have none; start from a "
             "dense model trained with model.bias=false"
         )
-    assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: checked before anything was built
+    assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: `check_run` has refused others
     up, down = layer.experts.up.data, layer.experts.down.data
     up_name, down_name = (f"{WEIGHT}{block}{part}.weight" for part in ("linear_fc1", "linear_fc2"))
-    if down_name not in saved.names(WEIGHT):
+    if down_name not in reader.names(WEIGHT):
         raise UserError(
-            f"{saved.path}: {down_name.removeprefix(WEIGHT)} is missing; the checkpoint is of another model"
+            f"{reader.path}: {down_name.removeprefix(WEIGHT)} is missing; the checkpoint is of another model"
         )
     hidden, here = down.shape[1:]
-    size = here * ranks.expert_tensor
-    whole = saved.shape(down_name)[-1]
-    _check_ffn_size(saved.path, whole, layer.num_experts, size, cut)
+    size = here * layout.expert_tensor
+    whole = reader.shape(down_name)[-1]
+    _check_ffn_size(reader.path, whole, layer.num_experts, size, cut)
     halves = num_halves(layer.experts.activation)
-    first_expert, slice_start = ranks.expert_rank(rank) * len(up), rank % ranks.expert_tensor * here
-    pieces = []
+    first_expert, slice_start = layout.expert_rank(rank) * len(up), rank % layout.expert_tensor * here
+    local_chunks = []
     for local in range(len(up)):
         start = ((first_expert + local) * size if cut else 0) + slice_start
         for half in range(halves):
-            box = Box((half * whole + start, 0), (here, hidden))
+            chunk = Chunk((half * whole + start, 0), (here, hidden))
             rows = up[local, half * here : (half + 1) * here]
-            pieces.append(Piece(up_name, (halves * whole, hidden), box, rows))
-        pieces.append(Piece(down_name, (hidden, whole), Box((0, start), (hidden, here)), down[local]))
-    return pieces
+            local_chunks.append(LocalChunk(up_name, (halves * whole, hidden), chunk, rows))
+        local_chunks.append(
+            LocalChunk(down_name, (hidden, whole), Chunk((0, start), (hidden, here)), down[local])
+        )
+    return local_chunks
 
 
 def _check_ffn_size(path: Path, whole: int, num_experts: int, size: int, cut: bool) -> None:

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: every rank's state, whole or not at all, to be loaded at any layout.
+"""Saving and loading the checkpoints of a run. A checkpoint is complete or absent, and loads at any layout.
 
-Everything is written under a temporary name and renamed when all ranks are done; `latest` moves after that.
-Nothing is pickled.
+A save writes into a folder with a temporary name, and renames it when all ranks are done. `latest` is updated
+after that. Nothing is pickled.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.checkpoint.format import integrity
-from megamoe.checkpoint.format.boxes import Piece
+from megamoe.checkpoint.format.chunks import LocalChunk
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sync, write_text
 from megamoe.checkpoint.format.folder import (
     DELETING,
@@ -25,14 +25,14 @@ from megamoe.checkpoint.format.folder import (
     REPLACED,
     SAVING,
     candidates,
+    has_run_name,
     hide,
-    is_of_a_run,
     remove,
 )
 from megamoe.checkpoint.format.meta import Meta, RandomLayout
-from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.placements import shardings
-from megamoe.checkpoint.planning import Plan, agree_on_plan, fingerprint
+from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
 from megamoe.checkpoint.state import EngineState, load_random
 from megamoe.checkpoint.writer import Save, Staging
 from megamoe.errors import UserError
@@ -41,38 +41,40 @@ from megamoe.parallel.layout import Layout
 from megamoe.zero.engine import Engine
 
 
-def first_intact(paths: list[Path], say: Callable[[str], None]) -> tuple[Path, list[Path]]:
-    """Of the first rank's `paths` the first of which every byte is as it was saved, and those before it.
+def first_intact(paths: list[Path], report: Callable[[str], None]) -> tuple[Path, list[Path]]:
+    """Return the first intact checkpoint of the first rank's `paths`, and the damaged ones before it.
 
-    Collective; the ranks deal out the files among them. say: told on the first rank of each that is damaged.
+    Intact means that every byte is as it was saved. Collective: the ranks divide the files among them.
+    report: called on the first rank with a line for each damaged checkpoint.
 
     Raises:
-        UserError: on every rank, if none is.
+        UserError: on every rank, if no checkpoint is intact.
     """
-    told: list[Any] = [paths]
-    dist.broadcast_object_list(told)
+    broadcast: list[Any] = [paths]
+    dist.broadcast_object_list(broadcast)
     rank, size = dist.get_rank(), dist.get_world_size()
     problem = ""
     damaged: list[Path] = []
-    for path in told[0]:
-        found = first_problem(integrity.first(integrity.problems(path, rank, size)))
+    for path in broadcast[0]:
+        found = first_problem(integrity.first_of(integrity.problems(path, rank, size)))
         if found is None:
             return path, damaged
         damaged.append(path)
         problem = f"{path}: {found[1]}"
         if rank == 0:
-            say(f"damaged: {problem}")
+            report(f"damaged: {problem}")
     raise UserError(
         f"{problem}; no intact checkpoint is left to go on from: name another one in checkpoint.resume, or "
-        "begin anew with checkpoint.resume=never and another name"
+        "start from scratch with checkpoint.resume=never and another name"
     )
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`, of which the newest `keep` stay.
+    """The checkpoints of one run, in `folder`. The newest `keep` of them are kept.
 
-    background: whether `begin` returns while the files are still being written. damaged: those found so,
-    which are neither counted nor deleted. Nor is one deleted that somebody has renamed.
+    background: whether `begin` returns while the files are still being written. damaged: the checkpoints that
+    were found damaged; they are neither counted nor deleted. A checkpoint that a user renamed is not deleted
+    either.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
@@ -88,41 +90,48 @@ class Checkpoints:
         self._deletion: threading.Thread | None = None
 
     def latest(self) -> Path | None:
-        """The checkpoint to go on from, or None."""
+        """Return the checkpoint that a resume takes, or None."""
         return next(iter(candidates(self.folder)), None)
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun that is not finished; the same on all ranks."""
+        """Whether a save has begun and is not finished; the same on all ranks."""
         return self._save is not None
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has done its part of the save under way."""
+        """Whether this rank has written its part of the current save, or there is none."""
         return self._save is None or self._save.is_done
 
     def begin(self, engine: Engine, step: int, state: dict[str, Any]) -> None:
-        """Copy the state of `step` and write it; `state` is plain data (JSON) that `load` hands back.
+        """Copy the state of `step` and start to write it. Collective.
 
-        Collective. One that is still under way is finished first.
+        A save that is still under way is finished first. state: plain data for checkpoint.json (`Meta`).
 
         Raises:
-            UserError: on every rank, if any rank could not begin; the earlier checkpoints stay.
+            UserError: on every rank, if any rank could not begin. The earlier checkpoints remain.
         """
         if self._save is not None:
             self.finish()
         final = self.folder / f"step_{step:08d}"
         temporary = self.folder / f"{SAVING}{final.name}"
-        self._agree(catch_error(lambda: self._make(temporary)) if engine.world.is_first else None, temporary)
+        self._raise_any_error(
+            catch_error(lambda: self._make_folder(temporary)) if engine.world.is_first else None, temporary
+        )
         if self._state is None or self._state.engine is not engine:
             self._state = EngineState(engine)
-        mine = self._state
-        pieces: list[Piece] = []
+        engine_state = self._state
+        local_chunks: list[LocalChunk] = []
         copied: dict[str, Tensor] = {}
-        self._agree(
-            catch_error(lambda: pieces.extend(p for group in mine.pieces() for p in group)), temporary
+        self._raise_any_error(
+            catch_error(
+                lambda: local_chunks.extend(p for group in engine_state.chunk_groups() for p in group)
+            ),
+            temporary,
         )
-        self._agree(catch_error(lambda: copied.update(self._copy(mine, pieces))), temporary)
+        self._raise_any_error(
+            catch_error(lambda: copied.update(self._copy(engine_state, local_chunks))), temporary
+        )
         texts = self._texts(engine, step, state) if engine.world.is_first else {}
         self._save = Save(temporary, final, engine.world.rank)
         if self.background:
@@ -132,29 +141,33 @@ class Checkpoints:
             self._staging = Staging()
 
     def finish(self) -> Path:
-        """Wait until every rank has written, then publish. Collective.
+        """Wait until every rank has written, then publish the checkpoint and return its folder. Collective.
 
         Raises:
-            UserError: on every rank, if any rank could not write; the earlier checkpoints stay.
+            UserError: on every rank, if any rank could not write. The earlier checkpoints remain.
         """
         save = self._save
         assert save is not None
         save.wait()
         self._save = None
-        self._agree(save.problem, save.folder)
-        sums = {name: digest for mine in gather_from_ranks(save.sums) for name, digest in mine.items()}
+        self._raise_any_error(save.problem, save.folder)
+        sums = {name: digest for own in gather_from_ranks(save.sums) for name, digest in own.items()}
         problem = catch_error(lambda: self._publish(save, sums)) if dist.get_rank() == 0 else None
-        self._agree(problem, save.folder)
+        self._raise_any_error(problem, save.folder)
         return save.final
 
-    def _copy(self, state: EngineState, pieces: list[Piece]) -> dict[str, Tensor]:
-        """What this rank writes of its pieces; by the last plan, if all ranks have the same as then."""
-        mark = fingerprint(pieces)
-        if self._plan is None or any_rank(mark != self._fingerprint):
-            self._plan, self._fingerprint = agree_on_plan(pieces), mark
-        return self._staging.copy(state.pieces(), self._plan)
+    def _copy(self, state: EngineState, local_chunks: list[LocalChunk]) -> dict[str, Tensor]:
+        """Copy the chunks that this rank writes.
+
+        The last plan is used again if no rank's chunks have changed.
+        """
+        found = fingerprint(local_chunks)
+        if self._plan is None or any_rank(found != self._fingerprint):
+            self._plan, self._fingerprint = plan_save(local_chunks), found
+        return self._staging.copy(state.chunk_groups(), self._plan)
 
     def _texts(self, engine: Engine, step: int, state: dict[str, Any]) -> dict[str, object]:
+        """Return the contents of the JSON files, by file name."""
         layout = {
             **{name: getattr(engine.layout, name) for name in ("ranks", "tensor", "expert", "expert_tensor")},
             "zero_stage": engine.stage,
@@ -168,12 +181,12 @@ class Checkpoints:
             "loss_scaler": engine.loss_scaler_state(),
             **state,
         }
-        cuts = {name: sharding.to_json() for name, sharding in shardings(engine.model).items()}
+        sharding_by_name = {name: sharding.to_json() for name, sharding in shardings(engine.model).items()}
         assert self._plan is not None
-        return {META: meta, INDEX: {"tensors": self._plan.tensors, "shardings": cuts}}
+        return {META: meta, INDEX: {"tensors": self._plan.tensors, "shardings": sharding_by_name}}
 
-    def _make(self, temporary: Path) -> None:
-        """An empty folder to write in; what killed saves have left goes."""
+    def _make_folder(self, temporary: Path) -> None:
+        """Make an empty folder to write in, and delete what killed saves have left."""
         self.close()
         for prefix in (SAVING, REPLACED, DELETING):
             for left in self.folder.glob(f"{prefix}*step_*"):  # also .deleting_replaced_step_...
@@ -182,6 +195,7 @@ class Checkpoints:
         temporary.mkdir(parents=True)
 
     def _publish(self, save: Save, sums: dict[str, str]) -> None:
+        """Rename the written folder to its final name, update `latest`, and delete old checkpoints."""
         integrity.write_sums(save.folder, sums)
         sync(save.folder)
         replaced = save.final.with_name(f"{REPLACED}{save.final.name}")
@@ -194,26 +208,26 @@ class Checkpoints:
         sync(self.folder)
         self.damaged.discard(save.final)
         good = [path for path in candidates(self.folder) if path not in self.damaged]
-        old = [path for path in good[self.keep :] if path != save.final and is_of_a_run(path)]
+        old = [path for path in good[self.keep :] if path != save.final and has_run_name(path)]
         self._delete([*old, *([replaced] if replaced.exists() else [])])
 
     def _delete(self, paths: list[Path]) -> None:
-        """Out of sight at once; the files in a thread, for there may be many."""
+        """Rename the folders at once, and delete the files in a thread, for there may be many."""
         self.close()
         hidden = []
         for path in paths:
-            with suppress(FileNotFoundError):  # somebody else has deleted it meanwhile
+            with suppress(FileNotFoundError):  # deleted by somebody else meanwhile
                 hidden.append(hide(path))
         self._deletion = threading.Thread(target=_remove_all, args=(hidden,), name="delete")
         self._deletion.start()
 
     def close(self) -> None:
-        """Wait until what was to be deleted is."""
+        """Wait until the thread has deleted the old checkpoints."""
         if self._deletion is not None:
             self._deletion.join()
 
-    def _agree(self, problem: str | None, temporary: Path) -> None:
-        """Every rank learns whether any failed; then all end alike."""
+    def _raise_any_error(self, problem: str | None, temporary: Path) -> None:
+        """Raise UserError on every rank if any rank has a problem. Collective."""
         found = first_problem(problem)
         if found is None:
             return
@@ -227,38 +241,39 @@ class Checkpoints:
         raise UserError(f"checkpoint: rank {rank} cannot write in {self.folder}: {problem}; {kept}")
 
 
-def any_rank(mine: bool) -> bool:
-    """Whether it is so on any rank; collective."""
+def any_rank(value: bool) -> bool:
+    """Return whether the value is true on any rank. Collective."""
     from deepspeed.accelerator import get_accelerator
 
-    vote = torch.tensor([float(mine)], device=get_accelerator().current_device_name())
+    vote = torch.tensor([float(value)], device=get_accelerator().current_device_name())
     dist.all_reduce(vote)
     return float(vote) > 0
 
 
-def load(saved: Saved, engine: Engine) -> bool:
-    """Restore optimiser, loss scale and random states; returns whether the latter were to be had.
+def load(reader: CheckpointReader, engine: Engine) -> bool:
+    """Restore optimiser, loss scale and random states; return whether this rank's random states were saved.
 
-    The engine was made of a model that has the checkpoint's weights. Random states are a data-parallel
-    rank's: where there are more of them than saved, the new ones have none.
+    The model that the engine was made of must have the checkpoint's weights. Random states belong to the
+    data-parallel rank: if there are more data-parallel ranks than were saved, the new ones have none.
+    Collective.
 
     Raises:
-        UserError: on every rank, if a file of any rank is missing or damaged, or a tensor is missing or of
+        UserError: on every rank, if on any rank a file is missing or damaged, or a tensor is missing or has
             another shape.
     """
-    raise_any_error(catch_error(lambda: EngineState(engine).load(saved)))
-    _restore_loss_scaler(engine, saved.meta)
-    source = _random_source(saved.meta, engine.layout, engine.world.rank)
+    raise_any_error(catch_error(lambda: EngineState(engine).load(reader)))
+    _restore_loss_scaler(engine, reader.meta)
+    source = saved_random_rank(reader.meta, engine.layout, engine.world.rank)
     raise_any_error(
-        None if source is None else catch_error(lambda: load_random(saved, source, engine.world.device))
+        None if source is None else catch_error(lambda: load_random(reader, source, engine.world.device))
     )
     return source is not None
 
 
-def _random_source(meta: Meta, now: Layout, rank: int) -> int | None:
-    """The saved rank whose random states this one takes, or None."""
+def saved_random_rank(meta: Meta, layout: Layout, rank: int) -> int | None:
+    """Return the rank of the saving run whose random states rank `rank` of `layout` takes, or None."""
     before: RandomLayout = meta.get("random_layout", meta["layout"])
-    data_rank, tensor_rank = now.data_rank(rank), now.tensor_rank(rank)
+    data_rank, tensor_rank = layout.data_rank(rank), layout.tensor_rank(rank)
     if data_rank >= before["ranks"] // before["tensor"]:
         return None
     return data_rank * before["tensor"] + min(tensor_rank, before["tensor"] - 1)

@@ -1,9 +1,9 @@
-"""Which box of each weight a rank holds, read from the marks that the rooms below leave on the parameters."""
+"""How each parameter of a model is sharded, read from the attributes that the libraries set on parameters."""
 
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
-from megamoe.checkpoint.format.boxes import Placement
+from megamoe.checkpoint.format.chunks import Placement
 from megamoe.checkpoint.format.sharding import Sharding
 from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.moe.experts.activations import num_halves
@@ -12,7 +12,7 @@ from megamoe.parallel.layout import Layout
 
 
 def shardings(model: nn.Module) -> dict[str, Sharding]:
-    """Of every parameter, by name."""
+    """Return how every parameter is sharded, by name."""
     slices, gated = dict(_slices(model)), _gated(model)
     return {
         name: _sharding(parameter, slices.get(name), 2 if name.startswith(gated) else 1)
@@ -20,11 +20,14 @@ def shardings(model: nn.Module) -> dict[str, Sharding]:
     }
 
 
-def placements(model: nn.Module, ranks: Layout, rank: int) -> dict[str, Placement]:
-    """Of every parameter, by name; ZeRO's cuts are not among them."""
-    cuts = shardings(model)
+def placements(model: nn.Module, layout: Layout, rank: int) -> dict[str, Placement]:
+    """Return where every parameter of the rank lies in the global one, by name.
+
+    ZeRO's sharding is left out.
+    """
+    found = shardings(model)
     return {
-        name: cuts[name].placement(whole_shape(parameter), ranks, rank)
+        name: found[name].placement(whole_shape(parameter), layout, rank)
         for name, parameter in model.named_parameters()
     }
 
@@ -38,9 +41,9 @@ def _sharding(parameter: Tensor, slices: tuple[int, int] | None, stride: int) ->
 
 
 def _gated(model: nn.Module) -> tuple[str, ...]:
-    """Beginnings of the names of dense weights that hold a gate and a value, one after the other.
+    """Return the name prefixes of dense weights that hold a gate and a value, one after the other.
 
-    Not by Megatron-Core's `partition_stride`: its layers of Transformer Engine say 1.
+    Megatron-Core's `partition_stride` cannot be used: it is 1 in the layers over Transformer Engine.
     """
     return tuple(
         f"{name}.linear_fc1."
@@ -50,6 +53,7 @@ def _gated(model: nn.Module) -> tuple[str, ...]:
 
 
 def _slices(model: nn.Module) -> list[tuple[str, tuple[int, int]]]:
+    """Return (dimension, blocks) of each expert weight that expert tensor parallelism shards, by name."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts):

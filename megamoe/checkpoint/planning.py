@@ -1,7 +1,6 @@
-"""Who writes which box: torch.distributed.checkpoint's planner over the pieces of all ranks.
+"""Which rank writes which chunk, planned by torch.distributed.checkpoint over the chunks of all ranks.
 
-Boxes that several ranks hold (replicas) are dealt out, so that each is written once and the ranks write
-about as much as each other.
+A chunk that several ranks hold (a replica) is written once. The planner balances the bytes over the ranks.
 """
 
 from dataclasses import dataclass
@@ -13,71 +12,73 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megamoe.checkpoint.format.boxes import Piece, Shape
+from megamoe.checkpoint.format.chunks import LocalChunk, Shape
 
-Place = tuple[str, Shape]  # a box by its tensor's name and offsets
+ChunkId = tuple[str, Shape]  # the tensor's name and the chunk's offsets
 
 
 @dataclass(frozen=True)
 class Plan:
-    """mine: the boxes that this rank writes. tensors: on the first rank, the index of all of them."""
+    """own: the chunks that this rank writes. tensors: those of index.json; empty but on the first rank."""
 
-    mine: frozenset[Place]
+    own: frozenset[ChunkId]
     tensors: dict[str, Any]
 
 
-def place_of(piece: Piece) -> Place:
-    """By which plans know a piece."""
-    return piece.name, piece.box.offsets
+def chunk_id(local: LocalChunk) -> ChunkId:
+    """Return what identifies a chunk in a plan."""
+    return local.name, local.chunk.offsets
 
 
-def fingerprint(pieces: list[Piece]) -> int:
-    """Equal where a plan can be used again."""
-    return hash(tuple((piece.name, piece.shape, piece.box, piece.tensor.dtype) for piece in pieces))
+def fingerprint(local_chunks: list[LocalChunk]) -> int:
+    """Return a hash of everything that a plan depends on. While it is equal, a plan can be used again."""
+    return hash(
+        tuple((local.name, local.global_shape, local.chunk, local.tensor.dtype) for local in local_chunks)
+    )
 
 
-def agree_on_plan(pieces: list[Piece]) -> Plan:
-    """Deal out the pieces of all ranks; collective.
+def plan_save(local_chunks: list[LocalChunk]) -> Plan:
+    """Plan which rank writes which of the chunks of all ranks. Collective.
 
     Raises:
-        ValueError: on the first rank, if boxes overlap or do not fill their tensors.
+        ValueError: on the first rank, if chunks overlap or do not fill their tensors.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     rank, size = dist.get_rank(), dist.get_world_size()
-    local = SavePlan([_item(piece) for piece in pieces])
+    local_plan = SavePlan([_item(local) for local in local_chunks])
     gathered: list[Any] | None = [None] * size if rank == 0 else None
-    dist.gather_object(local, gathered)
+    dist.gather_object(local_plan, gathered)
     plans: list[Any] = [None] * size
     problem = None
     if gathered is not None:
         try:
             plans, _ = planner.create_global_plan(gathered)
-        except ValueError as error:  # the other ranks wait for theirs
+        except ValueError as error:  # raised later: the other ranks wait for the scatter
             problem = error
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, plans if rank == 0 else None)
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, plans if rank == 0 else None)
     if problem is not None:
         raise problem
-    items = mine[0].items if mine[0] is not None else []
+    items = received[0].items if received[0] is not None else []
     tensors = _index(plans) if rank == 0 else {}
     return Plan(frozenset((item.index.fqn, tuple(item.index.offset or ())) for item in items), tensors)
 
 
-def _item(piece: Piece) -> WriteItem:
-    offsets, sizes = torch.Size(piece.box.offsets), torch.Size(piece.box.sizes)
+def _item(local: LocalChunk) -> WriteItem:
+    offsets, sizes = torch.Size(local.chunk.offsets), torch.Size(local.chunk.sizes)
     return WriteItem(
-        index=MetadataIndex(piece.name, offsets),
+        index=MetadataIndex(local.name, offsets),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=ChunkStorageMetadata(offsets, sizes),
-            properties=TensorProperties(dtype=piece.tensor.dtype),
-            size=torch.Size(piece.shape),
+            properties=TensorProperties(dtype=local.tensor.dtype),
+            size=torch.Size(local.global_shape),
         ),
     )
 
 
 def _index(plans: list[SavePlan]) -> dict[str, Any]:
-    """Of what each rank writes: name -> `meta.TensorMeta`."""
+    """Return `tensors` of index.json (`meta.TensorMeta` by name) for the plans of all ranks."""
     tensors: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:

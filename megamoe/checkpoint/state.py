@@ -1,8 +1,8 @@
-"""A rank's training state as pieces of logical tensors: what is saved, and what a checkpoint fills again.
+"""A rank's training state as chunks of global tensors, for saving and loading.
 
-model/<name>         the weight that the optimiser steps on (fp32), or what it does not train; buffers
-exp_avg/<name>, exp_avg_sq/<name>, step/<name>      Adam's moments, and how often it has stepped
-random/<rank>/...    each rank's random states
+model/<name>         the weight that the optimiser steps on (fp32), a weight that is not trained, or a buffer
+exp_avg/<name>, exp_avg_sq/<name>, step/<name>      Adam's moments, and its number of steps
+random/<rank>/...    the random states of each rank
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from megamoe.checkpoint.format.boxes import Box, Piece, Placement, pieces_of
-from megamoe.checkpoint.format.reader import MOMENTS, STEP, WEIGHT, Saved, moment_name
+from megamoe.checkpoint.format.chunks import Chunk, LocalChunk, local_chunks_of
+from megamoe.checkpoint.format.reader import MOMENTS, STEP, WEIGHT, CheckpointReader, moment_name
 from megamoe.checkpoint.placements import placements
 from megamoe.compat.deepspeed_compat import counts_steps_in_int
 from megamoe.errors import UserError
@@ -24,10 +24,10 @@ RANDOM = "random/"
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent ones, which every rank has alike.
+    """Return the model's persistent buffers, which are the same on every rank, by name.
 
-    A module's extra state is none of them: Transformer Engine pickles its FP8 scales into it, and they grow
-    anew within a few steps.
+    The extra state of modules is left out: Transformer Engine pickles its FP8 scales into it. They are found
+    again within a few steps.
     """
     parameters = {name for name, _ in model.named_parameters()}
     state = model.state_dict(keep_vars=True).items()
@@ -38,40 +38,41 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def weight_pieces(model: nn.Module, ranks: Layout, rank: int) -> Iterator[Piece]:
-    """All weights and buffers of a model that no ZeRO has cut yet."""
-    where = placements(model, ranks, rank)
+def weight_chunks(model: nn.Module, layout: Layout, rank: int) -> Iterator[LocalChunk]:
+    """Yield all weights and buffers of a model that ZeRO has not sharded yet."""
+    found = placements(model, layout, rank)
     for name, parameter in model.named_parameters():
-        yield from pieces_of(f"{WEIGHT}{name}", where[name], parameter.detach().view(-1))
+        yield from local_chunks_of(f"{WEIGHT}{name}", found[name], parameter.detach().view(-1))
     for name, buffer in buffers(model).items():
         yield _whole(f"{WEIGHT}{name}", buffer)
 
 
-def load_weights(saved: Saved, model: nn.Module, ranks: Layout, rank: int) -> None:
-    """Fill a model's weights and buffers.
+def load_weights(reader: CheckpointReader, model: nn.Module, layout: Layout, rank: int) -> None:
+    """Load a model's weights and buffers.
 
     Raises:
-        UserError: if a tensor is missing, of another shape, or one that this model has no place for.
+        UserError: if a tensor of the model is missing or has another shape, or the model lacks a saved one.
     """
-    fill_weights(saved, list(weight_pieces(model, ranks, rank)), "use the configuration that saved it")
+    fill_weights(reader, list(weight_chunks(model, layout, rank)), "use the configuration that saved it")
 
 
-def fill_weights(saved: Saved, pieces: list[Piece], advice: str) -> None:
-    """Fill pieces of weights and buffers, in which every saved one must have a place.
+def fill_weights(reader: CheckpointReader, local_chunks: list[LocalChunk], advice: str) -> None:
+    """Load these chunks of weights and buffers, among which every saved weight and buffer must be.
 
     Raises:
-        UserError: if a tensor is missing or of another shape; with `advice`, if one has no place.
+        UserError: if a tensor is missing or has another shape; ending with `advice`, if a saved one is left
+            over.
     """
-    saved.fill(pieces)
-    left = set(saved.names(WEIGHT)) - {piece.name for piece in pieces}
+    reader.fill(local_chunks)
+    left = set(reader.names(WEIGHT)) - {local.name for local in local_chunks}
     if left:
         raise UserError(
-            f"{saved.path}: this model has no place for {min(left).removeprefix(WEIGHT)}; {advice}"
+            f"{reader.path}: this model has no place for {min(left).removeprefix(WEIGHT)}; {advice}"
         )
 
 
 class EngineState:
-    """The pieces of what an engine trains."""
+    """The chunks of an engine's weights, optimiser state and random states on this rank."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -79,36 +80,44 @@ class EngineState:
         self._placements = placements(model, engine.layout, self._rank)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    def pieces(self) -> Iterator[list[Piece]]:
-        """All of this rank, in groups, of which some are in memory until the next is asked for only."""
-        yield list(self._untrained()) + list(self._random())
-        for shard in self.engine.optimizer_shards():
-            yield [piece for fragment in shard.fragments for piece in self._of(fragment)]
+    def chunk_groups(self) -> Iterator[list[LocalChunk]]:
+        """Yield all chunks of this rank in groups.
 
-    def load(self, saved: Saved) -> None:
-        """Fill the optimiser's weights and moments.
+        The memory of a group may be freed when the next is asked for.
+        """
+        yield list(self._untrained()) + list(self._random_states())
+        for shard in self.engine.optimizer_shards():
+            yield [local for fragment in shard.fragments for local in self._trained(fragment)]
+
+    def load(self, reader: CheckpointReader) -> None:
+        """Load the optimiser's weights and moments.
 
         Raises:
-            UserError: if a tensor is missing or of another shape.
+            UserError: if a tensor is missing or has another shape.
         """
-        masters = self.engine.precision != "fp32"  # else they are the model's weights, which are there
+        masters = (
+            self.engine.precision != "fp32"
+        )  # else they are the model's weights, which are loaded already
         for shard in self.engine.optimizer_shards():
             if masters:
-                saved.fill(p for fragment in shard.fragments for p in self._weight(fragment))
-            self._load_moments(saved, shard)
+                reader.fill(p for fragment in shard.fragments for p in self._weight(fragment))
+            self._load_moments(reader, shard)
 
-    def _load_moments(self, saved: Saved, shard: Shard) -> None:
-        """A weight that was never stepped has none; beside others in a flat tensor it has zeros."""
-        state, known = self.engine.inner_optimizer.state, set(saved.names(STEP))
+    def _load_moments(self, reader: CheckpointReader, shard: Shard) -> None:
+        """Load Adam's moments.
+
+        A weight that was never stepped has none, or zeros in a flat tensor with others.
+        """
+        state, known = self.engine.inner_optimizer.state, set(reader.names(STEP))
         for tensor in shard.tensors:
-            mine = [fragment for fragment in shard.fragments if fragment.tensor is tensor]
-            stepped = [fragment for fragment in mine if STEP + self._name(fragment) in known]
+            fragments = [fragment for fragment in shard.fragments if fragment.tensor is tensor]
+            stepped = [fragment for fragment in fragments if STEP + self._name(fragment) in known]
             state.pop(tensor, None)
             if not stepped:
                 continue
             moments = {moment: torch.zeros_like(tensor.detach()) for moment in MOMENTS}
-            steps = [saved.tensor(STEP + self._name(fragment)) for fragment in stepped]
-            saved.fill(
+            steps = [reader.tensor(STEP + self._name(fragment)) for fragment in stepped]
+            reader.fill(
                 p for f in stepped for m, values in moments.items() for p in self._moment(f, m, values)
             )
             state[tensor] = {"step": self._step(torch.stack(steps).max(), tensor), **moments}
@@ -119,21 +128,23 @@ class EngineState:
             return int(count)
         return count.to(tensor.device, torch.float32)
 
-    def _untrained(self) -> Iterator[Piece]:
+    def _untrained(self) -> Iterator[LocalChunk]:
+        """Yield the frozen weights, and on the first rank the buffers."""
         model = self.engine.model
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 flat, start = held_part(parameter)
-                yield from pieces_of(f"{WEIGHT}{name}", self._placements[name], flat, start)
+                yield from local_chunks_of(f"{WEIGHT}{name}", self._placements[name], flat, start)
         if self._rank == 0:
             for name, buffer in buffers(model).items():
                 yield _whole(f"{WEIGHT}{name}", buffer)
 
-    def _random(self) -> Iterator[Piece]:
+    def _random_states(self) -> Iterator[LocalChunk]:
         for name, tensor in random_state.capture(self.engine.world.device).items():
             yield _whole(f"{random_prefix(self._rank)}{name}", tensor)
 
-    def _of(self, fragment: Fragment) -> Iterator[Piece]:
+    def _trained(self, fragment: Fragment) -> Iterator[LocalChunk]:
+        """Yield a fragment's weight, and its optimiser state if it has been stepped."""
         yield from self._weight(fragment)
         state = self.engine.inner_optimizer.state.get(fragment.tensor)
         if not state:
@@ -142,38 +153,41 @@ class EngineState:
             yield from self._moment(fragment, moment, state[moment])
         yield _whole(STEP + self._name(fragment), torch.as_tensor(state["step"], dtype=torch.float32))
 
-    def _weight(self, fragment: Fragment) -> Iterable[Piece]:
-        return self._pieces(WEIGHT + self._name(fragment), fragment, fragment.tensor)
+    def _weight(self, fragment: Fragment) -> Iterable[LocalChunk]:
+        return self._chunks(WEIGHT + self._name(fragment), fragment, fragment.tensor)
 
-    def _moment(self, fragment: Fragment, moment: str, values: Tensor) -> Iterable[Piece]:
-        return self._pieces(moment_name(moment, self._name(fragment)), fragment, values)
+    def _moment(self, fragment: Fragment, moment: str, values: Tensor) -> Iterable[LocalChunk]:
+        return self._chunks(moment_name(moment, self._name(fragment)), fragment, values)
 
-    def _pieces(self, name: str, fragment: Fragment, values: Tensor) -> Iterable[Piece]:
-        return pieces_of(name, self._placements[self._name(fragment)], fragment.of(values), fragment.start)
+    def _chunks(self, name: str, fragment: Fragment, values: Tensor) -> Iterable[LocalChunk]:
+        return local_chunks_of(
+            name, self._placements[self._name(fragment)], fragment.of(values), fragment.start
+        )
 
     def _name(self, fragment: Fragment) -> str:
         return self._names[id(fragment.parameter)]
 
 
 def random_prefix(rank: int) -> str:
-    """Of a rank's random states."""
+    """Return the prefix of the names of a rank's random states."""
     return f"{RANDOM}{rank:05d}/"
 
 
-def load_random(saved: Saved, rank: int, device: torch.device) -> None:
-    """Go on from the random states of that rank of those that saved.
+def load_random(reader: CheckpointReader, rank: int, device: torch.device) -> None:
+    """Restore the random states that rank `rank` of the saving run had.
 
     Raises:
-        UserError: if they are missing, or are none.
+        UserError: if they are missing or damaged.
     """
     prefix = random_prefix(rank)
-    states = {name.removeprefix(prefix): saved.tensor(name) for name in saved.names(prefix)}
+    states = {name.removeprefix(prefix): reader.tensor(name) for name in reader.names(prefix)}
     try:
         random_state.restore(states, device)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{saved.path}: the random states of rank {rank} are damaged ({error})") from None
+        raise UserError(f"{reader.path}: the random states of rank {rank} are damaged ({error})") from None
 
 
-def _whole(name: str, tensor: Tensor) -> Piece:
+def _whole(name: str, tensor: Tensor) -> LocalChunk:
+    """Return a tensor as the one chunk that fills it."""
     shape = tuple(tensor.shape)
-    return Piece(name, Placement(shape).logical, Box((0,) * len(shape), shape), tensor.detach())
+    return LocalChunk(name, shape, Chunk((0,) * len(shape), shape), tensor.detach())

@@ -1,7 +1,7 @@
-"""Samples to this rank's micro batches, in an order that depends on the sample numbers alone.
+"""This rank's micro batches, in an order that depends on the sample numbers alone.
 
-The global stream of samples is cut into micro batches, dealt to the data-parallel ranks in turn. So one
-rank sees, in order, what n ranks see together, and a run goes on at exactly the sample it stopped at.
+The global stream of samples is split into micro batches, which go to the data-parallel ranks in turn. So one
+rank sees, in order, what n ranks see together, and a run resumes at exactly the sample at which it stopped.
 
 Loader processes are forked when the stream is made. Make streams early, and close them.
 """
@@ -30,7 +30,7 @@ class Batch:
     sample_index_B: torch.Tensor  # int64, the global number of each sample
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on `device`."""
+        """Return the batch on `device`."""
         moved: dict[str, Any] = {}
         for field in fields(self):
             tensor = getattr(self, field.name)
@@ -38,7 +38,7 @@ class Batch:
         return Batch(**moved)
 
     def repeat(self, times: int) -> "Batch":
-        """Every sequence `times` times over: the whole micro batch, then again."""
+        """Return the micro batch repeated: all of its sequences, `times` times."""
         if times == 1:
             return self
         repeated: dict[str, Any] = {}
@@ -49,7 +49,7 @@ class Batch:
 
 
 def warn(line: str) -> None:
-    """On the standard error."""
+    """Print a warning to the standard error."""
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
@@ -60,10 +60,10 @@ class BatchStream:
     micro_batch_size` on. Usable as a context manager.
 
     Args:
-        dataset: of items as `megamoe.data.datasets.Datasets` describes them.
+        dataset: its items are those of `megamoe.data.datasets.Datasets`.
         start_sample: first sample of the stream, over all ranks.
         workers: loader processes; 0: samples are read in this process.
-        tell: is called with a line when a loader process has died and another has taken its place.
+        tell: called with a line when a loader process has died and was replaced.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BatchStream:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro batch.
+        """Return the next micro batch.
 
         Raises:
             UserError: if the dataset has run out, on every rank at the same micro batch; if a sample cannot
@@ -138,7 +138,7 @@ class _MicroBatchIndices:
     stride: int
 
     def from_batch(self, number: int) -> "_MicroBatchIndices":
-        """The same without the first `number` micro batches."""
+        """Return the indices without the first `number` micro batches."""
         return replace(self, start=self.start + number * self.stride)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -147,9 +147,9 @@ class _MicroBatchIndices:
 
 
 class _Numbered(Dataset[tuple[int, dict[str, torch.Tensor] | str]]):
-    """Each sample with its number; in place of one that cannot be read, why.
+    """Samples with their numbers. A sample that cannot be read is replaced by the error's message.
 
-    What is raised in a loader process arrives as the text of its traceback.
+    An exception would arrive from a loader process as the text of its traceback.
     """
 
     def __init__(self, dataset: Dataset[dict[str, torch.Tensor]]) -> None:

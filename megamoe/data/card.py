@@ -1,8 +1,8 @@
-"""The data card `PREFIX.card.json`: what a prepared dataset holds, and that it is complete.
+"""The data card `PREFIX.card.json`, which describes a prepared dataset and marks it as complete.
 
-The card is written last, so a dataset with a card is whole. Data made by Megatron-LM's own
-preprocess_data.py has none and is read without. Beside the card this file knows the names of a
-dataset's files, and how to tell cheaply that .bin and .idx belong together; `verify.py` reads them whole.
+The card is written last, so a dataset with a card is complete. Data made by Megatron-LM's own
+preprocess_data.py has none and is read without. This file also has the names of a dataset's files, and a
+cheap check that .bin and .idx belong together. `verify.py` reads them whole.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class DataFiles:
 
     @property
     def counts(self) -> Path:
-        """How often each token id occurs: int64 [vocabulary]."""
+        """The file with each token id's count: int64 [vocabulary]."""
         return self._with(".counts.npy")
 
     @property
@@ -79,7 +79,7 @@ class SourceCard:
 
 @dataclass(frozen=True)
 class FileCard:
-    """A file of the dataset: bytes and sha256."""
+    """A file of the dataset, with its size in bytes and its SHA-256."""
 
     size: int
     sha256: str
@@ -87,7 +87,10 @@ class FileCard:
 
 @dataclass(frozen=True)
 class DataCard:
-    """What was prepared, from what, with what. `tokens` counts the end-of-document tokens too."""
+    """What was prepared, from which sources, with which tokenizer.
+
+    `tokens` counts the end-of-document tokens too.
+    """
 
     megamoe: str
     documents: int
@@ -104,20 +107,20 @@ class DataCard:
     largest_token: int | None = None  # id that occurs; None: the card is from before it was noted
 
     def save(self, path: Path) -> None:
-        """Write it, with a checksum over its content."""
+        """Write the card, with a checksum over its content."""
         content = asdict(self)
         content[CHECKSUM] = _checksum(content)
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """Of a card's JSON, apart from the checksum in it; blanks and order do not count."""
+    """Return the checksum of a card's JSON without its own entry. Whitespace and order do not matter."""
     rest = {key: value for key, value in content.items() if key != CHECKSUM}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def load_card(prefix: str) -> DataCard | None:
-    """The card of the dataset `prefix`, None if it has none.
+    """Return the card of the dataset `prefix`, or None if it has none.
 
     A card without a checksum, or without `largest_token`, is from an earlier version and is read as well.
 

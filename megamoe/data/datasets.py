@@ -1,13 +1,13 @@
-"""Indexed data to training samples: blended, split and shuffled by Megatron-Core's dataset builder.
+"""Training samples from indexed data, blended, split and shuffled by Megatron-Core's dataset builder.
 
 Design choices:
 - data is verified before anything is built on it (`verify.py`);
 - the sample index is cached under a key that covers the data's own identity, so that data prepared anew
   under the same name never meets an old index, and is verified when it is read (`index_cache.py`);
-- everything a user can get wrong is told alike on every rank.
+- every rank raises the same error for a user's mistake.
 
 Note on resuming: the order of samples depends on the number of epochs that `train_samples` asks for;
-a run that is prolonged into a further epoch sees another order.
+a run that is extended into a further epoch sees another order.
 """
 
 import math
@@ -39,14 +39,14 @@ __all__ = ["Datasets", "Vocabulary", "build_datasets", "resolve_vocabulary"]
 SPLIT_NAMES = ("train", "valid", "test")
 VALID = "valid"
 WHOLE_AS_VALIDATION = [0.0, 1.0, 0.0]
-# Of samples per source over its exact share: Megatron-Core's default.
+# Samples per source beyond its exact share: Megatron-Core's default.
 MIN_SURPLUS = 0.005
 MOST_EPOCHS = 100_000  # Megatron-Core counts them one by one
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """`train`, the validation sets by name, and `test`, the third share of `data.split`, if it has one.
+    """`train`, the validation sets by name, and `test`, the third share of `data.split`, if there is one.
 
     An item is a dict of `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and,
     with `data.document_aware`, `attention_mask` ([1, S, S] bool, True = masked out).
@@ -60,9 +60,9 @@ class Datasets:
 def build_datasets(
     data: "DataConfig", vocabulary: Vocabulary, *, seed: int, train_samples: int, validation_samples: int
 ) -> Datasets:
-    """The training set (at least 1 sample) and, if `validation_samples` > 0, the validation sets.
+    """Build the training set (at least 1 sample) and, if `validation_samples` > 0, the validation sets.
 
-    Each is at least as long as asked; small data is repeated, shuffled anew in each epoch.
+    Each has at least the requested length. Small data is repeated, with a new shuffle in each epoch.
 
     `valid` is the second share of `data.split`; `data.validation` adds sets of whole sources by name.
     With torch.distributed initialised every rank must call it: rank 0 writes the index, the others wait.
@@ -129,9 +129,9 @@ def _build(
     sizes: list[int],
     seed: int,
 ) -> list[Any]:
-    """One dataset per split whose size is not 0, from one source or a blend by weight.
+    """Build a dataset for each split whose size is not 0, from one source or a blend by weight.
 
-    identities: of each source's data, by path.
+    identities: the SHA-256 of each source's .idx, by path.
     """
     paths = [source.path for source in sources]
     weights = blend_weights(sources, data.sampling_exponent if sources is data.sources else None)
@@ -207,7 +207,10 @@ def _index_problem(paths: list[str], weights: list[float], config: GPTDatasetCon
 
 @dataclass(frozen=True)
 class _TokenFacts:
-    """What GPTDataset asks of a tokenizer; `unique_identifiers` enter the key of the cached index."""
+    """The attributes of a tokenizer that GPTDataset uses.
+
+    `unique_identifiers` are part of the cached index's key.
+    """
 
     vocab_size: int
     eod: int | None
@@ -219,7 +222,7 @@ class _TokenFacts:
 
 
 def _surplus(weights: list[float], sizes: list[int]) -> float:
-    """Samples to index per source beyond its share, so that rounding never makes the blend run dry.
+    """Return the samples to index per source beyond its share, so that rounding never exhausts the blend.
 
     The blend is as long as the sum of the rounded-up shares, at most one more per source, and gives
     each source its share of that to within one.

@@ -1,4 +1,4 @@
-"""Texts to token arrays, in this process or in several; the order is always that of the texts.
+"""Tokenizing texts into arrays, in this process or in several. The order is always that of the texts.
 
 Workers are spawned, not forked: the tokenizers' threads of the parent would not survive a fork. What
 they import is kept light, so this file knows neither torch nor Megatron-Core.
@@ -28,7 +28,7 @@ class Encoded(NamedTuple):
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer, dtype: type[np.number]) -> Encoded:
-    """Tokens and lengths of `texts`, end-of-document tokens included."""
+    """Return the tokens and lengths of `texts`, end-of-document tokens included."""
     documents = [[*tokens, tokenizer.eod] for tokens in tokenizer.encode_batch(texts)]
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
     return Encoded(np.concatenate([np.array(document, dtype=dtype) for document in documents]), lengths)
@@ -37,7 +37,7 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer, dtype: type[np.number])
 def encode_batches(
     batches: Iterable[list[str]], tokenizer: Tokenizer, dtype: type[np.number], num_workers: int
 ) -> Iterator[Encoded]:
-    """`encode_texts` of each batch, in order, whatever the number of workers.
+    """Yield `encode_texts` of each batch, in order, whatever the number of workers.
 
     Raises:
         UserError: if a worker dies.
@@ -70,7 +70,7 @@ _worker: tuple[Tokenizer, type[np.number]]
 
 def _start_worker(reference: str, dtype: type[np.number]) -> None:
     global _worker
-    # The workers already fill the cores; the parent alone answers Ctrl-C.
+    # The workers already use all cores; the parent alone handles Ctrl-C.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -78,7 +78,7 @@ def _start_worker(reference: str, dtype: type[np.number]) -> None:
 
 
 def _follow_parent() -> None:
-    """A pool's workers would wait for ever for a parent that was killed."""
+    """End this worker with its parent. A pool's workers would wait forever for a parent that was killed."""
     parent = parent_process()
     if parent is not None:
         parent.join()

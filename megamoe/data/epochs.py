@@ -1,4 +1,4 @@
-"""How large the training data is: its samples in an epoch, and a blend's weights by the sources' sizes."""
+"""The size of the training data: samples per epoch, and blend weights from the sources' sizes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def samples_per_epoch(data: "DataConfig") -> int:
-    """Samples of all sources' train splits, each taken once, whatever their weights in the blend.
+    """Return the samples of all sources' train splits, each counted once, whatever the blend's weights.
 
-    As Megatron-Core's GPTDataset counts: a source of n tokens has (n - 1) // sequence_length samples, for the
-    last token of each sample is the first of the next. Not for mock data, which has no end.
+    As in Megatron-Core's GPTDataset, a source of n tokens has (n - 1) // sequence_length samples, for the
+    last token of each sample is the first of the next. Mock data has no end and is not accepted.
     """
     assert not data.mock
     shares = parse_and_normalize_split(",".join(f"{share:.12f}" for share in data.split))
@@ -39,26 +39,26 @@ def samples_per_epoch(data: "DataConfig") -> int:
 
 
 def blend_weights(sources: "Sequence[SourceConfig]", exponent: float | None) -> list[float]:
-    """Each source's share of a blend, in their order; they sum to 1.
+    """Return each source's share of a blend, in their order. The shares sum to 1.
 
-    By `weight`, or with an exponent a by size: n_i^a / sum_j n_j^a for n_i tokens (Conneau and Lample 2019,
-    XLM, section 3.1, whose a is 0.5 and whose n counts sentences; Chi et al. 2022, X-MoE, section 4.1).
-    a = 1: in proportion to the sizes; a = 0: evenly; between them small sources come more often than they
-    would by size.
+    The shares follow `weight`, or with an exponent a the sizes: n_i^a / sum_j n_j^a for n_i tokens (Conneau
+    and Lample 2019, XLM, section 3.1, whose a is 0.5 and whose n counts sentences; Chi et al. 2022, X-MoE,
+    section 4.1). a = 1: in proportion to the sizes; a = 0: evenly; between them small sources come more often
+    than they would by size.
     """
     if exponent is None:
         parts = [source.weight for source in sources]
     else:
         sizes = [_tokens(source.path) for source in sources]
-        # Over the largest first: a power of a large count by itself could leave the range of a float.
+        # Divided by the largest first: a power of a large count could overflow a float.
         parts = [(size / max(sizes)) ** exponent for size in sizes]
     return [part / sum(parts) for part in parts]
 
 
 def _tokens(path: str) -> int:
-    """Of a whole dataset: its card's count, or without a card the sum of the index's lengths."""
+    """Return a dataset's tokens: its card's count, or without a card the sum of the index's lengths."""
     card = load_card(path)
     if card is not None:
         return card.tokens
-    indexed = IndexedDataset(path)  # kept while its lengths are summed: they are unmapped with it
+    indexed = IndexedDataset(path)  # must live while its lengths are summed: they are unmapped with it
     return int(indexed.sequence_lengths.sum(dtype=np.int64))

@@ -1,8 +1,8 @@
-"""What was found by reading a file whole, kept so that it is read again only when it has changed.
+"""A cache of what reading a whole file has found, so that the file is read again only if it has changed.
 
-Beside the facts (the file's SHA-256, its largest token id) its size, inode and times are kept; the facts
-hold as long as these are the same. The time of the last change of status (ctime) is among them, which no
-program sets back.
+The facts (the file's SHA-256, its largest token id) are stored with the file's size, inode and times, and are
+valid while these are the same. One of the times is that of the last status change (ctime), which no program
+can set back.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import numpy as np
 from megamoe.errors import UserError
 
 CHUNK_BYTES = 1 << 22
-# A file may change twice within one tick of its file system's clock: what is that young is read again.
+# A file may change twice within one tick of its file system's clock, so a file that young is read again.
 SETTLED_S = 2.0
 MOST_BYTES_OF_FACTS = 1 << 16
 
@@ -28,16 +28,17 @@ Facts = dict[str, Any]
 
 
 class FileFacts:
-    """What was found in files, kept as one small file for each in `folder`; None: nothing is kept."""
+    """The facts of files, stored as a small JSON file for each in `folder`. None: nothing is stored."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def of(self, path: Path, wanted: Iterable[str], find: Callable[[], Facts]) -> Facts:
-        """At least the `wanted` facts of `path`: those kept, if the file is the same since, or `find()`.
+        """Return at least the `wanted` facts of `path`: the stored ones if the file has not changed, else
+        `find()`.
 
         Raises:
-            UserError: if the file cannot be read, or changes meanwhile.
+            UserError: if the file cannot be read, or changes while it is read.
         """
         state = _state(path)
         known = self._read(path, state)
@@ -52,7 +53,7 @@ class FileFacts:
         return facts
 
     def has(self, path: Path) -> bool:
-        """Whether anything is kept of the file as it is."""
+        """Return whether facts are stored for the file's present state."""
         return self._read(path, _state(path)) is not None
 
     def _place(self, path: Path) -> Path | None:
@@ -69,7 +70,7 @@ class FileFacts:
             if content["checksum"] == _checksum(state, content["facts"]):
                 return dict(content["facts"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            pass  # none there, or damaged: the file is read again
+            pass  # missing or damaged: the file is read again
         return None
 
     def _keep(self, path: Path, state: Facts, facts: Facts) -> None:
@@ -78,7 +79,7 @@ class FileFacts:
             return
         content = {"state": state, "facts": facts, "checksum": _checksum(state, facts)}
         partial = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-        with suppress(OSError):  # of a cache that cannot be written a start that needs it will tell
+        with suppress(OSError):  # an unwritable cache is reported by the code that needs it
             place.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(content), encoding="utf-8")
             os.replace(partial, place)
@@ -103,23 +104,24 @@ def _checksum(state: Facts, facts: Facts) -> str:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """The line for a data file that the system does not let us read."""
+    """Return the error for a data file that cannot be read."""
     return UserError(f"data file {str(path)!r} cannot be read: {error.strerror or error}")
 
 
 def scan(
     path: Path, *, dtype: str | None = None, hashed: bool = True, stop: threading.Event | None = None
 ) -> Facts:
-    """Read a file once: its `sha256` if `hashed`; under the name of `dtype` its smallest and largest number.
+    """Read a file once; return its `sha256` if `hashed`, and its smallest and largest number under the key
+    `dtype`.
 
     Takes CHUNK_BYTES of memory.
 
     Args:
-        dtype: of the numbers that the file consists of; None: they are not looked at.
-        stop: set by another thread to break off.
+        dtype: the dtype of the numbers that the file consists of; None: do not look at them.
+        stop: an event that another thread sets to interrupt the reading.
 
     Raises:
-        UserError: if the file cannot be read, or was told to stop.
+        UserError: if the file cannot be read, or the reading was interrupted.
     """
     digest = hashlib.sha256()
     smallest, largest = [], []
@@ -145,7 +147,7 @@ def scan(
 
 
 def _fill(file: Any, buffer: memoryview) -> int:
-    """Bytes read: all of the buffer but at the end of the file."""
+    """Fill the buffer; return the number of bytes read, which is smaller at the end of the file alone."""
     size = 0
     while size < len(buffer) and (found := file.readinto(buffer[size:])):
         size += found

@@ -1,8 +1,9 @@
-"""Cached indices (which tokens make sample i, and in which order), verified before they are used.
+"""A cache of sample indices (which tokens sample i consists of), which are verified before use.
 
-Megatron-Core computes them and, by itself, writes them in place and unpickles whatever it finds. Here it only
-computes. An entry of the cache is a few .npy files and, written last, their record: the key (data, split,
-length, seed, versions) and each file's size and SHA-256. A file that does not fit its record is not opened.
+Megatron-Core computes the indices. Its own cache, which is not used, writes in place and unpickles whatever
+it finds. An entry of this cache is a few .npy files and their record, which is written last: the key (data,
+split, length, seed, versions), and each file's size and SHA-256. A file that does not match its record is not
+opened.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from megamoe.data.file_facts import FileFacts, scan
 from megamoe.data.ranks import agree, first_ranks, rank
 from megamoe.errors import UserError
 
-VERSION = 1  # of the entries' form; another one is another key
+VERSION = 1  # of the entries' format; it is part of the key
 VERSIONS = {"entry": VERSION, "megatron_core": version("megatron-core")}
 MOST_BYTES_OF_RECORD = 1 << 24
 PARTIAL = ".partial"
@@ -36,11 +37,12 @@ Arrays = Sequence[np.ndarray]
 
 
 class IndexCache:
-    """The entries of one folder, for one rank.
+    """The cache in one folder, as one rank uses it.
 
     Args:
-        builds: this rank makes what is missing, damaged or of other data; it must hold the folder's lock.
-        reads_whole: this rank compares the files' SHA-256; the others compare sizes.
+        builds: whether this rank makes entries that are missing, damaged or of other data. It must hold the
+            folder's lock.
+        reads_whole: whether this rank compares the files' SHA-256; otherwise it compares sizes.
     """
 
     def __init__(self, folder: Path, *, builds: bool, reads_whole: bool) -> None:
@@ -50,13 +52,13 @@ class IndexCache:
         self._facts = FileFacts(folder / "verified")
 
     def arrays(self, stem: str, key: str, names: Sequence[str], make: Callable[[], Arrays]) -> Arrays:
-        """The memory-mapped arrays `names` of the entry `stem`, made by `make` if they are not there.
+        """Return the memory-mapped arrays `names` of the entry `stem`; `make` computes missing ones.
 
         Args:
             key: everything that the arrays depend on.
 
         Raises:
-            UserError: if they are not there, or damaged, on a rank that does not make any.
+            UserError: if they are missing or damaged, on a rank that does not build.
             OSError: if they cannot be written.
         """
         paths = {name: self._folder / f"{stem}-{name}.npy" for name in names}
@@ -114,7 +116,7 @@ class IndexCache:
 
 @dataclass
 class CachedConfig(GPTDatasetConfig):
-    """Megatron-Core's, with our cache in place of its own."""
+    """Megatron-Core's configuration, with this cache in place of its own."""
 
     index_cache: IndexCache | None = None
 
@@ -152,7 +154,8 @@ class _Builder(BarrierFreeBuilder):
 
 
 def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[Any]:
-    """A dataset per split, None where the split has none. Rank 0 makes the indices, the others read them.
+    """Return a dataset per split, or None for an empty split. Rank 0 builds the indices, the others read
+    them.
 
     With torch.distributed initialised every rank must call it.
 
@@ -192,7 +195,7 @@ def _build(config: CachedConfig, sizes: list[int], cache: IndexCache) -> list[An
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The folder, made if need be, for this process alone; what a killed one left half-written is removed."""
+    """Make and lock the folder for this process, and remove incomplete files of killed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
         for path in folder.glob(f"*{PARTIAL}"):

@@ -1,10 +1,10 @@
-"""The `.idx` file of Megatron-Core's indexed datasets: its header, and whether its arithmetic holds.
+"""The `.idx` file of Megatron-Core's indexed datasets: reading its header and checking its consistency.
 
 Layout, little-endian: 9 bytes magic, uint64 version, uint8 dtype code, uint64 number of sequences n, uint64
 number of document boundaries m; int32 lengths [n] in tokens, int64 pointers [n] in bytes into the .bin, int64
 document boundaries [m] in sequences. Source: `megatron/core/datasets/indexed_dataset.py`, `_IndexWriter`.
 
-Nothing here takes memory in proportion to the file, or to a number in it.
+The memory that is used here does not grow with the file, or with a number in it.
 """
 
 import os
@@ -25,13 +25,13 @@ VERSION = 1
 # Megatron-Core's codes of the dtypes that can hold token ids.
 TOKEN_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 MOST_SEQUENCES = 2**31 - 1  # Megatron-Core numbers them in int32
-CHUNK = 1 << 18  # sequences that are looked at together
+CHUNK = 1 << 18  # sequences that are checked at a time
 AGAIN = "put the right file back or prepare the data again"
 
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """What the header says, and the places in the file that follow from it."""
+    """The header, and the offsets in the file that follow from it, in bytes."""
 
     dtype: str
     num_sequences: int
@@ -55,10 +55,10 @@ class IndexHeader:
 
 
 def read_header(idx: Path) -> tuple[IndexHeader, int]:
-    """The header, and the size of the .bin by the last length and pointer. Reads a few bytes.
+    """Return the header, and the .bin's size by the last length and pointer. Reads a few bytes.
 
     Raises:
-        UserError: for a file that cannot be read, is no index, or has not the size that its header demands.
+        UserError: if the file cannot be read, is not an index, or has another size than its header implies.
     """
     broken = f"data index {str(idx)!r} is"
     try:
@@ -88,17 +88,17 @@ def read_header(idx: Path) -> tuple[IndexHeader, int]:
 
 
 def check_arithmetic(idx: Path, bin_size: int) -> tuple[IndexHeader, int]:
-    """The header and the number of tokens of an index that is sound.
+    """Check that an index is consistent; return its header and number of tokens.
 
     Lengths are 0 or more, each pointer is the sum of the lengths before it times the bytes of a token, the
     last sequence ends where the .bin ends, and the document boundaries ascend from 0 to the number of
     sequences.
 
     Args:
-        bin_size: bytes of the .bin.
+        bin_size: the size of the .bin in bytes.
 
     Raises:
-        UserError: naming the file, the first entry that is wrong, and what was expected of it.
+        UserError: with the file, the first wrong entry, and what was expected.
     """
     header, _ = read_header(idx)
     broken = f"data index {str(idx)!r} is damaged:"
@@ -117,7 +117,7 @@ def check_arithmetic(idx: Path, bin_size: int) -> tuple[IndexHeader, int]:
 def _check_sequences(
     lengths_file: Any, pointers_file: Any, header: IndexHeader, bin_size: int, broken: str
 ) -> int:
-    """The byte at which the last sequence ends."""
+    """Check lengths and pointers; return the byte at which the last sequence ends."""
     end, first = 0, 0
     lengths = _chunks(lengths_file, HEADER.size, header.num_sequences, "<i4", broken)
     pointers = _chunks(pointers_file, header.pointers_at, header.num_sequences, "<i8", broken)
@@ -155,7 +155,7 @@ def _check_boundaries(file: Any, header: IndexHeader, broken: str) -> None:
 
 
 def _chunks(file: Any, place: int, count: int, dtype: str, broken: str) -> Iterator[np.ndarray]:
-    """The `count` numbers from byte `place` on, at most CHUNK at a time."""
+    """Yield the `count` numbers from byte `place` on, at most CHUNK at a time."""
     file.seek(place)
     for first in range(0, count, CHUNK):
         size = min(CHUNK, count - first) * np.dtype(dtype).itemsize

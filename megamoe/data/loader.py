@@ -1,8 +1,8 @@
-"""Batches that loader processes read ahead; a process that dies is replaced, and the batches stay the same.
+"""A data loader whose processes are replaced if they die; the batches stay the same.
 
-Loader processes are forked: the memory-mapped data is shared, not copied, and they never touch the
-accelerator. A fork of a process with many threads can go wrong, and the kernel may take a loader for want of
-memory; which batch comes next depends on its number alone, so others can go on from there.
+Loader processes are forked, so that they share the memory-mapped data. They never use the accelerator. A fork
+of a process with many threads can fail, and the kernel may kill a loader when memory is short. A batch
+depends on its number alone, so new processes can continue from there.
 """
 
 import atexit
@@ -33,10 +33,10 @@ class Loader(Generic[Batch]):
     """An iterator over batches.
 
     Args:
-        indices_from: the items of each batch, from the n-th batch on.
-        collate: items to a batch.
+        indices_from: returns the items of each batch, from the n-th batch on.
+        collate: makes a batch of its items.
         workers: loader processes; 0: items are read in this process.
-        tell: is called with a line when a process has died and others take its place.
+        tell: called with a line when a process has died and was replaced.
 
     Raises:
         RuntimeError: if a process hangs, or more of them die than MOST_DEATHS.
@@ -117,10 +117,11 @@ class Loader(Generic[Batch]):
 
 
 def _begin_worker(_: int) -> None:
-    """A signal to the whole job (a preemption, Ctrl-C) is for the training process to answer.
+    """Ignore signals to the whole job (a preemption, Ctrl-C), which the training process handles.
 
-    With that process this one must end at once: it has inherited its connections, and as long as they are
-    open the other ranks do not notice that it is gone. By itself it would look for it every 5 seconds.
+    This process must end as soon as the training process ends: it has inherited its connections, and while
+    they are open the other ranks do not notice the end. PyTorch's own check for the parent runs every 5
+    seconds only.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -130,7 +131,7 @@ def _begin_worker(_: int) -> None:
 
 
 def _shut_down(iterators: list[Any]) -> None:
-    """Empties the list."""
+    """End the loader processes of the iterators, and empty the list."""
     for iterator in iterators:
         shut_down_loader(iterator)
     iterators.clear()

@@ -1,9 +1,9 @@
-"""Memory-mapped data that changes while it is read: an error of one line, where the kernel would kill.
+"""Detecting memory-mapped data that changes while it is read, before the kernel kills the process.
 
-A read past the end of a mapped file that was cut short is SIGBUS. So before each sample the sizes of its
-files are looked at, which takes a microsecond each. Another file in a mapped one's place, or none, changes
-nothing: the map keeps the old one. What is written into a mapped file does show: a token id outside of the
-vocabulary, or an index that leads out of the file, is told as well.
+A read past the end of a mapped file that was truncated raises SIGBUS. So the sizes of a sample's files are
+checked before each sample, which takes a microsecond each. Replacing or deleting a mapped file has no effect:
+the map keeps the old one. Writing into a mapped file has: a token id outside of the vocabulary, or an index
+that points out of the file, is reported as well.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class _Mapped:
 
     def check(self) -> None:
         try:
-            size = self.map.size()  # of the file, by fstat
+            size = self.map.size()  # the file's present size, by fstat
         except OSError as error:
             raise UserError(f"data: {self.name} can no longer be read: {error.strerror}; {WAY_OUT}") from None
         if size != self.size:
@@ -45,7 +45,7 @@ WAY_OUT = "prepare it again under another name, or put it back, and go on with -
 
 
 class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
-    """A GPTDataset, or a blend of several, that looks at a sample's files before it reads the sample.
+    """A GPTDataset, or a blend of several, that checks a sample's files before it reads the sample.
 
     Args:
         vocab_size: every token id must be smaller.
@@ -62,10 +62,11 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Sample `index`.
+        """Return sample `index`.
 
         Raises:
-            UserError: if a file has another size than at the start, or the sample's tokens are none.
+            UserError: if a file's size has changed since the start, or the sample's tokens are outside of the
+                vocabulary.
             IndexError: if there is no such sample.
         """
         if not 0 <= index < len(self):

@@ -1,4 +1,4 @@
-"""Made-up tokens, to try a layout or a machine: a noisy Markov chain that a model can learn.
+"""Synthetic tokens for trying a layout or a machine: a noisy Markov chain that a model can learn.
 
 Each token is the one before plus STRIDE (modulo the vocabulary), but one in ten is uniform. Sample `i`
 depends on the seed, the set's name and `i` alone, so any rank, worker or resumed run sees the same.
@@ -15,7 +15,7 @@ NOISE = 0.1
 
 
 class MockDataset(Dataset[dict[str, torch.Tensor]]):
-    """Samples in the form of Megatron-Core's GPTDataset.
+    """A dataset with items like those of Megatron-Core's GPTDataset.
 
     An item holds `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and, if
     document-aware, `attention_mask` ([1, S, S] bool, True = masked out).
@@ -31,7 +31,7 @@ class MockDataset(Dataset[dict[str, torch.Tensor]]):
         eod: int | None,
         seed: int,
     ) -> None:
-        """`eod`: the token that ends a document, for document-aware masks; None: without."""
+        """eod: the token that ends a document, for document-aware masks; None: no such masks."""
         self._name = zlib.crc32(name.encode())
         self._num_samples = num_samples
         self._sequence_length = sequence_length
@@ -62,11 +62,14 @@ class MockDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 def document_masks(tokens_S: torch.Tensor, eod: int) -> dict[str, torch.Tensor]:
-    """Positions, loss mask and attention mask that stop at documents; an eod belongs to the one it ends."""
+    """Return positions, loss mask and attention mask that end with each document.
+
+    An eod belongs to the one it ends.
+    """
     is_end_S = tokens_S == eod
     document_S = is_end_S.cumsum(0) - is_end_S.long()
     place_S = torch.arange(len(tokens_S))
-    start_S = torch.searchsorted(document_S, document_S)  # documents are sorted: where each begins
+    start_S = torch.searchsorted(document_S, document_S)  # where each document begins; document_S is sorted
     visible_SS = (document_S[:, None] == document_S[None, :]) & (place_S[:, None] >= place_S[None, :])
     return {
         "position_ids": place_S - start_S,

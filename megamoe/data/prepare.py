@@ -1,10 +1,10 @@
-"""Text to PREFIX.bin, PREFIX.idx, PREFIX.counts.npy, PREFIX.card.json and, if one is trained,
+"""Preparing text: writes PREFIX.bin, PREFIX.idx, PREFIX.counts.npy, PREFIX.card.json and, if one is trained,
 PREFIX.tokenizer.json.
 
 Design choices:
 - everything is written in a hidden folder beside the destination and renamed at the end, the card last:
-  a run that is killed leaves nothing that looks finished, and the next run clears what it left;
-- a lock in that folder keeps two runs off the same output;
+  a killed run leaves nothing that looks finished, and the next run deletes what it left;
+- a lock in that folder keeps two runs from writing the same output;
 - what is written depends on the sources, their order and the tokenizer, not on the number of workers.
 """
 
@@ -53,11 +53,11 @@ class Preparation:
 
 
 def prepare(preparation: Preparation) -> DataCard:
-    """Read, tokenize and write; each document ends with the end-of-document token.
+    """Read, tokenize and write the data; return its card. Each document ends with the end-of-document token.
 
     Raises:
         UserError: for input that is missing, broken or empty, an output that exists or cannot be
-            written, or a broken tokenizer. Nothing finished is left behind then.
+            written, or a broken tokenizer. Nothing that looks finished is left then.
     """
     files = DataFiles(Path(preparation.output))
     _check(preparation, files)
@@ -100,7 +100,7 @@ def _check(preparation: Preparation, files: DataFiles) -> None:
 
 
 class _Corpus:
-    """The documents of all sources in order, with a progress bar and the tally for the card."""
+    """The documents of all sources in order, with a progress bar and the counts for the card."""
 
     def __init__(self, sources: list[Source], preparation: Preparation, title: str) -> None:
         self._sources = sources
@@ -110,7 +110,10 @@ class _Corpus:
         self.documents = self.empty_documents = self.text_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
-        """Each document that is not blank, up to `max_documents`; a source's tally comes when it is done."""
+        """Yield each document that is not blank, up to `max_documents`.
+
+        A source is counted when it is finished.
+        """
         total = sum(source.path.stat().st_size for source in self._sources)
         with tqdm(
             total=total, desc=self._title, unit="B", unit_scale=True, disable=not self._preparation.progress
@@ -148,7 +151,7 @@ class _Corpus:
         return limit is not None and self.documents >= limit
 
     def batches(self) -> Iterator[list[str]]:
-        """The documents in groups that are worth sending to a worker."""
+        """Yield the documents in batches that are large enough for a worker."""
         batch: list[str] = []
         characters = 0
         for text in self:
@@ -169,7 +172,7 @@ def _tokenizer(preparation: Preparation, sources: list[Source], partial: DataFil
 
 
 def _write_indexed(corpus: _Corpus, tokenizer: Tokenizer, partial: DataFiles, workers: int) -> np.ndarray:
-    """int64 [vocabulary]: how often each token was written, end-of-document tokens included."""
+    """Write .bin and .idx; return each token's count, int64 [vocabulary], end-of-document tokens included."""
     # Megatron-Core takes seconds to import, and the workers import this file.
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -217,7 +220,7 @@ def _card(
 
 
 def _reference(tokenizer: Tokenizer, files: DataFiles, partial: DataFiles) -> str:
-    """Relative for a tokenizer beside the data, so that the folder can be moved."""
+    """Return the tokenizer's path, relative if it is beside the data, so that the folder can be moved."""
     if tokenizer.name == ByteTokenizer.name:
         return tokenizer.name
     if Path(tokenizer.name) == partial.tokenizer:
@@ -233,7 +236,7 @@ def _file_card(path: Path) -> FileCard:
 
 @contextlib.contextmanager
 def _partial_folder(files: DataFiles) -> Iterator[DataFiles]:
-    """A locked, empty folder beside the output; removed at the end, whatever happens."""
+    """Make a locked, empty folder beside the output, and remove it at the end, also after an error."""
     files.partial.mkdir(parents=True, exist_ok=True)
     with open(files.partial / "lock", "w", encoding="utf-8") as lock:
         try:
@@ -250,7 +253,7 @@ def _partial_folder(files: DataFiles) -> Iterator[DataFiles]:
 
 
 def _publish(partial: DataFiles, files: DataFiles) -> None:
-    """Rename into place: the old card goes first, the new one comes last."""
+    """Rename the files to their final names. The old card is deleted first, the new one comes last."""
     files.card.unlink(missing_ok=True)
     files.tokenizer.unlink(missing_ok=True)
     for source, target in (

@@ -1,4 +1,4 @@
-"""The ranks of a start: one verdict for all of them, and work that one rank of each machine does."""
+"""Collectives for loading data: an error on one rank is raised on all, and one rank per machine works."""
 
 import platform
 import threading
@@ -12,18 +12,18 @@ import torch.distributed as dist
 from megamoe.errors import UserError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-POLL_S = 1.0  # how long the ranks leave each other alone while one of them works
+POLL_S = 1.0  # seconds between two collectives while a rank works
 
 Value = TypeVar("Value")
 
 
 def rank() -> int:
-    """0 without torch.distributed."""
+    """Return this process' rank; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def gather(value: Value) -> list[Value]:
-    """Each rank's small value, in the order of the ranks, on every rank."""
+    """Return the values of all ranks, in their order, on every rank. For small values, which are pickled."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -32,7 +32,7 @@ def gather(value: Value) -> list[Value]:
 
 
 def agree(problem: str | None) -> None:
-    """Return if no rank has a problem.
+    """Raise an error on every rank if any rank has a problem.
 
     Raises:
         UserError: on every rank, with the first rank's problem.
@@ -43,16 +43,17 @@ def agree(problem: str | None) -> None:
 
 
 def first_ranks() -> list[int]:
-    """The lowest rank of each machine, in ascending order."""
+    """Return the lowest rank of each machine, in ascending order."""
     machines = gather(_machine())
     return sorted({machine: number for number, machine in reversed(list(enumerate(machines)))}.values())
 
 
 def once_per_machine(action: Callable[[threading.Event], Value]) -> dict[int, Value]:
-    """What `action` returns on the first rank of each machine, by that rank, on every rank.
+    """Call `action` on the first rank of each machine; return its results by rank, on every rank.
 
-    The action runs in a thread. Meanwhile the ranks meet every POLL_S seconds, so that the time limit on
-    collective operations does not end a long action. Its argument is set when the ranks no longer wait.
+    The action runs in a thread. Meanwhile the ranks run a collective every POLL_S seconds, so that the
+    timeout of collectives does not end a long action. Its argument is an event that is set when the ranks no
+    longer wait.
 
     Raises:
         UserError: on every rank, if an action raises one.
@@ -94,7 +95,7 @@ def _is_done(future: "Future[Any]") -> bool:
 
 
 def _machine() -> str:
-    """Hosts may share a name, and containers of one machine its boot."""
+    """Return what identifies a machine: hosts may share a name, and containers of one machine its boot ID."""
     try:
         boot = BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

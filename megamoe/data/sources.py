@@ -1,8 +1,8 @@
-"""Where text comes from: files, folders, globs, JSON lines (also .gz and .zst), the standard library.
+"""Reading text: files, folders, globs, JSON lines (also .gz and .zst), Python's standard library.
 
-Design choices: the order is fixed (as given; sorted within a folder or glob); nothing is skipped in
-silence, what cannot be read is a UserError with the file and the line; each file is read once, and
-hashed and counted as it passes.
+Design choices: the order is fixed (as given; sorted within a folder or glob); nothing is skipped
+silently: unreadable text is a UserError with the file and the line; each file is read once, and hashed and
+counted meanwhile.
 """
 
 import glob
@@ -40,7 +40,10 @@ class Source:
 
 
 class Tap(io.RawIOBase):
-    """A file that hashes and counts its bytes as they are read; `advance` hears the number of each read."""
+    """A file that hashes and counts its bytes as they are read.
+
+    `advance` is called with the size of each read.
+    """
 
     def __init__(self, source: Source, advance: Callable[[int], Any]) -> None:
         self._file = open(source.path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
@@ -59,7 +62,7 @@ class Tap(io.RawIOBase):
         return count
 
     def sha256(self) -> str:
-        """Of the whole file: what is not read yet is read now."""
+        """Return the SHA-256 of the whole file; read what has not been read yet."""
         while self.read(CHUNK_BYTES):
             pass
         return self._digest.hexdigest()
@@ -70,7 +73,7 @@ class Tap(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompressed bytes of zstd frames; unlike the library's reader it notices a file that was cut off."""
+    """Decompresses zstd frames. Unlike the library's reader it detects a truncated file."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._chunks = self._decompress(raw)
@@ -107,7 +110,8 @@ class _ZstdReader(io.RawIOBase):
 
 
 def find_sources(inputs: list[str], stdlib: bool) -> list[Source]:
-    """The files that `inputs` (files, folders, globs) name, in order, then the standard library's.
+    """Return the files that `inputs` (files, folders, globs) name, in order, then those of the standard
+    library.
 
     Raises:
         UserError: if an input does not exist, matches nothing, or names a file a second time.
@@ -147,7 +151,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _standard_library() -> list[Source]:
-    """The .py files of the running Python's standard library, without its tests, sorted by path."""
+    """Return the .py files of the running Python's standard library, without its tests, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     library = [path for path in found if NOT_LIBRARY.isdisjoint(path.parts)]
@@ -155,9 +159,9 @@ def _standard_library() -> list[Source]:
 
 
 def read_documents(source: Source, tap: Tap, key: str) -> Iterator[str]:
-    """The documents of one file: each line's `key` of JSON lines, otherwise the whole text.
+    """Yield the documents of one file: each line's `key` of JSON lines, otherwise the whole text.
 
-    An empty document comes out as an empty string, for the caller to count.
+    An empty document is an empty string, which the caller counts.
 
     Raises:
         UserError: naming file and line, for text that is not UTF-8, a line that is not JSON, or a
@@ -183,7 +187,7 @@ def _decompressed(source: Source, tap: Tap) -> IO[bytes]:
 
 
 class _Borrowed(io.RawIOBase):
-    """Reads from a tap without closing it: its hash is asked for afterwards."""
+    """Reads from a Tap without closing it, because its hash is needed afterwards."""
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap

@@ -40,14 +40,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The token ids of `text`, without any special token."""
+        """Return the token ids of `text`, without any special token."""
 
     @abstractmethod
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids; special tokens are left out."""
+        """Return the text of token ids, without special tokens."""
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text; a tokenizer that can share the work overrides it."""
+        """Return `encode` of each text. Tokenizers that can parallelise it override this."""
         return [self.encode(text) for text in texts]
 
 
@@ -151,9 +151,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_tokenizer(reference: str) -> Tokenizer:
-    """The tokenizer that `reference` names.
+    """Load the tokenizer that `reference` names.
 
-    `bytes`; a `tokenizer.json`; a Hugging Face folder; a SentencePiece `.model`.
+    reference: `bytes`, a `tokenizer.json`, a Hugging Face folder or a SentencePiece `.model`.
 
     Raises:
         UserError: if there is no such file, if it cannot be read, or if it has no end-of-document token.
@@ -212,7 +212,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 
 def _sha256_of(paths: list[Path]) -> str:
-    """One digest over the names' endings and the contents of files, in the order given."""
+    """Return one digest over the suffixes and the contents of files, in the order given."""
     digest = hashlib.sha256()
     for path in paths:
         content = path.read_bytes()

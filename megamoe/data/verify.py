@@ -1,7 +1,7 @@
-"""Prepared data is verified before it is trained on: every byte once, then again when a file has changed.
+"""Verifying prepared data before training: every byte once, and again when a file has changed.
 
-One rank of each machine reads, several files at a time, and all ranks get its verdict. What was found in a
-file is kept in the cache folder (`file_facts.py`). How fast: some 1.4 GB a second and file, for SHA-256.
+One rank of each machine reads, several files at a time, and all ranks get its result. The results are cached
+(`file_facts.py`). Reading with SHA-256 takes about 1 s per 1.4 GB of a file.
 """
 
 import os
@@ -28,10 +28,10 @@ MOST_TOKEN_IDS = 2**63
 
 
 def verify_sources(data: "DataConfig", paths: Iterable[str], vocab_size: int) -> dict[str, str]:
-    """Verify each dataset; returns the SHA-256 of its .idx, which stands for its identity, by path.
+    """Verify each dataset; return the SHA-256 of its .idx, which identifies its data, by path.
 
-    By `data.verify`: `full` reads .bin and .idx if they have changed; `structure` leaves the .bin unread.
-    With torch.distributed initialised every rank must call it.
+    `data.verify` decides: `full` reads .bin and .idx if they have changed; `structure` does not read the
+    .bin. With torch.distributed initialised every rank must call it.
 
     Raises:
         UserError: on every rank, naming the file and what is wrong with it.
@@ -65,7 +65,7 @@ def verify_sources(data: "DataConfig", paths: Iterable[str], vocab_size: int) ->
 
 
 def cache_folder(data: "DataConfig", path: str) -> Path:
-    """`data.cache`, or the folder `cache` beside the dataset."""
+    """Return `data.cache`, or the folder `cache` beside the dataset."""
     return Path(data.cache) if data.cache else Path(path).parent / "cache"
 
 
@@ -79,7 +79,7 @@ def _tell_of_long_reading(known: dict[str, FileFacts]) -> None:
 def _verify(
     prefix: str, vocab_size: int, known: FileFacts, reads_bin: bool, stop: threading.Event | None = None
 ) -> str:
-    """Hold the files against each other and against the card; returns the SHA-256 of the .idx."""
+    """Compare the files with each other and with the card; return the SHA-256 of the .idx."""
     files, card = DataFiles(Path(prefix)), load_card(prefix)
     check_files(prefix, card)
     size = files.bin.stat().st_size
@@ -114,7 +114,7 @@ def _verify_bin(
     known: FileFacts,
     stop: threading.Event | None,
 ) -> int:
-    """The largest token id. Without a card there is no hash to compare with, and none is taken."""
+    """Verify the .bin; return its largest token id. Without a card there is no hash to compare with."""
     hashed = card is not None
     wanted = (dtype, "sha256") if hashed else (dtype,)
     facts = known.of(path, wanted, lambda: scan(path, dtype=dtype, hashed=hashed, stop=stop))
@@ -142,7 +142,7 @@ def _outside(path: Path, token: str, vocab_size: int) -> UserError:
 
 
 def _first_outside(path: Path, dtype: str, vocab_size: int) -> str:
-    """The first token id that is none, and its place."""
+    """Return the first token id outside of the vocabulary, and its position, as text."""
     first = 0
     with open(path, "rb") as file:
         while (tokens_N := np.frombuffer(file.read(CHUNK_BYTES), dtype)).size:
@@ -155,7 +155,7 @@ def _first_outside(path: Path, dtype: str, vocab_size: int) -> str:
 
 
 def verify_in_full(prefix: str) -> str:
-    """Read a prepared dataset whole, whatever was found before; returns a line that says what was verified.
+    """Verify a whole dataset without the cache; return a line that says what was verified.
 
     Raises:
         UserError: naming the file and what is wrong with it.

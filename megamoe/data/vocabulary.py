@@ -1,4 +1,4 @@
-"""Which token ids the run has: the data cards, `data.tokenizer` and `model.vocab_size` must agree."""
+"""The run's vocabulary, on which the data cards, `data.tokenizer` and `model.vocab_size` must agree."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ class Vocabulary:
 
     Attributes:
         size: every id is smaller; the model's vocabulary before padding.
-        eod: the end-of-document id; None where nothing tells it.
-        tokenizer: None for mock data, and where neither the card nor `data.tokenizer` leads to one.
+        eod: the end-of-document id; None if it is unknown.
+        tokenizer: None for mock data, and if neither the card nor `data.tokenizer` names one that exists.
     """
 
     size: int
@@ -31,7 +31,7 @@ class Vocabulary:
 
 
 def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Vocabulary:
-    """Check the data's files and settle the vocabulary. Cheap: reads cards and index headers only.
+    """Check the data's files and return the vocabulary. Reads only cards and index headers.
 
     Raises:
         UserError: for files that are missing, truncated, empty or unfinished; for sources, a
@@ -77,7 +77,7 @@ def _check_agreement(known: tuple[str, TokenizerCard], path: str, card: DataCard
 
 
 def _find_tokenizer(data: "DataConfig", known: tuple[str, TokenizerCard] | None) -> Tokenizer | None:
-    """`data.tokenizer` if given, else the card's, if its file is still there; checked against the card."""
+    """Return `data.tokenizer` if set, else the card's if its file exists; compare it with the card."""
     if known is None:
         return load_tokenizer(data.tokenizer) if data.tokenizer else None
     path, card = known

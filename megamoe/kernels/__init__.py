@@ -1,1 +1,1 @@
-"""What is worked out by code of our own instead of PyTorch's operators, each beside a plain form of it."""
+"""Kernels that replace PyTorch's operators. Each has a reference implementation by PyTorch beside it."""

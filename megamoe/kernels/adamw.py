@@ -1,4 +1,4 @@
-"""The optimiser's passes over all parameters: the gradient's norm, and the update with the clipping."""
+"""AdamW and Adam, and the squared norm of the gradients, as passes over all parameters together."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ from megamoe.kernels.library import Library, library_for
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Of all numbers of fp32 or bf16 tensors on one device: fp64 scalar; not finite where one is not."""
+    """Return the sum of squares over fp32 or bf16 tensors of one device: an fp64 scalar.
+
+    It is not finite if any number is not.
+    """
     library = library_for(*tensors) if tensors[0].dtype == torch.float32 else None
     if library is not None:
         return torch.tensor(library.sum_of_squares(tensors), dtype=torch.float64)
@@ -19,10 +22,11 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 class AdamW(torch.optim.Adam):
-    """PyTorch's AdamW, or its Adam; on the CPU, in fp32, its step is one pass over all tensors together.
+    """PyTorch's AdamW or Adam, whose step in fp32 on the CPU is one pass over all tensors together.
 
-    decoupled_weight_decay: AdamW's, apart from the gradient (Loshchilov and Hutter 2019); False: Adam's, L2
-    regularisation, added to the gradient after the clipping and before the moments (Kingma and Ba 2015).
+    decoupled_weight_decay: True: AdamW, which decays the weight itself (Loshchilov and Hutter 2019). False:
+    Adam, which adds L2 regularisation to the gradient, after clipping and before the moments (Kingma and Ba
+    2015).
     """
 
     def __init__(self, params: Any, *, decoupled_weight_decay: bool = True, **options: Any) -> None:
@@ -30,9 +34,9 @@ class AdamW(torch.optim.Adam):
 
     @torch.no_grad()
     def update(self, factor: float, rounded: dict[Tensor, Tensor] | None = None) -> None:
-        """One step by `factor` times the gradients.
+        """Take one step with the gradients times `factor`.
 
-        rounded: by parameter, where its value is written in bf16.
+        rounded: by parameter, the bf16 tensor into which its new value is also written.
         """
         groups = [(group, AdamState.of(self, group)) for group in self.param_groups]
         weights = [weight for _, state in groups for weight in state.weights]
@@ -58,7 +62,7 @@ class AdamW(torch.optim.Adam):
 
 
 def _decays(group: dict[str, Any]) -> tuple[float, float]:
-    """Of the weight itself, and into the gradient."""
+    """Return the group's decoupled weight decay and its L2 regularisation; one of them is 0."""
     decay = float(group["weight_decay"])
     return (decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
 

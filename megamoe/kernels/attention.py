@@ -1,8 +1,8 @@
 """Causal attention with rotary positions: PyTorch's, or on the CPU in fp32 the compiled library's.
 
-At the lengths of small models PyTorch's kernel for the CPU spends more time around its products than in them,
-and it wants queries and keys turned and laid out by heads before. The library reads the heads where the
-projection left them, turns them on the way, and lets PyTorch's own BLAS multiply.
+At the sequence lengths of small models PyTorch's CPU kernel spends more time around its matrix products than
+in them. It also needs queries and keys rotated and laid out by heads before. The library reads the heads
+where the projection wrote them, rotates them while it reads, and multiplies with PyTorch's own BLAS.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ def causal_attention(
     rotary_base: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Each position's mean of the values up to its own -> [S, B, N * D].
+    """Causal attention: return each position's weighted mean of the values up to it, [S, B, N * D].
 
-    N / G query heads share a key head. rotary_base: queries and keys are turned by their positions, see
-    `rotary`; None: they stay. scale: of the scores, 1 / sqrt(D) by default.
+    N / G query heads share a key head. rotary_base: rotate queries and keys by their positions, see `rotary`;
+    None: do not. scale: the factor of the scores, by default 1 / sqrt(D).
 
     Raises:
-        ValueError: if heads of odd size are to be turned.
+        ValueError: if heads of odd size are to be rotated.
     """
     library = _library_for(query_SBND, key_SBGD, value_SBGD)
     if library is None:
@@ -50,14 +50,14 @@ def plain_causal_attention(
     rotary_base: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`causal_attention` by PyTorch's operator."""
+    """Compute `causal_attention` by PyTorch's operator."""
     if rotary_base is not None:
         query_SBND, key_SBGD = rotary(query_SBND, rotary_base), rotary(key_SBGD, rotary_base)
     return attend(query_SBND, key_SBGD, value_SBGD, is_causal=True, scale=scale)
 
 
 def attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:
-    """PyTorch's scaled_dot_product_attention over heads in Megatron's order -> [S, B, N * D]."""
+    """Apply scaled_dot_product_attention to heads in Megatron's order; return [S, B, N * D]."""
     query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query_SBND, key_SBGD, value_SBGD))
     grouped = query.shape[1] != key.shape[1]
     context_BNSD = functional.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
@@ -66,7 +66,7 @@ def attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: 
 
 
 def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """As torch.split over the last dimension; gradients that stand beside each other are not copied."""
+    """Split the last dimension as torch.split does, but do not copy gradients that are adjacent in memory."""
     slices: tuple[Tensor, ...] = _Split.apply(mixed, sizes)
     return slices
 
@@ -130,7 +130,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where they are written: where they are alike, beside each other, as one projection gives its heads."""
+    """Return the tensors for the gradients.
+
+    For equal shapes they are adjacent in memory, as one projection's heads are.
+    """
     if query.shape != key.shape:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     to_query, to_key, to_value = query.new_empty(*query.shape[:3], 3 * query.shape[3]).chunk(3, dim=-1)
@@ -138,13 +141,13 @@ def _gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:
-    """Where they stand, and how far apart positions, sequences and heads do."""
+    """Return the heads' address, and their strides over positions, sequences and heads."""
     position, sequence, head, _ = heads.stride()
     return heads, position, sequence, head
 
 
 def _library_for(query: Tensor, key: Tensor, value: Tensor) -> Library | None:
-    """The library, if it can work on these, and has a key head for each thread."""
+    """Return the library if it supports these tensors and there is a key head for each thread, else None."""
     library = library_on(query.device)
     sides = (query, key, value)
     fits = all(side.dtype == torch.float32 and side.dim() == 4 and side.stride(-1) == 1 for side in sides)

@@ -1,4 +1,4 @@
-"""Passes of a transformer block beside its products, each with a plain form: RMSNorm, rotary positions."""
+"""RMSNorm and rotary positions of a transformer block, each with a reference implementation."""
 
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ from megamoe.kernels.library import SUFFIXES, Library, library_for, library_on
 
 
 def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, [..., H] -> the same (Zhang and Sennrich 2019, eq. 4)."""
+    """Apply RMSNorm over the last dimension; [..., H] to the same shape (Zhang and Sennrich 2019, eq. 4)."""
     library = library_for(hidden, weight_H)
     if library is None or hidden.shape[-1:] != weight_H.shape:
         return functional.rms_norm(hidden, weight_H.shape, weight_H, eps)
@@ -41,10 +41,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotary(heads_SBND: Tensor, base: float) -> Tensor:
-    """Queries or keys turned by their positions 0 .. S-1, in halves of a head as Megatron-Core does.
+    """Rotate queries or keys by their positions 0 .. S-1, in halves of a head as Megatron-Core does.
 
-    [S, B, heads, D] -> the same, as a view of [B, heads, S, D] in memory where the library made it. Angles
-    and arithmetic are fp32. Source: Su et al. 2021 (RoFormer), section 3.2.2.
+    [S, B, heads, D] to the same shape; from the library it is a view of memory in the order [B, heads, S, D].
+    Angles and arithmetic are fp32. Source: Su et al. 2021 (RoFormer), section 3.2.2.
     """
     cosine_SD, sine_SD = angles(heads_SBND.shape[0], heads_SBND.shape[-1], float(base), heads_SBND.device)
     library = library_on(heads_SBND.device)
@@ -56,7 +56,7 @@ def rotary(heads_SBND: Tensor, base: float) -> Tensor:
 
 @lru_cache(maxsize=8)
 def angles(length: int, size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of position s times base^(-2i / size), fp32 [S, size / 2] each; ValueError for an odd size."""
+    """Return cosine and sine of s * base^(-2i / size), fp32 [S, size / 2] each; ValueError if size is odd."""
     if size % 2:
         raise ValueError(f"rotary positions turn columns in pairs: found heads of {size}")
     powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
@@ -65,7 +65,7 @@ def angles(length: int, size: int, base: float, device: torch.device) -> tuple[T
 
 
 def plain_rotary(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tensor:
-    """`rotary` by PyTorch's operators."""
+    """Compute `rotary` by PyTorch's operators."""
     wide = torch.promote_types(heads_SBND.dtype, torch.float32)
     first, second = heads_SBND.to(wide).chunk(2, dim=-1)
     cosine, sine = cosine_SD[:, None, None], sine_SD[:, None, None]

@@ -1,7 +1,8 @@
-"""The experts' FFNs as one operation: product, SwiGLU, product, over rows grouped by expert.
+"""The experts' FFNs as one operation over rows grouped by expert: linear, SwiGLU, linear.
 
-By `grouped_product` and `swiglu`; on the CPU by the compiled library, which activates what a product gives
-while that is in the cache. It keeps the first product alone, which becomes its own gradient.
+They are computed by `grouped_product` and `swiglu`, or on the CPU by the compiled library, which activates a
+product's result while it is in the cache. The library saves the first product alone for the backward pass,
+and writes its gradient over it.
 """
 
 from typing import Any
@@ -16,12 +17,12 @@ from megamoe.kernels.rows import swiglu
 
 
 def swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor) -> Tensor:
-    """Each row through its expert, [N, H] -> [N, H]: down * SwiGLU(up * row); G = 2F, gate over value.
+    """Apply its expert to each row: down * SwiGLU(up * row), [N, H] to [N, H]; G = 2F, gate over value.
 
-    counts_E: int64, the rows of each expert, N in all; an expert, or all of them, may have none.
+    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0.
 
     Raises:
-        ValueError: if the weights do not fit the rows and each other, or the counts the rows, as for
+        ValueError: if the weights do not fit the rows or each other, or the counts do not fit the rows, as in
             `grouped_product`.
     """
     rows_NH = rows_NH.contiguous()
@@ -34,16 +35,16 @@ def swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: 
 
 
 def plain_swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor) -> Tensor:
-    """`swiglu_experts` by its three steps."""
+    """Compute `swiglu_experts` in its three steps."""
     rows_NF = swiglu(grouped_product(rows_NH, up_EGH, counts_E))
     return grouped_product(rows_NF, down_EHF, counts_E)
 
 
 class _Experts(torch.autograd.Function):
-    """It keeps the weights themselves, as `grouped_product` does and for its reason.
+    """The library's forward and backward pass. It saves the weights themselves, for the reason of
+    `_GroupedProduct`.
 
-    The backward pass writes over the first product; where it comes a second time (retain_graph), that product
-    is worked out again.
+    The backward pass overwrites the first product. A second one (retain_graph) computes it again.
     """
 
     @staticmethod
@@ -79,7 +80,7 @@ def _sizes(down: Tensor) -> tuple[int, int, int]:
 
 
 def _library_for(rows: Tensor, up: Tensor, down: Tensor) -> Library | None:
-    """The library, if it can work on these."""
+    """Return the library if it supports these tensors, else None."""
     alike = rows.dtype == up.dtype == down.dtype
     fits = alike and up.shape == (len(down), 2 * down.shape[2], down.shape[1])
     library = product_library(rows, up.shape)
@@ -87,5 +88,5 @@ def _library_for(rows: Tensor, up: Tensor, down: Tensor) -> Library | None:
 
 
 def _blas(library: Library, dtype: torch.dtype) -> tuple[int | None, ...]:
-    """What products in that dtype are handed first."""
+    """Return the first arguments of a product in that dtype."""
     return (library.sgemm,) if dtype == torch.float32 else ()

@@ -1,8 +1,8 @@
-"""The compiled kernels for the CPU: built once for a machine by its C++ compiler, found, never required.
+"""The compiled CPU kernels: built once on a machine by its C++ compiler. They are optional.
 
-The library is plain C by ctypes, so that it needs no PyTorch headers and takes seconds to build. It is kept
-in $XDG_CACHE_HOME/megamoe (default ~/.cache/megamoe) under a name made of its sources, its compiler and the
-processor; only a file that this user alone can write is loaded.
+The library has a C interface for ctypes, so that it needs no PyTorch headers and builds in seconds. It is
+cached in $XDG_CACHE_HOME/megamoe (default ~/.cache/megamoe) under a hash of its sources, its compiler and the
+processor. A file that another user could have written is not loaded.
 """
 
 import atexit
@@ -26,13 +26,13 @@ from megamoe.compat.torch_compat import sgemm_address
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS_OF = {"x86_64": ["-mprefer-vector-width=512"]}  # GCC would take half of AVX-512's
+FLAGS_OF = {"x86_64": ["-mprefer-vector-width=512"]}  # GCC's default is half of AVX-512's width
 BUILD_TIMEOUT_S = 300
 
 Pointer, Int, Threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 HEADS = [Pointer, Int, Int, Int]
-# The arguments of each function; of those in PER_NUMBER there is one for each number.
+# The arguments of each function. Those in PER_NUMBER exist once for each dtype.
 SORT = [Pointer, Int, Int, *[Pointer] * 3]
 PER_NUMBER = {
     "combine": [*[Pointer] * 4, Int, Int, Pointer, Threads],
@@ -67,13 +67,13 @@ PRODUCTS = ("forward", "to_rows", "to_weight")
 
 
 class BuildError(Exception):
-    """Why there is no library."""
+    """The library cannot be built; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """functions: of ctypes, by name. sgemm: the address of PyTorch's BLAS, None where it shows none.
-    has_tiles: whether the products in bf16 run here."""
+    """The loaded library. functions: the ctypes functions by name. sgemm: the address of `sgemm` in PyTorch's
+    BLAS, or None. has_tiles: whether the processor can run the products in bf16 (AMX)."""
 
     functions: ctypes.CDLL
     sgemm: int | None
@@ -81,15 +81,15 @@ class Library:
     dtypes: ClassVar[Collection[torch.dtype]] = SUFFIXES
 
     def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """The function of that name for numbers of that type; tensors on the CPU, and numbers."""
+        """Call the function of that name for that dtype. The arguments are CPU tensors and numbers."""
         function = getattr(self.functions, f"{name}_{SUFFIXES[dtype]}")
         function(*map(_address, arguments), torch.get_num_threads())
 
     def sort_by_key(self, key_N: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Stable, of keys in 0 .. size-1 -> (order [N], each one's place [N], ends [size]), int64.
+        """Sort keys in 0 .. size-1 stably; return (order [N], position of each key [N], ends [size]), int64.
 
         Raises:
-            IndexError: if a key is none of these.
+            IndexError: if a key is outside of 0 .. size-1.
         """
         key_N = key_N.to(torch.int64).contiguous()
         order_N, place_N, ends_S = torch.empty_like(key_N), torch.empty_like(key_N), key_N.new_empty(size)
@@ -99,16 +99,18 @@ class Library:
         return order_N, place_N, ends_S
 
     def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Tokens in 0 .. num_tokens-1 -> (the rows by token [N], where each token's end [T]), int64.
+        """Return (the rows ordered by token [N], where the rows of each token end [T]), int64.
+
+        token_N: in 0 .. num_tokens-1.
 
         Raises:
-            IndexError: if one is none of these.
+            IndexError: if a token is outside of 0 .. num_tokens-1.
         """
         row_N, _, ends_T = self.sort_by_key(token_N, num_tokens)
         return row_N, ends_T
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> float:
-        """Of fp32 tensors."""
+        """Return the sum of squares of fp32 tensors."""
         counts = (Int * len(tensors))(*(tensor.numel() for tensor in tensors))
         arguments = (_addresses(tensors), counts, len(tensors), torch.get_num_threads())
         return float(self.functions.sum_of_squares(*arguments))
@@ -120,10 +122,11 @@ class Library:
         corrections: Sequence[Sequence[float]],
         numbers: Sequence[float],
     ) -> None:
-        """One update of many fp32 tensors.
+        """Update many fp32 tensors by one step of Adam.
 
-        states: weights, gradients, first and second moments. rounded: see `adamw.cpp`. corrections: of each
-        tensor, for the first and for the second moment. numbers: factor, lr, beta1, beta2, eps, decay, l2.
+        states: weights, gradients, first and second moments. rounded: see `adamw.cpp`. corrections: each
+        tensor's bias corrections of the first and the second moment. numbers: factor, lr, beta1, beta2, eps,
+        decay, l2.
         """
         size = len(states[0])
         counts = (Int * size)(*(weight.numel() for weight in states[0]))
@@ -147,17 +150,20 @@ class _Choice:
 
 
 def use_compiled(wanted: bool) -> None:
-    """Whether this process uses the library, where there is one."""
+    """Set whether this process uses the library, if there is one."""
     _Choice.compiled = wanted
 
 
 def library_on(device: torch.device) -> Library | None:
-    """The library, where tensors of that device are its own and it is wanted."""
+    """Return the library if it is enabled and the device is the CPU, else None."""
     return find_library()[0] if device.type == "cpu" and _Choice.compiled else None
 
 
 def library_for(*tensors: Tensor) -> Library | None:
-    """The library, if it can work on these: on the CPU, of one dtype that it knows, contiguous."""
+    """Return the library if it supports these tensors: on the CPU, contiguous, of one supported dtype.
+
+    Else None.
+    """
     dtype = tensors[0].dtype
     fits = dtype in SUFFIXES and all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
     return library_on(tensors[0].device) if fits else None
@@ -165,7 +171,7 @@ def library_for(*tensors: Tensor) -> Library | None:
 
 @cache
 def find_library() -> tuple[Library | None, str]:
-    """The library, built at the first call on a machine; or None and why there is none."""
+    """Return (library, ""), built at the first call on a machine, or (None, the reason why there is none)."""
     try:
         functions = _loaded()
     except (BuildError, OSError) as error:
@@ -179,7 +185,7 @@ def _loaded() -> ctypes.CDLL:
     path = _built()
     try:
         return ctypes.CDLL(str(path))
-    except OSError:  # a file broken since it was built
+    except OSError:  # a file that was damaged after it was built
         path.unlink(missing_ok=True)
         return ctypes.CDLL(str(_built()))
 
@@ -219,7 +225,10 @@ def _built() -> Path:
 
 
 def _compiler() -> tuple[str, str]:
-    """GCC, and its version: PyTorch's threads are GCC's OpenMP's, and a second runtime would fight them."""
+    """Return GCC and its version.
+
+    PyTorch's threads are those of GCC's OpenMP; a second runtime would compete with them.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise BuildError("no C++ compiler was found; install g++")
@@ -250,7 +259,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at: a home may be shared by machines of several kinds."""
+    """Return what -march=native depends on, as machines with different processors may share a home."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -260,7 +269,7 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    """Where libraries are kept; where that cannot be, a folder of this process, which goes with it."""
+    """Return the cache folder, or a temporary folder of this process if that cannot be written."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megamoe"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -274,7 +283,7 @@ def _folder() -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it exists, belongs to this user, and nobody else may write it."""
+    """Return whether the file exists, belongs to this user, and is writable for nobody else."""
     try:
         found = path.lstat()
     except OSError:

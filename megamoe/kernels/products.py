@@ -1,8 +1,8 @@
-"""The grouped product: rows grouped by expert, each times its expert's weight.
+"""The grouped matrix product (grouped GEMM): rows grouped by expert, each times its expert's weight.
 
-By PyTorch's grouped GEMM on every device; on the CPU by the compiled library where there is one, which serves
-any number of rows an expert: in fp32 by PyTorch's own BLAS, equal shares of the rows side by side on the
-threads, in bf16 by AMX where the processor has it.
+PyTorch's grouped GEMM computes it on every device. On the CPU the compiled library replaces it, with any
+number of rows per expert: in fp32 by PyTorch's own BLAS, where each thread takes an equal share of the rows,
+and in bf16 by AMX if the processor has it.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
 
 
 def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """rows_NI times the transposed weight of each row's expert -> [N, O], in the rows' dtype.
+    """Multiply each row by the transposed weight of its expert; return [N, O] in the rows' dtype.
 
-    counts_E: int64, the rows of each expert, N in all; an expert, or all of them, may have none.
+    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0.
 
     Raises:
-        ValueError: if the weight is of another width or dtype than the rows; on the CPU, if the counts are
-            not those of the rows.
+        ValueError: if the weight has another width or dtype than the rows; on the CPU, if the counts do not
+            add up to the rows.
     """
     ends_E = checked_ends(rows_NI, weight_EOI, counts_E)
     product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, ends_E)
@@ -32,12 +32,12 @@ def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Te
 
 
 def checked_ends(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Where each expert's rows end, int64 [E]; ValueError as `grouped_product` says."""
+    """Return where each expert's rows end, int64 [E]; ValueError as in `grouped_product`."""
     if weight_EOI.shape[2] != rows_NI.shape[1] or weight_EOI.dtype != rows_NI.dtype:
         found = f"{list(rows_NI.shape)} {rows_NI.dtype} and {list(weight_EOI.shape)} {weight_EOI.dtype}"
         raise ValueError(f"rows and weight do not fit: found {found}")
     ends_E = counts_E.cumsum(0)
-    on_cpu = ends_E.device.type == "cpu"  # elsewhere to look would wait for the device
+    on_cpu = ends_E.device.type == "cpu"  # on a GPU the check would wait for the device
     if on_cpu and (len(ends_E) != len(weight_EOI) or int(ends_E[-1]) != len(rows_NI)):
         experts = f"{len(rows_NI)} rows of {len(weight_EOI)} experts"
         raise ValueError(f"found counts {counts_E.tolist()}, expected those of {experts}")
@@ -45,15 +45,15 @@ def checked_ends(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tenso
 
 
 def takes_any_count(rows_NI: Tensor, *weights_EOI: Tensor) -> bool:
-    """Whether the products of these rows cost the same whatever the experts' numbers of rows."""
+    """Return whether the product's cost does not depend on how the rows are distributed over the experts."""
     return all(product_library(rows_NI, weight_EOI.shape) is not None for weight_EOI in weights_EOI)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """It keeps the weight and not a transposed view of it.
+    """The grouped product with its gradients. It saves the weight, not a transposed view of it.
 
-    ZeRO 3 takes a weight's memory back after the forward pass and fills it again before the backward one; a
-    view would hold on to what was gathered.
+    ZeRO 3 frees a weight's memory after the forward pass and fills it again before the backward pass. A view
+    would keep the gathered memory alive.
     """
 
     @staticmethod
@@ -97,7 +97,7 @@ def _to_weight(gradient_NO: Tensor, rows_NI: Tensor, weight_EOI: Tensor, ends_E:
 
 
 def product_library(rows: Tensor, shape: torch.Size) -> Library | None:
-    """The library, if it can work out the products of such rows with stacked weights of that shape."""
+    """Return the library if it supports the product of such rows with weights of that shape, else None."""
     library = library_for(rows)
     if library is None:
         return None

@@ -1,7 +1,8 @@
-"""A router's passes over its scores: softmax, each token's largest, and a mask.
+"""Softmax, top-k and masking of a router's scores.
 
-PyTorch's on every device; on the CPU by the compiled library, for there PyTorch takes 80 to 400 ns a token to
-share out or choose among few experts, and 2 to 3 ns a number to mask.
+PyTorch's operators are used on every device but the CPU, where the compiled library replaces them. There
+PyTorch takes 80 to 400 ns per token for a softmax or top-k over few experts, and 2 to 3 ns per number for a
+mask.
 """
 
 from typing import Any
@@ -12,12 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from megamoe.kernels.library import Library, library_for
 
-FEW_CHOICES = 16  # beyond, sorting is quicker
-FEW_EXPERTS = 15  # beyond, PyTorch shares out whole vectors, and is quicker
+FEW_CHOICES = 16  # above it, sorting is faster
+FEW_EXPERTS = 15  # above it, PyTorch's vectorised softmax is faster
 
 
 def softmax(scores_TE: Tensor) -> Tensor:
-    """Of each row, [T, E] -> [T, E] in the same dtype; NaN where all of a row are -inf."""
+    """Return the softmax of each row, [T, E] in the same dtype; NaN if all of a row are -inf."""
     library = _library_for(scores_TE)
     if library is None or scores_TE.shape[-1] > FEW_EXPERTS:
         return scores_TE.softmax(dim=-1)
@@ -45,9 +46,9 @@ class _Softmax(torch.autograd.Function):
 
 
 def top_k(ranking_TE: Tensor, count: int) -> Tensor:
-    """The places of each row's `count` largest, from the largest down: [T, E] -> int64 [T, count].
+    """Return the indices of each row's `count` largest values, in descending order: int64 [T, count].
 
-    NaN counts as the largest. Of equal numbers the library takes the first; PyTorch promises no order.
+    NaN counts as the largest. Among equal values the library takes the first; PyTorch guarantees no order.
     """
     library = _library_for(ranking_TE)
     if library is None or not 0 < count <= min(FEW_CHOICES, ranking_TE.shape[1]):
@@ -58,7 +59,7 @@ def top_k(ranking_TE: Tensor, count: int) -> Tensor:
 
 
 def masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float) -> Tensor:
-    """The values where `kept_TE`, bool, and `otherwise` in place of the rest -> [T, E]."""
+    """Return the values where `kept_TE` (bool) is True, and `otherwise` elsewhere, [T, E]."""
     library = _library_for(values_TE)
     if library is None or values_TE.shape != kept_TE.shape:
         return values_TE.masked_fill(~kept_TE, otherwise)
@@ -87,6 +88,6 @@ def _masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float, library: Libra
 
 
 def _library_for(scores_TE: Tensor) -> Library | None:
-    """The library, if it can work on these."""
+    """Return the library if it supports these tensors, else None."""
     fits = scores_TE.dtype == torch.float32 and scores_TE.dim() == 2 and scores_TE.shape[1] > 0
     return library_for(scores_TE) if fits else None

@@ -1,8 +1,8 @@
-"""Passes over the rows of an MoE layer: to their experts, through the activation, and back to their tokens.
+"""Permutation, activation and combination of the rows of an MoE layer, a row for each (token, expert) pair.
 
-Each exists twice: as PyTorch's operators (`plain_...`), which every device has and the tests take as the
-oracle, and as one pass over the same memory, forward and backward: of the compiled library on the CPU, of
-Triton's kernels on CUDA. Sums are fp32 in all of them.
+Each exists twice. `plain_...` uses PyTorch's operators on any device, and is the reference in tests. The
+other is one fused pass over the memory, forward and backward: by the compiled library on the CPU, by Triton's
+kernels on CUDA. All of them sum in fp32.
 """
 
 from collections.abc import Collection
@@ -18,7 +18,7 @@ from megamoe.kernels.library import library_on
 
 
 class Kernels(Protocol):
-    """What works these passes out: `Library`, or `TritonKernels`; each says what it does."""
+    """The interface of `Library` and `TritonKernels`, where its functions are documented."""
 
     @property
     def dtypes(self) -> Collection[torch.dtype]: ...
@@ -33,12 +33,12 @@ class _Choice:
 
 
 def use_triton(wanted: bool) -> None:
-    """Whether this process takes Triton's kernels on CUDA; triton is then imported at the first pass."""
+    """Set whether this process uses Triton's kernels on CUDA. The first pass then imports triton."""
     _Choice.triton = wanted
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
-    """What is there and wanted for tensors of that device; None: PyTorch's operators."""
+    """Return the enabled kernels for that device, or None for PyTorch's operators."""
     if device.type == "cuda" and _Choice.triton:
         from megamoe.kernels.triton_rows import TritonKernels
 
@@ -47,7 +47,7 @@ def kernels_on(device: torch.device) -> Kernels | None:
 
 
 def kernels_for(rows: Tensor) -> Kernels | None:
-    """The same, if it can work on these rows: contiguous, of a dtype that it knows."""
+    """Return the enabled kernels if they support these rows, which must be contiguous; else None."""
     kernels = kernels_on(rows.device)
     fits = kernels is not None and rows.dtype in kernels.dtypes and rows.is_contiguous()
     return kernels if fits else None
@@ -55,10 +55,10 @@ def kernels_for(rows: Tensor) -> Kernels | None:
 
 @dataclass
 class RowTokens:
-    """Which token each row is of.
+    """The token of each row.
 
-    token_N: int64. row_N: the rows by token, those of one token in their order; ends_T: where each token's
-    end. The last two are the kernels', None without any.
+    token_N: int64. row_N: the rows ordered by token, stably. ends_T: where the rows of each token end in
+    row_N. row_N and ends_T are for kernels, and None without them.
     """
 
     token_N: Tensor
@@ -68,7 +68,7 @@ class RowTokens:
 
     @classmethod
     def of(cls, token_N: Tensor, num_tokens: int) -> "RowTokens":
-        """Of rows in any order."""
+        """Return the RowTokens of rows in any order."""
         kernels = kernels_on(token_N.device)
         if kernels is None:
             return cls(token_N, num_tokens)
@@ -77,14 +77,17 @@ class RowTokens:
 
 @dataclass
 class Order:
-    """An order of rows and the way back. order_N: the rows as they now stand; place_N: where each went."""
+    """A permutation of rows. order_N: each new row's old index. place_N: each old row's new index."""
 
     order_N: Tensor
     place_N: Tensor
 
     @classmethod
     def by_key(cls, key_N: Tensor, size: int) -> "Order":
-        """Stable, by integer keys in 0 .. size-1; the compiled sort raises IndexError for others."""
+        """Return the stable order by integer keys in 0 .. size-1.
+
+        The compiled sort raises IndexError for other keys.
+        """
         library = library_on(key_N.device)
         if library is not None:
             return cls(*library.sort_by_key(key_N, size)[:2])
@@ -94,18 +97,21 @@ class Order:
         return cls(order_N, place_N)
 
     def back(self) -> "Order":
-        """The one that undoes it."""
+        """Return the inverse permutation."""
         return Order(self.place_N, self.order_N)
 
 
 def permute(values_N: Tensor, order: Order) -> Tensor:
-    """values_N[order_N] along the first dimension."""
+    """Return values_N[order_N], indexed along the first dimension."""
     permuted_N: Tensor = _Permute.apply(values_N, order)
     return permuted_N
 
 
 class _Permute(torch.autograd.Function):
-    """Its gradient is read from where each row went, not summed: no two rows meet."""
+    """A permutation.
+
+    Its gradient is the inverse permutation, and needs no sum as that of general indexing does.
+    """
 
     @staticmethod
     def forward(ctx: Any, values_N: Tensor, order: Order) -> Tensor:
@@ -119,7 +125,7 @@ class _Permute(torch.autograd.Function):
 
 
 def gather(hidden_TH: Tensor, rows: RowTokens) -> Tensor:
-    """Each row's hidden state: [T, H] -> [N, H]."""
+    """Return the hidden state of each row's token: [T, H] to [N, H]."""
     kernels = kernels_for(hidden_TH)
     if rows.row_N is None or kernels is None:
         return hidden_TH.index_select(0, rows.token_N)
@@ -140,10 +146,11 @@ class _Gather(torch.autograd.Function):
 
 
 def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
-    """Each token's weighted sum of its rows, [T, H] in their dtype; 0 where it has none. weight_N: fp32.
+    """Return the weighted sum of each token's rows, [T, H] in their dtype; 0 for a token without rows.
+    weight_N: fp32.
 
     Raises:
-        ValueError: if there are not as many rows as weights and as `rows` says.
+        ValueError: if the number of rows is not that of the weights and of `rows`.
     """
     if not len(rows_NH) == len(weight_N) == len(rows.token_N):
         sizes = f"{len(rows_NH)} rows, {len(weight_N)} weights, {len(rows.token_N)} tokens of rows"
@@ -157,7 +164,7 @@ def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
 
 
 def plain_combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
-    """`combine` by PyTorch's operators."""
+    """Compute `combine` by PyTorch's operators."""
     weighted_NH = rows_NH.float() * weight_N[:, None]
     output_TH = weighted_NH.new_zeros(rows.num_tokens, rows_NH.shape[1])
     return output_TH.index_add(0, rows.token_N, weighted_NH).to(rows_NH.dtype)
@@ -189,7 +196,7 @@ def _sum_rows(rows_NH: Tensor, weight_N: Tensor | None, rows: RowTokens, kernels
 
 
 def swiglu(rows_N2F: Tensor) -> Tensor:
-    """SwiGLU of [gate | value] halves, silu(gate) * value: [N, 2F] -> [N, F] (Shazeer 2020, section 2)."""
+    """Return silu(gate) * value of the halves [gate | value]: [N, 2F] to [N, F] (Shazeer 2020, section 2)."""
     kernels = kernels_for(rows_N2F)
     if rows_N2F.dim() != 2 or rows_N2F.shape[1] % 2 or kernels is None:
         return plain_swiglu(rows_N2F)
@@ -198,7 +205,7 @@ def swiglu(rows_N2F: Tensor) -> Tensor:
 
 
 def plain_swiglu(rows_N2F: Tensor) -> Tensor:
-    """`swiglu` by PyTorch's operators."""
+    """Compute `swiglu` by PyTorch's operators."""
     gate, value = rows_N2F.chunk(2, dim=-1)
     return functional.silu(gate) * value
 

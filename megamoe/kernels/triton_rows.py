@@ -1,7 +1,8 @@
-"""The passes over rows as Triton kernels for CUDA: what `cpu/rows.cpp` does, with the same arguments.
+"""The passes of `rows.py` as Triton kernels for CUDA, with the arguments of `cpu/rows.cpp`.
 
 Rows are fp32, bf16 or fp16; sums are fp32, each in one order, without atomics. Sizes: T tokens, N (token,
-expert) pairs, H columns, F FFN columns. Where a row begins is worked out in 64 bits: N x H may pass 2^31.
+expert) pairs, H columns, F FFN columns. Offsets of rows are computed in 64 bits, because N x H may exceed
+2^31.
 """
 
 from collections.abc import Callable
@@ -16,21 +17,25 @@ LARGEST_BLOCK = 1024  # columns that one program holds at a time
 
 
 class TritonKernels:
-    """On CUDA; on the CPU in Triton's interpreter alone (TRITON_INTERPRET=1 before triton is imported)."""
+    """The kernels for CUDA.
+
+    On the CPU they run in Triton's interpreter (TRITON_INTERPRET=1 before its import).
+    """
 
     dtypes = frozenset([torch.float32, torch.bfloat16, torch.float16])
 
     def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Tokens in 0 .. num_tokens-1 -> (the rows by token [N], where each token's end [T]), int64.
+        """Return (the rows ordered by token [N], where the rows of each token end [T]), int64.
 
-        Without waiting for the device, and without a check: `gather` asserts there that each is a token.
+        It neither waits for the device nor checks the tokens: `gather` asserts on the device that they are
+        valid.
         """
         sorted_N, row_N = torch.sort(token_N, stable=True)
         token_T = torch.arange(num_tokens, device=token_N.device, dtype=token_N.dtype)
         return row_N, torch.searchsorted(sorted_N, token_T, right=True)
 
     def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """The pass of that name; tensors are contiguous, of one device and of that type."""
+        """Launch the pass of that name. Its tensors are contiguous, on one device and of that dtype."""
         LAUNCHERS[name](*arguments)
 
 
@@ -43,7 +48,7 @@ def combine(
     width: int,
     out: Tensor,
 ) -> None:
-    """out[t] = sum over t's rows of weight[n] * rows[n]. weight_N: fp32, or None for 1."""
+    """Compute out[t] = sum over t's rows of weight[n] * rows[n]. weight_N: fp32, or None for 1."""
     if not rows_NH.numel():
         out.zero_()
         return
@@ -61,14 +66,14 @@ def combine_backward(
     to_rows_NH: Tensor,
     to_weight_N: Tensor,
 ) -> None:
-    """to_rows[n] = weight[n] * gradient[token[n]]; to_weight[n] = <rows[n], the same row>."""
+    """Compute to_rows[n] = weight[n] * gradient[token[n]], to_weight[n] = <rows[n], gradient[token[n]]>."""
     if count:
         arguments = (gradient_TH, rows_NH, token_N, weight_N, width, to_rows_NH, to_weight_N)
         _combine_backward[(count,)](*arguments, BLOCK=_block(width))
 
 
 def swiglu(rows_N2F: Tensor, count: int, width: int, out_NF: Tensor) -> None:
-    """[N, 2F] of gate | value -> [N, F]: gate * sigmoid(gate) * value."""
+    """Compute gate * sigmoid(gate) * value: [N, 2F] of gate | value to [N, F]."""
     if out_NF.numel():
         block = _block(width)
         _swiglu[(count, triton.cdiv(width, block))](rows_N2F, width, out_NF, BLOCK=block)
@@ -77,7 +82,7 @@ def swiglu(rows_N2F: Tensor, count: int, width: int, out_NF: Tensor) -> None:
 def swiglu_backward(
     gradient_NF: Tensor, rows_N2F: Tensor, count: int, width: int, to_rows_N2F: Tensor
 ) -> None:
-    """The gradients of both halves: [N, 2F]."""
+    """Compute the gradients of both halves: [N, 2F]."""
     if gradient_NF.numel():
         block = _block(width)
         grid = (count, triton.cdiv(width, block))
@@ -98,7 +103,7 @@ def _block(width: int) -> int:
 
 @triton.jit
 def _combine(rows, row, ends, weight, width, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program: one token, BLOCK columns; its rows one after another."""
+    """Each program sums the rows of one token, in their order, in BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -118,7 +123,7 @@ def _combine(rows, row, ends, weight, width, out, BLOCK: tl.constexpr):  # type:
 def _combine_backward(  # type: ignore[no-untyped-def]
     gradient, rows, token, weight, width, to_rows, to_weight, BLOCK: tl.constexpr
 ):
-    """A program: one row, BLOCK columns after another."""
+    """Each program handles one row, BLOCK columns at a time."""
     n = tl.program_id(0).to(tl.int64)
     begin = n * width
     sent_from = tl.load(token + n) * width
@@ -135,7 +140,7 @@ def _combine_backward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _swiglu(rows, width, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program: one row, BLOCK columns of each half."""
+    """Each program handles one row, BLOCK columns of each half."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -149,7 +154,7 @@ def _swiglu(rows, width, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _swiglu_backward(gradient, rows, width, to_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program: one row, BLOCK columns of each half."""
+    """Each program handles one row, BLOCK columns of each half."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -1,4 +1,4 @@
-"""What is measured and where it goes: the record, the console, the report. Knows no other room."""
+"""Recording metrics: metrics.jsonl, W&B, TensorBoard, the console line and the report."""
 
 from megamoe.metrics.console import ProgressLine, print_summary
 from megamoe.metrics.reader import read_metrics

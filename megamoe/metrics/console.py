@@ -1,4 +1,4 @@
-"""What a person sees while the run runs: a table at the start, then one live line.
+"""Console output of a run: a table at the start, then one live line.
 
 On a terminal the line updates in place and everything else scrolls above it; elsewhere (a batch
 job's log file) plain lines appear now and then, so that the file stays readable.
@@ -137,6 +137,6 @@ class ProgressLine:
 
 
 def _print_plain(console: Console, line: str) -> None:
-    """A line as it is: neither wrapped to a made-up width nor coloured, and on disk at once."""
+    """Print a line without wrapping or colours, and flush it."""
     console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.file.flush()

@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Formatting durations and counts for people."""
 
 import math
 
@@ -31,7 +31,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Large counts with their unit: `812`, `34.1k`, `12.3M`, `1.42B`, `3.10T`."""
+    """Format a count with a unit: `812`, `34.1k`, `12.3M`, `1.42B`, `3.10T`."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= limit:
             return f"{count / limit:.3g}{unit}"

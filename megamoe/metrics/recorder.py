@@ -1,7 +1,7 @@
-"""The recorder: one call per logged step, fanned out to every place that keeps the metrics.
+"""The recorder writes each logged step's metrics to metrics.jsonl, and to TensorBoard and W&B if enabled.
 
-`metrics.jsonl` is the record itself and always written; its failure (a full disk) stops the run.
-TensorBoard and W&B are copies for other eyes. To be opened on one rank only.
+metrics.jsonl is always written, and its failure (a full disk) stops the run. TensorBoard and W&B get copies.
+Only one rank may open a recorder.
 """
 
 import json
@@ -20,10 +20,10 @@ BLOCK = 1 << 20  # bytes copied at a time
 
 
 class Sink(Protocol):
-    """A place that keeps metrics."""
+    """An output for metrics."""
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Keep one step: `step` (int), scalars, and lists of ints per expert."""
+        """Write one step: `step` (int), scalars, and lists of ints per expert."""
 
     def close(self) -> None:
         """Write out what is pending."""
@@ -37,7 +37,7 @@ class JsonLinesSink:
     """
 
     def __init__(self, path: Path, keep_until: int | None) -> None:
-        """Append after the record of step `keep_until`, which later ones may follow; None: begin anew."""
+        """Append after step `keep_until`, and delete the records of later steps. None: start a new file."""
         if keep_until is not None and path.exists():
             _keep_whole(path, keep_until)
         self._file: IO[str] = path.open("w" if keep_until is None else "a", encoding="utf-8")
@@ -67,15 +67,15 @@ class Recorder:
     ) -> "Recorder":
         """Open the sinks that `log` names, in `run_folder`, which is made if it is missing.
 
-        A resumed run goes on with its W&B run and its files, less the records of steps after
-        `resumed_step`, which it takes again; any other (None) begins them anew.
+        A resumed run continues its W&B run and its files, without the records of steps after `resumed_step`,
+        which it repeats. Any other run (None) starts new ones.
 
         Raises:
             UserError: if TensorBoard is wanted and its package is missing, or if a resumed run's record has a
                 broken line (`check_record`).
         """
         run_folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard comes first: it alone may refuse, and then nothing has been begun anew.
+        # TensorBoard comes first: it alone may raise, and then no existing file has been replaced.
         copies: list[Sink] = [TensorBoardSink(run_folder / "tensorboard")] if log.tensorboard else []
         if log.wandb.enabled:
             copies.append(WandbSink(run_folder, log.wandb, run_name, config, resumed_step is not None))

@@ -1,4 +1,4 @@
-"""One answer on every rank: what goes wrong on one of them must end them all alike."""
+"""Consensus of the ranks: an error on one rank is raised on all of them, with the same message."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,37 +12,37 @@ Value = TypeVar("Value")
 
 
 class CollectiveError(UserError):
-    """Raised by every rank alike, so that they may still do something together before they end."""
+    """An error that every rank raises, so that collectives are still possible before the ranks end."""
 
 
 def catch_error(action: Callable[[], object]) -> str | None:
-    """Do it; None, or what went wrong, in a line."""
+    """Call `action`; return None, or its error as one line."""
     try:
         action()
     except UserError as error:
         return str(error)
     except OSError as error:
         return error.strerror or str(error)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # of any kind: the other ranks wait for the answer
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def gather_from_ranks(value: Value) -> list[Value]:
-    """Each rank's small value, in their order, on every rank."""
+    """Return the values of all ranks, in their order, on every rank. For small values, which are pickled."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def first_problem(problem: str | None) -> tuple[int, str] | None:
-    """The first rank that has a problem, and what it is: the same answer on all ranks."""
+    """Return the first rank that has a problem, and the problem; None if no rank has one. Collective."""
     problems = gather_from_ranks(problem)
     return next(((rank, found) for rank, found in enumerate(problems) if found), None)
 
 
 def raise_any_error(problem: str | None) -> None:
-    """Return if no rank has a problem.
+    """Raise an error on every rank if any rank has a problem. Collective.
 
     Raises:
         CollectiveError: on every rank, with the first rank's problem.
@@ -53,7 +53,8 @@ def raise_any_error(problem: str | None) -> None:
 
 
 def raise_any_error_fast(problem: str | None, device: torch.device) -> None:
-    """`agree` for every step: where nobody has a problem, one number is summed and no object sent.
+    """Do the same as `raise_any_error`, but cheap enough for every step: without a problem one number is
+    summed.
 
     Raises:
         CollectiveError: on every rank, with the first rank's problem.

@@ -1,1 +1,1 @@
-"""Faults: hangs, signals, crashes, restarts, steps that must not be applied; how a launch ends."""
+"""Fault handling: hangs, signals, crashes, restarts, skipped steps, and how errors end a launch."""

@@ -1,6 +1,6 @@
-"""How a launch ends that cannot go on: one line that says why, the exit code, and never a long wait.
+"""How an error ends a launch: one line with the reason, an exit code, and no long wait.
 
-Knows neither torch nor the vendors: it also tells what goes wrong before they are imported.
+This file imports neither torch nor the vendors' libraries, so that it can also report errors of their import.
 """
 
 import errno
@@ -17,12 +17,12 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from megamoe.errors import ExitCode, UserError
 
-PATIENCE_S = 20  # for which the other ranks of a machine wait for the first one's word
-CLOSING_LIMIT_S = 15  # after an error: of records, loader processes, the process group; launchers kill at 30
+FIRST_RANK_WAIT_S = 20  # the other ranks of a machine wait so long for its first rank to report
+CLOSING_LIMIT_S = 15  # to close everything after an error; launchers kill at 30
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 UNWRITABLE = (*DISK_FULL, errno.EROFS)
-TRACEBACK = "MEGAMOE_TRACEBACK"  # set to 1: the traceback of every error comes with its line
-# What gloo, NCCL, the store and the loader say when a process at the other end has gone.
+TRACEBACK = "MEGAMOE_TRACEBACK"  # set to 1: print the traceback of every error too
+# Messages of gloo, NCCL, the store and the loader when the peer process is gone.
 LOST_CONTACT = re.compile(
     r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process (has )?exited|recv.*failed"
     r"|connectFullMesh failed|timed out waiting|(?<!dataloader )timed out after|failed to (recv|connect)"
@@ -33,7 +33,7 @@ DEAD_LOADER = re.compile(r"DataLoader (worker|timed out)", re.IGNORECASE)
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether another rank has gone, of which its own line says why."""
+    """Return whether the error means that another rank is gone. That rank reports the reason."""
     of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     return isinstance(error, RuntimeError | ConnectionError) and (
         of_torch or (bool(LOST_CONTACT.search(str(error))) and not DEAD_LOADER.search(str(error)))
@@ -49,11 +49,11 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
     if isinstance(error, UserError):
         return ExitCode.MISTAKE, text
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return ExitCode.MISTAKE, f"{_shortened(str(error.filename))}: {error.strerror}; shorten it"
+        return ExitCode.MISTAKE, f"{_shorten(str(error.filename))}: {error.strerror}; shorten it"
     if isinstance(error, KeyboardInterrupt):
         return (
             ExitCode.INTERRUPTED,
-            f"{_rank_name()}interrupted; go on from the last checkpoint with --resume",
+            f"{_rank_prefix()}interrupted; go on from the last checkpoint with --resume",
         )
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         way_out = "free some space" if error.errno in DISK_FULL else "name another folder as output=..."
@@ -63,45 +63,45 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
         )
         return ExitCode.MISTAKE, line
     if is_lost_contact(error):
-        return ExitCode.UNEXPECTED, f"{_rank_name()}lost contact with another rank ({_shortened(text)})"
+        return ExitCode.UNEXPECTED, f"{_rank_prefix()}lost contact with another rank ({_shorten(text)})"
     if isinstance(error, RuntimeError) and DEAD_LOADER.search(text):
-        return ExitCode.UNEXPECTED, f"{_rank_name()}a loader process died (data.workers): {_shortened(text)}"
+        return ExitCode.UNEXPECTED, f"{_rank_prefix()}a loader process died (data.workers): {_shorten(text)}"
     return ExitCode.UNEXPECTED, None
 
 
-def tell(error: BaseException) -> ExitCode:
-    """Print why the launch ends; returns the exit code.
+def report_error(error: BaseException) -> ExitCode:
+    """Print why the launch ends; return the exit code.
 
-    A user's mistake is told once by each machine, which may have one of its own (a missing file, say), by its
-    first rank. The others wait meanwhile: a launcher ends all ranks as soon as one has ended. What is left of
-    them then saw what the first did not.
+    The first rank of each machine prints a user's mistake, once: machines can differ, for example by a
+    missing file. The other ranks wait, for a launcher ends all ranks as soon as one has ended. A rank that is
+    still alive after the wait has an error that the first rank does not have, and prints it.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # nothing is left to save
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # there is nothing left to save
         with suppress(ValueError):  # not the main thread
             signal.signal(number, signal.SIG_DFL)
     code, _ = explain(error)
     if code is ExitCode.MISTAKE and _local_rank() > 0:
-        time.sleep(PATIENCE_S)
-    _print(error)
+        time.sleep(FIRST_RANK_WAIT_S)
+    _print_error(error)
     return code
 
 
 @contextmanager
 def closing() -> Iterator[ExitStack]:
-    """A stack of what must be closed; after an error it has CLOSING_LIMIT_S for that, and the process ends.
+    """Yield an ExitStack. After an error, the process ends if closing the stack takes over CLOSING_LIMIT_S.
 
-    Peers that are gone, a network file system or W&B's server can keep a rank waiting for minutes.
+    Peers that are gone, a network file system or W&B's server can block a rank for minutes.
     """
     stack = ExitStack()
     try:
         yield stack
     except BaseException as error:
-        timer = threading.Timer(CLOSING_LIMIT_S, _give_up, [error])
+        timer = threading.Timer(CLOSING_LIMIT_S, _exit_after_timeout, [error])
         timer.daemon = True
         timer.start()
         try:
             stack.close()
-        except Exception as second:  # most often the first one again: a disk that is full, a peer gone
+        except Exception as second:  # mostly from the same cause: a full disk, a lost peer
             raise error from (second if explain(error)[1] is None else None)
         finally:
             timer.cancel()
@@ -109,22 +109,25 @@ def closing() -> Iterator[ExitStack]:
     stack.close()
 
 
-def leave(code: int) -> None:
-    """End the process now: the hooks at exit of torch, W&B and multiprocessing may wait for those gone."""
+def exit_process(code: int) -> None:
+    """End the process now.
+
+    Exit hooks of torch, W&B and multiprocessing are skipped: they may wait for lost peers.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _give_up(error: BaseException) -> None:
-    _print(error)
-    leave(explain(error)[0])
+def _exit_after_timeout(error: BaseException) -> None:
+    _print_error(error)
+    exit_process(explain(error)[0])
 
 
-def _print(error: BaseException) -> None:
-    """In one write: ranks share their stderr."""
+def _print_error(error: BaseException) -> None:
+    """Print the error in one write, for the ranks share their stderr."""
     _, line = explain(error)
-    text = "" if line is None else f"error: {_place()}{line}\n"
+    text = "" if line is None else f"error: {_host_prefix()}{line}\n"
     if line is None or os.environ.get(TRACEBACK, "0") not in ("", "0"):
         trace = "".join(traceback.format_exception(error)).splitlines()
         prefix = f"[rank{_rank()}]: " if _rank() is not None else ""
@@ -142,18 +145,18 @@ def _local_rank() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _rank_name() -> str:
+def _rank_prefix() -> str:
     return "" if _rank() is None else f"rank {_rank()}: "
 
 
-def _place() -> str:
-    """The host, but for that of rank 0."""
+def _host_prefix() -> str:
+    """Return the host's name as a prefix, or nothing on the host of rank 0."""
     rank = _rank() or "0"
     return "" if rank in ("0", str(_local_rank())) or not rank.isdecimal() else f"{socket.gethostname()}: "
 
 
-def _shortened(text: str, limit: int = 160) -> str:
-    """Without the place in the library's source, nor its advice."""
+def _shorten(text: str, limit: int = 160) -> str:
+    """Return a library's message without its source location and advice, at most `limit` characters."""
     text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] *", "", text)
     text = re.sub(r" This is typically caused by.*", "", text)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""Processes of this and other machines, told apart beyond doubt: a pid alone may be another's by now."""
+"""Identifying processes of this and other machines. A pid alone does not: it may have been reused."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Process:
-    """machine: its boot and the process' name space of pids; started: clock ticks since that boot."""
+    """A process. machine: the boot ID and the PID namespace. started: in clock ticks since that boot."""
 
     host: str
     machine: str
@@ -19,15 +19,15 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> "Process":
-        """A process of this machine."""
+        """Return the process of this machine that has the pid."""
         return cls(socket.gethostname(), _machine(), pid, _started(pid) or 0)
 
     def is_alive(self) -> bool:
-        """Of one of this machine: it is the same process still, and no zombie."""
+        """Return whether a process of this machine still runs; a zombie does not."""
         return _started(self.pid) == self.started
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data for JSON."""
         return asdict(self)
 
 
@@ -40,7 +40,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """None: there is no such process."""
+    """Return when the process started, in clock ticks since the boot; None if it does not run."""
     try:
         # The name, in parentheses, may hold anything; then come state (Z: a zombie), ppid, ...
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,9 @@
-"""Workers that torchrun starts again after a crash (--max-restarts): the same command line, another meaning.
+"""Recognising ranks that torchrun restarted after a crash (--max-restarts).
 
-`overwrite=true` has been obeyed and the run's folder is there because this launch made it, so such a start
-goes on from the last checkpoint, or begins anew if there is none. The folder's launch.json says whose it is:
-torchrun's run id, which is mostly "none", and its agents, the parents of the ranks, one on each machine.
+A restarted rank gets the same command line. Its run's folder exists because this launch made it, and
+`overwrite=true` was applied already. So it resumes from the last checkpoint, or starts from scratch if there
+is none. The folder's launch.json identifies the launch: torchrun's run id, which is mostly "none", and its
+agents. An agent is the parent process of the ranks of one machine.
 """
 
 import json
@@ -20,7 +21,7 @@ Mark = list[str | int]
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of torchrun. latest: the folder's newest checkpoint when it began, by name and time."""
+    """One call of torchrun. latest: the name and time of the folder's newest checkpoint when it started."""
 
     run_id: str
     agents: list[dict[str, Any]]
@@ -28,18 +29,18 @@ class Launch:
 
     @classmethod
     def gathered(cls, latest: Path | None) -> "Launch | None":
-        """This launch; None, where nobody starts ranks again. Collective."""
+        """Return this launch, or None if it is not torchrun's, whose ranks nobody restarts. Collective."""
         run_id = _run_id()
-        mine = None if run_id is None else _agent()
-        marked = mark(latest)  # before the ranks have met: then the first may move the folder
-        agents = [agent for agent in gather_from_ranks(mine) if agent is not None]
+        own_agent = None if run_id is None else _agent()
+        marked = mark(latest)  # before the collective: after it the first rank may move the folder
+        agents = [agent for agent in gather_from_ranks(own_agent) if agent is not None]
         if run_id is None:
             return None
         return cls(run_id, [agent for n, agent in enumerate(agents) if agent not in agents[:n]], marked)
 
     @classmethod
     def restarted(cls, folder: Path) -> "Launch | None":
-        """The launch whose folder it is, if this process is of it and was started again by it."""
+        """Return the launch that made the folder, if it has restarted this process; else None."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return None
         try:
@@ -49,12 +50,12 @@ class Launch:
         return launch if launch.run_id == _run_id() and _agent() in launch.agents else None
 
     def dump(self) -> str:
-        """As launch.json has it."""
+        """Return the content of launch.json."""
         return json.dumps(asdict(self), indent=1)
 
 
 def mark(checkpoint: Path | None) -> Mark | None:
-    """By which a checkpoint is known: one of the same step may take its place."""
+    """Return what identifies a checkpoint: its name and time, for its step may be saved again."""
     return None if checkpoint is None else [checkpoint.name, checkpoint.stat().st_mtime_ns]
 
 
@@ -63,4 +64,4 @@ def _run_id() -> str | None:
 
 
 def _agent() -> dict[str, Any]:
-    return Process.of(os.getppid()).plain()
+    return Process.of(os.getppid()).to_dict()

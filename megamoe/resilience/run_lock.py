@@ -1,4 +1,4 @@
-"""One launch at a time in a run's folder: two would delete and replace each other's checkpoints."""
+"""A lock for a run's folder: two launches in it would delete and replace each other's checkpoints."""
 
 import errno
 import fcntl
@@ -14,13 +14,13 @@ from megamoe.errors import UserError
 
 @contextmanager
 def locked(run_folder: Path) -> Iterator[None]:
-    """Inside, no other process gets in; the kernel lets go of the lock when this one ends, however it does.
+    """Hold the run folder's lock. The kernel releases it when the process ends, however it ends.
 
-    A POSIX lock of a file beside the folder, which may be replaced: NFS has such too, and loader processes
-    do not inherit it. Where the file system has none, nothing is locked.
+    It is a POSIX lock, which NFS supports and which loader processes do not inherit. Its file lies beside the
+    folder, because the folder may be replaced. On a file system without locks nothing is locked.
 
     Raises:
-        UserError: if another process is in, or the file cannot be made.
+        UserError: if another process holds the lock, or the file cannot be written.
     """
     path = run_folder.with_name(f".{run_folder.name}.lock")
     was_there = path.parent.exists()
@@ -40,15 +40,15 @@ def locked(run_folder: Path) -> Iterator[None]:
         finally:
             path.unlink(missing_ok=True)
             if not was_there:
-                with suppress(OSError):  # as it was, if nothing came into it
+                with suppress(OSError):  # removes the folder that was made for the file, if it is empty
                     path.parent.rmdir()
 
 
 def _open(path: Path) -> IO[str]:
-    """Locked.
+    """Return the lock's file, open and locked.
 
     Raises:
-        BlockingIOError: if another process has it locked; with that process' name.
+        BlockingIOError: if another process has locked it; its strerror names that process.
     """
     file = path.open("a+", encoding="utf-8")
     try:
@@ -59,8 +59,8 @@ def _open(path: Path) -> IO[str]:
             owner = "".join(c for c in file.read(200) if c.isprintable())
             raise BlockingIOError(errno.EAGAIN, owner or "by another process") from None
     if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
-        return _open(path)  # whose it was has just removed it
-    with suppress(OSError):  # for the other's message alone
+        return _open(path)  # its holder has removed it just now
+    with suppress(OSError):  # the content is for messages alone
         file.truncate(0)
         file.write(f"{socket.gethostname()}, pid {os.getpid()}")
         file.flush()

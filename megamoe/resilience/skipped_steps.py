@@ -1,8 +1,8 @@
-"""Which steps are not applied: what is not finite, and a loss far above those before it.
+"""Which steps are skipped: those with a non-finite loss or gradient, and those with a loss spike.
 
-The rule of the loss spike is that of OLMo 2's optimiser (OLMo-core, SkipStepOptimizer: 6 standard deviations
-over 128 steps), and does at once what PaLM's authors did by hand: go back, and leave the batches of a spike
-out (Chowdhery et al. 2022, section 5.1).
+The rule for spikes is that of OLMo 2's optimiser (OLMo-core, SkipStepOptimizer: 6 standard deviations over
+128 steps). PaLM's authors did the same by hand: they went back and left out the batches of the spike
+(Chowdhery et al. 2022, section 5.1).
 """
 
 import math
@@ -14,12 +14,12 @@ from typing import Any
 
 from megamoe.config.schema import TrainConfig
 
-MOST_TOLD = 8  # micro batches whose samples a message names
+MAX_NAMED = 8  # micro batches whose samples a message names
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a step is not applied. ends: the run ends with it; counts: in train.max_skipped_in_a_row."""
+    """Why a step is skipped. ends: it ends the run. counts: train.max_skipped_in_a_row counts it."""
 
     what: str
     ends: bool = False
@@ -27,9 +27,9 @@ class Problem:
 
 
 class SkipPolicy:
-    """Judges every step's loss, and knows how many steps in a row were skipped.
+    """Decides which steps are skipped, and counts skipped steps in a row.
 
-    in_a_row: since the last applied step, of the problems that count.
+    in_a_row: the number of problems that count since the last applied step.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -39,7 +39,10 @@ class SkipPolicy:
         self._losses: deque[float] = deque(maxlen=self.spike.window)  # of applied steps, where the rule is on
 
     def judge(self, lm_loss: float, loss: float) -> Problem | None:
-        """Of the global batch, before the optimiser's step; None: it is to be taken."""
+        """Return why the step must be skipped, or None.
+
+        The losses are the global batch's, before the optimiser's step.
+        """
         for name, value in (("train/lm_loss", lm_loss), ("train/loss", loss)):
             if not math.isfinite(value):
                 return Problem(f"{name} is {value}")
@@ -53,14 +56,14 @@ class SkipPolicy:
         )
 
     def limit(self) -> float | None:
-        """The largest loss that is no spike; None while the window is not full, or the rule is off."""
+        """Return the largest loss that is no spike; None until the window is full, or if the rule is off."""
         if self.spike.sigmas is None or len(self._losses) < self.spike.window:
             return None
         mean = statistics.fmean(self._losses)
         return mean + self.spike.sigmas * statistics.stdev(self._losses, mean)
 
-    def note(self, problem: Problem | None, lm_loss: float) -> None:
-        """Take in what became of the step."""
+    def update(self, problem: Problem | None, lm_loss: float) -> None:
+        """Count a skipped step, or keep the loss of an applied one (problem: None)."""
         if problem is not None:
             self.in_a_row += problem.counts
             return
@@ -69,7 +72,7 @@ class SkipPolicy:
             self._losses.append(lm_loss)
 
     def reason_to_end(self, problem: Problem) -> str | None:
-        """After `note`: why the run ends with this step, if it does."""
+        """Return why the run must end after this step, or None. Call `update` before."""
         if problem.ends:
             return "train.loss_spike.action is stop"
         if not problem.counts or self.in_a_row < self.most_in_a_row:
@@ -77,21 +80,21 @@ class SkipPolicy:
         return f"{self.in_a_row} skipped in a row (train.max_skipped_in_a_row)"
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as plain data."""
+        """Return the state for a checkpoint, as plain data."""
         return {"in_a_row": self.in_a_row, "losses": list(self._losses)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, under another window with the newest losses that it takes."""
+        """Restore a state of `state`. If the window is now shorter, the newest losses are kept."""
         self.in_a_row = state.get("in_a_row", 0)
         self._losses = deque(state.get("losses", []), maxlen=self.spike.window)
 
 
 def name_samples(found: dict[int, dict[int, list[int]]]) -> str:
-    """found: by rank, the samples that are not finite, by their micro batch's place on that rank."""
-    told = [
+    """Return the text for a message that names samples. found: {rank: {micro batch: [sample, ...]}}."""
+    named = [
         f"{', '.join(map(str, samples))} (rank {rank}, micro batch {place + 1})"
         for rank, places in found.items()
         for place, samples in sorted(places.items())
     ]
-    more = f" and those of {len(told) - MOST_TOLD} more micro batches" if len(told) > MOST_TOLD else ""
-    return f"; not finite: {'; '.join(told[:MOST_TOLD])}{more}" if told else ""
+    more = f" and those of {len(named) - MAX_NAMED} more micro batches" if len(named) > MAX_NAMED else ""
+    return f"; not finite: {'; '.join(named[:MAX_NAMED])}{more}" if named else ""

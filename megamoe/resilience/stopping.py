@@ -1,4 +1,4 @@
-"""When a launch ends before its last step: so many steps or minutes, or the scheduler's signal."""
+"""When a launch stops before its last step: after a number of steps or minutes, or on a signal."""
 
 import signal
 import time
@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRule:
-    """Asked once a step; the caller makes all ranks agree on the answer."""
+    """Decides once a step whether to stop. The caller makes all ranks agree on the answer."""
 
     def __init__(self, train: TrainConfig) -> None:
         self._steps = train.exit_after_steps
@@ -20,9 +20,12 @@ class StopRule:
         self._signal: int | None = None
 
     def listen(self) -> None:
-        """From now on SIGTERM and SIGUSR1 mean: save after this step and end. Before, they end at once."""
+        """From now on SIGTERM and SIGUSR1 make the run save after its step and end.
+
+        Before, they end it at once.
+        """
         for number in SIGNALS:
-            signal.signal(number, self._heard)
+            signal.signal(number, self._on_signal)
 
     def step_done(self) -> None:
         """Count a step of this launch."""
@@ -30,11 +33,11 @@ class StopRule:
 
     @property
     def signalled(self) -> bool:
-        """Whether a signal told this rank to stop; a second one changes nothing."""
+        """Whether this rank has received a signal to stop."""
         return self._signal is not None
 
     def reason(self) -> str | None:
-        """Why to end now, or None."""
+        """Return why to stop now, or None."""
         if self._signal is not None:
             return f"signal {signal.Signals(self._signal).name}"
         if self._steps is not None and self._done >= self._steps:
@@ -43,5 +46,5 @@ class StopRule:
             return f"train.exit_after_minutes {self._minutes:g}"
         return None
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number

@@ -1,11 +1,12 @@
-"""Ends a launch that hangs, and shows where: one rank that stands still stops the progress of all.
+"""A watchdog that ends a launch that hangs, and prints where it hangs.
 
-On each rank a thread looks at the time of the last `tick()`. When that is too long ago
-- every rank whose thread can still run writes the stacks of its threads into a file: it has answered;
-- of each machine, the first local rank that answered has the others' stacks written by a signal, which works
-  even for a process that was stopped or that holds the interpreter's lock; it prints all of them and kills
-  those that were silent;
-- all end with ExitCode.HANG.
+One rank that hangs stops all ranks. On each rank a thread looks at the time of the last `tick()`. When that
+is too long ago: - Every rank whose thread can still run writes the stacks of its threads into a file. It has
+answered. - On each machine, the first local rank that answered makes the silent ranks write their stacks, by
+a signal. That
+  works even for a process that is stopped or that holds the GIL. It then kills the silent ranks, and prints
+  all stacks.
+- All ranks end with ExitCode.HANG.
 """
 
 import ctypes
@@ -29,21 +30,24 @@ from megamoe.resilience.processes import Process
 FOLDER = "stacks"
 POLL_S = 1.0
 GRACE_S = 5.0  # for the other ranks to notice too
-DUMP_S = 2.0  # for the signal's handler to write
+DUMP_S = 2.0  # for the signal handler to write
 HEADING = "no progress for"
-PRINTING_S = 15.0  # the longest that a rank waits for the one that prints
+PRINTING_S = 15.0  # how long a rank waits for the rank that prints
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank, its process, and the file for its stacks."""
+    """A rank, with its process and the file of its stacks."""
 
     rank: int
     process: Process
     file: str
 
     def answered(self) -> bool:
-        """Whether its watchdog wrote into its file; a signal, which anybody may send, writes no heading."""
+        """Return whether its watchdog has written its stacks.
+
+        After a signal the file has stacks without a heading.
+        """
         with suppress(OSError):
             return HEADING in Path(self.file).read_text(errors="replace")
         return False
@@ -53,20 +57,20 @@ class Member:
 
 
 class Watchdog:
-    """Watches from its entry to its exit, where it removes the file of this rank if that is empty.
+    """A context manager that watches while it is entered. On exit it removes this rank's file if it is empty.
 
-    Collective when made: the ranks tell each other who they are.
+    Making it is collective: the ranks exchange their processes' ids.
     """
 
     def __init__(self, run_folder: Path, rank: int, hang_minutes: float) -> None:
-        """hang_minutes: without progress, until it ends the run; 0: never."""
+        """hang_minutes: minutes without progress after which the run is ended; 0: never."""
         self.limit_s = 60 * hang_minutes
         self._stop = threading.Event()
         self._fired = threading.Event()
         self._file, self._path = _open(run_folder, rank)
         self._me = Member(rank, Process.of(os.getpid()), str(self._path))
-        everybody = gather_from_ranks(self._me)
-        self._local = [m for m in everybody if m.process.machine == self._me.process.machine]
+        members = gather_from_ranks(self._me)
+        self._local = [m for m in members if m.process.machine == self._me.process.machine]
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -78,9 +82,7 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if (
-            self._fired.is_set()
-        ):  # peers were killed, and this rank's work failed of it: not what is to be told
+        if self._fired.is_set():  # this rank failed because peers were killed: let the report come first
             time.sleep(4 * PRINTING_S)
         faulthandler.unregister(signal.SIGUSR2)
         self._file.close()
@@ -91,11 +93,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         poll_s = min(POLL_S, self.limit_s / 10)
-        looked = time.monotonic()
+        last_poll = time.monotonic()
         while not self._stop.wait(poll_s):
-            if time.monotonic() - looked > 5 * poll_s + 5:
-                tick()  # this process was stopped, with the whole job perhaps, and goes on
-            looked = time.monotonic()
+            if time.monotonic() - last_poll > 5 * poll_s + 5:
+                tick()  # this process was stopped, perhaps with the whole job, and now continues
+            last_poll = time.monotonic()
             silent_s = silence_s()
             # Ranks wait for each other, so their last ticks are up to a micro batch apart.
             if silent_s > self.limit_s or (silent_s > self.limit_s / 2 and self._another_answered()):
@@ -107,7 +109,7 @@ class Watchdog:
 
     def _fire(self, silent_s: float) -> None:
         with suppress(OSError):  # a full disk
-            self._file.write(f"{HEADING} {silent_s:.0f} s, after {ticks()} signs of it\n")
+            self._file.write(f"{HEADING} {silent_s:.0f} s, after {ticks()} heartbeats\n")
             self._file.flush()
             faulthandler.dump_traceback(file=self._file, all_threads=True)
         time.sleep(GRACE_S)
@@ -117,18 +119,18 @@ class Watchdog:
             if member == self._me:
                 self._report(silent)
                 break
-            if _ends(member.process):
+            if _wait_for_end(member.process):
                 break
-            silent.append(member)  # it has answered and then stopped
+            silent.append(member)  # it answered and hung after that
         os._exit(ExitCode.HANG)
 
     def _report(self, silent: list[Member]) -> None:
-        """Have the silent ranks' stacks written, end these ranks, print everybody's stacks."""
+        """Make the silent ranks write their stacks, kill them, and print the stacks of all local ranks."""
         for member in silent:
             _ask_for_stacks(member.process)
             _signal(member.process, signal.SIGCONT)
-            _wait_for_the_end_of(member.file)
-            _signal(member.process, signal.SIGKILL)  # before it gets on with its work
+            _wait_until_written(member.file)
+            _signal(member.process, signal.SIGKILL)  # before it continues its work
         sys.stderr.write(self._message(silent))
         sys.stderr.flush()
 
@@ -148,7 +150,7 @@ class Watchdog:
 
 
 def _open(run_folder: Path, rank: int) -> tuple[IO[str], Path]:
-    """This rank's file, empty; in a temporary folder where the run's folder cannot be written."""
+    """Open this rank's empty file, in a temporary folder if the run's folder cannot be written."""
     name = f"rank_{rank:05d}.txt"
     try:
         folder = run_folder / FOLDER
@@ -161,13 +163,13 @@ def _open(run_folder: Path, rank: int) -> tuple[IO[str], Path]:
 
 def _read(file: str) -> str:
     try:
-        return Path(file).read_text(errors="replace") or "(no stack: it did not even answer a signal)\n"
+        return Path(file).read_text(errors="replace") or "(no stack: it did not answer the signal either)\n"
     except OSError as error:
         return f"({error.strerror})\n"
 
 
 def _ask_for_stacks(process: Process) -> None:
-    """By the main thread, which takes the signal before it goes on; any other would after it has gone on."""
+    """Send SIGUSR2 to the main thread, which handles it before it continues. Another thread may be late."""
     try:
         ctypes.CDLL(None).tgkill(process.pid, process.pid, int(signal.SIGUSR2))
     except AttributeError:  # another C library
@@ -180,8 +182,8 @@ def _signal(process: Process, number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-def _wait_for_the_end_of(file: str) -> None:
-    """Until something was written into it and nothing more comes."""
+def _wait_until_written(file: str) -> None:
+    """Wait until something has been written into the file and it no longer grows, at most DUMP_S."""
     until, size, before = time.monotonic() + DUMP_S, 0, -1
     while time.monotonic() < until and (size == 0 or size != before):
         time.sleep(0.1)
@@ -189,8 +191,8 @@ def _wait_for_the_end_of(file: str) -> None:
             size, before = os.path.getsize(file), size
 
 
-def _ends(process: Process) -> bool:
-    """Whether it does, when it has printed everything."""
+def _wait_for_end(process: Process) -> bool:
+    """Wait for a process that prints, at most PRINTING_S; return whether it has ended."""
     until = time.monotonic() + PRINTING_S
     while process.is_alive() and time.monotonic() < until:
         time.sleep(0.1)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megamoe.parallel.parent_death import end_with_launcher
-from megamoe.resilience.error_reporting import leave, tell
+from megamoe.resilience.error_reporting import exit_process, report_error
 
 
 def main() -> int:
@@ -37,13 +37,13 @@ def main() -> int:
 
         return train(config)
     except (Exception, KeyboardInterrupt) as error:
-        return tell(error)
+        return report_error(error)
 
 
 def run() -> None:
     """Call `main` and end the process with its exit code."""
     if code := main():
-        leave(code)
+        exit_process(code)
     sys.exit(0)
 
 

@@ -42,11 +42,11 @@ class RunFolder:
             UserError: if there are candidates and none is.
         """
         for path in self.candidates:
-            if integrity.first(integrity.small_problems(path)) is None:
+            if integrity.first_of(integrity.problems_outside_tensors(path)) is None:
                 return path
         for path in self.candidates:
             read_meta(path)  # says it better where it can
-            raise damaged(path, integrity.first(integrity.small_problems(path)))
+            raise damaged(path, integrity.first_of(integrity.problems_outside_tensors(path)))
         return None
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.checkpoint.format.meta import read_meta
-from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.init_from import load_initial_weights
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
 from megamoe.checkpoint.state import load_weights
@@ -156,7 +156,7 @@ class Trainer:
         scale = self.engine.loss_scale
         judge = self.skip_policy.judge
         record = train_step(self.engine, self.context, batches, lr, smoothing, before, judge)
-        self.skip_policy.note(record.problem, record.lm_loss)
+        self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
         else:
@@ -319,7 +319,7 @@ class Trainer:
             catch_error(lambda: check_record(self.folder.path, step)) if self.world.is_first else None
         )
 
-    def _open_checkpoint(self, checked: Path | None) -> Saved | None:
+    def _open_checkpoint(self, checked: Path | None) -> CheckpointReader | None:
         """The first intact candidate; `checked`: the one that was found to fit this run."""
         if checked is None:
             return None
@@ -329,9 +329,9 @@ class Trainer:
             check_resume(self.config, self.run.vocabulary.size, path)
         if path != self.folder.candidates[0]:
             self._say(f"going on from {path}")
-        return Saved(path)
+        return CheckpointReader(path)
 
-    def _resume(self, saved: Saved) -> None:
+    def _resume(self, saved: CheckpointReader) -> None:
         meta = saved.meta
         with saved:
             has_random = load(saved, self.engine)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megamoe.checkpoint.format.meta import read_meta
-from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.tools.verify import problems
 from tests.checkpoint import checkpoint
 from tests.checkpoint_files import grid, seal, write_checkpoint
@@ -39,7 +39,7 @@ def problems_of(folder: Path) -> list[str]:
 
 
 def test_a_tensor_is_found_by_its_present_name(earlier: Path) -> None:
-    with Saved(earlier) as saved:
+    with CheckpointReader(earlier) as saved:
         assert saved.names() == [NEW]
         assert torch.equal(saved.tensor(NEW), torch.arange(8.0))
         assert list(saved.index["shardings"]) == [NEW.removeprefix("model/")]
@@ -69,5 +69,5 @@ def test_a_stored_name_in_the_file_itself_means_nothing(tmp_path: Path) -> None:
     index["tensors"]["model/bias"]["stored_name"] = "model/norm"
     (folder / "index.json").write_text(json.dumps(index))
     seal(folder)
-    with Saved(folder) as saved:
+    with CheckpointReader(folder) as saved:
         assert saved.tensor("model/bias").dtype == torch.float64

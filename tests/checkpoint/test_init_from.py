@@ -29,7 +29,7 @@ MLP = "model.decoder.layers.1.mlp"
 
 
 def save(folder: Path, config: RunConfig, *counts: int) -> GPT:
-    """The model of `config` with weights of its own, and its checkpoint: each tensor in so many boxes."""
+    """The model of `config` with weights of its own, and its checkpoint: each tensor in so many chunks."""
     model = tiny_gpt(config)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
@@ -59,7 +59,7 @@ def losses(model: GPT) -> Tensor:
 
 
 @pytest.mark.parametrize("counts", [(), (2,), (4, 3), (2, 5, 3)], ids=str)
-def test_the_same_model_is_bit_equal_whatever_boxes_it_was_saved_in(
+def test_the_same_model_is_bit_equal_whatever_chunks_it_was_saved_in(
     tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
     config = tiny("moe.num_shared_experts=1", "moe.router.score_function={name: sigmoid, bias_update: 0.1}")
@@ -173,7 +173,7 @@ def _flip_a_bit(folder: Path) -> None:
     (folder / SHARD).write_bytes(content)
 
 
-def _lose_a_box(folder: Path) -> None:
+def _lose_a_chunk(folder: Path) -> None:
     index = read_index(folder)
     index["tensors"][f"model/{EXPERTS}"]["chunks"].pop()
     (folder / "index.json").write_text(json.dumps(index))
@@ -195,14 +195,14 @@ REFUSALS: dict[str, tuple[tuple[str, ...], Callable[[Path], None], tuple[str, ..
     "no shard": ((), _unlink(SHARD), (), "same", rf"damaged \({SHARD}: missing\); name another checkpoint$"),
     "cut short": ((), _cut_short, (), "same", rf"damaged \({SHARD}: damaged, its SHA-256 is not"),
     "a bit flipped": ((), _flip_a_bit, (), "same", rf"damaged \({SHARD}: damaged, its SHA-256 is not"),
-    "a box less": ((), _lose_a_box, (), "same", r"damaged \(index.json: damaged, its SHA-256 is not"),
+    "a chunk less": ((), _lose_a_chunk, (), "same", r"damaged \(index.json: damaged, its SHA-256 is not"),
     # Of those that their checksums call intact:
     "never an index": ((), _and_seal(_unlink("index.json")), (), "same", "index.json: missing or damaged"),
     "never a shard": ((), _and_seal(_unlink(SHARD)), (), "same", f"{SHARD}: missing or damaged"),
     "always short": ((), _and_seal(_cut_short), (), "same", f"{SHARD}: missing or damaged"),
-    "never the box": (
+    "never the chunk": (
         (),
-        _and_seal(_lose_a_box),
+        _and_seal(_lose_a_chunk),
         (),
         "same",
         rf"index.json: .*model/{EXPERTS}: chunks of 768 elements for shape \[4, 24, 16\]",

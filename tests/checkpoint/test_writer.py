@@ -25,7 +25,7 @@ def test_a_writer_gives_way_for_a_while(tmp_path: Path, monkeypatch: pytest.Monk
     thread = save._thread
     assert thread is not None and thread.native_id is not None
     assert not save.is_done and os.sched_getscheduler(thread.native_id) == os.SCHED_IDLE
-    monkeypatch.setattr(writer, "PATIENCE_S", 0)
+    monkeypatch.setattr(writer, "IDLE_PRIORITY_S", 0)
     assert not save.is_done and os.sched_getscheduler(thread.native_id) == os.SCHED_OTHER
     assert save.problem == "writing was broken off"
     go_on.set()

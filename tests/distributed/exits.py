@@ -38,7 +38,7 @@ def play(folder: str, arguments: list[str], by_rank: dict[int, list[str]], troub
     output = os.open(f"{folder}/rank_{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    error_reporting.PATIENCE_S, watchdog.GRACE_S, watchdog.DUMP_S, watchdog.PRINTING_S = 1, 2.5, 2, 5
+    error_reporting.FIRST_RANK_WAIT_S, watchdog.GRACE_S, watchdog.DUMP_S, watchdog.PRINTING_S = 1, 2.5, 2, 5
     if trouble is not None:
         step = Trainer.step
 
@@ -49,7 +49,7 @@ def play(folder: str, arguments: list[str], by_rank: dict[int, list[str]], troub
         Trainer.step = step_in_trouble  # type: ignore[assignment, method-assign]
     own = by_rank.get(int(os.environ["RANK"]), [])
     sys.argv = ["pretrain_gpt_moe.py", "--config", f"{folder}/run.yaml", *arguments, *own]
-    error_reporting.leave(pretrain_gpt_moe.main())
+    error_reporting.exit_process(pretrain_gpt_moe.main())
 
 
 def endings(

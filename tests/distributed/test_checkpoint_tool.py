@@ -1,4 +1,4 @@
-"""Checkpoints of real runs: no damage goes unseen, converted ones train on, whole weights are the model's."""
+"""Checkpoints of real runs: no damage goes unseen, whole weights are the model's."""
 
 import io
 import json
@@ -16,10 +16,8 @@ from torch import Tensor
 from megamoe.checkpoint.manager import first_intact
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.consolidate import consolidate
-from megamoe.checkpoint.tools.relayout import relayout
 from megamoe.errors import UserError
 from megamoe.parallel import launch
-from megamoe.parallel.layout import Layout
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, run_steps, small_run
@@ -160,32 +158,6 @@ def test_damaged_weights_are_no_start(pool: Pool, folder: Path, tmp_path: Path) 
     assert "shard_00001.safetensors: damaged, its SHA-256" in told[0] and told[0].isprintable()
     shard.write_bytes(content)
     assert pool.run(start_from, **changes, ranks=2) == ["started", "started"]
-
-
-LAYOUTS = [
-    (Layout(1), 0, "zero0_fp32"),
-    (Layout(2), 2, "zero2_fp32"),
-    (Layout(4, 2, 2, 2), 1, "zero1_fp32"),
-    pytest.param(Layout(4, 1, 4), 3, "zero3_fp32", marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize(("layout", "stage", "file"), LAYOUTS)
-def test_a_converted_checkpoint_trains_on(
-    pool: Pool, trained: tuple[Path, list[Any]], tmp_path: Path, layout: Layout, stage: int, file: str
-) -> None:
-    path, told = trained
-    relayout(path, tmp_path / "converted", layout, stage)
-    assert list(verify.problems(tmp_path / "converted")) == []
-    parallel = {name: getattr(layout, name) for name in ("tensor", "expert", "expert_tensor")}
-    changes: dict[str, Any] = {
-        "parallel": {**parallel, "deepspeed": ds_config(file)},
-        "checkpoint__resume": str(tmp_path / "converted"),
-        "output": tmp_path,
-    }
-    found = pool.run(run_steps, 2, **changes, ranks=layout.ranks)
-    for rank in found:
-        assert rank["lm_loss"] == pytest.approx(told[0][0][2:], rel=1e-6)
 
 
 def test_the_weights_of_one_file_are_the_models(trained: tuple[Path, list[Any]], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megamoe.checkpoint import manager, writer
 from megamoe.checkpoint.format import integrity
-from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.train.loop import train
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import ds_config, small_run
@@ -32,7 +32,7 @@ RUN: dict[str, Any] = {
 }
 # Where a save can be cut: before or after each of its operations on the disk.
 MOMENTS = [
-    (manager.Checkpoints, "_make"),
+    (manager.Checkpoints, "_make_folder"),
     (writer.Staging, "copy"),
     (writer, "save_file"),
     (writer, "sync"),
@@ -123,8 +123,8 @@ def recorded(output: Path) -> list[tuple[Any, ...]]:
 
 def final_tensors(output: Path, steps: int) -> dict[str, Tensor]:
     """Everything in the last checkpoint: weights, moments, random states."""
-    with Saved(output / "small" / "checkpoints" / f"step_{steps:08d}") as saved:
-        return {name: saved.tensor(name) for name in saved.names()}
+    with CheckpointReader(output / "small" / "checkpoints" / f"step_{steps:08d}") as reader:
+        return {name: reader.tensor(name) for name in reader.names()}
 
 
 @pytest.mark.parametrize(("kills", "steps"), [(5, 80), pytest.param(50, 200, marks=pytest.mark.full)])

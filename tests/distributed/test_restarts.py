@@ -65,7 +65,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch) -> Launch:
     """This process is a worker of torchrun, after a restart."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    return Launch("none", [Process.of(os.getppid()).plain()], None)
+    return Launch("none", [Process.of(os.getppid()).to_dict()], None)
 
 
 def make_run(folder: Path, launch: Launch | None, *steps: int) -> None:
@@ -139,7 +139,7 @@ def test_the_newest_checkpoint_is_looked_at_before_the_first_rank_may_overwrite_
         shutil.rmtree(tmp_path / "a")  # by the first rank, which was faster
         return [agent]
 
-    monkeypatch.setattr(restarts, "gather", gather)
+    monkeypatch.setattr(restarts, "gather_from_ranks", gather)
     launch = Launch.gathered(saved)
     assert launch is not None and launch.latest == expected
 
@@ -154,7 +154,7 @@ def test_the_folder_of_another_launch_is_refused(
     elif case == "another launch":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
     elif case == "another agent":
-        monkeypatch.setattr(restarts, "_agent", lambda: Process.of(os.getpid()).plain())
+        monkeypatch.setattr(restarts, "_agent", lambda: Process.of(os.getpid()).to_dict())
     elif case == "spoilt":
         (tmp_path / "a/launch.json").write_text("{")
     with pytest.raises(UserError, match="exists: add --resume"):

@@ -13,8 +13,8 @@ import pytest
 
 from megamoe.errors import UserError
 from megamoe.metrics.report.charts import charts_for, load_shares, smooth
-from megamoe.metrics.report.facts import comparison_table, compute_facts, read_run
 from megamoe.metrics.report.page import write_report
+from megamoe.metrics.report.run_statistics import comparison_table, compute_statistics, read_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
 
@@ -137,7 +137,7 @@ def test_the_smoothed_curve_follows_a_straight_line_and_skips_what_is_not_finite
 
 def test_a_pause_between_two_launches_is_not_training_time() -> None:
     rows = [{"step": 10, "time": 0.0, "perf/step_s": 2.0}, {"step": 30, "time": 9e6, "perf/step_s": 3.0}]
-    assert compute_facts(rows).time_s == 10 * 2.0 + 20 * 3.0
+    assert compute_statistics(rows).time_s == 10 * 2.0 + 20 * 3.0
 
 
 def test_charts_are_only_for_what_was_recorded() -> None:

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.state import weight_pieces
+from megamoe.checkpoint.state import weight_chunks
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.model import backends
@@ -67,8 +67,8 @@ def check_loss_gradients_start_and_names_are_those_of_the_torch_backend() -> Non
     for name, overrides in MODELS.items():
         plain, engine = both(*overrides)
         calls()
-        expected, found = ([*weight_pieces(model, Layout(1), 0)] for model in (plain, engine))
-        assert [(p.name, p.box) for p in found] == [(p.name, p.box) for p in expected], name
+        expected, found = ([*weight_chunks(model, Layout(1), 0)] for model in (plain, engine))
+        assert [(p.name, p.chunk) for p in found] == [(p.name, p.chunk) for p in expected], name
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one.tensor, other.tensor), (name, one.name)
         losses = [loss_of(model) for model in (plain, engine)]

@@ -15,7 +15,7 @@ def rule(spike: LossSpikeConfig = SPIKE, most: int = 3, losses: tuple[float, ...
     """After applied steps of these losses."""
     steps = SkipPolicy(TrainConfig(loss_spike=spike, max_skipped_in_a_row=most))
     for loss in losses:
-        steps.note(None, loss)
+        steps.update(None, loss)
     return steps
 
 
@@ -43,40 +43,40 @@ def test_a_spike_is_above_the_mean_by_so_many_standard_deviations() -> None:
 def test_the_window_holds_the_last_applied_steps_and_must_be_full() -> None:
     steps = rule(losses=(100, 2, 4))
     assert steps.limit() is None and steps.judge(1e9, 1e9) is None
-    steps.note(Problem("skipped"), 1e9)
+    steps.update(Problem("skipped"), 1e9)
     assert steps.limit() is None
-    steps.note(None, 4)
-    steps.note(None, 6)  # pushes out 100
+    steps.update(None, 4)
+    steps.update(None, 6)  # pushes out 100
     assert steps.limit() == pytest.approx(4 + 2 * math.sqrt(8 / 3))
 
 
 def test_problems_in_a_row_end_the_run() -> None:
     steps, problem = rule(LossSpikeConfig()), Problem("broken")
     for applied in (False, True, False, False):
-        steps.note(None if applied else problem, 1.0)
+        steps.update(None if applied else problem, 1.0)
         assert steps.reason_to_end(problem) is None
     overflow = Problem("the loss scale falls", counts=False)
-    steps.note(overflow, 1.0)
+    steps.update(overflow, 1.0)
     assert steps.in_a_row == 2 and steps.reason_to_end(overflow) is None
-    steps.note(problem, 1.0)
+    steps.update(problem, 1.0)
     assert steps.reason_to_end(problem) == "3 skipped in a row (train.max_skipped_in_a_row)"
 
 
 def test_one_means_at_the_first_and_stop_at_once() -> None:
     problem = Problem("broken")
     first = rule(most=1)
-    first.note(problem, 1.0)
+    first.update(problem, 1.0)
     assert first.reason_to_end(problem)
     stopping = rule(LossSpikeConfig(sigmas=1.0, window=2, action="stop"), losses=(1, 1))
     spike = stopping.judge(1.1, 1.1)
     assert spike is not None and spike.ends
-    stopping.note(spike, 1.1)
+    stopping.update(spike, 1.1)
     assert stopping.reason_to_end(spike) == "train.loss_spike.action is stop"
 
 
 def test_the_state_comes_back_to_the_last_bit() -> None:
     steps = rule(losses=(9.0, 0.1, 1 / 3, math.pi, 1e-17))
-    steps.note(Problem("broken"), math.nan)
+    steps.update(Problem("broken"), math.nan)
     state = json.loads(json.dumps(steps.state(), allow_nan=False))
     again = rule()
     again.restore(state)

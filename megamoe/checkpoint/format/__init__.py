@@ -1,3 +1,3 @@
-"""A checkpoint on the disk: its files, what they say, whether they are whole, any box of a tensor.
+"""The format of a checkpoint on the disk: files, index, checksums, and reading any chunk of a tensor.
 
-No engine, no model: the tools read it alike."""
+Nothing here needs an engine or a model, so that the tools can use it too."""

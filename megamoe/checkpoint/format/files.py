@@ -1,10 +1,10 @@
-"""The files of a checkpoint: their names, and how they come whole onto the disk.
+"""The files of a checkpoint: their names, and reading and writing them safely.
 
 step_00000100/
-    checkpoint.json            step, position in the data, layout, configuration: to be read
-    index.json                 every tensor's shape and dtype, and which file holds which box of it
-    shard_00000.safetensors    what a rank wrote
-    SHA256SUMS                 of the above; `sha256sum --check SHA256SUMS`
+    checkpoint.json            step, position in the data, layout, configuration
+    index.json                 every tensor's shape and dtype, and which file holds which chunk of it
+    shard_00000.safetensors    the tensors that a rank wrote
+    SHA256SUMS                 checksums of the above; `sha256sum --check SHA256SUMS`
 """
 
 import json
@@ -20,19 +20,21 @@ INDEX = "index.json"
 SUMS = "SHA256SUMS"
 FORMAT = 2
 LARGEST_JSON = 1 << 30  # bytes; the index of thousands of ranks has some hundred million
-DEEPEST = 50  # levels of JSON
+MAX_DEPTH = 50  # levels of JSON
 
 
 def shard_file(rank: int) -> str:
-    """Name of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"shard_{rank:05d}.safetensors"
 
 
 def read_bytes(path: Path) -> bytes:
-    """Of a plain file: a link may lead anywhere, a pipe would keep the reader waiting, a device never ends.
+    """Return the content of a regular file of a checkpoint.
+
+    Anything else is refused: a link may lead anywhere, a pipe would block the reader, a device never ends.
 
     Raises:
-        ValueError: if it is none, or larger than any checkpoint's.
+        ValueError: if it is not a regular file, or larger than LARGEST_JSON.
         OSError: if it cannot be read.
     """
     if not is_plain(path):
@@ -44,28 +46,30 @@ def read_bytes(path: Path) -> bytes:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether it is a file, no link to one, folder, pipe or device.
+    """Return whether it is a regular file, not a link, folder, pipe or device.
 
     Raises:
-        OSError: if it is not there, or cannot be asked.
+        OSError: if it is missing, or its status cannot be read.
     """
     return stat.S_ISREG(os.lstat(path).st_mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a plain file; each key of an object stands there once.
+    """Return the JSON object that a regular file holds. No object in it has a key twice.
 
     Raises:
-        ValueError, OSError: if it is none, or cannot be read.
+        ValueError: if the content is not such an object, or the file is not a regular one.
+        OSError: if the file cannot be read.
     """
     return parse_json(read_bytes(path))
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """An object. NaN and the infinities pass, as Python writes them: a configuration may hold such.
+    """Return the JSON object that the text is. NaN and infinities are accepted: a configuration may have
+    them.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text is not a JSON object, is nested too deeply, or has a key twice.
     """
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
@@ -81,12 +85,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name} stands there twice")
+            raise ValueError(f"the key {name} appears twice")
         found[name] = value
     return found
 
 
-def _check_depth(content: Any, left: int = DEEPEST) -> None:
+def _check_depth(content: Any, left: int = MAX_DEPTH) -> None:
     if left == 0:
         raise RecursionError
     if isinstance(content, dict | list):
@@ -96,12 +100,12 @@ def _check_depth(content: Any, left: int = DEEPEST) -> None:
 
 
 def damaged(path: Path, problem: object) -> UserError:
-    """What to raise of a checkpoint, or of its file, that cannot be used."""
+    """Return the error to raise for a checkpoint, or a file of one, that cannot be used."""
     return UserError(f"{path}: missing or damaged ({printable(problem)}); name another checkpoint")
 
 
 def sync(path: Path) -> None:
-    """A file, or a folder's names, onto the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -110,7 +114,7 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all, and on the disk when this returns."""
+    """Write a file atomically, and flush it to the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

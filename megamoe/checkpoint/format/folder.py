@@ -1,7 +1,7 @@
-"""A run's folder of checkpoints: which are there, and which is the one to go on from.
+"""A run's folder of checkpoints: which ones it has, and which of them a resume takes.
 
 checkpoints/step_00000100/     see `files`
-checkpoints/latest             the name of the newest complete one
+checkpoints/latest             the name of the newest complete checkpoint
 """
 
 import os
@@ -14,20 +14,22 @@ from megamoe.checkpoint.format.files import META, SUMS, read_bytes
 from megamoe.errors import UserError
 
 LATEST = "latest"
-SAVING, REPLACED, DELETING = ".saving_", ".replaced_", ".deleting_"  # before a checkpoint's name
-OF_A_RUN = re.compile(rf"(?:{re.escape(REPLACED)})?step_[0-9]{{8,}}")
+SAVING, REPLACED, DELETING = ".saving_", ".replaced_", ".deleting_"  # prefixes of a checkpoint's name
+RUN_CHECKPOINT = re.compile(rf"(?:{re.escape(REPLACED)})?step_[0-9]{{8,}}")
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run's folder, the one to go on from first: what `latest` names, then by
-    the time of saving (a run resumed from an earlier step has newer ones with smaller numbers).
+    """Return the complete checkpoints of a run's folder, in the order in which a resume tries them.
+
+    The first is the one that `latest` names. The others follow by the time of saving, newest first, and not
+    by step: a run that resumed from an earlier step has newer checkpoints with smaller numbers.
 
     Raises:
         UserError: if the folder cannot be read.
     """
     names = _names(folder)
     found = [folder / name for name in names if name.startswith("step_")]
-    # Between two renames of a step that was saved again, the earlier one is there under this name alone.
+    # While a step is saved again, there is a moment when its earlier checkpoint exists under this name alone.
     found += [
         folder / name
         for name in names
@@ -38,22 +40,22 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, path in sorted(dated, key=lambda pair: (pair[1].name != named, -pair[0]))]
 
 
-def is_of_a_run(path: Path) -> bool:
-    """Whether it has the name that a run gives; another is of somebody who wants to keep it."""
-    return OF_A_RUN.fullmatch(path.name) is not None
+def has_run_name(path: Path) -> bool:
+    """Return whether a run gave the checkpoint its name. One that a user renamed is never deleted."""
+    return RUN_CHECKPOINT.fullmatch(path.name) is not None
 
 
 def _names(folder: Path) -> set[str]:
     try:
         return {entry.name for entry in os.scandir(folder)}
-    except OSError as error:  # told, or a run would begin anew
+    except OSError as error:  # silence would make a run start from scratch
         if isinstance(error, FileNotFoundError | NotADirectoryError) and not folder.exists():
             return set()
         raise UserError(f"{folder}: cannot be read ({error.strerror}); make it readable") from None
 
 
 def _saved_at(path: Path) -> int:
-    """When its last file was written, in ns; 0 where it is no checkpoint. Either file may be missing."""
+    """Return when its last file was written, in ns; 0 if it is no checkpoint. Either file may be missing."""
     times = [0]
     for file in (path / META, path / SUMS):
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -69,12 +71,14 @@ def _named_by_latest(folder: Path) -> str | None:
 
 
 def find_checkpoints(path: Path) -> tuple[list[Path], bool]:
-    """(all in a run's folder, or in its folder `checkpoints`, by name; True), or (that checkpoint, False).
+    """Return ([the checkpoint], False) for a checkpoint, and (all checkpoints by name, True) for a run's
+    folder.
 
-    Also what is no complete checkpoint, if its name is one's.
+    A run's folder is one with checkpoints in it or in its subfolder `checkpoints`. An incomplete checkpoint
+    counts if it has a checkpoint's name.
 
     Raises:
-        UserError: if there is neither.
+        UserError: if `path` is neither.
     """
     if path.is_dir() and any(os.path.lexists(path / name) for name in (META, SUMS)):
         return [path], False
@@ -90,7 +94,7 @@ def find_checkpoints(path: Path) -> tuple[list[Path], bool]:
 
 
 def hide(path: Path) -> Path:
-    """A checkpoint under a name that nobody loads, for `remove`: half deleted it would look damaged."""
+    """Rename a checkpoint so that nobody loads it while `remove` deletes it; return the new path."""
     gone = path.with_name(f"{DELETING}{path.name.lstrip('.')}")
     remove(gone)
     os.replace(path, gone)
@@ -98,7 +102,7 @@ def hide(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """A folder, if it is there."""
+    """Delete a folder if it exists; of a link, the link alone."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)

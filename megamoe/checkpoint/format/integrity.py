@@ -1,7 +1,8 @@
-"""Whether a checkpoint is whole: a SHA-256 of every file, in the form that `sha256sum --check` reads.
+"""Checksums of a checkpoint: a SHA-256 of every file, in the format that `sha256sum --check` reads.
 
-The list protects itself: a line that changed, is missing or is too many no longer fits the folder's files.
-Names are plain: nothing that a checkpoint says leads out of its folder, through `..`, a path or a link.
+The list needs no checksum of its own: a line that is changed, missing or added no longer fits the folder's
+files. File names have no `..` and no path, and links are refused, so that nothing leads out of the
+checkpoint's folder.
 """
 
 import hashlib
@@ -17,12 +18,12 @@ from megamoe.errors import printable
 
 NAME = re.compile(r"[a-z0-9_]+\.(?:json|safetensors)")
 LINE = re.compile(rf"([0-9a-f]{{64}})  ({NAME.pattern})")
-SMALL = ".json"  # what every rank reads
-BLOCK = 1 << 24  # hashed at a time, while other threads run
+SMALL = ".json"  # the files that every rank reads
+BLOCK = 1 << 24  # bytes hashed at a time; other threads can run meanwhile
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size:
@@ -33,15 +34,15 @@ def sha256(path: Path) -> str:
 
 
 def write_sums(folder: Path, sums: dict[str, str]) -> None:
-    """The list of a checkpoint's files."""
+    """Write SHA256SUMS; sums: the checksum of each file by its name."""
     write_text(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
 def problems(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
-    """What is wrong with the checkpoint, in words; nothing: it is as it was saved.
+    """Yield a message for each thing that is wrong with the checkpoint; none if it is as it was saved.
 
-    Tensors are checked in part: those of files `share`, `share` + `shares`, ... of the list, so that ranks
-    deal them out. The rest is read by all.
+    Of the tensor files only number `share`, `share` + `shares`, ... of the list are checked, so that ranks
+    can divide them. The other files are checked whatever the share.
     """
     sums = yield from _listed(folder)
     if sums is None:
@@ -51,8 +52,8 @@ def problems(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
         yield from _check_file(folder / name, sums[name])
 
 
-def small_problems(folder: Path) -> Iterator[str]:
-    """The same without any tensor read: the list, the files that it names, and the JSON among them."""
+def problems_outside_tensors(folder: Path) -> Iterator[str]:
+    """Yield the problems of the list, of the files that it names, and of the JSON files; read no tensor."""
     sums = yield from _listed(folder)
     for name in sums or ():
         if name.endswith(SMALL):
@@ -60,7 +61,7 @@ def small_problems(folder: Path) -> Iterator[str]:
 
 
 def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
-    """Yields problems; returns the sums by name, or None where there is no telling."""
+    """Yield problems; return the checksums by file name, or None if the list cannot be read."""
     path = folder / SUMS
     try:
         content = read_bytes(path).decode("ascii")
@@ -77,7 +78,7 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
     if list(sums) != sorted(sums) or len(sums) < len(matches) or META not in sums:
         yield f"{SUMS}: damaged, expected each file once, in order"
         return None
-    # NFS keeps a deleted file that is still open under such a name.
+    # NFS gives a deleted file that is still open such a name.
     found = sorted(name for name in names if name != SUMS and not name.startswith(".nfs"))
     for name in found:
         if name not in sums:
@@ -92,7 +93,7 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
 
 def _check_file(path: Path, expected: str) -> Iterator[str]:
     try:
-        with suppress(FileNotFoundError):  # told already
+        with suppress(FileNotFoundError):  # already reported
             if is_plain(path) and sha256(path) != expected:
                 yield f"{path.name}: damaged, its SHA-256 is not the one in {SUMS}"
     except OSError as error:
@@ -103,6 +104,6 @@ def _reason(error: Exception) -> str:
     return printable((isinstance(error, OSError) and error.strerror) or error)
 
 
-def first(found: Iterable[str]) -> str | None:
+def first_of(found: Iterable[str]) -> str | None:
     """The first problem, or None."""
     return next(iter(found), None)

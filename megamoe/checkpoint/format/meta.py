@@ -1,4 +1,4 @@
-"""What a checkpoint's JSON says, checked: it may come from anywhere."""
+"""The JSON files of a checkpoint, read and validated: a checkpoint may come from an untrusted source."""
 
 import math
 from pathlib import Path
@@ -7,19 +7,20 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from megamoe.checkpoint.format.chunks import Chunk
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, damaged, parse_json, read_bytes, read_json
 from megamoe.checkpoint.format.overlap import first_overlap
 from megamoe.config.renamed import with_new_names
 from megamoe.errors import UserError, printable
 
-LARGEST = (1 << 63) - 1  # that a tensor's size or a count can be
+LARGEST = (1 << 63) - 1  # the largest size of a tensor, and the largest count
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveNumber = Annotated[int, Field(gt=0, le=LARGEST)]
 Numbers = Annotated[list[Number], Field(max_length=64)]  # PyTorch's limit of dimensions
 ScalerName = Annotated[
     str, Field(pattern="^(cur_scale|cur_iter|last_overflow_iter|cur_hysteresis)$")
 ]  # attributes of DeepSpeed's dynamic scaler
-# Parts of tensors' names in checkpoints of earlier versions, and what they are now.
+# Parts of tensors' names in checkpoints of earlier versions, with their present form.
 RENAMED = {".router.gate.": ".router.score_function.", ".router.restrictions.": ".router.masks."}
 DType = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
@@ -27,7 +28,7 @@ DType = Literal[
 
 
 class LayoutMeta(TypedDict):
-    """Of the ranks that saved."""
+    """The parallel layout of the ranks that saved."""
 
     ranks: PositiveNumber
     tensor: PositiveNumber
@@ -38,23 +39,24 @@ class LayoutMeta(TypedDict):
 
 
 class RandomLayout(TypedDict):
-    """Of the ranks whose random states are in the checkpoint."""
+    """The layout of the ranks whose random states the checkpoint holds."""
 
     ranks: PositiveNumber
     tensor: PositiveNumber
 
 
-class BrokenStepsMeta(TypedDict):
-    """What the rules for broken steps remember; losses: of applied steps."""
+class SkipPolicyMeta(TypedDict):
+    """The state of `SkipPolicy`. losses: of the last applied steps."""
 
     in_a_row: NotRequired[Number]
     losses: NotRequired[list[FiniteFloat]]
 
 
 class Meta(TypedDict):
-    """checkpoint.json. step, samples, micro_batches, tokens: so far, over all ranks.
+    """checkpoint.json. step, samples, micro_batches and tokens count over all ranks since the run's start.
 
-    random_layout: of whom the random states are, where the checkpoint was cut anew for another `layout`.
+    random_layout: the layout whose random states it holds, if that is not `layout`: earlier versions could
+    convert a checkpoint to another layout.
     """
 
     format: Number
@@ -68,12 +70,12 @@ class Meta(TypedDict):
     layout: LayoutMeta
     loss_scaler: dict[ScalerName, FiniteFloat]
     config: dict[str, Any]
-    skip_policy: NotRequired[BrokenStepsMeta]
+    skip_policy: NotRequired[SkipPolicyMeta]
     random_layout: NotRequired[RandomLayout]
 
 
 class ShardingMeta(TypedDict):
-    """See `placements.Sharding`."""
+    """How a parameter is sharded; see `Sharding`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     tensor: NotRequired[tuple[Number, PositiveNumber]]
@@ -82,9 +84,10 @@ class ShardingMeta(TypedDict):
 
 
 class TensorMeta(TypedDict):
-    """A logical tensor. chunks: (number of the shard, offsets, sizes) of each box of it.
+    """A global tensor. chunks: (number of the shard file, offsets, sizes) of each chunk.
 
-    stored_name: the name inside the shards. `read_index` sets it where an earlier version wrote another one.
+    stored_name: its name inside the shard files, if an earlier version wrote another one than the present
+    one.
     """
 
     dtype: DType
@@ -94,7 +97,7 @@ class TensorMeta(TypedDict):
 
 
 class Index(TypedDict):
-    """index.json. shardings: of the model's parameters, how layouts cut them."""
+    """index.json. shardings: how each parameter of the model is sharded."""
 
     tensors: dict[str, TensorMeta]
     shardings: dict[str, ShardingMeta]
@@ -104,10 +107,10 @@ _META, _INDEX = TypeAdapter(Meta), TypeAdapter(Index)
 
 
 def read_meta(path: Path, key: str = "checkpoint.resume") -> Meta:
-    """A checkpoint's own words; `key` of the configuration named it.
+    """Return a checkpoint's checkpoint.json. key: the key of the configuration that named it, for messages.
 
     Raises:
-        UserError: if `path` is no complete checkpoint, or one of another format.
+        UserError: if `path` is not a complete checkpoint, or has another format.
     """
     try:
         content = read_json(path / META)
@@ -128,28 +131,28 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> Meta:
     try:
         meta = _META.validate_python(content, strict=True)
     except ValidationError as error:
-        raise damaged(path / META, _words(error)) from None
+        raise damaged(path / META, _first_problem(error)) from None
     return {**meta, "config": with_new_names(meta["config"])}
 
 
 def read_index(path: Path) -> Index:
-    """Which tensors a checkpoint has, and where: each is filled by its chunks, which do not overlap.
+    """Return a checkpoint's index.json. The chunks of each tensor fill it and do not overlap.
 
     Raises:
-        UserError: if it cannot be read, or is no such index.
+        UserError: if the file cannot be read, or is not such an index.
     """
     try:
         text = read_bytes(path / INDEX)
-        parse_json(text)  # which sees keys that stand there twice
+        parse_json(text)  # pydantic does not see keys that appear twice
         index = _INDEX.validate_json(text, strict=True)
     except ValidationError as error:
-        raise damaged(path / INDEX, _words(error)) from None
+        raise damaged(path / INDEX, _first_problem(error)) from None
     except OSError as error:
         raise damaged(path / INDEX, error.strerror) from None
     except ValueError as error:
         raise damaged(path / INDEX, error) from None
     for name, tensor in index["tensors"].items():
-        problem = _misfit(tensor)
+        problem = _chunk_problem(tensor)
         if problem:
             raise damaged(path / INDEX, f"{printable(name, 120)}: {problem}")
     tensors = {_new_name(name): _with_stored_name(name, tensor) for name, tensor in index["tensors"].items()}
@@ -172,8 +175,8 @@ def _with_stored_name(name: str, tensor: TensorMeta) -> TensorMeta:
     return tensor if name == _new_name(name) else {**tensor, "stored_name": name}
 
 
-def _misfit(tensor: TensorMeta) -> str | None:
-    """Why the chunks are not the tensor's, which they must fill."""
+def _chunk_problem(tensor: TensorMeta) -> str | None:
+    """Return what is wrong with the tensor's chunks: they must fill it and not overlap. None: nothing."""
     shape, filled = tensor["shape"], 0
     if math.prod(size or 1 for size in shape) > LARGEST >> 4:  # in bytes
         return f"shape {shape} has too many elements"
@@ -185,10 +188,10 @@ def _misfit(tensor: TensorMeta) -> str | None:
         filled += math.prod(sizes)
     if filled != math.prod(shape):
         return f"chunks of {filled} elements for shape {shape}"
-    pair = first_overlap([(offsets, sizes) for _, offsets, sizes in tensor["chunks"]])
-    return f"chunks at {pair[0]} and {pair[1]} overlap" if pair else None
+    pair = first_overlap(Chunk(tuple(offsets), tuple(sizes)) for _, offsets, sizes in tensor["chunks"])
+    return f"chunks at {[*pair[0].offsets]} and {[*pair[1].offsets]} overlap" if pair else None
 
 
-def _words(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     return f"{printable('.'.join(map(str, first['loc'])), 120)}: {first['msg']}"

@@ -1,36 +1,39 @@
-"""Whether boxes overlap, found without comparing each with each."""
+"""Whether chunks of a tensor overlap, found without comparing each chunk with each."""
 
 import heapq
+from collections.abc import Iterable
 
-Chunk = tuple[list[int], list[int]]  # offsets, sizes
+from megamoe.checkpoint.format.chunks import Chunk
 
 
-def first_overlap(chunks: list[Chunk]) -> tuple[list[int], list[int]] | None:
-    """Offsets of two boxes that share an element, or None. Boxes of no element share none.
+def first_overlap(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Return two chunks of the same tensor that share an element, or None. Empty chunks overlap with none.
 
-    A sweep along the dimension in which most boxes begin at places of their own: a box is compared with those
-    that it meets there.
+    The search sweeps along the dimension in which the chunks have the most different offsets. It compares a
+    chunk with those only that it meets there.
     """
-    boxes = [chunk for chunk in chunks if all(chunk[1])]
-    if len(boxes) < 2:
+    filled = [chunk for chunk in chunks if all(chunk.sizes)]
+    if len(filled) < 2:
         return None
-    dims = len(boxes[0][0])
+    dims = len(filled[0].offsets)
     if dims == 0:
-        return boxes[0][0], boxes[1][0]
-    sweep = max(range(dims), key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
-    met: list[tuple[int, int]] = []  # (where it ends, which), of the boxes under the sweep
-    for number, (offsets, sizes) in sorted(enumerate(boxes), key=lambda pair: pair[1][0][sweep]):
-        while met and met[0][0] <= offsets[sweep]:
-            heapq.heappop(met)
-        for _, other in met:
-            if _share(boxes[number], boxes[other]):
-                return boxes[other][0], offsets
-        heapq.heappush(met, (offsets[sweep] + sizes[sweep], number))
+        return filled[0], filled[1]
+    sweep = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}))
+    active: list[tuple[int, int]] = []  # (end, number) of the chunks that the sweep is inside of
+    for number, chunk in sorted(enumerate(filled), key=lambda pair: pair[1].offsets[sweep]):
+        while active and active[0][0] <= chunk.offsets[sweep]:
+            heapq.heappop(active)
+        for _, other in active:
+            if _overlap(chunk, filled[other]):
+                return filled[other], chunk
+        heapq.heappush(active, (chunk.offsets[sweep] + chunk.sizes[sweep], number))
     return None
 
 
-def _share(one: Chunk, other: Chunk) -> bool:
+def _overlap(one: Chunk, other: Chunk) -> bool:
     return all(
         start < other_start + other_size and other_start < start + size
-        for start, size, other_start, other_size in zip(*one, *other, strict=True)
+        for start, size, other_start, other_size in zip(
+            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+        )
     )

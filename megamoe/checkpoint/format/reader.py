@@ -1,7 +1,7 @@
-"""A checkpoint on the disk, read: any box of any tensor, whatever boxes it was saved in.
+"""Reading a checkpoint: any chunk of any tensor, whatever chunks it was saved in.
 
-Which chunks a box needs is worked out by torch.distributed.checkpoint; what is read are slices of
-safetensors files.
+torch.distributed.checkpoint works out which saved chunks a requested chunk overlaps. Slices of the
+safetensors files are read.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megamoe.checkpoint.format.boxes import Box, Piece, narrowed
+from megamoe.checkpoint.format.chunks import Chunk, LocalChunk, chunk_view
 from megamoe.checkpoint.format.files import damaged, is_plain, shard_file
 from megamoe.checkpoint.format.meta import Index, read_index, read_meta
 from megamoe.errors import UserError
 
-WEIGHT = "model/"  # before a parameter's or buffer's name
-STEP = "step/"  # Adam's count of a parameter's updates
+WEIGHT = "model/"  # prefix of a parameter's or buffer's name
+STEP = "step/"  # prefix of Adam's count of a parameter's updates
 MOMENTS = ("exp_avg", "exp_avg_sq")
 IN_SAFETENSORS = {
     "float64": "F64",
@@ -44,12 +44,12 @@ IN_SAFETENSORS = {
 
 
 def moment_name(moment: str, parameter: str) -> str:
-    """Of the tensor that holds Adam's moment of a parameter."""
+    """Return the name of the tensor that holds one of Adam's moments of a parameter."""
     return f"{moment}/{parameter}"
 
 
-class Saved:
-    """A checkpoint, opened. Its files are read when they are asked for; `close` lets go of them.
+class CheckpointReader:
+    """An open checkpoint. Its shard files are opened when they are first read; `close` closes them.
 
     Raises (when built):
         UserError: if its JSON is missing, damaged or of another format.
@@ -62,78 +62,81 @@ class Saved:
         self._open = ExitStack()
         self._files: dict[int, Any] = {}
 
-    def __enter__(self) -> "Saved":
+    def __enter__(self) -> "CheckpointReader":
         return self
 
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._files.clear()
         self._open.close()
 
     def names(self, prefix: str = "") -> list[str]:
-        """Of the tensors whose name begins so."""
+        """Return the names of the tensors whose name starts with the prefix."""
         return [name for name in self.index["tensors"] if name.startswith(prefix)]
 
     def shape(self, name: str) -> list[int]:
-        """Of a tensor that is there."""
+        """Return the shape of a tensor of the checkpoint."""
         return self.index["tensors"][name]["shape"]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor that is there."""
+        """Return the dtype of a tensor of the checkpoint."""
         dtype: torch.dtype = getattr(torch, self.index["tensors"][name]["dtype"])
         return dtype
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU.
+        """Return a whole tensor, on the CPU.
 
         Raises:
-            UserError: if a file is missing or damaged; before memory is taken for what is in none.
+            UserError: if a file is missing or damaged. Memory is allocated after the files were checked for
+                it.
         """
         shape = tuple(self.shape(name))
         for number in range(len(self.index["tensors"][name]["chunks"])):
-            self._chunk(name, number)
+            self._stored_chunk(name, number)
         filled = torch.empty(shape, dtype=self.dtype(name))
-        self.fill([Piece(name, shape, Box((0,) * len(shape), shape), filled)])
+        self.fill([LocalChunk(name, shape, Chunk((0,) * len(shape), shape), filled)])
         return filled
 
     @torch.no_grad()
-    def fill(self, pieces: Iterable[Piece]) -> None:
-        """Copy into each piece what its tensor has there, cast to the piece's dtype.
+    def fill(self, local_chunks: Iterable[LocalChunk]) -> None:
+        """Read each local chunk from the checkpoint into its memory, cast to the memory's dtype.
 
         Raises:
             UserError: if a tensor is missing or of another shape, or a file missing or damaged.
         """
-        by_name: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            by_name.setdefault(piece.name, []).append(piece)
+        by_name: dict[str, list[LocalChunk]] = {}
+        for local in local_chunks:
+            by_name.setdefault(local.name, []).append(local)
         for name, wanted in by_name.items():
             self._check(wanted[0])
             self._fill(name, wanted)
 
-    def _check(self, piece: Piece) -> None:
-        what = piece.name.removeprefix(WEIGHT)
-        if piece.name not in self.index["tensors"]:
+    def _check(self, local: LocalChunk) -> None:
+        what = local.name.removeprefix(WEIGHT)
+        if local.name not in self.index["tensors"]:
             raise UserError(f"{self.path}: {what} is missing; the checkpoint is of another model")
-        if self.shape(piece.name) != list(piece.shape):
+        if self.shape(local.name) != list(local.global_shape):
             raise UserError(
-                f"{self.path}: {what} has shape {self.shape(piece.name)}, this model needs "
-                f"{list(piece.shape)}; use the configuration that saved it"
+                f"{self.path}: {what} has shape {self.shape(local.name)}, this model needs "
+                f"{list(local.global_shape)}; use the configuration that saved it"
             )
 
-    def _fill(self, name: str, wanted: list[Piece]) -> None:
+    def _fill(self, name: str, wanted: list[LocalChunk]) -> None:
         meta = self.index["tensors"][name]
         stored = TensorStorageMetadata(
             TensorProperties(dtype=self.dtype(name)),
             torch.Size(meta["shape"]),
-            [_chunk(Box(tuple(offsets), tuple(sizes))) for _, offsets, sizes in meta["chunks"]],
+            [_storage_metadata(Chunk(tuple(offsets), tuple(sizes))) for _, offsets, sizes in meta["chunks"]],
         )
-        missing = sum(piece.box.numel for piece in wanted)
-        for item in create_read_items_for_chunk_list(name, stored, [_chunk(piece.box) for piece in wanted]):
-            piece = wanted[item.dest_index.index or 0]
-            narrowed(piece.tensor, Box(tuple(item.dest_offsets), tuple(item.lengths))).copy_(
+        missing = sum(local.chunk.numel for local in wanted)
+        for item in create_read_items_for_chunk_list(
+            name, stored, [_storage_metadata(local.chunk) for local in wanted]
+        ):
+            local = wanted[item.dest_index.index or 0]
+            chunk_view(local.tensor, Chunk(tuple(item.dest_offsets), tuple(item.lengths))).copy_(
                 self._read(name, item)
             )
             missing -= item.lengths.numel()
@@ -141,7 +144,7 @@ class Saved:
             raise damaged(self.path, f"{missing} elements of {name} are in no shard")
 
     def _read(self, name: str, item: ReadItem) -> Tensor:
-        chunk, path = self._chunk(name, item.storage_index.index or 0)
+        chunk, path = self._stored_chunk(name, item.storage_index.index or 0)
         ends = [o + length for o, length in zip(item.storage_offsets, item.lengths, strict=True)]
         try:
             part: Tensor = chunk[tuple(map(slice, item.storage_offsets, ends)) or ...]
@@ -149,8 +152,8 @@ class Saved:
             raise damaged(path, error) from None
         return part
 
-    def _chunk(self, name: str, number: int) -> tuple[Any, Path]:
-        """One of a tensor's chunks, to be sliced, and the file that has it as the index says."""
+    def _stored_chunk(self, name: str, number: int) -> tuple[Any, Path]:
+        """Return a sliceable view of a tensor's chunk with that number, and the shard file that holds it."""
         shard, offsets, sizes = self.index["tensors"][name]["chunks"][number]
         key, dtype = self.chunk_key(name, offsets, sizes), self.index["tensors"][name]["dtype"]
         file, path = self.shard(shard), self.path / shard_file(shard)
@@ -164,12 +167,12 @@ class Saved:
         return chunk, path
 
     def chunk_key(self, name: str, offsets: Iterable[int], sizes: Iterable[int]) -> str:
-        """Under which a shard of this checkpoint holds a chunk of a tensor."""
+        """Return the key under which a shard file of this checkpoint holds a chunk of a tensor."""
         tensor = self.index["tensors"][name]
         return chunk_key(tensor.get("stored_name", name), tensor["shape"], offsets, sizes)
 
     def shard(self, number: int) -> Any:
-        """A file of tensors, opened by safetensors.
+        """Return a shard file, opened by safetensors.
 
         Raises:
             UserError: if it is missing or damaged.
@@ -186,9 +189,9 @@ class Saved:
 
 
 def chunk_key(name: str, shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]) -> str:
-    """Under which a shard holds a box: the tensor's name where it is the whole, else with its place."""
+    """Return a chunk's key in its shard file: the tensor's name, and the offsets unless it is the whole."""
     return name if list(shape) == list(sizes) else f"{name}@{','.join(map(str, offsets))}"
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+def _storage_metadata(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))

@@ -1,42 +1,38 @@
-"""How layouts cut a weight, as a checkpoint's index says it; to read that takes no DeepSpeed."""
+"""How a parameter is sharded, as `shardings` of a checkpoint's index says it. It needs no DeepSpeed."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from megamoe.checkpoint.format.boxes import Cut, Placement
+from megamoe.checkpoint.format.chunks import DimShard, Placement
 from megamoe.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a parameter may be cut, whatever the layout: the dimension and its blocks, by kind of parallelism.
+    """The dimensions along which layouts shard a parameter; it does not depend on the layout.
 
-    tensor: of a dense weight; expert: of stacked experts, their first dimension; slices: of an expert's FFN.
+    tensor: (dimension, blocks) under tensor parallelism. expert: whether expert parallelism shards the first
+    dimension. slices: (dimension, blocks) under expert tensor parallelism. Blocks: `DimShard.stride`.
+    The attributes are the keys in index.json.
     """
 
     tensor: tuple[int, int] | None = None
     expert: bool = False
     slices: tuple[int, int] | None = None
 
-    def placement(self, shape: tuple[int, ...], ranks: Layout, rank: int) -> Placement:
-        """Of the part, of that shape, which the rank holds."""
-        cuts = []
-        if self.tensor is not None and ranks.tensor > 1:
+    def placement(self, shape: tuple[int, ...], layout: Layout, rank: int) -> Placement:
+        """Return the placement of the rank's local tensor, whose shape is `shape`."""
+        dim_shards = []
+        if self.tensor is not None and layout.tensor > 1:
             dim, stride = self.tensor
-            cuts.append(Cut(dim, ranks.tensor_rank(rank), ranks.tensor, stride))
-        if self.expert and ranks.expert > 1:
-            cuts.append(Cut(0, ranks.expert_rank(rank), ranks.expert))
-        if self.slices is not None and ranks.expert_tensor > 1:
+            dim_shards.append(DimShard(dim, layout.tensor_rank(rank), layout.tensor, stride))
+        if self.expert and layout.expert > 1:
+            dim_shards.append(DimShard(0, layout.expert_rank(rank), layout.expert))
+        if self.slices is not None and layout.expert_tensor > 1:
             dim, stride = self.slices
-            cuts.append(Cut(dim, rank % ranks.expert_tensor, ranks.expert_tensor, stride))
-        return Placement(shape, tuple(cuts))
+            dim_shards.append(DimShard(dim, rank % layout.expert_tensor, layout.expert_tensor, stride))
+        return Placement(shape, tuple(dim_shards))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, of what is set."""
+        """Return the attributes that are set, as plain data."""
         return {name: value for name, value in vars(self).items() if value}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Sharding":
-        """Of `to_json`, checked by whoever read it."""
-        pairs = {name: tuple(content[name]) for name in ("tensor", "slices") if name in content}
-        return cls(**pairs, expert=bool(content.get("expert")))

@@ -1,1 +1,1 @@
-"""What is done to checkpoints while nothing trains: verified, described, converted, pruned."""
+"""The functions behind tools/checkpoint.py: inspect, verify, convert and prune checkpoints."""

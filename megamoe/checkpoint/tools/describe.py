@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, as data and as text."""
+"""What `inspect` shows of a checkpoint, as data and as text."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from megamoe.checkpoint.format.folder import candidates
-from megamoe.checkpoint.format.reader import MOMENTS, Saved, moment_name
+from megamoe.checkpoint.format.reader import MOMENTS, CheckpointReader, moment_name
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.consolidate import count_parameters
 from megamoe.errors import UserError, printable
@@ -17,16 +17,16 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def describe(path: Path, integrity: str) -> dict[str, Any]:
-    """Plain data; integrity: what `state_of` has found.
+    """Return a checkpoint's main facts as plain data. integrity: the answer of `integrity_of`.
 
     Raises:
-        UserError: if its JSON cannot be read.
+        UserError: if its JSON files cannot be read.
     """
-    with Saved(path, "checkpoint") as saved:
-        meta, index = saved.meta, saved.index
+    with CheckpointReader(path, "checkpoint") as reader:
+        meta, index = reader.meta, reader.index
         name = meta["config"].get("name")
         trained = sum(moment_name(MOMENTS[0], it) in index["tensors"] for it in index["shardings"])
-        parameters = count_parameters(saved)
+        parameters = count_parameters(reader)
     files = file_sizes(path)
     return {
         "path": str(path),
@@ -43,8 +43,8 @@ def describe(path: Path, integrity: str) -> dict[str, Any]:
     }
 
 
-def state_of(path: Path, quick: bool = False) -> str:
-    """`intact`, or the first problem and how many more there are; quick: the tensors' bytes are not read."""
+def integrity_of(path: Path, quick: bool = False) -> str:
+    """Return INTACT, or the first problem and the number of others. quick: do not read the tensors' bytes."""
     found = list(verify.problems(path, quick))
     if not found:
         return UNREAD if quick else INTACT
@@ -52,7 +52,7 @@ def state_of(path: Path, quick: bool = False) -> str:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """For a terminal."""
+    """Return the facts as text for a terminal."""
     layout, parameters = facts["layout"], facts["parameters"]
     cut = ", ".join(f"{name} {layout[name]}" for name in ("tensor", "expert", "expert_tensor"))
     experts = f", {parameters['experts']:,} of them in routed experts" if parameters["experts"] else ""
@@ -70,13 +70,13 @@ def as_text(facts: dict[str, Any]) -> str:
 
 
 def tensors(path: Path) -> dict[str, Any]:
-    """As the index says them."""
-    with Saved(path, "checkpoint") as saved:
-        return {**saved.index["tensors"]}
+    """Return the tensors as index.json has them, by name."""
+    with CheckpointReader(path, "checkpoint") as reader:
+        return {**reader.index["tensors"]}
 
 
 def tensors_as_text(path: Path) -> str:
-    """A line for each: dtype, shape, in which shards, name."""
+    """Return a line for each tensor: dtype, shape, the numbers of its shard files, name."""
     rows = [
         f"  {it['dtype']:<9} {it['shape']!s:<20} {_shards(it['chunks']):<12} {printable(name)}"
         for name, it in tensors(path).items()
@@ -90,7 +90,7 @@ def _shards(chunks: list[Any]) -> str:
 
 
 def table(states: dict[Path, str], taken: Path | None) -> list[dict[str, Any]]:
-    """A row for each; states: of each, as `state_of` says it; taken: the one that a resume takes."""
+    """Return a row for each checkpoint. states: `integrity_of` each. taken: the one that a resume takes."""
     rows = []
     for path, state in states.items():
         row: dict[str, Any] = {"name": printable(path.name), "resume": path == taken}
@@ -106,7 +106,7 @@ COLUMNS = ("step", "tokens", "saved_at", "bytes", "integrity")
 
 
 def table_as_text(rows: list[dict[str, Any]]) -> str:
-    """For a terminal; the one that a resume takes has a star."""
+    """Return the rows as text for a terminal. A star marks the checkpoint that a resume takes."""
     lines = [f"  {'checkpoint':<24} {'tokens':>16} {'size':>9}  {'saved':<26} integrity"]
     for row in rows:
         tokens = f"{row['tokens']:,}" if "tokens" in row else "-"
@@ -118,25 +118,25 @@ def table_as_text(rows: list[dict[str, Any]]) -> str:
 
 
 def taken_by_resume(states: dict[Path, str]) -> Path | None:
-    """The first intact one of those, all of one folder, in the order in which a resume looks at them."""
+    """Return the checkpoint of one folder that a resume takes: the first intact one in its order, or None."""
     order = candidates(next(iter(states)).parent)
     return next((path for path in order if states.get(path) in (INTACT, UNREAD)), None)
 
 
 def config_as_yaml(path: Path) -> str:
-    """The configuration of the run that saved it, for `--config`."""
-    with Saved(path, "checkpoint") as saved:
-        return str(yaml.safe_dump(saved.meta["config"], sort_keys=False, default_flow_style=False))
+    """Return the configuration of the saving run as YAML, for `--config`."""
+    with CheckpointReader(path, "checkpoint") as reader:
+        return str(yaml.safe_dump(reader.meta["config"], sort_keys=False, default_flow_style=False))
 
 
 def file_sizes(path: Path) -> dict[str, int]:
-    """Bytes by name of what lies in a folder; links are not followed."""
+    """Return the size in bytes of every entry of a folder, by its relative path. Links are not followed."""
     found = {entry: entry.lstat() for entry in path.rglob("*")} if path.is_dir() else {}
     return {str(entry.relative_to(path)): status.st_size for entry, status in found.items()}
 
 
 def size(count: int) -> str:
-    """Bytes, for people."""
+    """Return a number of bytes as text with a unit."""
     value, unit = float(count), 0
     while value >= 1000 and unit < len(UNITS) - 1:
         value, unit = value / 1000, unit + 1

@@ -1,4 +1,4 @@
-"""Old checkpoints deleted: never the one that a resume takes, never what alone is intact."""
+"""Deleting old checkpoints, but never the one that a resume takes, and never the newest intact one."""
 
 import os
 import shutil
@@ -23,19 +23,21 @@ from megamoe.errors import UserError
 
 
 @dataclass(frozen=True)
-class Doomed:
-    """A folder that is to be deleted."""
+class Deletion:
+    """A folder that is to be deleted, the reason, and its size in bytes."""
 
     path: Path
-    why: str
-    bytes: int
+    reason: str
+    num_bytes: int
 
 
-def prune(run: Path, keep: int, damaged: bool, dry_run: bool, say: Callable[[str], None]) -> None:
-    """Delete what `doomed` names, and say it.
+def prune(run: Path, keep: int, damaged: bool, dry_run: bool, report: Callable[[str], None]) -> None:
+    """Delete a run's old checkpoints, and report each. The other arguments are those of `find_deletions`.
+
+    dry_run: report what would be deleted, and delete nothing.
 
     Raises:
-        UserError: if `run` is no run's folder, or something cannot be deleted.
+        UserError: if `run` is not a run's folder, or something cannot be deleted.
     """
     if keep < 1:
         raise UserError(f"--keep: {keep} would leave no checkpoint; keep at least 1")
@@ -43,47 +45,51 @@ def prune(run: Path, keep: int, damaged: bool, dry_run: bool, say: Callable[[str
     if not is_run:
         raise UserError(f"{run}: a single checkpoint; name the run's folder, runs/<name>")
     freed = 0
-    for each in doomed(paths, keep, damaged, say):
+    for each in find_deletions(paths, keep, damaged, report):
         if not dry_run:
             _delete(each.path)
-        freed += each.bytes
-        say(f"{'would delete' if dry_run else 'deleted'} {each.path} ({each.why}): {each.bytes:,} bytes")
-    say(f"{'would free' if dry_run else 'freed'} {freed:,} bytes ({size(freed)})")
+        freed += each.num_bytes
+        verb = "would delete" if dry_run else "deleted"
+        report(f"{verb} {each.path} ({each.reason}): {each.num_bytes:,} bytes")
+    report(f"{'would free' if dry_run else 'freed'} {freed:,} bytes ({size(freed)})")
 
 
-def doomed(paths: list[Path], keep: int, damaged: bool, say: Callable[[str], None]) -> Iterator[Doomed]:
-    """Of the checkpoints of one folder: intact ones beyond the newest `keep`, and what killed saves left.
+def find_deletions(
+    paths: list[Path], keep: int, damaged: bool, report: Callable[[str], None]
+) -> Iterator[Deletion]:
+    """Yield what to delete in a folder: intact checkpoints but the newest `keep`, and leftovers of killed
+    saves.
 
-    Damaged ones count for nothing: they are kept and told, unless `damaged`.
+    Damaged checkpoints do not count as kept ones. They are deleted if `damaged`, else kept and reported.
     """
     folder = paths[0].parent
-    order = candidates(folder)  # a resume's: what `latest` names first, then the newest
-    broken = {path: it for path in paths if (it := integrity.first(verify.problems(path)))}
+    order = candidates(folder)  # the order of a resume: what `latest` names first, then the newest
+    broken = {path: it for path in paths if (it := integrity.first_of(verify.problems(path)))}
     intact = [path for path in order if path not in broken]
     newest = sorted(intact, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     kept = {*intact[:keep], *newest[:1]}
     for path in paths:
         if path.is_symlink():
-            say(f"kept {path}: a link")
+            report(f"kept {path}: a link")
         elif path in broken and damaged:
-            yield _doomed(path, "damaged")
+            yield _deletion(path, "damaged")
         elif path in broken:
-            say(f"kept {path}: damaged, {broken[path]}; --damaged deletes it")
+            report(f"kept {path}: damaged, {broken[path]}; --damaged deletes it")
         elif path not in kept:
-            yield _doomed(path, "old")
+            yield _deletion(path, "old")
     yield from _leftovers(folder, {path.name for path in intact})
 
 
-def _leftovers(folder: Path, intact: set[str]) -> Iterator[Doomed]:
+def _leftovers(folder: Path, intact: set[str]) -> Iterator[Deletion]:
     for prefix in (SAVING, DELETING, REPLACED, CONVERTING):
         for path in sorted(folder.glob(f"{prefix}*")):
             in_use = prefix == REPLACED and path.name.removeprefix(REPLACED) not in intact
             if path.is_dir() and not path.is_symlink() and not in_use and age_s(path) > OLD_S:
-                yield _doomed(path, "left by a save that was killed")
+                yield _deletion(path, "left by a save that was killed")
 
 
-def _doomed(path: Path, why: str) -> Doomed:
-    return Doomed(path, why, sum(file_sizes(path).values()))
+def _deletion(path: Path, reason: str) -> Deletion:
+    return Deletion(path, reason, sum(file_sizes(path).values()))
 
 
 def _delete(path: Path) -> None:

@@ -7,6 +7,7 @@ https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
+import math
 import os
 import shutil
 import time
@@ -19,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.format.boxes import Box, Piece, boxes_of_range
+from megamoe.checkpoint.format.chunks import LocalChunk, Shape, chunks_of_range
 from megamoe.checkpoint.format.files import sync
 from megamoe.checkpoint.format.integrity import sha256, write_sums
-from megamoe.checkpoint.format.reader import IN_SAFETENSORS, Saved
+from megamoe.checkpoint.format.reader import IN_SAFETENSORS, CheckpointReader
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain
 from megamoe.resilience.processes import Process
@@ -35,17 +36,22 @@ OLD_S = 3600  # after which what nobody owns was left by a process that was kill
 
 
 @dataclass(frozen=True)
-class Part:
-    """A box of a logical tensor, to be written in that dtype."""
+class OutputTensor:
+    """A tensor of a checkpoint that is to be written in this dtype."""
 
     name: str
-    box: Box
+    shape: Shape
     dtype: torch.dtype
 
     @property
-    def bytes(self) -> int:
-        """How many it takes."""
-        return self.box.numel * self.dtype.itemsize
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes in the file."""
+        return self.numel * self.dtype.itemsize
 
 
 @contextmanager
@@ -66,7 +72,7 @@ def new_folder(path: Path, source: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{CONVERTING}{path.name[:40]}_{uuid.uuid4().hex[:8]}")
     temporary.mkdir()
     try:
-        (temporary / OWNER).write_text(json.dumps(Process.of(os.getpid()).plain()), encoding="utf-8")
+        (temporary / OWNER).write_text(json.dumps(Process.of(os.getpid()).to_dict()), encoding="utf-8")
         yield temporary
         (temporary / OWNER).unlink()
         write_sums(temporary, {file.name: sha256(file) for file in temporary.iterdir()})
@@ -104,48 +110,39 @@ def age_s(folder: Path) -> float:
     return time.time() - max(times, default=0)
 
 
-def write_json(path: Path, content: object, indent: int | None = None) -> None:
-    """Onto the disk."""
-    write_line(path, json.dumps(content, indent=indent))
-
-
 def write_line(path: Path, text: str) -> None:
-    """Text and a line's end, onto the disk."""
+    """Write text and a newline, and flush the file to the disk."""
     path.write_text(f"{text}\n", encoding="utf-8")
     sync(path)
 
 
-def write_tensors(path: Path, parts: dict[str, Part], saved: Saved) -> None:
-    """A safetensors file of parts of a checkpoint, by key; one slab is in memory at a time."""
-    keys = sorted(parts, key=lambda key: (-parts[key].dtype.itemsize, key))  # so that each is aligned
+def write_tensors(path: Path, tensors: dict[str, OutputTensor], reader: CheckpointReader) -> None:
+    """Write tensors of a checkpoint into a safetensors file, by key.
+
+    One slab of them is in memory at a time.
+    """
+    keys = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
     header, at = {}, 0
     for key in keys:
-        part = parts[key]
-        dtype = IN_SAFETENSORS[str(part.dtype).removeprefix("torch.")]
-        place = [at, at := at + part.bytes]
-        header[key] = {"dtype": dtype, "shape": list(part.box.sizes), "data_offsets": place}
+        tensor = tensors[key]
+        dtype = IN_SAFETENSORS[str(tensor.dtype).removeprefix("torch.")]
+        place = [at, at := at + tensor.num_bytes]
+        header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key in keys:
-            for slab in _slabs(parts[key], saved):
+            for slab in _slabs(tensors[key], reader):
                 file.write(slab.view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _slabs(part: Part, saved: Saved) -> Iterator[Tensor]:
-    """Its elements in their order."""
-    shape, total = tuple(saved.shape(part.name)), part.box.numel
-    for start in range(0, total, SLAB):
-        for inner in boxes_of_range(part.box.sizes, start, min(start + SLAB, total)):
-            offsets = tuple(a + b for a, b in zip(part.box.offsets, inner.offsets, strict=True))
-            slab = torch.empty(inner.sizes, dtype=part.dtype)
-            saved.fill([Piece(part.name, shape, Box(offsets, inner.sizes), slab)])
+def _slabs(tensor: OutputTensor, reader: CheckpointReader) -> Iterator[Tensor]:
+    """Yield the tensor's elements in their order, at most SLAB at a time."""
+    for start in range(0, tensor.numel, SLAB):
+        for chunk in chunks_of_range(tensor.shape, start, min(start + SLAB, tensor.numel)):
+            slab = torch.empty(chunk.sizes, dtype=tensor.dtype)
+            reader.fill([LocalChunk(tensor.name, tensor.shape, chunk, slab)])
             yield slab
-
-
-def whole(shape: list[int]) -> Box:
-    """All of a tensor."""
-    return Box((0,) * len(shape), tuple(shape))

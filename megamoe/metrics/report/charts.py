@@ -19,7 +19,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from megamoe.metrics.formats import readable
-from megamoe.metrics.report.facts import Rows, further_sets, moe_layers, series
+from megamoe.metrics.report.run_statistics import Rows, further_sets, moe_layers, series
 from megamoe.metrics.report.themes import Theme, chart_style
 
 WIDTH_IN = 10.4
@@ -43,7 +43,7 @@ class Chart:
 
 
 def charts_for(rows: Rows) -> list[Chart]:
-    """The charts that this record has data for, in the order of the page."""
+    """Return the charts that the records have data for, in the order of the page."""
     charts = []
     if series(rows, "train/lm_loss")[0] or series(rows, "val/lm_loss")[0]:
         note = "Language-model loss in nats per token, without auxiliary losses."
@@ -69,7 +69,7 @@ def charts_for(rows: Rows) -> list[Chart]:
 
 
 def render(chart: Chart, rows: Rows, theme: Theme) -> bytes:
-    """One chart as a PNG."""
+    """Return one chart as a PNG."""
     with matplotlib.rc_context(chart_style(theme)):
         figure = _new_figure(chart.height_in)
         chart.draw(figure, rows, theme)
@@ -77,7 +77,7 @@ def render(chart: Chart, rows: Rows, theme: Theme) -> bytes:
 
 
 def render_all(charts: list[Chart], rows: Rows, theme: Theme, title: str) -> bytes:
-    """A PNG with the title on top and the charts below each other, each under its own."""
+    """Return a PNG with the title on top and all charts below each other, each with its own title."""
     heights = [chart.height_in + 0.4 for chart in charts]
     with matplotlib.rc_context(chart_style(theme)):
         figure = _new_figure(0.5 + sum(heights))
@@ -108,7 +108,7 @@ def drawn(rows: Rows, key: str) -> tuple[list[int], list[float]]:
 
 
 def draw_loss(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """Training loss, raw and smoothed, and every validation set's points."""
+    """Draw the training loss, raw and smoothed, and each validation set's losses."""
     axes = figure.subplots()
     steps, losses_R = drawn(rows, "train/lm_loss")
     _raw_and_smoothed(axes, steps, losses_R, theme.blue, label="training (smoothed)")
@@ -130,7 +130,7 @@ def draw_loss(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 
 def auxiliary_losses(rows: Rows) -> list[str]:
-    """Names of the auxiliary losses in the record: whatever else `train/` holds."""
+    """Return the names of the auxiliary losses in the records: the other keys of `train/`."""
     own = {"lm_loss", "loss", "grad_norm", "lr", "batch_size"}
     names = {key.removeprefix("train/") for row in rows for key in row if key.startswith("train/")}
     return sorted(names - own)
@@ -154,7 +154,7 @@ _OPTIMISATION: tuple[tuple[str, str, Any], ...] = (  # key, title, format of the
 
 
 def draw_optimisation(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """Gradient norm, learning rate and speed side by side."""
+    """Draw gradient norm, learning rate and speed side by side."""
     for axes, (key, title, tick_format) in zip(
         _small_axes(figure, len(_OPTIMISATION)), _OPTIMISATION, strict=True
     ):
@@ -171,7 +171,7 @@ def draw_optimisation(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 
 def draw_imbalance(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """One smoothed line per MoE layer, coloured by depth."""
+    """Draw a smoothed line for each MoE layer, coloured by depth."""
     axes = figure.subplots()
     layers = moe_layers(rows)
     shades = LinearSegmentedColormap.from_list("depth", theme.depth)
@@ -224,7 +224,7 @@ def draw_load(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 
 def load_shares(rows: Rows, layer: str) -> tuple[np.ndarray, np.ndarray]:
-    """How the load of a layer is spread, in bins of neighbouring records.
+    """Return how the load of a layer is distributed, in bins of neighbouring records.
 
     Returns:
         edges_B (float, bins + 1): steps where the bins begin and end.
@@ -242,7 +242,7 @@ def load_shares(rows: Rows, layer: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smooth(values: list[float]) -> np.ndarray:
-    """Centred moving average over about a thirtieth of the record; what is not finite is skipped.
+    """Return the centred moving average over about a thirtieth of the values. Non-finite values are skipped.
 
     The window shrinks towards both ends, to a third: the curve neither lags behind a fall nor bends
     much at the edges.
@@ -272,7 +272,7 @@ def _raw_and_smoothed(
 
 
 def _limit_spikes(axes: Axes, values: list[float]) -> None:
-    """Keep a few extreme values from flattening the rest; what lies outside is cut off."""
+    """Limit the y axis so that a few extreme values do not flatten the others."""
     finite = np.asarray([value for value in values if np.isfinite(value)], dtype=float)
     if finite.size < 2:
         return
@@ -288,7 +288,7 @@ def _label_steps(axes: Axes) -> None:
 
 
 def _small_axes(figure: FigureBase, count: int) -> list[Axes]:
-    """`count` axes in rows of two or three; one alone takes half a row."""
+    """Return `count` axes in rows of two or three; a single one takes half a row."""
     columns = max(2, min(count, CURVES_PER_ROW))
     grid = figure.subplots(-(-count // columns), columns, squeeze=False)
     for axes in grid.flat[count:]:

@@ -1,4 +1,4 @@
-"""A run on one page: `report.html`, complete in itself (no network, no scripts), and `report.png`.
+"""The report of a run: `report.html`, which is self-contained (no network, no scripts), and `report.png`.
 
 The charts are PNGs inside the page, each once for a light and once for a dark reader; the browser
 picks. Both files are replaced in one move, so that a reader never meets half of one.
@@ -12,7 +12,14 @@ from string import Template
 
 from megamoe.metrics.formats import format_count, format_duration, format_number
 from megamoe.metrics.report.charts import Chart, charts_for, render, render_all
-from megamoe.metrics.report.facts import Facts, Rows, Run, compute_facts, moe_layers, read_run
+from megamoe.metrics.report.run_statistics import (
+    Rows,
+    Run,
+    RunStatistics,
+    compute_statistics,
+    moe_layers,
+    read_run,
+)
 from megamoe.metrics.report.themes import DARK, LIGHT
 from megamoe.plain_files import read_plain
 
@@ -63,7 +70,7 @@ $tiles
 </dl>
 <section><h2>Main facts</h2>
 <table>
-$facts
+$stats
 </table></section>
 $charts
 $config
@@ -91,19 +98,19 @@ def write_report(run_folder: Path) -> Path:
 
 
 def _page(run: Run, charts: list[Chart]) -> str:
-    facts = compute_facts(run.rows)
-    table = fact_table(run, facts)
+    stats = compute_statistics(run.rows)
+    table = statistics_table(run, stats)
     text = escape(_configuration(run.folder / CONFIG_FILE))
     config = ""
     if text:
         config = f"<section><details><summary>Configuration</summary><pre>{text}</pre></details></section>"
     return PAGE.substitute(
         name=escape(run.name),
-        subtitle=escape(" · ".join(_headline(facts, run.rows))),
+        subtitle=escape(" · ".join(_headline(stats, run.rows))),
         tiles="\n".join(
-            f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in _tiles(facts)
+            f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in _tiles(stats)
         ),
-        facts="\n".join(
+        stats="\n".join(
             f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in table
         ),
         charts="\n".join(_chart_section(chart, run.rows) for chart in charts),
@@ -119,53 +126,53 @@ def _configuration(path: Path) -> str:
         return ""
 
 
-def _headline(facts: Facts, rows: Rows) -> list[str]:
+def _headline(stats: RunStatistics, rows: Rows) -> list[str]:
     layers = moe_layers(rows)
-    parts = [f"{facts.steps:,} steps"]
-    if facts.tokens is not None:
-        parts.append(f"{format_count(facts.tokens)} tokens")
-    if facts.time_s is not None:
-        parts.append(format_duration(facts.time_s))
+    parts = [f"{stats.steps:,} steps"]
+    if stats.tokens is not None:
+        parts.append(f"{format_count(stats.tokens)} tokens")
+    if stats.time_s is not None:
+        parts.append(format_duration(stats.time_s))
     return [*parts, f"{len(layers)} MoE layer{'s' if len(layers) > 1 else ''}" if layers else "dense"]
 
 
-def _tiles(facts: Facts) -> list[tuple[str, str]]:
+def _tiles(stats: RunStatistics) -> list[tuple[str, str]]:
     tiles = [
-        ("Validation loss", facts.val_loss_last, "{:.3f}"),
-        ("Perplexity", facts.perplexity, "{:,.1f}"),
-        ("Training loss", facts.train_loss, "{:.3f}"),
-        ("Tokens per second", facts.tokens_per_s, "{:,.0f}"),
-        ("Imbalance at the end", facts.max_imbalance, "{:.2f}"),
+        ("Validation loss", stats.val_loss_last, "{:.3f}"),
+        ("Perplexity", stats.perplexity, "{:,.1f}"),
+        ("Training loss", stats.train_loss, "{:.3f}"),
+        ("Tokens per second", stats.tokens_per_s, "{:,.0f}"),
+        ("Imbalance at the end", stats.max_imbalance, "{:.2f}"),
     ]
     return [(label, format_number(value, pattern)) for label, value, pattern in tiles if value is not None]
 
 
-def fact_table(run: Run, facts: Facts) -> list[tuple[str, str]]:
-    """The run's main facts as (label, text); what the record does not tell is left out."""
-    fall = facts.val_fall_percent
+def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
+    """Return the run's statistics as (label, text), without those that were not recorded."""
+    fall = stats.val_fall_percent
     total, active = run.summary.get("parameters_total"), run.summary.get("parameters_active")
     rows: list[tuple[str, str, float | None]] = [
         ("Parameters", "{:,}", total),
         ("Parameters active per token", "{:,}", active),
-        ("Steps", "{:,}", facts.steps),
-        ("Tokens", "{:,}", facts.tokens),
-        ("Training loss, last step", "{:.4f}", facts.train_loss),
-        ("Validation loss, first", "{:.4f}", facts.val_loss_first),
-        ("Validation loss, best", "{:.4f}", facts.val_loss_best),
-        ("Validation loss, last", "{:.4f}", facts.val_loss_last),
-        *((f"Validation loss, {name}", "{:.4f}", loss) for name, loss in facts.further_val_losses.items()),
+        ("Steps", "{:,}", stats.steps),
+        ("Tokens", "{:,}", stats.tokens),
+        ("Training loss, last step", "{:.4f}", stats.train_loss),
+        ("Validation loss, first", "{:.4f}", stats.val_loss_first),
+        ("Validation loss, best", "{:.4f}", stats.val_loss_best),
+        ("Validation loss, last", "{:.4f}", stats.val_loss_last),
+        *((f"Validation loss, {name}", "{:.4f}", loss) for name, loss in stats.further_val_losses.items()),
         ("Fall of the validation loss", "{:.2f} %", fall),
-        ("Validation perplexity", "{:,.2f}", facts.perplexity),
-        ("Tokens per second, median", "{:,.0f}", facts.tokens_per_s),
-        ("Imbalance at the end, worst layer", "{:.2f}", facts.max_imbalance),
+        ("Validation perplexity", "{:,.2f}", stats.perplexity),
+        ("Tokens per second, median", "{:,.0f}", stats.tokens_per_s),
+        ("Imbalance at the end, worst layer", "{:.2f}", stats.max_imbalance),
     ]
     table = [(label, format_number(value, pattern)) for label, pattern, value in rows if value is not None]
-    if facts.time_s is not None:
-        table.append(("Time in training steps", format_duration(facts.time_s)))
+    if stats.time_s is not None:
+        table.append(("Time in training steps", format_duration(stats.time_s)))
     if moe_layers(run.rows):
         idle = [
             f"{layer.replace('_', ' ')}: {', '.join(map(str, experts))}"
-            for layer, experts in facts.never_used.items()
+            for layer, experts in stats.never_used.items()
         ]
         table.append(("Experts never used", "; ".join(idle) or "none"))
     return table

@@ -44,7 +44,7 @@ DARK = Theme(
 
 
 def chart_style(theme: Theme) -> Any:
-    """The theme as matplotlib's settings, for `matplotlib.rc_context`."""
+    """Return the theme as matplotlib's settings, for `matplotlib.rc_context`."""
     return {
         "figure.facecolor": theme.background,
         "savefig.facecolor": theme.background,

@@ -1,1 +1,1 @@
-"""Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard."""
+"""Outputs for metrics besides metrics.jsonl: Weights & Biases and TensorBoard."""

@@ -42,7 +42,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def _add_load(self, key: str, load_E: list[int], step: int) -> None:
-        """A histogram with one bucket per expert: the axis is the expert's number."""
+        """Write a histogram with one bucket per expert; the axis is the expert's number."""
         experts = range(len(load_E))
         if not load_E:
             return

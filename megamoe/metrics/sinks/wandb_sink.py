@@ -1,4 +1,4 @@
-"""Weights & Biases, held at arm's length: it may fail, and the training goes on.
+"""Weights & Biases. If it fails, training continues without it.
 
 - It never asks: a key is looked for (WANDB_API_KEY, netrc) before W&B is; without one the run is
   recorded offline, to be sent later with `wandb sync`.
@@ -96,7 +96,7 @@ class WandbSink:
 
 
 def choose_mode(wanted: str) -> str:
-    """`online` only where it can work without a question; WANDB_MODE steers `auto`."""
+    """Return the mode: `online` only if W&B can work without a login prompt. WANDB_MODE decides `auto`."""
     from_environment = os.environ.get("WANDB_MODE")
     if wanted == "auto" and from_environment in ("offline", "disabled"):
         return from_environment
@@ -104,7 +104,7 @@ def choose_mode(wanted: str) -> str:
 
 
 def has_login() -> bool:
-    """Whether this machine holds an API key for the W&B server in use."""
+    """Return whether this machine has an API key for the W&B server in use."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc or PUBLIC_HOSTS[0]
@@ -126,7 +126,7 @@ def _run_id(path: Path, resumed: bool) -> str:
 
 
 def _for_wandb(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Scalars as they are; a load as a histogram over the experts and as one scalar per expert."""
+    """Return the metrics for W&B: scalars as they are, a load as a histogram and as one scalar per expert."""
     import wandb
 
     shown: dict[str, Any] = {}

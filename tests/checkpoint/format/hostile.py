@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megamoe.checkpoint.format import integrity
-from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.describe import state_of
+from megamoe.checkpoint.tools.describe import integrity_of
 from megamoe.errors import UserError
 
 SHARD = "shard_00000.safetensors"
@@ -15,12 +15,12 @@ SHARD = "shard_00000.safetensors"
 
 def read_all(folder: Path) -> None:
     """What loading does, without a model."""
-    problem = integrity.first(integrity.problems(folder))
+    problem = integrity.first_of(integrity.problems(folder))
     if problem is not None:
         raise UserError(problem)
-    with Saved(folder) as saved:
-        for name in saved.names():
-            saved.tensor(name)
+    with CheckpointReader(folder) as reader:
+        for name in reader.names():
+            reader.tensor(name)
 
 
 def assert_refused(folder: Path) -> str:
@@ -29,6 +29,6 @@ def assert_refused(folder: Path) -> str:
     assert told
     with pytest.raises(UserError) as refusal:
         read_all(folder)
-    for line in (*told, str(refusal.value), state_of(folder)):
+    for line in (*told, str(refusal.value), integrity_of(folder)):
         assert line.isprintable() and len(line) < 1000, line
     return told[0]

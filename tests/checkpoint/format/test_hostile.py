@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.checkpoint.format.chunks import Chunk
 from megamoe.checkpoint.format.files import INDEX, META
 from megamoe.checkpoint.format.overlap import first_overlap
-from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.describe import state_of
+from megamoe.checkpoint.tools.describe import integrity_of
 from megamoe.errors import UserError
 from megamoe.train.resume import check_init, check_resume
 from tests.checkpoint import checkpoint
@@ -30,10 +31,10 @@ Harm = Callable[[Path], object]
 
 def test_the_one_by_hand_is_intact(folder: Path) -> None:
     assert list(verify.problems(folder)) == []
-    with Saved(folder) as saved:
-        assert saved.index["shardings"].keys() == checkpoint.SHAPES.keys()
+    with CheckpointReader(folder) as reader:
+        assert reader.index["shardings"].keys() == checkpoint.SHAPES.keys()
         for name, tensor in checkpoint.tensors().items():
-            assert torch.equal(saved.tensor(name), tensor)
+            assert torch.equal(reader.tensor(name), tensor)
 
 
 def of_meta(change: Callable[[Any], Any]) -> Harm:
@@ -200,7 +201,7 @@ FORGED_FOR_VERIFY: dict[str, Harm] = {
 def test_what_is_not_asked_for_is_seen_by_verify(folder: Path, harm: Harm) -> None:
     harm(folder)
     seal(folder)
-    assert state_of(folder).startswith("damaged: shard_0000")
+    assert integrity_of(folder).startswith("damaged: shard_0000")
 
 
 # Of those that something else would refuse too, by what they must be.
@@ -211,8 +212,8 @@ TOLD = {
     "outside": "outside shape",
     "astronomic shape": "too many elements",
     "empty but vast": "too many elements",
-    "a tensor twice": "stands there twice",
-    "step twice": "stands there twice",
+    "a tensor twice": "appears twice",
+    "step twice": "appears twice",
     "deep config": "nested too deeply",
     "another dtype": "is F32 [6, 4], expected F64 [6, 4]",
 }
@@ -232,9 +233,9 @@ def test_what_fits_its_checksums_is_refused_for_what_it_says(folder: Path, name:
 
 def test_many_chunks_are_compared_in_time() -> None:
     """A checkpoint of 10 000 ranks, cut by columns; then with two of them alike."""
-    columns = [([0, at], [100, 1]) for at in range(10_000)]
+    columns = [Chunk((0, at), (100, 1)) for at in range(10_000)]
     assert first_overlap(columns) is None
-    assert first_overlap([*columns, ([50, 777], [1, 1])]) == ([0, 777], [50, 777])
+    assert first_overlap([*columns, Chunk((50, 777), (1, 1))]) == (columns[777], Chunk((50, 777), (1, 1)))
 
 
 CONFIGS: list[Any] = [

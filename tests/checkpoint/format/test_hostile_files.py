@@ -12,9 +12,9 @@ import torch
 from megamoe.checkpoint.format import integrity
 from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
-from megamoe.checkpoint.format.reader import Saved
+from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.describe import state_of
+from megamoe.checkpoint.tools.describe import integrity_of
 from megamoe.errors import UserError
 from tests.checkpoint.format.hostile import SHARD, assert_refused, read_all
 from tests.checkpoint_files import seal
@@ -74,9 +74,9 @@ def test_what_is_no_plain_file_is_refused_unread(
 ) -> None:
     put(folder, name)
     assert "not a plain file" in assert_refused(folder) or put is a_folder
-    with pytest.raises(UserError), Saved(folder) as saved:  # whoever has asked for no checksums
-        for tensor in saved.names():
-            saved.tensor(tensor)
+    with pytest.raises(UserError), CheckpointReader(folder) as reader:  # whoever has asked for no checksums
+        for tensor in reader.names():
+            reader.tensor(tensor)
         assert name == SUMS
         raise UserError("the list is not read")
 
@@ -118,8 +118,8 @@ def test_a_file_larger_than_any(folder: Path, name: str) -> None:
         file.truncate(1 << 40)  # of holes
     with pytest.raises(UserError, match="larger than 1024 MiB"):
         if name == SUMS:
-            raise UserError(integrity.first(integrity.small_problems(folder)))
-        Saved(folder)
+            raise UserError(integrity.first_of(integrity.problems_outside_tensors(folder)))
+        CheckpointReader(folder)
 
 
 def test_a_folder_that_is_a_link_is_a_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -136,4 +136,9 @@ def test_what_killed_saves_and_hands_left_in_a_run(folder: Path) -> None:
     (run / "step_00000009").touch()
     os.mkfifo(run / "step_00000010")
     assert candidates(run) == [folder]
-    assert [state_of(path) == "intact" for path in find_checkpoints(run)[0]] == [True, False, False, False]
+    assert [integrity_of(path) == "intact" for path in find_checkpoints(run)[0]] == [
+        True,
+        False,
+        False,
+        False,
+    ]

@@ -13,7 +13,7 @@ import pytest
 from megamoe.checkpoint.format import integrity
 from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.describe import INTACT, state_of
+from megamoe.checkpoint.tools.describe import INTACT, integrity_of
 from tests.checkpoint import checkpoint
 
 SHARDS = ["shard_00000.safetensors", "shard_00001.safetensors"]
@@ -47,16 +47,16 @@ def test_ranks_deal_out_the_tensors_and_share_the_rest(folder: Path) -> None:
         flip(folder / name, 100)
     told = [list(integrity.problems(folder, rank, 2)) for rank in range(2)]
     assert [[line.split(":")[0] for line in lines] for lines in told] == [[SHARDS[0]], [SHARDS[1]]]
-    assert list(integrity.small_problems(folder)) == []
+    assert list(integrity.problems_outside_tensors(folder)) == []
     flip(folder / INDEX, 3)
     assert all(next(integrity.problems(folder, rank, 5)).startswith(INDEX) for rank in range(5))
-    assert next(integrity.small_problems(folder)).startswith(INDEX)
+    assert next(integrity.problems_outside_tensors(folder)).startswith(INDEX)
 
 
 @pytest.mark.parametrize("name", [META, INDEX, *SHARDS, SUMS])
 def test_each_file_is_missed(folder: Path, name: str) -> None:
     (folder / name).unlink()
-    assert name in state_of(folder)
+    assert name in integrity_of(folder)
 
 
 @pytest.mark.parametrize("name", [META, INDEX, *SHARDS, SUMS])
@@ -100,13 +100,13 @@ def of_another_step(folder: Path) -> None:
 
 @pytest.mark.parametrize("harm", [swap, grow, out_of_order, of_another_step])
 def test_whole_files_that_are_not_these(folder: Path, harm: Callable[[Path], None]) -> None:
-    assert state_of(folder) == INTACT
+    assert integrity_of(folder) == INTACT
     harm(folder)
-    assert state_of(folder).startswith("damaged: ")
+    assert integrity_of(folder).startswith("damaged: ")
 
 
 def test_upper_case_and_windows_lines_are_another_list(folder: Path) -> None:
     text = (folder / SUMS).read_text()
     for other in (text.upper(), text.replace("\n", "\r\n"), text.replace("  ", " *"), text + "\n"):
         (folder / SUMS).write_text(other, newline="")
-        assert state_of(folder).startswith(f"damaged: {SUMS}")
+        assert integrity_of(folder).startswith(f"damaged: {SUMS}")

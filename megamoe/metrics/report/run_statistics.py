@@ -1,4 +1,4 @@
-"""The main facts of a run, computed from its record, and the table that sets runs side by side."""
+"""Summary statistics of a run, computed from its metrics, and the table that compares runs."""
 
 import json
 import math
@@ -22,7 +22,7 @@ FURTHER_LOSS = re.compile("val/([^/]+)/lm_loss")  # of a validation set beside t
 
 @dataclass
 class Run:
-    """A run folder, read: its record and what `summary.json` says of the model."""
+    """The content of a run folder: the records of metrics.jsonl, and summary.json."""
 
     folder: Path
     rows: Rows
@@ -34,31 +34,31 @@ class Run:
 
 
 @dataclass
-class Facts:
-    """What one asks first of a run; None where the record does not tell."""
+class RunStatistics:
+    """Summary statistics of a run; None where nothing was recorded."""
 
     steps: int
     tokens: int | None
-    time_s: float | None  # spent in steps: the pauses between launches do not count
+    time_s: float | None  # in steps; pauses between launches do not count
     train_loss: float | None  # the last one
     val_loss_first: float | None
     val_loss_last: float | None
     val_loss_best: float | None
     further_val_losses: dict[str, float]  # the last of each further set, by name
     tokens_per_s: float | None  # median
-    max_imbalance: float | None  # of all MoE layers at the last step that tells
+    max_imbalance: float | None  # of all MoE layers, at the last step that recorded it
     never_used: dict[str, list[int]]  # layer -> experts that received nothing in any recorded step
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the last validation loss."""
+        """The exponential of the last validation loss."""
         if self.val_loss_last is None:
             return None
         return math.inf if self.val_loss_last > 700 else math.exp(self.val_loss_last)
 
     @property
     def val_fall_percent(self) -> float | None:
-        """How far the validation loss fell from its first to its last value."""
+        """By how many percent the validation loss fell from its first to its last value."""
         if self.val_loss_first is None or self.val_loss_last is None or self.val_loss_first == 0:
             return None
         return 100.0 * (self.val_loss_first - self.val_loss_last) / self.val_loss_first
@@ -107,7 +107,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def series(rows: Rows, key: str) -> tuple[list[int], list[Any]]:
-    """The steps that recorded `key`, and its values there."""
+    """Return the steps that recorded `key`, and its values."""
     recorded = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in recorded], [value for _, value in recorded]
 
@@ -128,12 +128,12 @@ def _named_by(pattern: re.Pattern[str], rows: Rows) -> set[str]:
     return {found[1] for key in keys if (found := pattern.fullmatch(key))}
 
 
-def compute_facts(rows: Rows) -> Facts:
-    """The facts of a record with at least one row."""
+def compute_statistics(rows: Rows) -> RunStatistics:
+    """Compute the statistics of at least one record."""
     val_losses = series(rows, "val/lm_loss")[1]
     speeds = series(rows, "perf/tokens_per_s")[1]
     imbalances = [value for row in rows for value in [_worst_imbalance(row)] if value is not None]
-    return Facts(
+    return RunStatistics(
         steps=rows[-1]["step"],
         tokens=_last(series(rows, "tokens")[1]),
         time_s=_time_in_steps(rows),
@@ -164,7 +164,7 @@ def _worst_imbalance(row: dict[str, Any]) -> float | None:
 
 
 def _time_in_steps(rows: Rows) -> float | None:
-    """Each record stands for the steps since the record before it."""
+    """Sum the time of all steps: each record counts for the steps since the record before it."""
     timed = [(row["step"], row["perf/step_s"]) for row in rows if row.get("perf/step_s") is not None]
     steps_before = [0, *(step for step, _ in timed)]
     spans = [(step - before) * step_s for (step, step_s), before in zip(timed, steps_before, strict=False)]
@@ -182,7 +182,7 @@ def _never_used(rows: Rows) -> dict[str, list[int]]:
 
 
 def comparison_table(runs: list[Run]) -> str:
-    """Plain text, one aligned line per run; `-` where a run does not tell."""
+    """Return a plain-text table with a line for each run; `-` where a run has not recorded a value."""
     header = [
         "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
         "tok/s", "imbalance",
@@ -198,7 +198,7 @@ def comparison_table(runs: list[Run]) -> str:
 
 
 def _comparison_row(run: Run) -> list[str]:
-    facts = compute_facts(run.rows)
+    stats = compute_statistics(run.rows)
 
     def show(value: float | None, pattern: str) -> str:
         return "-" if value is None else format_number(value, pattern)
@@ -210,12 +210,12 @@ def _comparison_row(run: Run) -> list[str]:
         run.name,
         show_count(run.summary.get("parameters_total")),
         show_count(run.summary.get("parameters_active")),
-        str(facts.steps),
-        show(facts.tokens, "{:,}"),
-        show(facts.val_loss_first, "{:.4f}"),
-        show(facts.val_loss_last, "{:.4f}"),
-        show(facts.val_fall_percent, "{:.2f}"),
-        show(facts.perplexity, "{:,.2f}"),
-        show(facts.tokens_per_s, "{:,.0f}"),
-        show(facts.max_imbalance, "{:.2f}"),
+        str(stats.steps),
+        show(stats.tokens, "{:,}"),
+        show(stats.val_loss_first, "{:.4f}"),
+        show(stats.val_loss_last, "{:.4f}"),
+        show(stats.val_fall_percent, "{:.2f}"),
+        show(stats.perplexity, "{:,.2f}"),
+        show(stats.tokens_per_s, "{:,.0f}"),
+        show(stats.max_imbalance, "{:.2f}"),
     ]

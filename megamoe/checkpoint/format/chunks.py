@@ -1,0 +1,144 @@
+"""Chunks of tensors: which chunks of a global tensor a rank holds under a parallel layout and ZeRO.
+
+The words are those of torch.distributed.checkpoint. The global tensor is the one that a single rank would
+hold. A chunk is a hyperrectangle of it: offsets and sizes. A rank holds one chunk of a sharded tensor, or one
+for each half of a gated weight. ZeRO gives the rank a range of its flattened local tensor, which is again a
+few chunks.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A hyperrectangle of a tensor, by its offset and its size in each dimension."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        """The number of elements; 1 if there are no dimensions."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class DimShard:
+    """How one dimension is sharded over `count` ranks, of which this rank has the number `index`.
+
+    stride: the number of equal blocks that the dimension consists of, each of which is sharded by itself: 2
+    for the gate and the value of a gated weight, else 1. It is `partition_stride` of Megatron-Core.
+    """
+
+    dim: int
+    index: int
+    count: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a rank's local tensor, of shape `local_shape`, lies in the global tensor."""
+
+    local_shape: Shape
+    dim_shards: tuple[DimShard, ...] = ()
+
+    @property
+    def global_shape(self) -> Shape:
+        """The shape of the global tensor."""
+        shape = list(self.local_shape)
+        for shard in self.dim_shards:
+            shape[shard.dim] *= shard.count
+        return tuple(shape)
+
+    def global_chunks(self, chunk: Chunk) -> Iterator[tuple[Chunk, Chunk]]:
+        """Yield the chunks of the global tensor that a chunk of the local tensor consists of.
+
+        Each comes as (chunk of the global tensor, the same elements as a chunk of `chunk`).
+        """
+        ranges = [[(0, offset, size)] for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        for shard in self.dim_shards:
+            ranges[shard.dim] = list(self._split(shard, chunk.offsets[shard.dim], chunk.sizes[shard.dim]))
+        for choice in product(*ranges):
+            inner, outer, sizes = zip(*choice, strict=True) if choice else ((), (), ())
+            yield Chunk(tuple(outer), tuple(sizes)), Chunk(tuple(inner), tuple(sizes))
+
+    def _split(self, shard: DimShard, start: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Split a range of a sharded dimension at its blocks.
+
+        Yields (offset in the range, offset in the global dimension, length).
+        """
+        block = self.local_shape[shard.dim] // shard.stride
+        at = start
+        while at < start + size:
+            number, inside = divmod(at, block)
+            length = min(block - inside, start + size - at)
+            yield at - start, (number * shard.count + shard.index) * block + inside, length
+            at += length
+
+
+def chunks_of_range(shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
+    """Yield the chunks that elements [start, stop) of a flattened tensor consist of.
+
+    The chunks are contiguous and come in the order of the elements. A matrix gives three at most: the end of
+    a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Chunk((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        yield from _within_row(shape, first, start - first * row, stop - first * row)
+        return
+    whole_from = first if start == first * row else first + 1
+    whole_to = stop // row
+    if whole_from > first:
+        yield from _within_row(shape, first, start - first * row, row)
+    if whole_to > whole_from:
+        rest = shape[1:]
+        yield Chunk((whole_from, *(0 for _ in rest)), (whole_to - whole_from, *rest))
+    if whole_to <= last:
+        yield from _within_row(shape, last, 0, stop - last * row)
+
+
+def _within_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Chunk]:
+    for chunk in chunks_of_range(shape[1:], start, stop):
+        yield Chunk((row, *chunk.offsets), (1, *chunk.sizes))
+
+
+@dataclass(frozen=True)
+class LocalChunk:
+    """A chunk of the global tensor `name`, with the memory in which this rank holds it.
+
+    tensor: a view of the chunk's shape into that memory. A save reads it, a load fills it.
+    """
+
+    name: str
+    global_shape: Shape
+    chunk: Chunk
+    tensor: Tensor
+
+
+def local_chunks_of(name: str, placement: Placement, flat: Tensor, start: int = 0) -> Iterator[LocalChunk]:
+    """Yield the chunks in `flat`: elements [start, start + len(flat)) of the flattened local tensor."""
+    at = 0
+    for chunk in chunks_of_range(placement.local_shape, start, start + flat.numel()):
+        view = flat.narrow(0, at, chunk.numel).view(chunk.sizes)
+        at += chunk.numel
+        for global_chunk, inside in placement.global_chunks(chunk):
+            yield LocalChunk(name, placement.global_shape, global_chunk, chunk_view(view, inside))
+
+
+def chunk_view(tensor: Tensor, chunk: Chunk) -> Tensor:
+    """Return a view of a chunk of the tensor."""
+    return tensor[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
