@@ -3,7 +3,7 @@
 A part is one class with a `Config` dataclass beside its behaviour. `register(kind, name)` makes it
 reachable from the YAML; importing the file is all that discovery does. Three doors lead in:
 
-- the built-in rooms (`BUILTIN_PACKAGES`), walked once at the first look-up;
+- the built-in packages (`BUILTIN_PACKAGES`), imported once at the first look-up;
 - a user's file or module, loaded only when `plugins:` names it;
 - an installed package's entry point in the group `megamoe.plugins`, also only when named.
 """
@@ -205,7 +205,7 @@ def nearest(name: object, known: list[str]) -> str:
 
 
 def discover() -> None:
-    """Import every module of the built-in rooms, once."""
+    """Import every module of the built-in packages, once."""
     global _discovered
     if _discovered:
         return

@@ -1,4 +1,4 @@
-"""What the tests of several rooms share: quiet vendors, a registry that forgets, a world of one rank."""
+"""What the tests of several packages share: quiet vendors, a registry that forgets, a world of one rank."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The plan of the house, held by reading the sources: who may import whom, and how large things may grow.
+"""The rules of docs/architecture.md, checked by reading the sources: imports between packages, sizes.
 
 Nothing is imported here; every rule reads the syntax trees.
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megamoe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
-ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
 FOUNDATION = {"config", "errors", "registry", "plain_files", "host_memory"}
 SHARDING = FOUNDATION | {"compat", "moe", "kernels", "parallel"}
@@ -116,37 +116,37 @@ def within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     """`moe` of megamoe/moe/router.py, `errors` of megamoe/errors.py, `megamoe` of megamoe/__init__.py."""
     first = path.relative_to(PACKAGE).parts[0]
     return "megamoe" if first == "__init__.py" else first.removesuffix(".py")
 
 
-def our_room(name: str) -> str:
-    """The room of an imported megamoe.x.y; what is no room or file is an attribute of the package."""
+def our_package(name: str) -> str:
+    """The package of an imported megamoe.x.y; what is no package or file is an attribute of the package."""
     parts = name.split(".")
-    known = len(parts) > 1 and (parts[1] in ROOMS or (PACKAGE / f"{parts[1]}.py").is_file())
+    known = len(parts) > 1 and (parts[1] in PACKAGES or (PACKAGE / f"{parts[1]}.py").is_file())
     return parts[1] if known else "megamoe"
 
 
 def test_every_room_has_its_rule() -> None:
-    assert {room_of(path) for path in FILES} - {"megamoe"} == MAY_IMPORT.keys()
+    assert {package_of(path) for path in FILES} - {"megamoe"} == MAY_IMPORT.keys()
 
 
 @named(FILES)
 def test_arrows_between_rooms_point_one_way(path: Path) -> None:
-    room = room_of(path)
-    imported = {our_room(name) for name in imports_of(path) if within(name, "megamoe")}
-    assert imported <= MAY_IMPORT.get(room, set()) | {room}
+    package = package_of(path)
+    imported = {our_package(name) for name in imports_of(path) if within(name, "megamoe")}
+    assert imported <= MAY_IMPORT.get(package, set()) | {package}
 
 
 @named(FILES)
-def test_each_vendor_has_one_room(path: Path) -> None:
+def test_each_vendor_has_one_package(path: Path) -> None:
     for name in imports_of(path):
         rules = [module for module in VENDORS if within(name, module)]
         if rules:
             allowed = set().union(*(VENDORS[module] for module in rules))
-            assert room_of(path) in allowed, f"{name} belongs to {sorted(allowed)}"
+            assert package_of(path) in allowed, f"{name} belongs to {sorted(allowed)}"
 
 
 @named(SCRIPTS)
@@ -163,7 +163,7 @@ def our_private_names() -> Counter[str]:
     """How often a private name is bound in megamoe: as a function, class, attribute or field."""
     found: list[str] = []
     for path in FILES:
-        for node in ast.walk(tree_of(path)) if room_of(path) != "compat" else ():
+        for node in ast.walk(tree_of(path)) if package_of(path) != "compat" else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.append(node.name)
             elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -214,7 +214,7 @@ def vendor_internals(path: Path) -> Iterator[str]:
                 yield place + ast.unparse(node)
 
 
-@named([path for path in FILES if room_of(path) != "compat"] + SCRIPTS)
+@named([path for path in FILES if package_of(path) != "compat"] + SCRIPTS)
 def test_internals_of_vendors_are_touched_in_compat_alone(path: Path) -> None:
     assert not list(vendor_internals(path))
 
@@ -241,7 +241,7 @@ def test_use_of_internals_is_seen(source: str, tmp_path: Path) -> None:
     assert list(vendor_internals(path))
 
 
-COMPAT = [path for path in FILES if room_of(path) == "compat" and path.name != "__init__.py"]
+COMPAT = [path for path in FILES if package_of(path) == "compat" and path.name != "__init__.py"]
 
 
 @named(COMPAT)
@@ -263,7 +263,7 @@ def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> Non
         assert canary.strip() in {test.name for test in tests.body if isinstance(test, ast.FunctionDef)}
 
 
-@named([path for path in FILES if room_of(path) == "moe"])
+@named([path for path in FILES if package_of(path) == "moe"])
 def test_routers_never_import_a_loss_or_the_layer(path: Path) -> None:
     """Losses read what a router decided; the layer puts the two together."""
     inside = path.relative_to(PACKAGE / "moe")

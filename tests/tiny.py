@@ -1,4 +1,4 @@
-"""The smallest run that has every part: what the tests of single rooms build on."""
+"""The smallest run that has every part: what the tests of single packages build on."""
 
 import os
 import signal

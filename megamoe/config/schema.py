@@ -83,7 +83,7 @@ class ModelConfig:
     rope_base: PositiveInt = 10000  # of the rotary frequencies
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: Small = 1e-5  # added to the variance
-    activation: Activation = "swiglu"  # of FFNs; those in ...glu have a score function beside each value
+    activation: Activation = "swiglu"  # of FFNs; swiglu, geglu and reglu are gated
     bias: bool = False  # of attention and the dense FFN; experts have none, as Megatron's grouped ones
     tie_embeddings: bool = True  # output weights are the embedding
     init_std: Deviation = 0.02  # over sqrt(2 num_layers) where a weight writes into the residual

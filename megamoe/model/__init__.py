@@ -1,1 +1,1 @@
-"""The transformer: the only room that knows Megatron-Core, Transformer Engine and Apex."""
+"""The transformer: the only package that imports Megatron-Core's blocks and Transformer Engine."""

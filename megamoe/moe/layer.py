@@ -34,7 +34,7 @@ class LayerShape:
     """The sizes of one MoE layer and how its weights start.
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
-    init_scale: see `draws.start_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
+    init_scale: see `rng.start_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
     experts that have norms of their own. products: the routed experts'.
     """
 
@@ -94,8 +94,8 @@ class MoELayer(nn.Module):
         self.routing: Routing | None = None  # kept where an objective waits for the token losses
         self.recomputing = False
         self.frozen = config.frozen
-        for room in self.frozen:
-            getattr(self, room).requires_grad_(False)
+        for module in self.frozen:
+            getattr(self, module).requires_grad_(False)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """This rank's tokens, [T, H] -> [T, H], what the block adds to its residual; carries the auxiliary

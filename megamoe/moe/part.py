@@ -16,9 +16,9 @@ from megamoe.moe import rng
 class Dims:
     """What a part may need to know when it is built.
 
-    layer: the block's number, from 1. init_std, init_scale: how weights start, see `draws.start_weight`.
+    layer: the block's number, from 1. init_std, init_scale: how weights start, see `rng.start_weight`.
     vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
-    share one set of experts. follows_data: see `groups.ParallelGroups`. score_function: what the router's
+    share one set of experts. follows_data: see `process_groups.ParallelGroups`. score_function: what the router's
     score function provides. num_choices: the k that the selector counts with.
     """
 
@@ -83,7 +83,7 @@ class StepContext:
         return torch.arange(num_tokens, device=device) % self.num_sequences
 
     def draw_key(self, layer: int, purpose: str) -> int:
-        """The key of this step's draws for a purpose of one layer, for `draws.uniform`."""
+        """The key of this step's draws for a purpose of one layer, for `rng.uniform`."""
         return rng.key(self.seed, self.step, layer, purpose)
 
 

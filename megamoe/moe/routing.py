@@ -1,6 +1,6 @@
 """What one MoE layer decided for its tokens: plain data, whatever the router.
 
-Shape legend of this room
+Shape legend of this package
     T  tokens of the micro batch on this rank     E  experts of the layer
     N  (token, expert) pairs                      K  choices of a token
     H  hidden size                                F  expert FFN hidden size

@@ -1,1 +1,1 @@
-"""Ranks: the only room that knows DeepSpeed. Launch, groups, engine, optimiser, checkpoints."""
+"""The ranks: launch, layout and its rules, process groups, consensus, tensor-parallel gradient sums."""

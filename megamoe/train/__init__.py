@@ -1,1 +1,1 @@
-"""The loop, and the composition root that wires the rooms together."""
+"""The trainer, which builds a run from all other packages; one training step; the loop."""

@@ -102,9 +102,9 @@ def _same_state(
     _same(path, "moe.router.scorer", *scorers)
     for name in sorted(known.keys() | shapes.keys()):
         if known.get(name) != shapes.get(name):
-            room, part, _ = name.split(".", maxsplit=2)
-            before, after = _differing(saved[room].get(part), current[room].get(part))
-            _same(path, f"moe.{room}.{part}", before, after)
+            section, part, _ = name.split(".", maxsplit=2)
+            before, after = _differing(saved[section].get(part), current[section].get(part))
+            _same(path, f"moe.{section}.{part}", before, after)
             _same(path, f"moe.{name}", known.get(name), shapes.get(name))  # another part's option decides it
 
 

@@ -49,7 +49,7 @@ def plain(pool: Pool, moe_fp32: Path) -> dict[str, Any]:
 
 
 def _is_frozen(name: str, frozen: list[str]) -> bool:
-    return any(f".mlp.layer.{room}." in name for room in frozen)
+    return any(f".mlp.layer.{module}." in name for module in frozen)
 
 
 def _assert_frozen(here: dict[str, Any], frozen: list[str]) -> None:
@@ -75,12 +75,12 @@ def test_what_is_frozen_keeps_its_bits_and_the_rest_trains_as_on_one_rank(
             assert step[1] > step[0] + 0.05  # the auxiliary losses stay on
 
 
-@pytest.mark.parametrize("room", BOTH)
+@pytest.mark.parametrize("module", BOTH)
 @pytest.mark.parametrize("file", ["zero0_bf16", "zero1_fp32"])
-def test_one_of_them_is_frozen_by_itself(pool: Pool, file: str, room: str) -> None:
+def test_one_of_them_is_frozen_by_itself(pool: Pool, file: str, module: str) -> None:
     layout: dict[str, Any] = {"parallel__expert": 2, "parallel__deepspeed": ds_config(file)}
-    for here in pool.run(look, STEPS, moe__frozen=[room], **layout, ranks=2):
-        _assert_frozen(here, [room])
+    for here in pool.run(look, STEPS, moe__frozen=[module], **layout, ranks=2):
+        _assert_frozen(here, [module])
 
 
 @pytest.mark.parametrize(

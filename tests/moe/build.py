@@ -1,4 +1,4 @@
-"""Small layers for the tests of this room."""
+"""Small layers for the tests of megamoe.moe."""
 
 from typing import Any
 

@@ -168,13 +168,13 @@ def accepted(number: int) -> MoEConfig | None:
 def test_not_all_are_refused_and_every_part_is_met() -> None:
     met = [config for config in map(accepted, range(DRAWS)) if config is not None]
     assert len(met) >= DRAWS / 3
-    rooms: dict[str, set[str]] = {kind: set() for kind in registry.KINDS}
+    found: dict[str, set[str]] = {kind: set() for kind in registry.KINDS}
     for config in met:
         router = config.router
         for choice in (router.scorer, *router.masks, router.score_function, router.selector, router.capacity):
-            rooms[choice.kind].add(choice.name)
-        rooms["loss"] |= set(config.losses)
-    assert {(kind, name) for kind, names in rooms.items() for name in names} == set(PARTS)
+            found[choice.kind].add(choice.name)
+        found["loss"] |= set(config.losses)
+    assert {(kind, name) for kind, names in found.items() for name in names} == set(PARTS)
 
 
 @pytest.mark.parametrize("number", range(DRAWS))

@@ -8,7 +8,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Constraint, Mask, StepContext
 from tests.moe.build import make_hidden, make_layer, moe_config
 
-ROOMS = ["router", "experts"]
+BOTH = ["router", "experts"]
 
 
 def layer(frozen: list[str]) -> MoELayer:
@@ -24,7 +24,7 @@ def gradient_of_hidden(made: MoELayer, scale: float) -> Tensor:
     return hidden_TH.grad
 
 
-@pytest.mark.parametrize("frozen", [["router"], ["experts"], ROOMS])
+@pytest.mark.parametrize("frozen", [["router"], ["experts"], BOTH])
 def test_what_is_frozen_has_no_gradient_and_all_else_has(frozen: list[str]) -> None:
     made = layer(frozen)
     gradient_of_hidden(made, 1.0)
@@ -37,7 +37,7 @@ def test_the_gradient_of_the_tokens_is_that_of_a_layer_that_learns(scale: float)
     """With scale 0 it is the auxiliary losses' alone, through the frozen router."""
     expected_TH = gradient_of_hidden(layer([]), scale)
     assert expected_TH.any()
-    assert torch.equal(gradient_of_hidden(layer(ROOMS), scale), expected_TH)
+    assert torch.equal(gradient_of_hidden(layer(BOTH), scale), expected_TH)
 
 
 class Counting(Mask):

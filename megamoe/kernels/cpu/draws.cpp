@@ -1,4 +1,4 @@
-// Draws keyed by token, bit for bit those of moe/draws.py: SplitMix64's finaliser (Steele, Lea and Flood 2014).
+// Draws keyed by token, bit for bit those of moe/rng.py: SplitMix64's finaliser (Steele, Lea and Flood 2014).
 #include <cstdint>
 
 static inline uint64_t mix(uint64_t z) {

@@ -68,7 +68,7 @@ class GroupedExperts(nn.Module):
 
     An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
     expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
-    init_scale: see `draws.start_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
+    init_scale: see `rng.start_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
     two products are worked out.
     """
 

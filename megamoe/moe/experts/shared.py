@@ -27,7 +27,7 @@ class SharedExperts(nn.Module):
               Residual-MoE). The paper adds the two; the coefficients are those of its authors' code.
 
     Gates are worked out in fp32. std, output_std: of the first and the second weight at the start;
-    init_scale: see `draws.start_weight`; the start depends on (seed, layer) alone.
+    init_scale: see `rng.start_weight`; the start depends on (seed, layer) alone.
     """
 
     def __init__(

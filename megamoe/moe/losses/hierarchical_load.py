@@ -1,7 +1,7 @@
 """`hierarchical_load`: a smooth count of each expert's tokens, over two levels of noisy score functions, made
 equal.
 
-Beside the room's legend: G groups, A groups that a token chose, S experts of a group.
+Beside the legend of `routing`: G groups, A groups that a token chose, S experts of a group.
 """
 
 from dataclasses import dataclass

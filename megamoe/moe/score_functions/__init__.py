@@ -1,1 +1,1 @@
-"""Gates: scores [T, E] -> gating values p [T, E]."""
+"""Score functions: scores [T, E] -> gating values p [T, E]."""

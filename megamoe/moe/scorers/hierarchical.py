@@ -20,7 +20,7 @@ class HierarchicalScorer(Part):
     Selector `hierarchical_top_k` chooses level by level. Each level is linear, H = x W_g, or, with
     `noisy`, H = x W_g + N(0, 1) softplus(x W_noise), with noise in training only; W_g and W_noise then
     start at 0, which gives every expert about the same load. Source: Shazeer et al. 2017 (SGMoE),
-    appendix B; noise: eq. 3-5; start: appendix A. The secondary score functions of all groups are one matrix
+    appendix B; noise: eq. 3-5; start: appendix A. The secondary gating networks of all groups are one matrix
     [E, hidden].
     """
 

@@ -16,7 +16,7 @@ from megamoe.registry import register
 
 @register("selector", "entropy_aware")
 class EntropyAware(Selector):
-    """A token's best m experts, m the perplexity of its score_function: round(exp(H(p))) within [min_k,
+    """A token's best m experts, m the perplexity of its probabilities: round(exp(H(p))) within [min_k,
     max_k].
 
     H is the entropy in nats of p over the candidates, divided by their sum where they do not sum to 1

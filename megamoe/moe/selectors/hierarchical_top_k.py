@@ -1,6 +1,6 @@
 """`hierarchical_top_k`: the best groups of experts, then the best experts of each.
 
-Beside the room's legend: G groups, A groups chosen, S experts of a group, C chosen of those, K = A * C.
+Beside the legend of `routing`: G groups, A groups chosen, S experts of a group, C chosen of those, K = A * C.
 """
 
 from dataclasses import dataclass
