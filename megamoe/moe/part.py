@@ -18,8 +18,8 @@ class Dims:
 
     layer: the block's number, from 1. init_std, init_scale: how weights start, see `rng.start_weight`.
     vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
-    share one set of experts. follows_data: see `process_groups.ParallelGroups`. score_function: what the router's
-    score function provides. num_choices: the k that the selector counts with.
+    share one set of experts. follows_data: see `process_groups.ParallelGroups`. score_function: what the
+    router's score function provides. num_choices: the k that the selector counts with.
     """
 
     hidden_size: int

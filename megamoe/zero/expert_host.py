@@ -19,8 +19,8 @@ class MarkedMoELayer(MoELayer):
     """Our layer with its experts marked as DeepSpeed marks them: a rank's own, shared with a group.
 
     It serves where the experts are frozen: the engine demands of every host of experts that it knows a
-    group of theirs in the optimiser. All else in the layer is marked for `TensorParallelGradientSync` where tensor
-    parallelism spreads a micro batch's tokens over ranks.
+    group of theirs in the optimiser. All else in the layer is marked for `TensorParallelGradientSync` where
+    tensor parallelism spreads a micro batch's tokens over ranks.
     """
 
     def __init__(
