@@ -32,7 +32,8 @@ Trainer.begin_save = save
 """
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full  # torchrun takes most of a minute to start workers again
+@pytest.mark.parametrize("every", [2, 0])
 def test_workers_that_are_started_again_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:

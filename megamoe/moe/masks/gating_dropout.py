@@ -50,10 +50,10 @@ class GatingDropout(Mask):
 
     @classmethod
     def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
-        """All experts of one rank, or of all."""
+        """All experts of one rank, or of all: the steps that are not dropped leave all."""
         ranks = options.ranks or expert_parallel
         size = num_experts // ranks
-        return Candidates(num_experts, ranks, (1, 1 if options.rate == 1 else ranks), (size, size))
+        return Candidates(num_experts, ranks, (1, ranks), (size, size))
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
