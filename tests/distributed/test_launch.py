@@ -120,6 +120,7 @@ def test_srun(script: list[str], tmp_path: Path) -> None:
     _assert_trained(tmp_path, ranks=2)
 
 
+@pytest.mark.full
 def test_a_mistake_is_told_once_and_ends_all_ranks(script: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port())]

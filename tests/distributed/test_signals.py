@@ -136,7 +136,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [case if case == "torchrun, twice" else pytest.param(case, marks=[full, gpu]) for case in CASES],
+    [pytest.param(case, marks=[full] if case == "torchrun, twice" else [full, gpu]) for case in CASES],
 )
 def test_ranks_save_under_a_launcher_that_is_told_to_stop(tmp_path: Path, case: str) -> None:
     command, signals, target, expected = CASES[case]
