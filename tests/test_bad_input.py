@@ -3,8 +3,6 @@
 Everything runs in this process: `load_config`, the checks before the ranks start, or a tool's `main`.
 """
 
-import importlib.util
-import json
 import os
 import re
 import sys
@@ -12,19 +10,15 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 import pretrain_gpt_moe
 from megamoe.config import dump_yaml, load_config
 from megamoe.errors import UserError
-from megamoe.metrics.report import charts, page
 from megamoe.parallel import launch
-from megamoe.resilience.processes import Process
 from megamoe.train import memory
-from tests.checkpoint import checkpoint
-from tests.tiny import BASE, tiny
+from tests.tiny import BASE, one_line, tiny
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE_S = 10  # on a busy machine; each takes a few ms
@@ -189,13 +183,6 @@ def pretrain(
     return call
 
 
-def one_line(code: int, capsys: pytest.CaptureFixture[str]) -> str:
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, ""), err
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    return err
-
-
 DEEPSPEED = {
     "offload as text": (
         '{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}',
@@ -298,95 +285,6 @@ def test_what_cannot_run_together(pretrain: Tool, case: str) -> None:
     assert expected in line and way_out in line
 
 
-def tool(name: str) -> Any:
-    spec: Any = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / f"tools/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ROW = {"step": 1, "train/lm_loss": 2.0, "moe/layer_01/load": [1, 2], "moe/layer_01/imbalance": 1.5}
-BAD_ROWS = {
-    "text as a loss": ({"train/lm_loss": "abc"}, 'line 2: train/lm_loss is "abc", expected a number'),
-    "a list as a loss": ({"val/lm_loss": [1]}, "line 2: val/lm_loss is [1], expected a number"),
-    "a map as a loss": ({"val/lm_loss": {"a": 1}}, 'line 2: val/lm_loss is {"a": 1}, expected a number'),
-    "true as a speed": ({"perf/tokens_per_s": True}, "perf/tokens_per_s is true, expected a number"),
-    "a load of another length": (
-        {"moe/layer_01/load": [1, 2, 3]},
-        "line 2: moe/layer_01/load is [1, 2, 3], expected 2 numbers, one for each expert, as in",
-    ),
-    "a load of text": ({"moe/layer_01/load": ["a", "b"]}, "expected a list of numbers of at least 0"),
-    "an empty load": ({"moe/layer_01/load": []}, "expected a list of numbers of at least 0"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_report_of_odd_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    changes, expected = BAD_ROWS[case]
-    rows: list[dict[str, Any]] = [ROW, {**ROW, "step": 2, **cast(dict[str, Any], changes)}]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert expected in one_line(tool("report").main([str(tmp_path)]), capsys)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_report_of_numbers_at_the_end_of_floats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And of names that are no words, and of deep values that no report reads."""
-    monkeypatch.setattr(charts, "DPI", 20)
-    monkeypatch.setattr(page, "render", lambda *_: b"")  # the same charts are drawn for the picture of all
-    folder = tmp_path / "a$b_{"
-    folder.mkdir()
-    keys = ("train/lm_loss", "val/lm_loss", "train/$x_{", "perf/step_s", "perf/tokens_per_s", "tokens")
-    rows = [
-        {**ROW, "step": step, **dict.fromkeys(keys, value), "deep": [[[[1]]]], "train/\ud800": 1.0}
-        for step, value in enumerate((1e308, -1e308, "Infinity", 10**400, 2.0), start=1)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert tool("report").main([str(folder)]) == 0, capsys.readouterr().err
-    assert (folder / "report.html").stat().st_size < 1 << 22
-
-
-@pytest.mark.parametrize(
-    "kind", ["a pipe", "/dev/zero", "a name too long", "a summary of text", "a deep summary"]
-)
-def test_a_report_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    folder, metrics = tmp_path, tmp_path / "metrics.jsonl"
-    if kind == "a pipe":
-        os.mkfifo(metrics)
-    elif kind == "/dev/zero":
-        metrics.symlink_to(kind)
-    elif kind == "too long":
-        folder = tmp_path / ("a" * 300)
-    else:
-        metrics.write_text(f"{json.dumps(ROW)}\n")
-        text = "[" * 100_000 if kind == "a deep summary" else '{"parameters_total": "many"}'
-        (tmp_path / "summary.json").write_text(text)
-    assert one_line(tool("report").main([str(folder)]), capsys).startswith(f"error: {folder}")
-    assert not (tmp_path / "report.html").exists()
-
-
-@pytest.mark.parametrize("owner", ["dead", "alive", "unnamed", "old and unnamed", "elsewhere", "broken"])
-def test_a_conversion_removes_what_a_killed_one_has_left(tmp_path: Path, owner: str) -> None:
-    step = checkpoint.write(tmp_path / "step_00000007")
-    left = tmp_path / ".converting_other_0123abcd"
-    left.mkdir()
-    me = Process.of(os.getpid()).to_dict()
-    owners = {
-        "dead": {**me, "started": me["started"] + 1},  # the pid is another's by now
-        "alive": me,
-        "elsewhere": {**me, "machine": "another", "pid": 1},
-        "broken": {"pid": "x"},
-    }
-    if owner in owners:
-        (left / ".owner.json").write_text(json.dumps(owners[owner]))
-    if owner == "old and unnamed":
-        os.utime(left, (1, 1))
-    assert tool("checkpoint").main(["convert", str(step), str(tmp_path / "out"), "--consolidated"]) == 0
-    assert left.exists() is (owner not in ("dead", "old and unnamed"))
-    assert not (tmp_path / "out/.owner.json").exists()
-
-
 @pytest.mark.parametrize("text", ["²", "9" * 20, "-1", "first"])
 def test_a_rank_that_is_no_number(pretrain: Tool, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     for name, value in {"RANK": text, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
@@ -410,14 +308,3 @@ def test_the_bounds_leave_room_for_the_largest_models() -> None:
         ],
     )
     assert config.moe.num_experts == 65536
-
-
-@pytest.mark.parametrize("option", ["--workers=100000", "--vocab-size=1000000000000"])
-def test_a_preparation_of_absurd_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], restored_process: None, option: str
-) -> None:
-    (tmp_path / "in.txt").write_text("x")
-    output = f"--output={tmp_path / 'out'}"
-    arguments = [str(tmp_path / "in.txt"), "--tokenizer=train", output, option]
-    assert ": expected at most " in one_line(tool("prepare_data").main(arguments), capsys)
-    assert os.listdir(tmp_path) == ["in.txt"]

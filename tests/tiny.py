@@ -5,6 +5,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from megamoe.config import RunConfig, load_config
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
@@ -72,3 +74,11 @@ def restored_process() -> Iterator[None]:
         os.environ.update(variables)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def one_line(code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of an error on stderr, after a program that ended with exit code 2."""
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    return err
