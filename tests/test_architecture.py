@@ -129,12 +129,12 @@ def our_package(name: str) -> str:
     return parts[1] if known else "megamoe"
 
 
-def test_every_room_has_its_rule() -> None:
+def test_every_package_has_its_rule() -> None:
     assert {package_of(path) for path in FILES} - {"megamoe"} == MAY_IMPORT.keys()
 
 
 @named(FILES)
-def test_arrows_between_rooms_point_one_way(path: Path) -> None:
+def test_arrows_between_packages_point_one_way(path: Path) -> None:
     package = package_of(path)
     imported = {our_package(name) for name in imports_of(path) if within(name, "megamoe")}
     assert imported <= MAY_IMPORT.get(package, set()) | {package}
@@ -150,7 +150,7 @@ def test_each_vendor_has_one_package(path: Path) -> None:
 
 
 @named(SCRIPTS)
-def test_entry_scripts_leave_vendors_to_the_rooms(path: Path) -> None:
+def test_entry_scripts_leave_vendors_to_the_packages(path: Path) -> None:
     assert not [name for name in imports_of(path) if any(within(name, vendor) for vendor in VENDORS)]
 
 

@@ -128,12 +128,12 @@ class Part(nn.Module):
     A subclass adds a nested dataclass `Config` and its `forward`; `register(kind, name)` makes it
     known. The signatures of `forward`, by kind (`Scored`, `Pairs` and `Routing` are in `routing`):
 
-        scorer       (hidden_TH fp32, context) -> scores_TE fp32, or (scores_TE, extras by name)
-        mask  (Scored, context) -> candidates_TE bool, or None: this step all are
-        score function         (scores_TE, candidates_TE | None) -> probs_TE
-        selector     (Scored, context) -> Pairs
-        capacity     (Pairs, Scored, context) -> keep_N bool, or None: all survive
-        loss         (Routing, context) -> scalar fp32, not multiplied by its weight
+        scorer          (hidden_TH fp32, context) -> scores_TE fp32, or (scores_TE, extras by name)
+        mask            (Scored, context) -> candidates_TE bool, or None: this step all are
+        score_function  (scores_TE, candidates_TE | None) -> probs_TE
+        selector        (Scored, context) -> Pairs
+        capacity        (Pairs, Scored, context) -> keep_N bool, or None: all survive
+        loss            (Routing, context) -> scalar fp32, not multiplied by its weight
 
     A scorer scores each token by itself, without a look at the others: where tensor parallelism spreads a
     micro batch's tokens over ranks, it sees its rank's alone. The other stages and the losses always see the

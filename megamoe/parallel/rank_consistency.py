@@ -99,8 +99,7 @@ def check_same(world: launch.World, facts: Facts, timeout_minutes: float) -> Non
 
     Raises:
         CollectiveError: on every rank, with the first value that differs and the two ranks, or with what
-        another
-            rank has refused.
+            another rank has refused.
         ConnectionError: if another rank has failed, or does not come in time.
     """
     if world.size == 1:

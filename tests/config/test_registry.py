@@ -24,7 +24,7 @@ def test_a_part_is_found_by_its_name() -> None:
     assert "mine" not in registry.list_parts("scorer")
 
 
-def test_the_built_in_rooms_are_discovered_and_sorted() -> None:
+def test_the_built_in_packages_are_discovered_and_sorted() -> None:
     assert list(registry.list_parts("score_function")) == sorted(registry.list_parts("score_function"))
     assert {"softmax", "sigmoid"} <= registry.list_parts("score_function").keys()
     assert {"switch_balance", "z_loss"} <= registry.list_parts("loss").keys()
