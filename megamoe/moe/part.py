@@ -144,8 +144,7 @@ class Part(nn.Module):
 
     Parts know each other by what they declare, never by name or class. A capability is a word: the name of
     an extra, one of `CAPABILITIES`, or a word of a plugin's own. `composition.check_parts` compares what the
-    parts provide, require and refuse. `examples.example_trees` adds the
-    neighbours that a part requires.
+    parts provide, require and refuse. `examples.example_trees` adds the neighbours that a part requires.
     """
 
     @dataclass

@@ -41,7 +41,7 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
 
 
 class Router(nn.Module):
-    """score -> restrict -> score function -> select -> capacity, all in fp32 whatever the model's dtype.
+    """scorer -> masks -> score function -> selector -> capacity, all in fp32 whatever the model's dtype.
 
     spread: where a micro batch's tokens are spread over ranks, each rank scores its own; what follows is
     done for all tokens on every one of them.

@@ -1,11 +1,12 @@
 """A watchdog that ends a launch that hangs, and prints where it hangs.
 
 One rank that hangs stops all ranks. On each rank a thread looks at the time of the last `tick()`. When that
-is too long ago: - Every rank whose thread can still run writes the stacks of its threads into a file. It has
-answered. - On each machine, the first local rank that answered makes the silent ranks write their stacks, by
-a signal. That
-  works even for a process that is stopped or that holds the GIL. It then kills the silent ranks, and prints
-  all stacks.
+is too long ago:
+
+- Every rank whose thread can still run writes the stacks of its threads into a file. It has answered.
+- On each machine, the first local rank that answered makes the silent ranks write their stacks, by a signal.
+  That works even for a process that is stopped or that holds the GIL. It then kills the silent ranks, and
+  prints all stacks.
 - All ranks end with ExitCode.HANG.
 """
 

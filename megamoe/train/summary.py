@@ -239,5 +239,5 @@ def _block_width(config: RunConfig) -> float:
 
 def _ffn_width(activation: Activation) -> int:
     """Numbers that an FFN keeps for each of its size: before and after the activation, the latter twice where
-    a score function is multiplied with a value."""
+    a gate is multiplied with a value."""
     return 2 * num_halves(activation)

@@ -1,4 +1,4 @@
-"""`hierarchical_load`: a smooth count of each expert's tokens, over two levels of noisy score functions, made
+"""`hierarchical_load`: a smooth count of each expert's tokens, over two levels of noisy gating, made
 equal.
 
 Beside the legend of `routing`: G groups, A groups that a token chose, S experts of a group.

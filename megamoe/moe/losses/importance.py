@@ -14,7 +14,7 @@ from megamoe.registry import register
 class Importance(Part):
     """CV(Importance)^2, Importance_i = sum over tokens of G_i(x); 0 at perfect balance, E - 1 at worst.
 
-    G: the sparse score function, a wanted pair's weight and 0 where an expert was not chosen; SGMoE's is the
+    G: the sparse gate, a wanted pair's weight and 0 where an expert was not chosen; SGMoE's is the
     softmax over the k scores kept (selector `top_k` with weights `kept_softmax`), and whatever the selector's
     weights are here. An expert that no token might choose counts as a 0. Source: Shazeer et al. 2017
     (SGMoE) eq. 6 and 7; variance as in tensor2tensor, of the population (divided by E); the PyTorch port in

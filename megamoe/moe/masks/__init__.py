@@ -1,1 +1,1 @@
-"""Masks: which experts a token may choose, a mask [T, E] before the score function."""
+"""Masks: bool [T, E], which experts a token may choose; applied before the score function."""

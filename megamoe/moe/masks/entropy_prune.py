@@ -32,7 +32,7 @@ class EntropyPrune(Mask):
     Source: Dubois 2025, lecture slides on mixture of experts, DeepSeek's hierarchy: "cluster-level pruning:
     within each pool, a secondary gating mechanism prunes experts based on entropy constraints".
 
-    Caveats: the slides give no formula, this is a reading; the second score function is the first one's
+    Caveats: the slides give no formula, this is a reading; the second gate is the first one's
     values, renormalised within the group, without the score function's bias; no paper of DeepSeek's describes
     the mechanism.
     """

@@ -34,7 +34,7 @@ class CosineScorer(Part):
     The paper does not say how tau stays positive: here exp(log_temperature), which a step changes in
     proportion and cannot bring to 0; as a vector of one it gets no weight decay, which would pull tau to 1.
     tau stands in the score and not in the score function, so that any score function and selector can follow.
-    Public code differs: torchscale's score function leaves W x unnormalised, keeps the embeddings' norm at
+    Public code differs: torchscale's gate leaves W x unnormalised, keeps the embeddings' norm at
     1.5, fixes D = 16 and uses no temperature.
     Hands on cosine_TE, the cosines themselves, for the loss `cosine_balance`; not without normalisation.
     """

@@ -1,5 +1,4 @@
-"""`entropy_aware`: few experts for a token whose score function is sure, more for one whose score function is
-not."""
+"""`entropy_aware`: few experts for a token whose probabilities are concentrated, more for the others."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,8 +19,8 @@ class EntropyAware(Selector):
     max_k].
 
     H is the entropy in nats of p over the candidates, divided by their sum where they do not sum to 1
-    (sigmoid, or a softmax over all experts under a mask). exp(H) is the number of experts that the
-    score function weighs up: 1 where p is all on one, n where it is even over n. Weights: raw, p itself;
+    (sigmoid, or a softmax over all experts under a mask). exp(H) is the effective number of experts:
+    1 where p is all on one, n where it is even over n. Weights: raw, p itself;
     renormalised, p over the sum of the m chosen, which is 1 and gives the router no gradient for tokens of
     one expert.
 

@@ -15,7 +15,7 @@ class Table(Selector):
     """The k experts of scorer `hash`, each with weight 1.
 
     A token whose independent tables agree has that expert twice: two pairs of weight 1. Source: Roller et
-    al. 2021 (Hash Layers), section 3, whose output is the expert's own, without a score function.
+    al. 2021 (Hash Layers), section 3, whose output is the expert's own, without a gate.
     """
 
     @dataclass
