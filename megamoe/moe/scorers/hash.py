@@ -23,8 +23,8 @@ _WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside 
 class HashScorer(Part):
     """K tables token id -> expert, drawn once from (seed, layer): selector `table` follows them.
 
-    The table, int64 [K, V], is saved in checkpoints; V counts the embedding's rows. The scores, which only logs
-    and score functions read, are 1 for the table's experts of a token and 0 elsewhere. They carry no
+    The table, int64 [K, V], is saved in checkpoints; V counts the embedding's rows. The scores, which only
+    logs and score functions read, are 1 for the table's experts of a token and 0 elsewhere. They carry no
     gradient, so that a loss on them teaches nothing.
 
     random: every id an expert drawn for itself. frequency: the most frequent ids first, each to the expert
