@@ -1,0 +1,327 @@
+"""Plants a fault for each promise of docs/ in a copy of the code, and checks that `make test` notices it.
+
+    python tests/planted_faults.py              # all faults, each against the tests that should notice it
+    python tests/planted_faults.py lock nul     # the faults of these names
+    python tests/planted_faults.py --list       # name, promise and tests of each fault
+
+A fault is a small edit of one file. It is noticed if one of its tests fails; only tests that `make test` runs
+count. Before the faults, the same tests must pass on the copy as it is. Exit code 1: a fault was not noticed.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("megamoe", "tests", "tools", "examples", "ds_configs", "benchmarks", "docs", "constraints")
+COPIED_FILES = ("pyproject.toml", "pretrain_gpt_moe.py", "README.md", "Makefile")
+PASSED, FAILED = 0, 1  # pytest's exit codes
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An edit that breaks a promise.
+
+    name: for the command line. promise: what the page says. page: relative to docs/. file: the one that is
+    edited. before, after: the text, which must occur in it once, and what takes its place. tests: pytest's
+    arguments that select the tests which should notice it.
+    """
+
+    name: str
+    promise: str
+    page: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+FAULTS = (
+    Fault(
+        "tensor-sync",
+        "gradients of norms, routers and shared experts are summed over tensor-parallel ranks",
+        "parallelism.md",
+        "megamoe/parallel/gradient_sync.py",
+        "            dist.all_reduce(total, group=self.group)\n",
+        "",
+        ("tests/distributed/test_tensor_parts.py",),
+    ),
+    Fault(
+        "draws",
+        "random draws are hashes of seed, step, layer and token, never of the rank",
+        "parallelism.md",
+        "megamoe/moe/rng.py",
+        'text = f"{seed}/{step}/{layer}/{purpose}".encode()',
+        "text = f\"{seed}/{step}/{layer}/{purpose}/{__import__('os').environ.get('RANK')}\".encode()",
+        ("tests/distributed/test_parity.py",),
+    ),
+    Fault(
+        "aux-scale",
+        "the gradient of an auxiliary loss is that of one rank under every layout",
+        "parallelism.md",
+        "megamoe/train/step.py",
+        "share = 1.0 / (len(batches) * engine.layout.tensor)",
+        "share = 1.0 / len(batches)",
+        ("tests/distributed/test_auxiliary_losses.py",),
+    ),
+    Fault(
+        "token-count",
+        "the lm loss is the mean over the unmasked tokens of the global batch",
+        "parallelism.md",
+        "megamoe/train/step.py",
+        "    dist.all_reduce(tokens, group=engine.data_group)\n",
+        "    tokens *= engine.layout.data\n",
+        ("tests/distributed/test_parity.py",),
+    ),
+    Fault(
+        "expert-slices",
+        "the outputs of an expert's slices are summed",
+        "parallelism.md",
+        "megamoe/moe/dispatch.py",
+        "rows_MH.shape[1]).sum(0)",
+        "rows_MH.shape[1]).mean(0)",
+        ("tests/distributed/test_dispatch.py",),
+    ),
+    Fault(
+        "gated-weights",
+        "gate and value of a gated FFN are split separately, and a checkpoint loads at another layout",
+        "checkpoints.md",
+        "megamoe/checkpoint/format/chunks.py",
+        "(number * shard.count + shard.index) * block + inside",
+        "(shard.index * shard.stride + number) * block + inside",
+        ("tests/checkpoint/format/test_chunks.py",),
+    ),
+    Fault(
+        "checksums",
+        "no flipped byte of a checkpoint goes unnoticed",
+        "checkpoints.md",
+        "megamoe/checkpoint/format/integrity.py",
+        "is_plain(path) and sha256(path) != expected",
+        "is_plain(path) and len(sha256(path)) != len(expected)",
+        ("tests/checkpoint/format/test_integrity.py", "tests/distributed/test_checkpoint_tool.py"),
+    ),
+    Fault(
+        "lock",
+        "a second launch in a run's folder is refused",
+        "faults.md",
+        "megamoe/resilience/run_lock.py",
+        "        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "        pass\n",
+        ("tests/resilience/test_run_lock.py",),
+    ),
+    Fault(
+        "skipped-step",
+        "a skipped step leaves weights and moments, bit for bit",
+        "runs.md",
+        "megamoe/zero/engine.py",
+        "with resting(self._engine.optimizer) if rest else nullcontext():",
+        "with nullcontext():",
+        ("tests/distributed/test_skipped_steps.py",),
+    ),
+    Fault(
+        "resume-position",
+        "a run resumes at exactly the sample at which it stopped",
+        "data.md",
+        "megamoe/data/batches.py",
+        "            start_sample, self._num_samples, micro_batch_size,",
+        "            0, self._num_samples, micro_batch_size,",
+        ("tests/data/test_batches.py", "tests/distributed/test_resume.py"),
+    ),
+    Fault(
+        "capacity",
+        "an expert computes at most its capacity of pairs",
+        "all_parts.md",
+        "megamoe/moe/capacity/per_expert.py",
+        "return place_N < self.places(",
+        "return place_N <= self.places(",
+        ("tests/moe/capacity/test_per_expert.py",),
+    ),
+    Fault(
+        "temperature",
+        "the cosine scorer divides by its temperature",
+        "all_parts.md",
+        "megamoe/moe/scorers/cosine.py",
+        "scores_TE = scores_TE / self.log_temperature",
+        "scores_TE = scores_TE * self.log_temperature",
+        ("tests/moe/scorers/test_cosine.py",),
+    ),
+    Fault(
+        "threshold",
+        "the threshold selector takes the fewest experts whose probabilities reach it",
+        "all_parts.md",
+        "megamoe/moe/selectors/threshold.py",
+        "return most_S.minimum(too_few_S + 1)",
+        "return most_S.minimum(too_few_S + 2)",
+        ("tests/moe/selectors/test_threshold.py",),
+    ),
+    Fault(
+        "balance",
+        "the Switch loss is 1 at perfect balance",
+        "all_parts.md",
+        "megamoe/moe/losses/switch_balance.py",
+        "return routing.num_experts * (fractions(counts_E)",
+        "return (routing.num_experts - 1) * (fractions(counts_E)",
+        ("tests/moe/losses/test_switch_balance.py",),
+    ),
+    Fault(
+        "compiled-experts",
+        "the compiled experts equal their plain form, gradients included",
+        "speed.md",
+        "megamoe/kernels/cpu/swiglu.h",
+        "    out[1] = sent * open;\n",
+        "    out[1] = sent * share;\n",
+        ("tests/kernels/test_experts.py",),
+    ),
+    Fault(
+        "signal",
+        "at SIGTERM all ranks save and end",
+        "faults.md",
+        "megamoe/resilience/stopping.py",
+        "self._signal = self._signal or number",
+        "self._signal = self._signal",
+        ("tests/distributed/test_signals.py", "tests/resilience/test_stopping.py"),
+    ),
+    Fault(
+        "watchdog",
+        "a run that hangs is ended, and its stacks are printed",
+        "faults.md",
+        "megamoe/resilience/watchdog.py",
+        "if silent_s > self.limit_s or (",
+        "if silent_s > 1000 * self.limit_s or (",
+        ("tests/distributed/test_watchdog.py",),
+    ),
+    Fault(
+        "rank-consistency",
+        "ranks that are started with different settings are refused",
+        "faults.md",
+        "megamoe/parallel/rank_consistency.py",
+        "            if found is not None:\n                return (section, *found)\n",
+        "            pass\n",
+        ("tests/distributed/test_rank_consistency.py",),
+    ),
+    Fault(
+        "nul",
+        "NUL bytes of a power failure in metrics.jsonl are left out",
+        "faults.md",
+        "megamoe/metrics/reader.py",
+        'if broken is None and text and b"\\0" not in raw:',
+        "if broken is None and text:",
+        ("tests/metrics/test_record.py",),
+    ),
+    Fault(
+        "vocabulary",
+        "a token id outside of the vocabulary is refused before the first step",
+        "data.md",
+        "megamoe/data/verify.py",
+        "    if smallest < 0 or largest >= vocab_size:\n",
+        "    if smallest < 0:\n",
+        ("tests/data/test_damages.py",),
+    ),
+    Fault(
+        "exit-code",
+        "a user's mistake ends with exit code 2",
+        "runs.md",
+        "megamoe/errors.py",
+        "MISTAKE = 2",
+        "MISTAKE = 3",
+        ("tests/test_command_line.py",),
+    ),
+    Fault(
+        "clipping",
+        "clipping is by the norm of the whole model, the experts of other ranks included",
+        "parallelism.md",
+        "megamoe/zero/optimizer.py",
+        "        dist.all_reduce(squares, group=group)\n",
+        "",
+        ("tests/distributed/test_parity.py",),
+    ),
+)
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="faults to plant; default: all")
+    parser.add_argument("--list", action="store_true", help="print the faults and plant none")
+    options = parser.parse_args()
+    known = {fault.name: fault for fault in FAULTS}
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"no fault {unknown[0]!r}; choose from {', '.join(known)}")
+    chosen = [known[name] for name in options.names] or list(FAULTS)
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.name}: {fault.promise} (docs/{fault.page}); {', '.join(fault.tests)}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="planted_") as folder:
+        return _plant_all(chosen, copy_of_code(Path(folder) / "code"))
+
+
+def copy_of_code(target: Path) -> Path:
+    """Copy what the tests need to `target`, and return it."""
+    target.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, target / name, ignore=ignored)
+    for name in COPIED_FILES:
+        shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+def _plant_all(faults: Sequence[Fault], copy: Path) -> int:
+    if _run(copy, sorted({test for fault in faults for test in fault.tests})) != PASSED:
+        print("error: the tests do not pass on the code as it is; mend that first", file=sys.stderr)
+        return 1
+    missed = [fault.name for fault in faults if not _is_noticed(fault, copy)]
+    print(f"{len(faults) - len(missed)} of {len(faults)} faults noticed")
+    if missed:
+        print(f"error: not noticed: {', '.join(missed)}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def _is_noticed(fault: Fault, copy: Path) -> bool:
+    started = time.monotonic()
+    path = copy / fault.file
+    original = path.read_text(encoding="utf-8")
+    path.write_text(planted(fault, original), encoding="utf-8")
+    try:
+        code = _run(copy, fault.tests)
+    finally:
+        path.write_text(original, encoding="utf-8")
+    # Another exit code than FAILED is no notice: no tests, an error of usage or an interrupt.
+    verdict = {FAILED: "noticed", PASSED: "NOT NOTICED"}.get(code, f"pytest ended with {code}")
+    print(f"{fault.name}: {verdict} ({time.monotonic() - started:.0f} s)", flush=True)
+    return code == FAILED
+
+
+def planted(fault: Fault, original: str) -> str:
+    """Return the file's text with the fault.
+
+    Raises:
+        ValueError: if the text to replace does not occur exactly once.
+    """
+    count = original.count(fault.before)
+    if count != 1:
+        raise ValueError(
+            f"{fault.name}: expected {fault.before!r} once in {fault.file}, found it {count} times"
+        )
+    return original.replace(fault.before, fault.after)
+
+
+def _run(copy: Path, tests: Iterable[str]) -> int:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not full", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

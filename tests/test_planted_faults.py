@@ -1,0 +1,24 @@
+"""The faults of `planted_faults.py` still fit the code. That script plants them and runs their tests."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.planted_faults import FAULTS, ROOT, Fault, planted
+
+
+def test_there_are_twenty_and_each_has_a_name() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_each_can_be_planted(fault: Fault) -> None:
+    original = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert planted(fault, original) != original
+    assert (ROOT / "docs" / fault.page).is_file()
+    assert all(Path(ROOT / test).is_file() for test in fault.tests)
+
+
+def test_an_edit_that_no_longer_fits_is_told() -> None:
+    with pytest.raises(ValueError, match=f"expected .* once in {FAULTS[0].file}, found it 0 times"):
+        planted(FAULTS[0], "")
