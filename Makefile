@@ -1,4 +1,4 @@
-# make setup | demo | compare | test | test-full | lint | clean
+# make setup | demo | compare | test | test-full | gpu-check | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare test test-full lint clean FORCE
+.PHONY: setup demo compare test test-full gpu-check lint clean FORCE
 
 setup: $(STAMP)
 
@@ -62,6 +62,10 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(PY) -m pytest tests
+
+# On a machine with GPUs: a report in gpu_check/ within some ten minutes.
+gpu-check: $(STAMP)
+	$(PY) benchmarks/gpu_check.py
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")  # where the benchmarks compute
 
 
 def clock() -> float:

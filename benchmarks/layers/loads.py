@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.rounds import in_turn
+from common.timers import DEVICE
 from layers import ours
 from layers.candidate import DTYPES, Shape, Weights
 from layers.measure import NUM_INPUTS, WARM_UP_ROUNDS, Seconds, inputs_of, run_once, upstream_of
@@ -51,7 +52,7 @@ def measure_uneven(
 
     Second: the largest load of each input over the mean.
     """
-    layer = ours.build(shape, DTYPES[dtype], Weights.draw(shape))
+    layer = ours.build(shape, DTYPES[dtype], Weights.draw(shape)).to(DEVICE)
     planned: list[Tensor] = []
     layer.router.selector.register_forward_pre_hook(partial(_follow, planned))
     rankings = {
@@ -62,7 +63,7 @@ def measure_uneven(
     upstream = upstream_of("routed", shape, dtype)
 
     def run(name: str, number: int) -> tuple[float, float]:
-        planned[:] = [rankings[name][number % NUM_INPUTS]]
+        planned[:] = [rankings[name][number % NUM_INPUTS].to(DEVICE)]
         return run_once(layer, inputs[number % NUM_INPUTS], upstream)
 
     runs: dict[str, Callable[[int], tuple[float, float]]] = {name: partial(run, name) for name in rankings}

@@ -1,7 +1,6 @@
 """Candidates at one shape in one dtype: built, checked, and run in turn."""
 
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from common.rounds import Ratio, in_turn
+from common.timers import DEVICE, clock
 from layers.candidate import DTYPES, Candidate, NotMeasured, Shape, Weights, draw_rows
 from layers.catalogue import CANDIDATES, LIMITS
 from layers.oracle import TOLERANCE, error_of, expert_counts
@@ -111,7 +111,7 @@ def build(candidate: Candidate, shape: Shape, dtype: str, weights: Weights) -> n
     """The candidate's module, without what its library warns about."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return candidate.build(shape, DTYPES[dtype], weights)
+        return candidate.build(shape, DTYPES[dtype], weights).to(DEVICE)
 
 
 def inputs_of(rows: str, shape: Shape, dtype: str, number: int) -> Tensor:
@@ -126,12 +126,12 @@ def upstream_of(rows: str, shape: Shape, dtype: str) -> Tensor:
 
 def _draw(rows: str, shape: Shape, dtype: str, seed: int) -> Tensor:
     num_rows = shape.pairs if rows == "even" else shape.tokens
-    return draw_rows(seed, num_rows, shape.hidden, DTYPES[dtype])
+    return draw_rows(seed, num_rows, shape.hidden, DTYPES[dtype]).to(DEVICE)
 
 
 def largest_load(shape: Shape, weights: Weights, hidden_TH: Tensor) -> float:
     """Over the mean."""
-    counts_E = expert_counts(weights, hidden_TH, shape.choices)
+    counts_E = expert_counts(weights, hidden_TH.cpu(), shape.choices)
     return float(counts_E.max() / counts_E.float().mean())
 
 
@@ -153,10 +153,10 @@ def run_once(module: nn.Module, rows: Tensor, upstream: Tensor) -> tuple[float, 
     """Seconds of forward, and of forward and backward with gradients made anew."""
     module.zero_grad(set_to_none=True)
     leaf = rows.detach().requires_grad_()
-    begin = time.perf_counter()
+    begin = clock()
     output = module(leaf)
-    middle = time.perf_counter()
+    middle = clock()
     output.backward(upstream)
-    end = time.perf_counter()
+    end = clock()
     module.zero_grad(set_to_none=True)
     return middle - begin, end - begin

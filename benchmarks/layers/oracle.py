@@ -96,5 +96,5 @@ def error_of(
     output = module(leaf)
     output.backward(upstream)
     assert leaf.grad is not None
-    right = expected(candidate, shape, rows.dtype, weights, rows, upstream)
-    return right.error(output.detach(), leaf.grad)
+    right = expected(candidate, shape, rows.dtype, weights, rows.cpu(), upstream.cpu())
+    return right.error(output.detach().cpu(), leaf.grad.cpu())

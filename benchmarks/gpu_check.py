@@ -1,0 +1,170 @@
+"""Checks megamoe on this machine's GPUs and writes a report to send: `make gpu-check`.
+
+    python benchmarks/gpu_check.py [--output gpu_check] [--minutes 10] [--sections environment,parity,...]
+                                   [--devices N] [--device cpu]
+
+Sections, in this order:
+
+environment         devices, driver, versions
+rates               matrix products, experts and copies in memory on one device
+collectives         all-reduce and all-to-all between the devices
+parity              losses of five layouts beside one rank's on the CPU
+triton              every Triton kernel beside its plain form, and block sizes beside the built-in ones
+transformer_engine  its layers, in bf16 and FP8, if it is installed
+layer               our MoE layer beside those of Megatron-Core, DeepSpeed and transformers
+step                our training step beside transformers'
+training            tokens/s, model FLOP utilisation and memory of a model of 1 B parameters
+
+A section runs in a process of its own; if it ends with an error, the others still run. Sections that would
+begin after --minutes are skipped. The report is `<output>/report.json` and `<output>/report.html`; both are
+written after each section. `--device cpu` rehearses all of it on the CPU at small sizes: it checks this
+command, and says nothing about a GPU.
+
+Exit code: 0 if all that is required holds, 1 if not, 2 for a mistake, such as a machine without CUDA devices.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megamoe.compat.startup import settle_vendors
+
+settle_vendors()
+
+import torch  # noqa: E402
+
+from common.command import mistakes_told, parser_of, positive  # noqa: E402
+from gpu import collectives  # noqa: E402
+from gpu.findings import Machine, Section, Skip  # noqa: E402
+from gpu.report import SECTIONS, load_section, summary, write_report  # noqa: E402
+from megamoe.errors import UserError  # noqa: E402
+from steps.child import ROOT, environment  # noqa: E402
+
+SECTION_TIMEOUT_S = 300.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    with mistakes_told(parser):
+        if arguments.on_rank:
+            return _on_rank(arguments)
+        machine = _machine(arguments)
+        if arguments.one_section:
+            return _run_section(arguments.one_section, machine, Path(arguments.json))
+        names = _names(arguments.sections)
+        return _run_all(names, machine, Path(arguments.output), 60 * arguments.minutes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    parser.add_argument("--output", default="gpu_check", help="folder of the report")
+    parser.add_argument("--minutes", type=positive, default=10)
+    parser.add_argument("--sections", help="names separated by commas; default: all")
+    parser.add_argument("--devices", type=positive, help="how many devices to use; default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    # For the processes that the command starts itself.
+    parser.add_argument("--one-section", help=argparse.SUPPRESS)
+    parser.add_argument("--on-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--given", help=argparse.SUPPRESS)
+    parser.add_argument("--json", help=argparse.SUPPRESS)
+    return parser
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    if arguments.device == "cpu":
+        return Machine("cpu", arguments.devices or 2, quick=True)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found == 0:
+        raise UserError(
+            "no CUDA device found: this command checks GPUs; --device cpu rehearses it without one"
+            + ("" if torch.version.cuda else "; this PyTorch is built without CUDA")
+        )
+    if (arguments.devices or 0) > found:
+        raise UserError(f"--devices: found {arguments.devices}, but this machine has {found} CUDA devices")
+    return Machine("cuda", arguments.devices or found, quick=False)
+
+
+def _names(text: str | None) -> list[str]:
+    if text is None:
+        return list(SECTIONS)
+    names = text.split(",")
+    for name in names:
+        if name not in SECTIONS:
+            raise UserError(f"--sections: there is no {name!r}; there are {', '.join(SECTIONS)}")
+    return [name for name in SECTIONS if name in names]
+
+
+def _run_all(names: list[str], machine: Machine, output: Path, seconds: float) -> int:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: cannot make the folder {output}: {error.strerror}") from None
+    deadline = time.monotonic() + seconds
+    sections: list[Section] = []
+    for name in names:
+        started = time.monotonic()
+        left = deadline - started
+        section = _in_process(name, machine, output, min(left, SECTION_TIMEOUT_S)) if left > 0 else None
+        if section is None:
+            section = Section(name, reason="the time (--minutes) was over", status="skipped")
+        sections.append(section)
+        print(f"{summary(section)} ({time.monotonic() - started:.0f} s)", flush=True)
+        write_report(sections, machine, output)
+    print(f"report: {output / 'report.html'}, {output / 'report.json'}")
+    return 1 if any(section.status in ("failed", "error") for section in sections) else 0
+
+
+def _in_process(name: str, machine: Machine, output: Path, timeout_s: float) -> Section:
+    path = output / f"{name}.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--one-section", name, "--json", str(path.resolve())]
+    command += ["--device", machine.device, "--devices", str(machine.count)]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        problem = "" if done.returncode == 0 else " | ".join(done.stderr.strip().splitlines()[-1:])[-1000:]
+    except subprocess.TimeoutExpired:
+        problem = f"not finished after {timeout_s:.0f} s"
+    section = load_section(path, name)
+    path.unlink(missing_ok=True)
+    if problem:
+        section.status, section.reason = "error", problem
+    return section
+
+
+def _run_section(name: str, machine: Machine, path: Path) -> int:
+    """Run one section in this process. What it has found is written even if it ends with an error."""
+    section = Section(name)
+    try:
+        SECTIONS[name](machine, section)
+    except Skip as reason:
+        section.status, section.reason = "skipped", str(reason)
+    finally:
+        section.judge()
+        path.write_text(json.dumps(section.as_data()))
+    return 0
+
+
+def _on_rank(arguments: argparse.Namespace) -> int:
+    given: dict[str, Any] = json.loads(arguments.given)
+    found = {"collectives": collectives.on_rank}[arguments.on_rank](given)
+    if found["rank"] == 0:
+        Path(arguments.json).write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The GPU check: its judgements, its report, and a rehearsal on the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("scripts")
+
+
+def record(loss: float, load: list[int]) -> dict[str, Any]:
+    """What metrics.jsonl has of a step."""
+    return {"train/lm_loss": loss, "train/loss": loss, "train/grad_norm": 1.0, "moe/layer_01/load": load}
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
+def test_five_layouts_that_fit_the_devices(count: int, most: int) -> None:
+    from gpu.parity import layouts_for
+
+    layouts = layouts_for(count)
+    assert len(layouts) == len({layout.name for layout in layouts}) == 5
+    assert layouts[0].name == "one rank, ZeRO 0"
+    assert max(layout.ranks for layout in layouts) == most
+
+
+def test_errors_are_relative_and_moved_pairs_are_counted_once() -> None:
+    from gpu.parity import largest_error, moved_share
+
+    reference, found = [record(4.0, [6, 2])], [record(4.002, [5, 3])]
+    assert largest_error(reference, found) == pytest.approx(0.0005)
+    assert moved_share(reference, found) == 1 / 8
+    assert largest_error(reference, [*found, *found]) == largest_error([], []) == float("inf")
+
+
+def test_a_layout_that_differs_or_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import parity, ranks
+    from gpu.findings import Machine, Section
+    from gpu.report import summary
+
+    calls: list[int] = []
+
+    def train(machine: Machine, num_ranks: int, *_: object) -> list[dict[str, Any]]:
+        calls.append(num_ranks)
+        if len(calls) == 3:
+            raise ranks.Failed("rank 1: out of memory")
+        return [record(4.0 if len(calls) == 1 else 4.1, [4, 4])]
+
+    monkeypatch.setattr(parity, "train", train)
+    section = Section("parity")
+    parity.run(Machine("cpu", 2, quick=True), section)
+    section.judge()
+    assert [finding.holds for finding in section.findings] == [False, True, False]
+    assert section.status == "failed"
+    assert summary(section) == "parity: failed: one rank, ZeRO 0, EP 2, ZeRO 1"
+    assert section.findings[-1].value == "rank 1: out of memory"
+
+
+def test_uneven_counts_sum_to_the_rows_and_leave_an_expert_empty() -> None:
+    from gpu.rates import uneven_counts
+
+    counts_E = uneven_counts(1000, 7)
+    assert counts_E.sum() == 1000
+    assert counts_E[-1] == 0
+    assert torch.equal(counts_E, counts_E.sort(descending=True).values)
+
+
+def test_the_report_holds_all_findings_and_no_markup_of_theirs(tmp_path: Path) -> None:
+    from gpu.findings import Machine, Section
+    from gpu.report import page, write_report
+
+    machine, section = Machine("cpu", 2, quick=True), Section("rates")
+    section.add("product <b>", 12.3456, "TFLOP/s", holds=True, note="a & b")
+    section.judge()
+    write_report([section, Section("step", reason="the time was over", status="skipped")], machine, tmp_path)
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert [each["status"] for each in data["sections"]] == ["passed", "skipped"]
+    assert Section.from_data(data["sections"][0]) == section
+    text = (tmp_path / "report.html").read_text()
+    assert text == page([section, Section("step", reason="the time was over", status="skipped")], machine)
+    assert "product &lt;b&gt;" in text and "12.35 TFLOP/s" in text and "<b>" not in text
+    assert "rehearsal" in text
+
+
+def test_a_section_that_wrote_nothing_is_empty(tmp_path: Path) -> None:
+    from gpu.findings import Section
+    from gpu.report import load_section
+
+    assert load_section(tmp_path / "none.json", "rates") == Section("rates")
+    (tmp_path / "torn.json").write_text('{"name": "ra')
+    assert load_section(tmp_path / "torn.json", "rates") == Section("rates")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        pytest.param(
+            [],
+            "error: no CUDA device found",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA"),
+        ),
+        (
+            ["--device", "cpu", "--sections", "rats"],
+            "error: --sections: there is no 'rats'; there are environ",
+        ),
+        (["--device", "cpu", "--output", "/proc/none"], "error: --output: cannot make the folder /proc/none"),
+    ],
+)
+def test_mistakes(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import gpu_check
+
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(line)
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.full
+def test_a_rehearsal_of_all_sections(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--minutes", "30"]
+    command += ["--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "report.json").read_text())
+    expected = {"transformer_engine": "skipped", "triton": "skipped"}
+    for section in data["sections"]:
+        assert section["status"] == expected.get(section["name"], section["status"]), section
+        assert section["status"] in ("passed", "measured", "skipped"), section
+    assert data["rehearsal"] is True
