@@ -1,6 +1,7 @@
 """A small run for these tests, and the jobs that several of them send to the pool."""
 
 import copy
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megamoe.config import RunConfig, parse_config
 from megamoe.data.batches import Batch
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
+from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +99,28 @@ def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[
             trainer.save()
     finally:
         trainer.close()
+    return found
+
+
+def run_each(runs: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
+    """Job: what `run_steps` returns for each of several runs, one after the other in one world.
+
+    runs: the arguments of `run_steps`.
+    """
+    found = []
+    try:
+        for arguments in runs:
+            steps, save = arguments["steps"], arguments.get("save", False)
+            changes = {name: value for name, value in arguments.items() if name not in ("steps", "save")}
+            trainer = Trainer(small_run(**changes))
+            found.append(watched_steps(trainer, steps))
+            if save:
+                trainer.save()
+            trainer.checkpoints.close()
+            del trainer
+            gc.collect()  # an engine and its parameters refer to each other
+    finally:
+        launch.stop()
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint_files import assert_same_bits, read_tensors
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, PLAIN_FILES, ds_config, ds_variant, run_steps
+from tests.distributed.runs import CUT_ALL, PLAIN_FILES, ds_config, ds_variant, run_each, run_steps
 
 STOP, STEPS = 3, 6
 RUN: dict[str, Any] = {
@@ -22,32 +22,45 @@ RUN: dict[str, Any] = {
     "optimizer__schedule": "cosine",
     "optimizer__warmup_steps": 2,
 }
-LAYOUTS = [(1, 1, "zero0_fp32")] + [(2, 2, file) for file in PLAIN_FILES]
 OPTIMIZER = ("exp_avg/", "exp_avg_sq/", "step/")
 # Offload on the CPU has no path of its own beside the plain files', ZeRO 2 and 3 none in fp32 beside bf16.
-SPARED = ("offload", "zero2_fp32", "zero3_fp32")
-CASES = [
-    pytest.param(*layout, marks=pytest.mark.full if any(word in layout[2] for word in SPARED) else ())
-    for layout in LAYOUTS
-]
+QUICK = ("zero0_fp32", "zero0_bf16", "zero1_bf16", "zero2_bf16", "zero3_bf16")
 
 
-@pytest.mark.parametrize(("ranks", "expert", "file"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "files"),
+    [
+        pytest.param(1, ("zero0_fp32",), id="1 rank"),
+        pytest.param(2, QUICK, id="2 ranks"),
+        pytest.param(
+            2, tuple(file for file in PLAIN_FILES if file not in QUICK), id="others", marks=pytest.mark.full
+        ),
+    ],
+)
 def test_a_resumed_run_is_bit_identical(
-    pool: Pool, tmp_path: Path, ranks: int, expert: int, file: str
+    pool: Pool, tmp_path: Path, ranks: int, files: tuple[str, ...]
 ) -> None:
-    path = ds_variant(tmp_path, file, zero_optimization=CUT_ALL) if "zero3" in file else ds_config(file)
-    layout = {**RUN, "parallel__expert": expert, "parallel__deepspeed": path}
-    whole = pool.run(run_steps, STEPS, True, output=tmp_path / "whole", **layout, ranks=ranks)
-    cut = {**layout, "output": tmp_path / "cut", "checkpoint__resume": "auto"}
-    first = pool.run(run_steps, STOP, True, **cut, ranks=ranks)
-    second = pool.run(run_steps, STEPS - STOP, True, **cut, ranks=ranks)
-    for rank in range(ranks):
-        for word in ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "masks", "samples"):
-            assert first[rank][word] + second[rank][word] == whole[rank][word], word
-    assert len(set(whole[0]["batch_size"])) > 2  # it grew, and was growing at the stop
-    assert whole[0]["batch_size"][STOP - 1] < whole[0]["batch_size"][-1]
-    _assert_same_state(tmp_path / "whole", tmp_path / "cut", ranks)
+    layouts: dict[str, dict[str, Any]] = {}
+    for file in files:
+        cut = "zero3" in file
+        path = ds_variant(tmp_path, file, zero_optimization=CUT_ALL) if cut else ds_config(file)
+        layouts[file] = {**RUN, "parallel__expert": ranks, "parallel__deepspeed": path, "save": True}
+    auto = {"checkpoint__resume": "auto"}
+    several = [
+        [{**run, **more, "steps": steps, "output": tmp_path / file / kind} for file, run in layouts.items()]
+        for kind, steps, more in (("whole", STEPS, {}), ("cut", STOP, auto), ("cut", STEPS - STOP, auto))
+    ]
+    # By what was run: by rank: by file.
+    whole, first, second = (pool.run(run_each, runs, ranks=ranks, timeout_s=600) for runs in several)
+    for place, file in enumerate(files):
+        for rank in range(ranks):
+            one, two, all_steps = first[rank][place], second[rank][place], whole[rank][place]
+            for word in ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "masks", "samples"):
+                assert one[word] + two[word] == all_steps[word], f"{file}: {word}"
+        sizes = whole[0][place]["batch_size"]
+        assert len(set(sizes)) > 2  # it grew, and was growing at the stop
+        assert sizes[STOP - 1] < sizes[-1]
+        _assert_same_state(tmp_path / file / "whole", tmp_path / file / "cut", ranks)
 
 
 CUT_LAYOUTS = [
