@@ -1,7 +1,7 @@
 """The run's configuration: schema, parts, loading, and the checks that need no machine."""
 
-from megamoe.config.load import dump_yaml, load_config, parse_config, to_dict
+from megamoe.config.load import configure, dump_yaml, load_config, parse_config, to_dict
 from megamoe.config.parts import PartChoice
 from megamoe.config.schema import RunConfig
 
-__all__ = ["PartChoice", "RunConfig", "dump_yaml", "load_config", "parse_config", "to_dict"]
+__all__ = ["PartChoice", "RunConfig", "configure", "dump_yaml", "load_config", "parse_config", "to_dict"]

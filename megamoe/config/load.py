@@ -33,14 +33,27 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     base = None
     if path is not None:
         tree, base = _read_yaml(Path(path)), Path(path).parent
-    for override in overrides or []:
+    return configure(tree, overrides or [], str(path) if path is not None else "configuration", base)
+
+
+def configure(
+    tree: dict[str, Any], overrides: list[str], source: str = "configuration", base: Path | None = None
+) -> RunConfig:
+    """Apply overrides to a plain mapping, load the plugins that it names, and check it against the schema.
+
+    The mapping is changed. base: the folder that paths of plugins are relative to.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    for override in overrides:
         _apply_override(tree, override)
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")
     for plugin in plugins:
         registry.load_plugin(str(plugin), base)
-    return parse_config(tree, source=str(path) if path is not None else "configuration")
+    return parse_config(tree, source=source)
 
 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> RunConfig:

@@ -147,6 +147,15 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
         _same(path, "moe.expert_activation", before, expert_activation(config), INIT_WAY_OUT)
 
 
+def check_vocabulary(path: Path, meta: Meta, vocabulary: int) -> None:
+    """Refuse data of another vocabulary than that of a checkpoint's model.
+
+    Raises:
+        UserError: naming both sizes.
+    """
+    _same(path, "vocabulary", meta["vocabulary"], vocabulary, "name data of the model's own vocabulary")
+
+
 def _same(path: Path, key: str, before: Any, after: Any, way_out: str = RESUME_WAY_OUT) -> None:
     if before != after:
         raise UserError(f"{path}: saved with {key} {_short(before)}, this run has {_short(after)}; {way_out}")

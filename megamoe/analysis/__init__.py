@@ -1,0 +1,1 @@
+"""What becomes of a trained model: it is opened without its optimizer, and evaluated."""

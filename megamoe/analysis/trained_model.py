@@ -1,0 +1,171 @@
+"""A trained model from a checkpoint, without optimizer and DeepSpeed engine, at any layout."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megamoe.checkpoint.format.folder import candidates, find_checkpoints
+from megamoe.checkpoint.format.meta import Meta, read_meta
+from megamoe.checkpoint.format.reader import CheckpointReader
+from megamoe.checkpoint.manager import first_intact
+from megamoe.checkpoint.state import load_weights
+from megamoe.config import RunConfig, configure
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import UserError
+from megamoe.model.gpt import GPT, build_gpt
+from megamoe.moe.part import StepContext
+from megamoe.parallel import launch
+from megamoe.parallel.consensus import catch_error, raise_any_error
+from megamoe.parallel.groups import data_group, start_groups
+from megamoe.parallel.layout import Layout
+from megamoe.train.resolved import resolve_run
+from megamoe.train.resume import check_vocabulary
+from megamoe.zero.expert_host import hosted_layer_factory
+
+KEY = "checkpoint"
+# Sections of a saved configuration that say how it was trained, not what was trained.
+FORGOTTEN = ("parallel", "checkpoint", "log", "output", "name")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class TrainedModel:
+    """A model in evaluation mode, on this rank's device.
+
+    path: its checkpoint. precision: of its weights, `fp32`, `bf16` or `fp16`.
+    """
+
+    path: Path
+    meta: Meta
+    config: RunConfig
+    model: GPT
+    context: StepContext
+    layout: Layout
+    world: launch.World
+    vocabulary: Vocabulary
+    precision: str
+
+    @property
+    def step(self) -> int:
+        """The optimizer step after which the checkpoint was saved."""
+        return self.meta["step"]
+
+    @property
+    def validation_samples(self) -> int:
+        """The samples, over all ranks, on which the run's validation loss was computed."""
+        train, layout = self.meta["config"]["train"], self.meta["layout"]
+        unit: int = train["micro_batch_size"] * layout["ranks"] // layout["tensor"]
+        return self.config.evaluation.batches * int(train.get("global_batch_size") or unit)
+
+
+@dataclass
+class Session:
+    """The ranks that open models, one after the other: the process group is started once.
+
+    world: this rank's place. overrides: `section.key=value`, for all models.
+    """
+
+    world: launch.World
+    overrides: Sequence[str] = ()
+    precision: str | None = None
+    _layout: Layout | None = field(default=None, repr=False)
+
+    def open(self, path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
+        """Load the weights of a checkpoint, or of the newest intact one of a run's folder.
+
+        overrides: of the saved configuration, after the session's; they may change how the model computes,
+        but no weight's shape.
+
+        Raises:
+            UserError: on every rank, if there is no intact checkpoint, or if the configuration does not fit
+                its weights or this number of ranks.
+        """
+        found = _checkpoints(path)
+        meta = read_meta(found[0], KEY)
+        config = configuration_of(meta, found[0], [*self.overrides, *overrides])
+        run = resolve_run(config, self.world.size)
+        self._start(run.plan.layout, config)
+        intact, _ = first_intact(found, report=lambda line: None)
+        if intact != found[0]:
+            return self.open(intact, overrides)
+        check_vocabulary(intact, meta, run.vocabulary.size)
+        groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
+        context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
+        context.step = meta["step"]
+        factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
+        model = build_gpt(config, run.vocabulary.size, factory)
+        raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
+        precision = self._precision(meta)
+        _round(model, DTYPES[precision])
+        model.to(self.world.device).eval()
+        return TrainedModel(
+            intact, meta, config, model, context, run.plan.layout, self.world, run.vocabulary, precision
+        )
+
+    def _start(self, layout: Layout, config: RunConfig) -> None:
+        if self._layout is None:
+            launch.start(self.world, config.parallel.timeout_minutes)
+        self._layout = layout
+
+    def _load(self, path: Path, model: nn.Module, layout: Layout) -> None:
+        with CheckpointReader(path, KEY) as reader:
+            load_weights(reader, model, layout, self.world.rank)
+
+    def _precision(self, meta: Meta) -> str:
+        precision = self.precision or meta["layout"]["precision"]
+        on_cpu = self.world.device.type == "cpu"
+        return "fp32" if precision == "fp16" and on_cpu else precision
+
+
+@contextmanager
+def session(overrides: Sequence[str] = (), precision: str | None = None) -> Iterator[Session]:
+    """Find this rank's place among the ranks; leave the process group at the end.
+
+    precision: of the weights; default: as trained, but fp32 on the CPU for a model trained in fp16.
+    """
+    try:
+        yield Session(launch.find_world(), overrides, precision)
+    finally:
+        launch.stop()
+
+
+def configuration_of(meta: Meta, path: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration that a checkpoint holds, at the default layout, with overrides.
+
+    Plugins that the checkpoint names are not run: a user must name them with the override `plugins=[...]`.
+
+    Raises:
+        UserError: if the configuration is wrong, or needs plugins that the user does not name.
+    """
+    tree: dict[str, Any] = {key: value for key, value in meta["config"].items() if key not in FORGOTTEN}
+    plugins = tree.pop("plugins", None)
+    if plugins and not any(override.startswith("plugins=") for override in overrides):
+        raise UserError(
+            f"{path}: the model was trained with plugins={plugins}, which are run only where you name them; "
+            f"add plugins={plugins} if you trust these files"
+        )
+    # The number of ranks may be another one, which need not divide the batches of training.
+    tree["train"] = {
+        **tree.get("train", {}),
+        "callbacks": [],
+        "global_batch_size": None,
+        "batch_rampup": None,
+    }
+    return configure(tree, list(overrides), source=str(path))
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """The named checkpoint, or those of a run, the one that a resume would load first."""
+    found, is_run = find_checkpoints(path)
+    return candidates(found[0].parent) or found if is_run else found
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters to the dtype; buffers stay fp32, as training keeps them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)

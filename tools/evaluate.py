@@ -1,0 +1,152 @@
+"""Perplexity of a checkpoint on data sets, and over sweeps of the router's options.
+
+python tools/evaluate.py runs/demo
+python tools/evaluate.py runs/demo --data books=data/books/books --data code=data/code/code --samples 512
+python tools/evaluate.py runs/threshold --sweep moe.router.capacity.eval_factor=0.25,0.5,1,2 --json sweep.json
+torchrun --nproc-per-node 2 tools/evaluate.py runs/demo parallel.expert=2
+
+By default the run's own validation sets are evaluated on as many samples as in training, and the loss is the
+one that training reports. A sweep evaluates the checkpoint with each value of a key of the configuration;
+several sweeps give all combinations. `of dense` is the experts' FLOPs over those of dense FFNs.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megamoe.compat.startup import check_versions, settle_vendors
+from megamoe.errors import UserError
+from megamoe.resilience.error_reporting import exit_process, report_error
+
+COLUMNS = ("data", "loss", "perplexity", "experts/token", "dropped", "of dense", "tokens/s")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        check_versions()
+        settle_vendors()
+        points = list(itertools.product(*map(_values, options.sweep)))
+        rows = _evaluate(options, points)
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(error)
+    if options.json and rows:
+        return _write(Path(options.json), rows)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="a step_* folder, or a run's")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME=PREFIX",
+        help="prepared data, instead of the run's",
+    )
+    parser.add_argument("--samples", type=int, help="of each data set; default: as many as in training")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2,...",
+        help="evaluate with each of these values",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML"
+    )
+    return parser
+
+
+def _values(sweep: str) -> list[str]:
+    """The overrides of one sweep."""
+    key, equals, values = sweep.partition("=")
+    if not (key and equals and values):
+        raise UserError(
+            f"--sweep: found {sweep!r}, expected KEY=V1,V2,... such as moe.router.selector.k=1,2,4"
+        )
+    return [f"{key}={value}" for value in values.split(",")]
+
+
+def _data_overrides(given: list[str]) -> list[str]:
+    if not given:
+        return []
+    sets: dict[str, list[str]] = {}
+    for each in given:
+        name, equals, prefix = each.partition("=")
+        if not (name and equals and prefix):
+            raise UserError(f"--data: found {each!r}, expected NAME=PREFIX, such as books=data/books/books")
+        sets.setdefault(name, []).append(prefix)
+    first = next(iter(sets.values()))
+    return [
+        "data.mock=false",
+        f"data.sources={json.dumps(first)}",
+        f"data.validation={json.dumps(sets)}",
+        "data.split=[1, 0, 0]",
+    ]
+
+
+def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Evaluate every data set at every point of the sweeps; return the results on the first rank."""
+    from megamoe.analysis.perplexity import datasets_of, perplexity_on
+    from megamoe.analysis.trained_model import session
+
+    rows: list[dict[str, Any]] = []
+    overrides = [*options.overrides, *_data_overrides(options.data)]
+    with session(overrides, options.precision) as ranks:
+        for point in points:
+            trained = ranks.open(options.path, point)
+            if ranks.world.is_first and not rows:
+                print(f"{trained.path}, step {trained.step}, {trained.precision}")
+            samples = options.samples or trained.validation_samples
+            sets = datasets_of(trained, samples).validation
+            if not sets:
+                raise UserError(
+                    "no validation set: data.split has no second share; name data with --data NAME=PREFIX"
+                )
+            for name, dataset in sets.items():
+                found = perplexity_on(trained, dataset, samples)
+                row = {"data": name, "settings": list(point), "samples": samples, **found.as_data()}
+                if ranks.world.is_first:
+                    _show(row, first=not rows)
+                    rows.append(row)
+    return rows
+
+
+def _show(row: dict[str, Any], first: bool) -> None:
+    if first:
+        print("  ".join(f"{column:>13}" for column in COLUMNS))
+    numbers = (
+        f"{row['lm_loss']:.6f}",
+        f"{row['perplexity']:.4f}",
+        f"{row['experts_per_token']:.3f}",
+        f"{100 * row['dropped']:.2f} %",
+        f"{row['dense_share']:.3f}",
+        f"{row['tokens_per_s']:,.0f}",
+    )
+    line = "  ".join(f"{text:>13}" for text in (row["data"], *numbers))
+    print("  ".join([line, *row["settings"]]), flush=True)
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> int:
+    try:
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        return report_error(UserError(f"--json: {path} cannot be written: {error.strerror}"))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_process(code) if (code := main()) else sys.exit(0)
