@@ -1,14 +1,20 @@
 """What the tests of several packages share: quiet vendors, a registry that forgets, a world of one rank."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
+
+if TYPE_CHECKING:
+    from tests.distributed.pool import Pool
 
 OWN_PARTS = Path(__file__).parents[1] / "examples/own_parts.py"
 
@@ -23,6 +29,14 @@ def _early_ranks(request: pytest.FixtureRequest) -> None:
         from tests.distributed.pool import Pool
 
         Pool().prepare()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Pool:
+    """Runs jobs on processes that are the ranks."""
+    from tests.distributed.pool import Pool
+
+    return Pool()
 
 
 @pytest.fixture(name="restored_process")

@@ -1,0 +1,149 @@
+"""A checkpoint's perplexity: what training reports, at any layout; the experts' FLOPs by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.analysis.perplexity import Perplexity, datasets_of, flops_of_dense, flops_of_pair, perplexity_on
+from megamoe.analysis.trained_model import session
+from megamoe.errors import UserError
+from megamoe.parallel import launch
+from megamoe.train.trainer import Trainer
+from tests.distributed.pool import Pool
+from tests.distributed.runs import ds_config, small_run
+from tests.tiny import tiny
+
+CAPACITY = {"name": "per_expert", "factor": 0.5}
+ROUTER: dict[str, Any] = {"scorer": "linear", "selector": {"name": "top_k", "k": 2}, "capacity": CAPACITY}
+RUN: dict[str, Any] = {
+    "moe__router": ROUTER,
+    "train__global_batch_size": 4,
+    "evaluation__batches": 2,
+    "data__validation": {},
+}
+PAIR: dict[str, Any] = {"tensor": 2, "expert": 2, "deepspeed": ds_config("zero3_fp32")}
+
+
+def trained_run(folder: Path, **changes: Any) -> dict[str, float]:
+    """Job: two steps, a checkpoint, and the validation loss that training reports."""
+    trainer = Trainer(small_run(folder, **RUN, **changes))
+    for _ in range(2):
+        trainer.step()
+    reported = trainer.evaluate()
+    trainer.save()
+    trainer.close()
+    return reported
+
+
+def evaluated(path: Path, points: list[list[str]], overrides: list[str]) -> list[dict[str, Any]]:
+    """Job: what an evaluation finds at each point."""
+    found = []
+    with session(overrides) as ranks:
+        for point in points:
+            trained = ranks.open(path, point)
+            samples = trained.validation_samples
+            dataset = datasets_of(trained, samples).validation["valid"]
+            found.append(perplexity_on(trained, dataset, samples).as_data())
+    return found
+
+
+@pytest.fixture(scope="module")
+def run_folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run trained on two ranks at TP 2 x EP 2 and ZeRO 3, and its validation loss."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    reported, _ = pool.run(trained_run, folder, parallel=PAIR, ranks=2)
+    return folder / "small", reported["val/lm_loss"]
+
+
+def test_the_loss_is_the_one_that_training_reports_at_any_layout(
+    pool: Pool, run_folder: tuple[Path, float]
+) -> None:
+    path, reported = run_folder
+    (alone,) = pool.run(evaluated, path, [[]], [], ranks=1)
+    one, two = pool.run(evaluated, path, [[]], ["parallel.expert=2"], ranks=2)
+    assert one[0]["lm_loss"] == two[0]["lm_loss"]
+    assert alone[0]["lm_loss"] == pytest.approx(reported, abs=1e-6)
+    assert one[0]["lm_loss"] == pytest.approx(reported, abs=1e-6)
+    for word in ("load", "dropped", "experts_per_token", "dense_share", "tokens"):
+        assert one[0][word] == alone[0][word], word
+
+
+def test_a_sweep_over_the_capacity_changes_what_is_computed(
+    pool: Pool, run_folder: tuple[Path, float]
+) -> None:
+    path, _ = run_folder
+    points = [[f"moe.router.capacity.eval_factor={factor}"] for factor in (0.25, 0.5, 8)]
+    (found,) = pool.run(evaluated, path, points, [], ranks=1)
+    # Of 32 tokens with 2 choices and 8 experts, a factor of 0.25 leaves 2 places an expert: 16 of 64 pairs.
+    assert found[0]["experts_per_token"] <= 0.5
+    assert found[0]["dense_share"] < found[1]["dense_share"] < found[2]["dense_share"]
+    assert found[2]["dropped"] == 0 and found[2]["experts_per_token"] == 2
+    # Two experts of FFN size 32 beside a dense FFN of 64.
+    assert found[2]["dense_share"] == 1.0
+    assert len({each["lm_loss"] for each in found}) == 3
+
+
+def refusals(path: Path) -> list[str]:
+    """Job: the lines of what cannot be evaluated."""
+    lines = []
+    for overrides, samples in ((["model.vocab_size=42"], 8), (["moe.num_experts=4"], 8), ([], 0)):
+        try:
+            with session(overrides) as ranks:
+                trained = ranks.open(path)
+                perplexity_on(trained, datasets_of(trained, 8).validation["valid"], samples)
+        except UserError as error:
+            lines.append(str(error))
+    return lines
+
+
+def test_mistakes_are_lines(pool: Pool, run_folder: tuple[Path, float]) -> None:
+    path, _ = run_folder
+    (lines,) = pool.run(refusals, path, ranks=1)
+    for line, start in zip(
+        lines,
+        (
+            f"{path}/checkpoints/step_00000002: saved with vocabulary 21, this run has 42; name data",
+            f"{path}/checkpoints/step_00000002: ",
+            "0 samples do not divide",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(start), line
+
+
+def test_plugins_of_a_checkpoint_are_not_run_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megamoe.analysis.trained_model import configuration_of
+    from megamoe.config import to_dict
+
+    mark = tmp_path / "ran"
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(f"open({str(mark)!r}, 'w')\n")
+    meta: Any = {"config": {**to_dict(tiny()), "plugins": [str(plugin)]}}
+    with pytest.raises(
+        UserError, match=r"^runs/a: the model was trained with plugins=\['.*'\], which are run"
+    ):
+        configuration_of(meta, Path("runs/a"), [])
+    assert not mark.exists()
+    configuration_of(meta, Path("runs/a"), [f"plugins={json.dumps([str(plugin)])}"])
+    assert mark.exists()
+
+
+def test_flops_by_hand() -> None:
+    # SwiGLU: three matrices of 16 x 12, 2 operations for each weight; the dense FFN is 24 wide.
+    assert flops_of_pair(tiny()) == 2 * 3 * 16 * 12
+    assert flops_of_dense(tiny()) == 2 * 3 * 16 * 24
+    assert flops_of_pair(tiny("moe.expert_activation=gelu")) == 2 * 2 * 16 * 12
+
+
+def test_a_loss_without_bound_has_an_infinite_perplexity() -> None:
+    found = Perplexity(1000.0, 1, 1, {}, 0, 1.0, 0.0, 0.0)
+    assert found.perplexity == float("inf")
+    assert found.experts_per_token == found.dropped == 0
+
+
+def test_the_world_is_left_at_the_end() -> None:
+    with session() as ranks:
+        assert ranks.world.size == 1
+    launch.stop()
