@@ -68,3 +68,6 @@ class Kernels:
         found = self.rows_on(rows.device)
         fits = found is not None and rows.dtype in found.dtypes and rows.is_contiguous()
         return found if fits else None
+
+
+DEFAULT_KERNELS = Kernels()
