@@ -29,6 +29,8 @@ LOST_CONTACT = re.compile(
     r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective",
     re.IGNORECASE,
 )
+# PyTorch's allocator on the CPU raises a plain RuntimeError.
+NO_MEMORY = re.compile(r"DefaultCPUAllocator: (not enough|can't allocate) memory", re.IGNORECASE)
 DEAD_LOADER = re.compile(r"DataLoader (worker|timed out)", re.IGNORECASE)
 
 
@@ -38,6 +40,12 @@ def is_lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and (
         of_torch or (bool(LOST_CONTACT.search(str(error))) and not DEAD_LOADER.search(str(error)))
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory of the host or of a device was missing."""
+    of_torch = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return isinstance(error, MemoryError) or of_torch or bool(NO_MEMORY.search(str(error)))
 
 
 def explain(error: BaseException) -> tuple[ExitCode, str | None]:
@@ -64,6 +72,12 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
         return ExitCode.MISTAKE, line
     if is_lost_contact(error):
         return ExitCode.UNEXPECTED, f"{_rank_prefix()}lost contact with another rank ({_shorten(text)})"
+    if is_out_of_memory(error):
+        reason = _shorten(text) or "no memory is left"
+        return ExitCode.UNEXPECTED, (
+            f"{_rank_prefix()}out of memory ({reason}); lower train.micro_batch_size or "
+            "data.sequence_length, set model.recompute, or use more ranks"
+        )
     if isinstance(error, RuntimeError) and DEAD_LOADER.search(text):
         return ExitCode.UNEXPECTED, f"{_rank_prefix()}a loader process died (data.workers): {_shorten(text)}"
     return ExitCode.UNEXPECTED, None
