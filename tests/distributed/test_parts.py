@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megamoe.config import parse_config
-from megamoe.moe.ways_out import provides
+from megamoe.moe.alternatives import provides
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool

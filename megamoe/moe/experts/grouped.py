@@ -1,8 +1,7 @@
-"""Experts: many FFNs of one shape over rows grouped by expert.
+"""Experts: FFNs of one shape over rows grouped by expert.
 
-Weights are stacked, [experts, out, in] as in nn.Linear; the product is `kernels.products`, or another that is
-handed in as `Products`. `loop_experts` computes the same by a plain loop; the tests hold the two
-against each other.
+Weights are stacked, [experts, out, in] as in nn.Linear. The product is `kernels.products`, or another one
+passed as `Products`. `loop_experts` computes the same in a plain loop; the tests compare the two.
 """
 
 import math
@@ -19,8 +18,8 @@ from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, activate_plainly, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
 
-# Of PyTorch's product in bf16 on the CPU: oneDNN prepares its kernel anew for every row count, and the counts
-# change at every step; groups padded to a multiple of this meet only a few.
+# For PyTorch's bf16 product on the CPU: oneDNN prepares a kernel for every new row count, and the counts
+# change in every step. Groups padded to a multiple of this have only a few row counts.
 PADDED_ROWS = 64
 
 # (rows [N, in] grouped by expert, weight [experts, out, in], counts [experts] int64) -> [N, out]: each row
@@ -34,11 +33,11 @@ def _grouped_product_of(num_experts: int, in_size: int, out_size: int) -> Groupe
 
 @dataclass(frozen=True)
 class Products:
-    """How the products of grouped experts are worked out.
+    """How the products of grouped experts are computed.
 
-    make: from (experts, in, out) to the product of one stacked weight, a function, or a module that holds no
-    parameters. row_multiple: each expert's rows are filled up with zeros to a multiple of it. host_counts:
-    the products read the counts on the CPU, so that both of an FFN share one copy.
+    make: from (experts, in, out) to the product with one stacked weight, as a function or a module without
+    parameters. row_multiple: each expert's rows are padded with zeros to a multiple of it. host_counts: the
+    products read the counts on the CPU, so that both products of an FFN share one copy.
     """
 
     make: Callable[[int, int, int], GroupedProduct] = _grouped_product_of
@@ -51,25 +50,25 @@ OWN_PRODUCTS = Products()
 
 @dataclass(frozen=True)
 class Slice:
-    """Number `index` of `count` equal slices of a size."""
+    """Slice number `index` of `count` equal slices of a dimension."""
 
     index: int = 0
     count: int = 1
 
     def of(self, size: int) -> slice:
-        """Its place in a dimension of that size."""
+        """Return the slice of a dimension of this size."""
         return slice(self.index * size // self.count, (self.index + 1) * size // self.count)
 
 
 class GroupedExperts(nn.Module):
     """E_local experts of hidden size H and FFN size F, without biases.
 
-    cut: the slice of F that is here; what `forward` gives is then its part of a sum over all slices.
+    cut: this rank's slice of F; `forward` then returns a partial result, to be summed over all slices.
 
-    An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
-    expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
-    init_scale: see `rng.start_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
-    two products are worked out.
+    An expert's initial weights depend on (seed, layer, its global number, sublayer) alone, so every
+    expert-parallel layout starts with the same model. std: of the first weight; output_std: of the second;
+    init_scale: see `rng.init_weight`. sublayer: the number of this FFN in its expert, from 1. products: how
+    the two products are computed.
     """
 
     def __init__(
@@ -109,12 +108,12 @@ class GroupedExperts(nn.Module):
                 (whole_up, std, whose),
                 (whole_down, output_std, f"{whose}, down"),
             ):
-                rng.start_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
+                rng.init_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
             self.up.data[local] = cut_up(whole_up, ffn_size, cut)
             self.down.data[local] = whole_down[:, cut.of(ffn_size)]
 
     def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
-        """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
+        """[N, H] rows grouped by expert and their counts, int64 [E_local] -> [N, H]."""
         multiple = self.products.row_multiple
         padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
         if padded_alike and not takes_any_count(rows_NH, self.up, self.down):
@@ -130,7 +129,7 @@ class GroupedExperts(nn.Module):
     def _ffn(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
         if self.products.host_counts:
             counts_E = counts_E.cpu()
-        # The fused form knows SwiGLU alone; every other activation takes the three steps below.
+        # Only SwiGLU has a fused form; every other activation takes the three steps below.
         if self.activation == "swiglu" and dropout is None and self.up_product is grouped_product:
             return swiglu_experts(rows_NH, self.up, self.down, counts_E)
         rows_NF = activate(self.up_product(rows_NH, self.up, counts_E), self.activation)
@@ -140,12 +139,12 @@ class GroupedExperts(nn.Module):
 
 
 def cut_up(weight: Tensor, ffn_size: int, cut: Slice) -> Tensor:
-    """A first weight, [F or 2F, H] -> that slice of each of its halves."""
+    """Return a slice of each half of a first weight, [F or 2F, H]."""
     return weight.view(-1, ffn_size, weight.shape[-1])[:, cut.of(ffn_size)].reshape(-1, weight.shape[-1])
 
 
 def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Where rows grouped by expert stand when each group is padded to a multiple of `unit`.
+    """Return the places of rows grouped by expert if each group is padded to a multiple of `unit`.
 
     counts_E: int64 -> (each row's place, int64 [N]; the padded counts, int64 [E]).
     """
@@ -156,7 +155,7 @@ def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
 
 
 def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
-    """The oracle of `GroupedExperts.forward`: one expert after the other, by PyTorch's operators."""
+    """The oracle of `GroupedExperts.forward`: a loop over the experts in PyTorch's operators."""
     outputs = []
     for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
         outputs.append(activate_plainly(rows @ up.T, experts.activation) @ down.T)

@@ -20,21 +20,25 @@ from megamoe.registry import register
 class ExpertChoice(Selector):
     """Each expert takes its C = ceil(k * T / E) best tokens by p; the weight is p.
 
-    The load is even by construction, and a token has from none to E experts, k on average. Its first
-    choice is the one of them with the largest p. T is the micro batch of one data-parallel rank. An expert
-    with fewer than C candidates takes them all. Source: Zhou et al. 2022, Mixture-of-Experts with Expert
-    Choice Routing (their e, n, c and k are E, T, k and C; how C is rounded is not said).
+    The load is even by construction. A token has between 0 and E experts, k on average. Its first choice is
+    the expert with the largest p among those that took it. T is the micro batch of one data-parallel rank. An
+    expert with fewer than C candidates takes all of them.
 
-    An expert compares tokens by p with a softmax, whose scores say nothing across tokens, and by the scores
-    with a sigmoid, whose p have the same order but round to 1 or 0 in fp32.
+    Source: Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing (their e, n, c and k are E, T, k
+    and C; the paper does not say how C is rounded).
 
-    Not causal: whether a token is taken depends on the tokens after it and on the other sequences, so that
-    a decoder sees the future in training and cannot generate token by token as it was trained.
+    With a softmax an expert compares tokens by p, because the scores of different tokens do not compare. With
+    a sigmoid it compares them by the scores, which have the same order but do not round to 1 or 0 in fp32.
+
+    Not causal: whether an expert takes a token depends on later tokens and on other sequences. A decoder sees
+    the future in training and cannot generate token by token as it was trained.
     """
 
     @dataclass
     class Config:
-        """k: experts a token on average, the paper's capacity factor c. allow_non_causal: take the risk."""
+        """k: mean experts per token, the paper's capacity factor c. allow_non_causal: accept that the choice
+        is not causal.
+        """
 
         k: float = 2.0
         allow_non_causal: bool = False
@@ -45,27 +49,22 @@ class ExpertChoice(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """An even load, and tokens without a pair."""
         return {"even_load", "by_experts"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """No second balance."""
         return {"dropless": "since each expert takes a fixed number of tokens"}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """No second balance."""
         return {"bias": "but it would be the same for all tokens among which an expert chooses"}
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """As many choices as asked for."""
         return [Example({"k": num_choices, "allow_non_causal": True})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Only where the user knows that it is not causal."""
         if not options.allow_non_causal:
             raise ValueError(
                 "the models here are decoders, and expert choice lets a token's experts depend on later "
@@ -76,16 +75,16 @@ class ExpertChoice(Selector):
 
     @property
     def mean_choices(self) -> float:
-        """The k that a token has on average."""
+        """The mean number of experts per token."""
         return float(self.config.k)
 
     def places(self, num_tokens: int) -> int:
-        """C, the tokens of each expert."""
+        """Return C, the number of tokens of each expert."""
         exact = Fraction(str(self.config.k)) * num_tokens / self.dims.num_experts
         return min(math.ceil(exact), num_tokens)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """C * E pairs, fewer where masks leave an expert too few candidates."""
+        """Return C * E pairs, fewer if masks leave an expert too few candidates."""
         best_EC = _values_TE(scored).T.topk(self.places(scored.num_tokens), dim=1).indices
         expert_E1 = torch.arange(len(best_EC), device=best_EC.device)[:, None]
         token_N, expert_N = best_EC.reshape(-1), expert_E1.expand_as(best_EC).reshape(-1)
@@ -103,7 +102,7 @@ class ExpertChoice(Selector):
 
 
 def _values_TE(scored: Scored) -> Tensor:
-    """What an expert's tokens are compared by; -inf where it is no candidate."""
+    """Return the values by which an expert compares tokens; -inf if it is no candidate."""
     if not scored.ranked_by_scores:
         return scored.ranking_TE
     values_TE, candidates_TE = scored.across_tokens_TE(scored.probs_TE), scored.candidates_TE

@@ -132,7 +132,7 @@ def test_only_sizes_on_the_meta_device() -> None:
 def test_without_token_ids_it_is_refused() -> None:
     with pytest.raises(UserError, match="hash needs token ids.*knows no vocabulary"):
         make_hash(vocab_size=None)
-    with pytest.raises(UserError, match="hash needs token ids.*told none"):
+    with pytest.raises(UserError, match="hash needs token ids.*got none"):
         make_hash()(make_hidden(3), StepContext())
 
 

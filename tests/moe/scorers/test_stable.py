@@ -224,7 +224,7 @@ def test_without_token_ids_it_says_so() -> None:
     with pytest.raises(UserError, match="knows no vocabulary"):
         make_part("scorer", "stable")
     scorer = make_part("scorer", "stable", dims={"vocab_size": VOCABULARY})
-    with pytest.raises(UserError, match="were told none"):
+    with pytest.raises(UserError, match="layers got none"):
         scorer(make_hidden(3), StepContext())
 
 
