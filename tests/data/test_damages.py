@@ -14,7 +14,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megamoe.config.schema import DataConfig
-from megamoe.data import file_facts
+from megamoe.data import scan_cache
 from megamoe.data.card import load_card
 from megamoe.data.index_file import HEADER
 from megamoe.data.verify import verify_in_full
@@ -90,7 +90,7 @@ def damage(folder: Path, draw: random.Random) -> str:
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the blend's data, its cache, and facts of its files that hold."""
     # Facts of files that are as young as these would not be kept.
-    monkeypatch.setattr(file_facts, "SETTLED_S", 0.0)
+    monkeypatch.setattr(scan_cache, "SETTLED_S", 0.0)
     folder = tmp_path / "data"
     folder.mkdir()
     make_data(folder / "a", [document(number) for number in range(NUM_DOCUMENTS)])
@@ -163,7 +163,7 @@ def test_data_that_is_verified_is_not_read_again(prepared: Path, monkeypatch: py
         reads.append(path.name)
         return scan(path, **options)  # type: ignore[arg-type]
 
-    scan = file_facts.scan
+    scan = scan_cache.scan
     monkeypatch.setattr("megamoe.data.verify.scan", note)
     data = blend(prepared)
     batches(data)
@@ -181,7 +181,7 @@ def test_data_that_is_verified_is_not_read_again(prepared: Path, monkeypatch: py
 def test_facts_of_a_file_that_has_just_changed_are_not_kept(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_facts, "SETTLED_S", 3600.0)
+    monkeypatch.setattr(scan_cache, "SETTLED_S", 3600.0)
     batches(blend(prepared))
     assert not list(prepared.glob("cache/verified/*"))
 
