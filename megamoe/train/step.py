@@ -39,7 +39,7 @@ class StepRecord:
 
     losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
     weight * loss over all of them. problem: why the step was not applied. not_finite: of this rank's micro
-    batches, by their places, the samples whose lm loss is not finite. told: what the run says of the step.
+    batches, by their places, the samples whose lm loss is not finite. message: printed by the loop.
     """
 
     lm_sum: float = 0.0
@@ -51,7 +51,7 @@ class StepRecord:
     grad_norm: float = float("nan")
     problem: Problem | None = None
     not_finite: dict[int, list[int]] = field(default_factory=dict)
-    told: str = ""
+    message: str = ""
 
     def add(self, model: GPT, lm_sum: float, tokens: float) -> None:
         """Take in one micro batch after its forward pass."""
@@ -153,7 +153,7 @@ def train_step(
     record = StepRecord()
     for place, batch in enumerate(batches):
         batch = batch.to(device).repeat(rollouts)
-        tell(context, batch, micro_batches_before + _number(engine, place), rollouts)
+        set_context(context, batch, micro_batches_before + _number(engine, place), rollouts)
         losses_BS = engine.forward(
             last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
         )
@@ -196,7 +196,7 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
     engine.train(False)
     for place, batch in enumerate(batches):
         batch = batch.to(engine.world.device)
-        tell(context, batch, _number(engine, place))
+        set_context(context, batch, _number(engine, place))
         losses_BS = model(**model_inputs(batch))
         sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
         tick()
@@ -212,7 +212,7 @@ def _number(engine: Engine, place: int) -> int:
     return place * engine.layout.data + engine.layout.data_rank(engine.world.rank)
 
 
-def tell(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> None:
+def set_context(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> None:
     """Write into the context what the layers must know of the micro batch, in a block's order (s * B + b).
 
     number: of the micro batch, in the run and over all ranks. `batch` holds every sequence `rollouts` times,

@@ -24,7 +24,7 @@ from megamoe.moe.routing import Routing
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.train.step import model_inputs, num_rollouts, tell
+from megamoe.train.step import model_inputs, num_rollouts, set_context
 from megamoe.train.trainer import Trainer
 from tests.distributed.runs import small_run
 
@@ -100,7 +100,7 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
     with _micro_batches(config, batch_size) as stream:
         for number in range(batch_size):
             batch = next(stream).repeat(rollouts)
-            tell(context, batch, number, rollouts)
+            set_context(context, batch, number, rollouts)
             masked_BS = model(**model_inputs(batch)) * batch.loss_mask_BS
             lm_sum = lm_sum + masked_BS.sum() / rollouts
             tokens += float(batch.loss_mask_BS.sum()) / rollouts

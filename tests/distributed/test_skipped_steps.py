@@ -82,7 +82,7 @@ def steps_around(breaks: dict[int, str], tried: bool, rank: int, **changes: Any)
     """
     with with_fp16():
         trainer = Trainer(small_run(**changes))
-        found: Found = {"losses": [], "norms": [], "skipped": [], "changed": [], "told": []}
+        found: Found = {"losses": [], "norms": [], "skipped": [], "changed": [], "messages": []}
         for step in range(1, STEPS + 1):
             if step in breaks and not tried:
                 leave_out(trainer)
@@ -93,7 +93,7 @@ def steps_around(breaks: dict[int, str], tried: bool, rank: int, **changes: Any)
             if states(trainer) != before:
                 found["changed"].append(step)
             if step in breaks:
-                found["told"].append(record.told)
+                found["messages"].append(record.message)
             else:
                 found["losses"].append(metrics["train/lm_loss"])
                 found["norms"].append(metrics["train/grad_norm"])
@@ -138,8 +138,8 @@ def test_a_broken_step_is_as_if_never_tried(
     for mine, other in zip(found, expected, strict=True):
         assert mine["changed"] == [step for step in range(1, STEPS + 1) if step not in breaks]
         assert mine["skipped"] == [sum(b <= step for b in breaks) for step in range(1, STEPS + 1)]
-        for what, told in zip(breaks.values(), mine["told"], strict=True):
-            assert ("train/grad_norm is " if what == "gradient" else "train/lm_loss is nan") in told
+        for what, message in zip(breaks.values(), mine["messages"], strict=True):
+            assert ("train/grad_norm is " if what == "gradient" else "train/lm_loss is nan") in message
         for word in ("losses", "norms", "states"):
             assert mine[word] == other[word], word
         assert all(math.isfinite(value) for value in mine["norms"])
