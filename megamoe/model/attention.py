@@ -18,18 +18,18 @@ from megamoe.kernels.block import rotary
 class BlockConfig(TransformerConfig):
     """Megatron-Core's configuration of blocks.
 
-    own_rotary_base: where `SDPAttention` turns queries and keys itself; Megatron-Core's way takes a dozen
-    passes over them.
+    own_rotary_base: the base if `SDPAttention` applies rotary positions itself; Megatron-Core's own code
+    takes a dozen passes over queries and keys.
     """
 
     own_rotary_base: int | None = None
 
 
 class SDPAttention(nn.Module):
-    """Megatron-Core's core attention, causal or under an explicit mask.
+    """Core attention, causal or with an explicit mask; replaces Megatron-Core's `DotProductAttention`.
 
-    Takes the place of `DotProductAttention` in a layer spec; grouped-query attention by broadcasting
-    the key and value heads. Rotary positions are applied here, in one pass (`BlockConfig`).
+    Grouped-query attention broadcasts the key and value heads. Rotary positions are applied here in one pass
+    (`BlockConfig`).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SDPAttention(nn.Module):
             return causal_attention(query, key, value, self.rotary_base, self.scale)
         if self.rotary_base is not None:
             query, key = rotary(query, self.rotary_base), rotary(key, self.rotary_base)
-        # Each tensor-parallel rank has other heads, whose dropout is their own.
+        # Each tensor-parallel rank has different heads and draws their dropout separately.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
             visible = None if attention_mask is None else ~attention_mask
             options = {"is_causal": visible is None, "dropout_p": dropout, "scale": self.scale}
@@ -66,12 +66,12 @@ class SDPAttention(nn.Module):
 
 
 class SplittingSelfAttention(SelfAttention):
-    """Megatron-Core's self-attention; its backward pass does not copy the gradients of the heads together."""
+    """Megatron-Core's self-attention, but backward does not copy the gradients of the heads together."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *arguments: Any, split_qkv: bool = True, **options: Any
     ) -> Any:
-        """As Megatron-Core's: [S, B, H] -> queries [S, B, heads, D], keys and values [S, B, groups, D]."""
+        """[S, B, H] -> queries [S, B, heads, D], keys and values [S, B, groups, D], as in Megatron-Core."""
         given = super().get_query_key_value_tensors
         if not split_qkv or self.config.num_query_groups != self.config.num_attention_heads:
             return given(hidden_states, *arguments, split_qkv=split_qkv, **options)

@@ -1,4 +1,4 @@
-"""AdamW or Adam of ZeRO 1 to 3: PyTorch's fused one, or NVIDIA Apex's where it is installed."""
+"""AdamW or Adam for ZeRO 1 to 3: PyTorch's fused version, or NVIDIA Apex's if installed."""
 
 import importlib.util
 from typing import Any
@@ -10,7 +10,7 @@ from megamoe.errors import UserError
 
 
 def weight_decay(config: OptimizerConfig) -> float:
-    """What optimizer.weight_decay comes to: 0.1 for AdamW and 0 for Adam, where it says nothing."""
+    """Return optimizer.weight_decay, or its default: 0.1 for AdamW and 0 for Adam."""
     if config.weight_decay is not None:
         return config.weight_decay
     return 0.1 if config.name == "adamw" else 0.0
@@ -22,17 +22,17 @@ def decays(config: OptimizerConfig) -> bool:
 
 
 def uses_apex(config: OptimizerConfig, stage: int, offload: bool) -> bool:
-    """What optimizer.kernel comes to. ZeRO 0 has an optimiser of ours, an offloaded one is DeepSpeed's."""
+    """Whether optimizer.kernel selects Apex. ZeRO 0 uses our optimiser, and offload uses DeepSpeed's."""
     if config.kernel == "auto":
         return stage > 0 and not offload and not apex_problem()
     return config.kernel == "apex"
 
 
 def check_kernel(config: OptimizerConfig, stage: int, offload: bool) -> None:
-    """Refuse Apex where it is not.
+    """Refuse Apex if it cannot be used.
 
     Raises:
-        UserError: naming the key, why not, and the way out.
+        UserError: naming the key, the reason, and the way out.
     """
     if config.kernel != "apex":
         return
@@ -46,12 +46,12 @@ def check_kernel(config: OptimizerConfig, stage: int, offload: bool) -> None:
 
 
 def check_adam(where: str, section: dict[str, Any], config: OptimizerConfig) -> None:
-    """Refuse Adam's weight decay where DeepSpeed steps by an AdamW of its own making.
+    """Refuse Adam with weight decay if DeepSpeed would replace it with its own AdamW.
 
-    where: the DeepSpeed file; section: its zero_optimization, whose keys are DeepSpeed's already.
+    where: the DeepSpeed file. section: its zero_optimization, whose keys are already checked.
 
     Raises:
-        UserError: naming the file's key, what it does, and the way out.
+        UserError: naming the file's key, its effect, and the way out.
     """
     offload = section.get("offload_optimizer") or {}
     if config.name == "adamw" or not decays(config):
@@ -74,7 +74,9 @@ def _largest_decay(config: OptimizerConfig) -> str:
 
 
 def apex_problem() -> str:
-    """Why Apex's optimiser cannot be used here; empty where it can. PyPI's `apex` is another package."""
+    """Return why Apex's optimiser cannot be used here, or an empty string. PyPI's `apex` is another
+    package.
+    """
     try:
         found = all(importlib.util.find_spec(name) for name in ("apex.optimizers", "amp_C"))
     except (ImportError, OSError, RuntimeError, SyntaxError, ValueError):
@@ -92,7 +94,7 @@ def has_cuda() -> bool:
 def zero_adamw(
     config: OptimizerConfig, groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """What DeepSpeed partitions; options: of `adamw_options`."""
+    """Return the optimiser that DeepSpeed partitions; options: from `adamw_options`."""
     if not uses_apex(config, stage=1, offload=False):
         kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
         return kind(groups, **options)
@@ -101,15 +103,15 @@ def zero_adamw(
 
 
 def _apex_adamw(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Apex's FusedAdam, whose state is named and placed as that of torch.optim.AdamW.
+    """Return Apex's FusedAdam with the state layout of torch.optim.AdamW.
 
-    Apex counts a group's steps in the group alone, which a checkpoint of tensors would lose.
+    Apex stores a group's step count in the group only, which a checkpoint of tensors would lose.
     """
     from apex.optimizers import FusedAdam
 
     class ApexAdamW(FusedAdam):
         def step(self, *args: Any, **kwargs: Any) -> None:
-            """One step of all groups, counted from what each parameter's state says."""
+            """Update all groups; the step count comes from each parameter's state."""
             for group in self.param_groups:
                 states = [self.state.get(parameter, {}) for parameter in group["params"]]
                 group["step"] = max((int(state["step"]) for state in states if "step" in state), default=0)
