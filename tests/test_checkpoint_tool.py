@@ -145,7 +145,7 @@ def test_what_a_configuration_names_is_not_run(tool: Tool, step: Path, tmp_path:
     assert not marker.exists()
 
 
-def test_verify_tells_each_and_ends_with_1(tool: Tool, run: Path, step: Path) -> None:
+def test_verify_reports_each_and_exits_with_1(tool: Tool, run: Path, step: Path) -> None:
     assert tool("verify", step) == (0, f"{step}: intact\n", "")
     code, out, _ = tool("verify", step, run)
     lines = out.splitlines()
@@ -204,7 +204,7 @@ def test_a_place_that_cannot_be_written(tool: Tool, step: Path, tmp_path: Path) 
     refused(tool("convert", step, tmp_path / "file" / "out", "--consolidated"))
 
 
-def test_old_ones_go(tool: Tool, run: Path) -> None:
+def test_old_checkpoints_are_deleted(tool: Tool, run: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step_00000007", run / "checkpoints" / "step_00000006")
     os.utime(run / "checkpoints" / "step_00000006" / "SHA256SUMS", (1, 1))
     os.utime(run / "checkpoints" / "step_00000006" / "checkpoint.json", (1, 1))

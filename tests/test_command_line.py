@@ -134,7 +134,7 @@ def test_bad_settings(
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_the_other_ranks_wait_for_the_first_one_to_tell(
+def test_the_other_ranks_wait_for_the_message_of_the_first(
     pretrain: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher ends them meanwhile; if it does not, the first rank has not seen the mistake."""
@@ -298,7 +298,7 @@ def test_plugin_whose_part_cannot_be_built(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_loss_that_stands_twice_is_logged_under_each_key(pretrain: Command, tmp_path: Path) -> None:
+def test_a_loss_that_occurs_twice_is_logged_under_each_key(pretrain: Command, tmp_path: Path) -> None:
     losses = "{near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 0.5}}"
     assert pretrain("train.steps=1", f"moe.losses={losses}") == 0
     (row,) = map(json.loads, (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines())

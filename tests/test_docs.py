@@ -161,7 +161,7 @@ def commands_on_ranks() -> list[tuple[int, str, list[str]]]:
 
 
 @pytest.mark.parametrize(("ranks", "config", "overrides"), commands_on_ranks())
-def test_a_command_on_several_ranks_is_legal_and_its_batch_divides(
+def test_example_commands_have_legal_layouts_and_batch_sizes(
     ranks: int, config: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megamoe import registry
-from tests.moe.neighbours import PART_IDS, PARTS
+from tests.moe.part_layers import PART_IDS, PARTS
 
 ROOT = Path(__file__).parents[1]
 # A part that no paper needs: it does nothing.
@@ -47,14 +47,14 @@ def test_a_part_with_its_options_defaults_and_source(
 
 
 @pytest.mark.parametrize("name", registry.list_presets())
-def test_a_system_with_its_source(tool: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_preset_with_its_source(tool: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
     preset = registry.get_preset(name)
     block = told(tool, capsys, "--kind", "preset").split(f"\n  {name}  (")[1].split("\n\n")[0]
     assert preset.source in block
     assert yaml.safe_load(block.split("\n", 1)[1]) == preset.tree
 
 
-def test_a_plugin_is_told_too(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plugins_are_listed(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(tool, capsys, "--plugin", str(ROOT / "examples/own_router.py"), "--kind", "scorer")
     assert "\n  distance\n" in text
     assert "temperature: float = 1.0" in text
@@ -74,7 +74,7 @@ class Untold(SigmoidScoreFunction):
 """
 
 
-def test_a_plugin_without_docstrings_borrows_none(
+def test_a_plugin_without_docstrings_shows_none(
     tool: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, own_registry: None
 ) -> None:
     (tmp_path / "untold.py").write_text(WITHOUT_DOCSTRING)

@@ -56,7 +56,7 @@ def spoil(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(candidates, name, wrong)
 
 
-def test_another_layer_that_is_wrong_is_told_and_left_out(
+def test_another_layer_that_is_wrong_is_reported_and_left_out(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil("hf_eager", monkeypatch)

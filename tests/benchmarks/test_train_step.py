@@ -91,7 +91,7 @@ def test_each_bar_is_judged_by_the_end_of_its_interval(bench: Any) -> None:
     assert all(each.holds for each in bench.judge(fast, "demo"))
 
 
-def test_a_shape_is_known_again_and_has_bars_only_where_all_blocks_are_moe(bench: Any) -> None:
+def test_a_shape_is_recognised_and_has_bars_only_if_all_blocks_are_moe(bench: Any) -> None:
     shapes = sys.modules["steps.shapes"]
     for name, shape in shapes.SHAPES.items():
         config = tiny(*shape.overrides())

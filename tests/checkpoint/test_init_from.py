@@ -109,8 +109,8 @@ def test_the_cut_is_exact_beyond_fp32(tmp_path: Path) -> None:
     rows = torch.randn(5, 16, dtype=torch.float64)
 
     def ffn(up: Tensor, down: Tensor) -> Tensor:
-        score_function, value = (rows @ up.double().T).chunk(2, dim=-1)
-        return (functional.silu(score_function) * value) @ down.double().T
+        gate, value = (rows @ up.double().T).chunk(2, dim=-1)
+        return (functional.silu(gate) * value) @ down.double().T
 
     experts = model.model.decoder.layers[1].mlp.layer.experts
     parts = sum(ffn(up, down) for up, down in zip(experts.up, experts.down, strict=True))

@@ -202,7 +202,7 @@ def test_structure_alone_leaves_the_tokens_to_the_samples(tmp_path: Path) -> Non
         build(data)
 
 
-def test_a_token_that_changes_while_training_is_told(tmp_path: Path) -> None:
+def test_a_token_that_changes_during_training_is_reported(tmp_path: Path) -> None:
     data = data_of(tmp_path / "x", [5] * 50)
     dataset = build(data).train
     assert dataset[0]["tokens"].max() == 5

@@ -70,7 +70,7 @@ def test_one_that_dies_while_its_batch_is_waited_for(tmp_path: Path, at: int, nu
     assert len(messages) == 1 and time.monotonic() - start < 5
 
 
-def test_the_last_words_of_one_that_crashes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crashing_process_prints_its_stack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert faulthandler.is_enabled()  # by pytest: PyTorch sets its own handlers over that
     (tmp_path / "trouble").touch()
     list(opened([], Numbers(tmp_path / "trouble", 8, signal.SIGSEGV)))
@@ -108,7 +108,7 @@ def test_one_that_hangs_is_an_error_and_does_not_stay(
     assert not messages and not multiprocessing.active_children()
 
 
-def test_an_error_of_the_dataset_is_no_death() -> None:
+def test_an_error_of_the_dataset_is_not_a_dead_process() -> None:
     class Broken(Numbers):
         def __getitem__(self, index: int) -> int:
             raise RuntimeError("DataLoader is what I am read by")
@@ -121,7 +121,7 @@ def test_an_error_of_the_dataset_is_no_death() -> None:
     assert not messages
 
 
-def test_a_handler_from_outside_of_python_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_from_outside_of_python_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python shows it as None, which it does not take back."""
     before, first = signal.getsignal(signal.SIGCHLD), iter([None])
     asked = signal.getsignal

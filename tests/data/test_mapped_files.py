@@ -45,7 +45,7 @@ def test_a_cached_index_that_shrinks_is_named(tmp_path: Path) -> None:
         dataset[0]
 
 
-def test_a_file_that_is_replaced_or_removed_does_not_matter(tmp_path: Path) -> None:
+def test_a_replaced_or_removed_file_is_still_readable(tmp_path: Path) -> None:
     dataset = blend(tmp_path)
     of_b, before = first_of(dataset, "b"), [dataset[i]["tokens"].tolist() for i in range(10)]
     (tmp_path / "a.bin").unlink()
@@ -56,7 +56,7 @@ def test_a_file_that_is_replaced_or_removed_does_not_matter(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_tells_it_in_one_line(tmp_path: Path, workers: int) -> None:
+def test_a_stream_reports_it_in_one_line(tmp_path: Path, workers: int) -> None:
     """And not as the text of a loader process' traceback."""
     dataset = build(config(make_data(tmp_path / "a", ["x" * 2000])), train=200).train
     with BatchStream(

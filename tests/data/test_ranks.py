@@ -90,7 +90,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found{rank}").read_text()) for rank in range(3)]
 
 
-def test_all_ranks_find_the_same(found: list[dict[str, Any]]) -> None:
+def test_all_ranks_get_the_same_result(found: list[dict[str, Any]]) -> None:
     for key in found[0]:
         assert found[0][key] == found[1][key] == found[2][key], key
 
@@ -100,7 +100,7 @@ def test_one_rank_of_each_machine_works(found: list[dict[str, Any]]) -> None:
     assert found[0]["values"] == [[0, 0], [2, 20]]
 
 
-def test_what_fails_on_one_is_told_by_all(found: list[dict[str, Any]]) -> None:
+def test_an_error_of_one_rank_is_raised_by_all(found: list[dict[str, Any]]) -> None:
     assert found[0]["one fails"] == "told: damaged, as rank 2 sees it"
 
 
@@ -109,7 +109,7 @@ def test_long_work_is_not_one_long_collective_operation(found: list[dict[str, An
     assert found[0]["meetings"] >= 6
 
 
-def test_machines_with_other_data_or_without_the_cache_are_told(found: list[dict[str, Any]]) -> None:
+def test_machines_with_other_data_or_without_the_cache_are_reported(found: list[dict[str, Any]]) -> None:
     assert found[0]["differs"].startswith("told: data 'x' is not the same for ranks 0 and 2: SHA-256")
     told = found[0]["not shared"]
     assert (

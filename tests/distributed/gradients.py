@@ -120,18 +120,18 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
 
 
 def _collect(model: GPT, weighted: list[Tensor], routings: dict[int, list[Routing]]) -> None:
-    def note_loss(part: Part, inputs: tuple[Any, ...], value: Tensor) -> None:
+    def record_loss(part: Part, inputs: tuple[Any, ...], value: Tensor) -> None:
         if getattr(part.config, "scope", None) != "global_batch":
             weighted.append(part.config.weight * value)
 
-    def note_routing(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
+    def record_routing(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
         routings[router.dims.layer].append(routing)
 
     for _, layer in model.moe_layers():
-        layer.router.register_forward_hook(note_routing)
+        layer.router.register_forward_hook(record_routing)
         for loss in layer.losses.values():
             if not isinstance(loss, Objective):
-                loss.register_forward_hook(note_loss)
+                loss.register_forward_hook(record_loss)
 
 
 def _global_balance(model: GPT, routings: dict[int, list[Routing]], ranks: int) -> list[Tensor]:

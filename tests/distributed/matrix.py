@@ -15,7 +15,7 @@ from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.layout_rules import layout_problems
 from megamoe.train.trainer import Trainer
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, small_run, watched_steps
+from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, recorded_steps, small_run
 
 T = TypeVar("T")
 WORDS = ("lm_loss", "loss", "grad_norm")
@@ -161,7 +161,7 @@ def run_cases(cases: list[Case], steps: int) -> dict[Case, dict[str, Any]]:
     try:
         with TemporaryDirectory() as folder:
             for case in cases:
-                shown = watched_steps(Trainer(small_run(**case.changes(Path(folder)))), steps)
+                shown = recorded_steps(Trainer(small_run(**case.changes(Path(folder)))), steps)
                 found[case] = {word: shown[word] for word in (*WORDS, "chosen")}
                 gc.collect()  # an engine and its parameters know each other
     finally:

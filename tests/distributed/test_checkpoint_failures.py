@@ -238,7 +238,7 @@ def resumed(**changes: Any) -> tuple[int, str]:
     return step, text.getvalue()
 
 
-def test_auto_goes_on_from_the_newest_intact_one_and_says_so(pool: Pool, tmp_path: Path) -> None:
+def test_auto_resumes_from_the_newest_intact_checkpoint_and_reports_it(pool: Pool, tmp_path: Path) -> None:
     """Whoever of the ranks finds the damage."""
     run = {**LAYOUT, "output": tmp_path, "checkpoint__resume": "auto"}
     for step in range(2):
@@ -260,7 +260,7 @@ def test_auto_goes_on_from_the_newest_intact_one_and_says_so(pool: Pool, tmp_pat
     assert message == same and message.startswith(f"{first}: {SHARDS[0]}: {CHECKSUM}; no intact checkpoint")
 
 
-def test_a_pointer_to_nothing_leads_to_the_newest_complete_one(
+def test_if_latest_names_nothing_the_newest_complete_one_is_used(
     pool: Pool, saved: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(saved.parent, tmp_path / "small" / "checkpoints")
@@ -277,7 +277,7 @@ def resumed_where_a_rank_sees_nothing(output: Path, **changes: Any) -> str:
     return try_each([{**changes, "output": "."}])[0]
 
 
-def test_no_rank_begins_anew_where_another_goes_on(pool: Pool, saved: Path) -> None:
+def test_no_rank_restarts_from_step_0_if_another_resumes(pool: Pool, saved: Path) -> None:
     run = {"output": saved.parents[2], "checkpoint__resume": "auto"}
     messages = pool.run(resumed_where_a_rank_sees_nothing, **LAYOUT, **run, ranks=2, timeout_s=30)
     for message in messages:

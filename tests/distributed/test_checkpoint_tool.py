@@ -118,7 +118,7 @@ def damage(path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["shard_00001.safetensors", "index.json"])
-def test_a_resume_goes_on_from_the_next_intact_one(
+def test_a_resume_uses_the_next_intact_checkpoint(
     pool: Pool, trained: tuple[Path, list[Any]], folder: Path, name: str
 ) -> None:
     losses = trained[1][0][0]

@@ -256,7 +256,7 @@ def test_the_exchange_equals_the_loop(exchanged: tuple[Layout, list[dict[str, An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_sent_along_stands_by_its_row(
+def test_extra_columns_arrive_with_their_rows(
     exchanged: tuple[Layout, list[dict[str, Any]]], name: str
 ) -> None:
     layout, all_found = exchanged
@@ -279,7 +279,7 @@ def test_the_local_one_equals_the_loop(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ["top-2", "a rank without tokens", "dropped pairs"])
 @pytest.mark.parametrize("layout", ["EP 2", "EP 2, ETP 2"])
-def test_staying_home_equals_the_exchange_without_any(pool: Pool, case: str, layout: str) -> None:
+def test_a_local_routing_equals_the_all_to_all(pool: Pool, case: str, layout: str) -> None:
     sizes = LAYOUTS[layout]
     sliced = 4 if sizes.expert_tensor > 1 else 0  # rows to the slices and back, forwards and backwards
     for home, away in pool.run(stay_home, CASES[case], sizes, ranks=sizes.ranks):
@@ -289,6 +289,6 @@ def test_staying_home_equals_the_exchange_without_any(pool: Pool, case: str, lay
             assert torch.equal(value, away[name]), name
 
 
-def test_a_pair_that_strays_is_an_error(pool: Pool) -> None:
+def test_a_pair_on_another_rank_is_an_error(pool: Pool) -> None:
     for message in pool.run(stray, CASES["top-2"], ranks=2):
         assert "is_local, but a pair's expert is on another rank" in message

@@ -121,7 +121,7 @@ def test_srun(script: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_mistake_is_told_once_and_ends_all_ranks(script: list[str], tmp_path: Path) -> None:
+def test_a_mistake_is_reported_once_and_ends_all_ranks(script: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port())]
     code, output = _finish(_start([*torchrun, *script, "parallel.expert=3"], _environment(), tmp_path))

@@ -98,7 +98,7 @@ setattr(where, name, killing)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_wherever_the_start_has_come_to(tmp_path: Path, mark: str, place: str) -> None:
+def test_at_every_point_of_the_start(tmp_path: Path, mark: str, place: str) -> None:
     """One rank may hear signals already, and wait for the end of a step, while they still end the other."""
     (tmp_path / "kills.py").write_text(KILLS_ITS_PARENT.format(place=PLACES[place]))
     launched = Launched(tmp_path, TORCHRUN, "plugins=[kills.py]")

@@ -13,7 +13,7 @@ from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.matrix import covering
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, small_run, watched_steps
+from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, recorded_steps, small_run
 
 BEFORE, AFTER = 2, 3  # steps
 WORDS = ("lm_loss", "loss", "grad_norm")
@@ -112,7 +112,7 @@ def save_and_go_on(places: list[Place], output: Path) -> dict[Place, dict[str, A
             for _ in range(BEFORE):
                 trainer.step()
             trainer.begin_save()  # is written while the next steps change what was copied
-            found[place] = watched_steps(trainer, AFTER)
+            found[place] = recorded_steps(trainer, AFTER)
             trainer.checkpoints.finish()
             gc.collect()
     launch.stop()
@@ -127,7 +127,7 @@ def load_and_go_on(moves: list[Move], output: Path) -> dict[Move, dict[str, Any]
         for move in moves:
             changes = move.target.changes(Path(folder))
             path = str(checkpoint(output, move.source))
-            found[move] = watched_steps(Trainer(small_run(checkpoint__resume=path, **changes)), AFTER)
+            found[move] = recorded_steps(Trainer(small_run(checkpoint__resume=path, **changes)), AFTER)
             gc.collect()
     launch.stop()
     return found

@@ -13,8 +13,8 @@ from megamoe.moe.alternatives import provides
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, in_order, small_run, watched_steps
-from tests.moe.neighbours import PART_IDS, PARTS, moe_tree
+from tests.distributed.runs import ds_config, in_order, recorded_steps, small_run
+from tests.moe.part_layers import PART_IDS, PARTS, moe_tree
 
 STEPS = 3
 RANKS = 4
@@ -59,7 +59,7 @@ def run_of(kind: str, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def _by_run() -> dict[str, list[tuple[str, str]]]:
-    """The parts that stand among the same company: one run shows all of them."""
+    """Parts that the same layer contains: one run covers all of them."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for part in PARTS:
         found[json.dumps(run_of(*part), sort_keys=True)].append(part)
@@ -72,7 +72,7 @@ DISTINCT = _by_run()
 def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, list[Any]]]:
     """Job: what each step of each run showed on this rank."""
     try:
-        return [watched_steps(Trainer(small_run(**changes)), steps) for changes in several]
+        return [recorded_steps(Trainer(small_run(**changes)), steps) for changes in several]
     finally:
         launch.stop()
 
@@ -120,8 +120,8 @@ def save_and_go_on(
             for _ in range(steps):
                 trainer.step()
             trainer.save()
-            went_on = watched_steps(trainer, 2)
-            resumed = watched_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
+            went_on = recorded_steps(trainer, 2)
+            resumed = recorded_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
             shown.append(
                 ([*went_on["loss"], *went_on["grad_norm"]], [*resumed["loss"], *resumed["grad_norm"]])
             )

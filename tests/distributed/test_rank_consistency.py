@@ -14,7 +14,7 @@ from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 from megamoe.parallel import launch, rank_consistency
 from megamoe.parallel.rank_consistency import check_same, refusing_together
-from tests.distributed.exits import endings
+from tests.distributed.entry_script import run_entry_script
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.runs import ROOT
 from tests.tiny import tiny
@@ -70,7 +70,7 @@ def _start(world: launch.World, mine: dict[str, Any], error: Exception | None) -
     return "started"
 
 
-def test_all_ranks_are_told_the_same(pool: Pool) -> None:
+def test_all_ranks_get_the_same_message(pool: Pool) -> None:
     found = pool.run(start_each, [case for case, _ in CASES.values()], ranks=3)
     for place, (name, (_, expected)) in enumerate(CASES.items()):
         assert [rank[place] for rank in found] == expected, name
@@ -93,7 +93,7 @@ def start_late(seconds: float) -> str:
     return refused
 
 
-def test_a_rank_that_never_comes_is_named_and_a_mistake_is_told_without_it(pool: Pool) -> None:
+def test_a_missing_rank_is_named_and_a_mistake_is_reported_without_it(pool: Pool) -> None:
     told, _ = pool.run(start_late, 2, ranks=2)
     assert told == "data: no such file; timed out waiting for rank 1 to start"
 
@@ -114,9 +114,9 @@ STARTS = {
 
 
 @pytest.mark.parametrize("case", STARTS)
-def test_a_rank_that_is_started_otherwise_ends_all_with_code_2(pool: Pool, tmp_path: Path, case: str) -> None:
+def test_a_rank_with_other_arguments_ends_all_with_code_2(pool: Pool, tmp_path: Path, case: str) -> None:
     arguments, told = STARTS[case]
-    found = endings(pool, tmp_path, "train.global_batch_size=8", by_rank={1: arguments})
+    found = run_entry_script(pool, tmp_path, "train.global_batch_size=8", by_rank={1: arguments})
     assert found.codes == [2, 2]
     (first,), (second,) = found.errors()
     assert first.startswith(f"error: {told.format(tmp_path)}")

@@ -262,7 +262,7 @@ HOME: Changes = {
 RECUT: Changes = {"train__micro_batch_size": 2, "train__global_batch_size": 8}
 
 
-def test_a_tokens_home_is_its_rank_after_the_batches_were_cut_otherwise(pool: Pool, tmp_path: Path) -> None:
+def test_a_tokens_rank_is_right_after_the_batch_size_changed(pool: Pool, tmp_path: Path) -> None:
     """And on one rank it is the same one. 6 samples are no multiple of the 4 of two micro batches."""
     two = {**HOME, "output": tmp_path / "two", "parallel__expert": 2}
     one = {**HOME, "output": tmp_path / "one"}

@@ -197,7 +197,7 @@ def moved(
 
 
 @pytest.mark.parametrize("number", range(len(MOVES)), ids=[str(move) for move in MOVES])
-def test_it_goes_on_elsewhere(
+def test_a_run_resumes_at_another_layout(
     sources: dict[str, tuple[Path, list[Found]]], moved: list[tuple[Path, list[Found]]], number: int
 ) -> None:
     source, place = MOVES[number]
@@ -229,7 +229,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_so_at_every_layout_and_file(
+def test_every_layout_and_file(
     pool: Pool,
     sources: dict[str, tuple[Path, list[Found]]],
     tmp_path: Path,

@@ -14,7 +14,7 @@ import torch
 from megamoe.config import dump_yaml
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
-from tests.distributed.exits import endings
+from tests.distributed.entry_script import run_entry_script
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.runs import ROOT
 from tests.tiny import tiny
@@ -51,8 +51,8 @@ def tell_rank_1(trainer: Trainer) -> None:
         trainer.begin_save = told_again  # type: ignore[method-assign]
 
 
-def test_one_rank_is_told_and_all_save_and_end(pool: Pool, tmp_path: Path) -> None:
-    found = endings(pool, tmp_path, "data.workers=1", trouble=tell_rank_1)
+def test_a_signal_to_one_rank_makes_all_save_and_end(pool: Pool, tmp_path: Path) -> None:
+    found = run_entry_script(pool, tmp_path, "data.workers=1", fault=tell_rank_1)
     assert found.codes == [ExitCode.STOPPED, ExitCode.STOPPED]
     assert found.errors() == [[], []]
     assert "stopping after step 3: another rank was told to stop; go on with --resume" in found.outputs[0]
@@ -138,7 +138,7 @@ CASES = {
     "case",
     [pytest.param(case, marks=[full] if case == "torchrun, twice" else [full, gpu]) for case in CASES],
 )
-def test_ranks_save_under_a_launcher_that_is_told_to_stop(tmp_path: Path, case: str) -> None:
+def test_ranks_save_when_their_launcher_gets_a_signal(tmp_path: Path, case: str) -> None:
     command, signals, target, expected = CASES[case]
     launched = Launched(tmp_path, command)
     try:

@@ -124,7 +124,7 @@ SPARED = {
     ("ranks", "layout", "name"),
     [pytest.param(*c, marks=pytest.mark.full if c[0] == 4 or c[2] in SPARED else ()) for c in CASES],
 )
-def test_a_broken_step_is_as_if_never_tried(
+def test_a_skipped_step_changes_nothing(
     pool: Pool, tmp_path: Path, ranks: int, layout: dict[str, Any], name: str
 ) -> None:
     sections: dict[str, Any] = {"zero_optimization": CUT_ALL if "zero3" in name else {}}
@@ -154,7 +154,7 @@ def norm_with_one_broken(**changes: Any) -> float:
     return float(norm)
 
 
-def test_a_rank_that_is_broken_alone_is_seen_by_all(pool: Pool) -> None:
+def test_a_problem_of_one_rank_is_seen_by_all(pool: Pool) -> None:
     """Else one would skip the step and the others take it."""
     norms = pool.run(norm_with_one_broken, parallel__tensor=2, ranks=2)
     assert not any(map(math.isfinite, norms))

@@ -12,9 +12,9 @@ import torch
 from megamoe.parallel.layout import Layout
 from megamoe.train.trainer import Progress, Trainer
 from tests.checkpoint_files import read_tensors
+from tests.distributed.initial_weights import STEP_1, Run, Tensors, refusal, weights_of_runs
 from tests.distributed.pool import Pool
 from tests.distributed.runs import PLAIN_FILES, ds_config, small_run
-from tests.distributed.starts import STEP_1, Run, Tensors, look_each, refusal
 
 DENSE: Run = {"moe__layers": "none", "moe__losses": {}}
 CUT: Run = {
@@ -45,7 +45,7 @@ SOURCES: dict[str, Run] = {
 def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp(name) for name in SOURCES}
     runs = [{"steps": 1, "save": True, "output": folders[n], **run} for n, run in SOURCES.items()]
-    pool.run(look_each, runs, ranks=2)
+    pool.run(weights_of_runs, runs, ranks=2)
     return {name: folder / STEP_1 for name, folder in folders.items()}
 
 
@@ -129,7 +129,7 @@ def started(pool: Pool, sources: dict[str, Path]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for ranks in (1, 2, 4):
         cases = [case for case in CASES if case[1] == ranks]
-        by_rank = pool.run(look_each, runs_of(cases, sources), ranks=ranks)
+        by_rank = pool.run(weights_of_runs, runs_of(cases, sources), ranks=ranks)
         found |= {str(case): [rank[place] for rank in by_rank] for place, case in enumerate(cases)}
     return found
 
@@ -156,9 +156,9 @@ def test_a_new_run_has_the_weights_whatever_layout_saved_them(
 
 @full
 @pytest.mark.parametrize("layout", FULL_LAYOUTS, ids=str)
-def test_so_at_every_layout_and_file(pool: Pool, sources: dict[str, Path], layout: dict[str, Any]) -> None:
+def test_every_layout_and_file(pool: Pool, sources: dict[str, Path], layout: dict[str, Any]) -> None:
     cases = [(source, 4, layout, file) for source in sources if "moe" in source for file in PLAIN_FILES]
-    by_rank = pool.run(look_each, runs_of(cases, sources), ranks=4, timeout_s=600)
+    by_rank = pool.run(weights_of_runs, runs_of(cases, sources), ranks=4, timeout_s=600)
     for place, case in enumerate(cases):
         assert_begins_with([rank[place] for rank in by_rank], sources[case[0]], case)
 
@@ -176,9 +176,9 @@ def as_experts(dense: Tensors, changes: Run) -> Tensors:
     mlp, experts = "model.decoder.layers.1.mlp.", changes["moe__num_experts"]
     size = changes["moe__expert_ffn_hidden_size"]
     rest = {name: weight for name, weight in dense.items() if not name.startswith(mlp)}
-    score_function, value = dense[f"{mlp}linear_fc1.weight"].chunk(2)
-    starts = [(e * size) % len(score_function) for e in range(experts)]
-    up = torch.stack([torch.cat([half[s : s + size] for half in (score_function, value)]) for s in starts])
+    gate, value = dense[f"{mlp}linear_fc1.weight"].chunk(2)
+    starts = [(e * size) % len(gate) for e in range(experts)]
+    up = torch.stack([torch.cat([half[s : s + size] for half in (gate, value)]) for s in starts])
     down = torch.stack([dense[f"{mlp}linear_fc2.weight"][:, s : s + size] for s in starts])
     return rest | {f"{mlp}layer.experts.up": up, f"{mlp}layer.experts.down": down}
 
@@ -210,7 +210,7 @@ def mixed(pool: Pool, sources: dict[str, Path]) -> dict[str, tuple[float, list[R
             changes = CUT if experts == "cut" else COPY
             init = {**init, "experts": experts}
             runs.append({"steps": 1, **changes, "parallel": layout, **precise, "checkpoint__init": init})
-        by_rank = pool.run(look_each, runs, ranks=ranks)
+        by_rank = pool.run(weights_of_runs, runs, ranks=ranks)
         for place, case in enumerate(cases):
             dense = by_rank[0][2 * place]["valid"]
             found[str(case)] = dense, [rank[2 * place + 1] for rank in by_rank]
@@ -218,7 +218,7 @@ def mixed(pool: Pool, sources: dict[str, Path]) -> dict[str, tuple[float, list[R
 
 
 @pytest.mark.parametrize("case", EXPERTS, ids=str)
-def test_a_dense_run_goes_on_as_experts(
+def test_a_dense_run_continues_with_experts(
     mixed: dict[str, tuple[float, list[Run]]], sources: dict[str, Path], case: Any
 ) -> None:
     """All chosen with weight 1, or copies with weights of sum 1: the dense run's validation loss."""

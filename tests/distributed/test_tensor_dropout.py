@@ -40,7 +40,7 @@ Found = dict[str, Any]
 def train_all() -> dict[str, Found]:
     """Job: by variant, the losses and norms, the masks that were drawn, and the parameters held whole."""
     masks: list[bytes] = []
-    _note_masks(masks)
+    _record_masks(masks)
     found = {}
     try:
         for name, changes in VARIANTS.items():
@@ -65,7 +65,7 @@ def _is_whole(parameter: Tensor) -> bool:
     return not is_moe_param(parameter) and not getattr(parameter, "tensor_model_parallel", False)
 
 
-def _note_masks(masks: list[bytes]) -> None:
+def _record_masks(masks: list[bytes]) -> None:
     """Every hidden dropout's mask, whatever it is applied to: drawn once more from the same state."""
     real = functional.dropout
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.kernels import rows as passes
-from tests.in_subprocess import checks_of, verdicts_of
+from tests.in_subprocess import checks_of, run_checks
 from tests.kernels import test_rows
 from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
 from tests.moe.build import make_hidden, make_layer, moe_config
@@ -256,7 +256,7 @@ CHECKS = checks_of(globals())
 
 
 def main() -> None:
-    verdicts = verdicts_of(CHECKS)
+    verdicts = run_checks(CHECKS)
     print(verdicts)
 
 

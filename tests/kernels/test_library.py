@@ -105,7 +105,7 @@ def test_a_folder_that_others_may_write_is_not_used(cache: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("home", ["none", "a file"])
-def test_without_a_home(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_directory(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(uid: int) -> None:
         raise KeyError(uid)
 
@@ -120,7 +120,7 @@ def test_without_a_home(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [folder.name[:8] for folder in (tmp_path / "temporary").iterdir()] == ["megamoe-"]
 
 
-def test_the_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert kernels._built().parent == tmp_path / ".cache" / "megamoe"
@@ -147,7 +147,7 @@ def test_without_a_compiler_layers_are_plain(monkeypatch: pytest.MonkeyPatch, ca
     ],
     ids=["clang", "a wrong option", "no word", "nothing made"],
 )
-def test_a_compiler_of_no_use(
+def test_a_compiler_that_fails(
     script: str, problem: str, compiler: Callable[[str], Path], cache: Path
 ) -> None:
     compiler(script)

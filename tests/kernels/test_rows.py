@@ -181,7 +181,7 @@ def _same_kind(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_nan_stays_in_its_token(dtype: torch.dtype, library: Library) -> None:
+def test_a_nan_does_not_spread_to_other_tokens(dtype: torch.dtype, library: Library) -> None:
     rows_NH = torch.ones(3, 40, dtype=dtype)
     rows_NH[1, 33] = NAN
     output_TH = combine(rows_NH, torch.ones(3), RowTokens.of(torch.tensor([0, 1, 0]), 2))

@@ -47,7 +47,7 @@ def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.mark.parametrize(
     "check", [pytest.param(check, marks=pytest.mark.full if check == LONG else ()) for check in CHECKS]
 )
-def test_on_stand_ins(verdicts: dict[str, str], check: str) -> None:
+def test_with_fake_libraries(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""
 
 

@@ -180,7 +180,7 @@ def test_what_is_called_legal_is(case: str) -> None:
         refuse_layout(tiny(*WIDE, *overrides, *chosen), ranks)
 
 
-def test_every_problem_of_a_layout_is_told() -> None:
+def test_every_problem_of_a_layout_is_reported() -> None:
     config = tiny(*WIDE, "moe.expert_sublayers=2")
     keys = [key for key, _ in layout_problems(config, Layout(6, tensor=4, expert=5, expert_tensor=4), "fp32")]
     assert keys == ["tensor", "expert", "expert", "expert_tensor", "expert_tensor"]
@@ -190,7 +190,7 @@ def test_every_problem_of_a_layout_is_told() -> None:
     ("key", "way_out"),
     [("context", "parallel.tensor with parallel.sequence=true"), ("pipeline", "parallel.expert and ZeRO")],
 )
-def test_what_is_not_supported_says_so(key: str, way_out: str) -> None:
+def test_what_is_not_supported_is_reported(key: str, way_out: str) -> None:
     with pytest.raises(UserError) as refusal:
         unsupported(key)
     where, _, message = str(refusal.value).partition(": ")

@@ -27,7 +27,7 @@ def test_what_is_not_finite_is_refused_without_a_rule(value: float) -> None:
     assert steps.judge(1.0, value) == Problem(f"train/loss is {value}")  # an auxiliary loss
 
 
-def test_a_spike_is_above_the_mean_by_so_many_standard_deviations() -> None:
+def test_a_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
     """Of 2, 4, 4, 6 the mean is 4, the sum of squared deviations 8, and the deviation sqrt(8 / 3)."""
     limit = 4 + 2 * math.sqrt(8 / 3)  # 7.266
     steps = rule(losses=(2, 4, 4, 6))

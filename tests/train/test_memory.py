@@ -79,7 +79,7 @@ def test_what_is_available(tmp_path: Path, cgroup: str, files: dict[str, str], e
     assert available_bytes(folder / "proc", folder / "cgroups") == expected
 
 
-def test_a_machine_that_does_not_tell_refuses_nothing(
+def test_a_machine_without_memory_figures_refuses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert available_bytes(tmp_path, tmp_path) is None

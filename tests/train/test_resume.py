@@ -72,7 +72,7 @@ def test_a_checkpoint_from_before_the_key_has_the_models_activation(tmp_path: Pa
     init_from(old, tmp_path / "run", "model.activation=gelu")
 
 
-def test_another_optimizer_may_go_on_with_the_moments(tmp_path: Path) -> None:
+def test_another_optimizer_may_resume_with_the_moments(tmp_path: Path) -> None:
     """AdamW and Adam keep the same state; a checkpoint from before the key had AdamW."""
     config = to_dict(tiny("moe.layers=none"))
     del config["optimizer"]["name"]

@@ -109,7 +109,7 @@ DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_and_refused_where_it_is_the_only_one(
+def test_a_damaged_checkpoint_is_skipped_or_refused_if_it_is_the_only_one(
     tmp_path: Path, damage: str
 ) -> None:
     """By what can be seen before any tensor is read."""

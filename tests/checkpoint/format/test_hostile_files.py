@@ -101,7 +101,7 @@ def test_the_list_names_files_of_the_folder_alone(folder: Path, line: str, told:
 
 
 @pytest.mark.parametrize("size", range(0, 330, 30))
-def test_a_list_cut_short(folder: Path, size: int) -> None:
+def test_a_truncated_list(folder: Path, size: int) -> None:
     os.truncate(folder / SUMS, size)
     assert_refused(folder)
 

@@ -54,7 +54,7 @@ def test_ranks_deal_out_the_tensors_and_share_the_rest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [META, INDEX, *SHARDS, SUMS])
-def test_each_file_is_missed(folder: Path, name: str) -> None:
+def test_each_missing_file_is_reported(folder: Path, name: str) -> None:
     (folder / name).unlink()
     assert name in integrity_of(folder)
 
@@ -99,7 +99,7 @@ def of_another_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [swap, grow, out_of_order, of_another_step])
-def test_whole_files_that_are_not_these(folder: Path, harm: Callable[[Path], None]) -> None:
+def test_intact_files_of_another_checkpoint(folder: Path, harm: Callable[[Path], None]) -> None:
     assert integrity_of(folder) == INTACT
     harm(folder)
     assert integrity_of(folder).startswith("damaged: ")

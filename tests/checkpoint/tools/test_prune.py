@@ -58,7 +58,7 @@ def weight(paths: Iterable[Path]) -> int:
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints"])
-def test_the_newest_stay_and_what_goes_is_said(run: Path, place: str) -> None:
+def test_the_newest_stay_and_deletions_are_reported(run: Path, place: str) -> None:
     folder = run / "checkpoints"
     sizes = {step: weight((folder / f"step_{step:08d}").iterdir()) for step in range(1, 6)}
     promised = pruned(run / place, 2, dry_run=True)
@@ -80,7 +80,7 @@ def test_what_latest_names_stays_and_so_does_the_newest(run: Path) -> None:
     assert steps(run) == [2, 5]
 
 
-def test_damaged_ones_count_for_nothing_and_go_when_told_to(run: Path) -> None:
+def test_damaged_checkpoints_do_not_count_and_are_deleted_on_request(run: Path) -> None:
     damage(run, 5)
     damage(run, 4)
     damage(run, 1)
@@ -157,7 +157,7 @@ def test_links_are_left_alone(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_one_must_stay(run: Path, keep: int) -> None:
+def test_at_least_one_checkpoint_stays(run: Path, keep: int) -> None:
     with pytest.raises(UserError, match="would leave no checkpoint"):
         pruned(run, keep)
     assert steps(run) == [1, 2, 3, 4, 5]

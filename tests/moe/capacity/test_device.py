@@ -58,7 +58,7 @@ def test_affinities_are_those_before_masks() -> None:
     assert not keep_N.requires_grad
 
 
-def test_evaluation_drops_nothing_unless_told() -> None:
+def test_evaluation_drops_nothing_by_default() -> None:
     pairs = make_pairs(WANTED)
     assert make_device().eval()(pairs, SCORED, StepContext()) is None
     told = make_device(eval_factor=0.4, spare=0.99).eval()
@@ -167,7 +167,7 @@ def test_a_mask_of_the_whole_step_leaves_fewer_devices() -> None:
     assert routing.counts_E().view(8, 2).sum(1).max() == 64
 
 
-def test_affinities_that_round_to_1_are_told_apart_by_the_scores() -> None:
+def test_affinities_that_round_to_1_are_ordered_by_the_scores() -> None:
     """Device 0 has one place for three pairs; by equal p it would be the first token's."""
     capacity = {"name": "device", "devices": 2, "factor": 0.5, "spare": 0.0}
     router = make_router(2, score_function="sigmoid", selector={"k": 1, "weights": "raw"}, capacity=capacity)

@@ -229,9 +229,7 @@ def test_masks_of_the_whole_step_give_the_others_more_places() -> None:
 
 @pytest.mark.parametrize("priority", ["probability", "choice_then_probability", "batch_prioritised"])
 @pytest.mark.parametrize("masks", [[], [{"name": "group_limit", "num_groups": 2, "keep": 1}]], ids=len)
-def test_values_that_round_to_1_are_told_apart_by_the_scores(
-    priority: str, masks: list[dict[str, Any]]
-) -> None:
+def test_values_that_round_to_1_are_ordered_by_the_scores(priority: str, masks: list[dict[str, Any]]) -> None:
     """One place at expert 0; by equal p it would be the first token's."""
     capacity = {"name": "per_expert", "factor": 0.5, "min_capacity": 0, "priority": priority}
     one = {"k": 1, "weights": "raw"}

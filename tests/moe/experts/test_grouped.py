@@ -119,7 +119,7 @@ def test_loop_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_an_expert_starts_alike_whatever_the_split(num_ranks: int) -> None:
+def test_initial_weights_do_not_depend_on_the_split(num_ranks: int) -> None:
     whole, size = make_experts(range(8)), 8 // num_ranks
     torch.manual_seed(num_ranks)  # the start must not depend on it
     parts = [make_experts(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]

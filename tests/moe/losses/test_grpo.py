@@ -147,7 +147,7 @@ def test_equal_losses_give_exactly_no_advantage(num_rollouts: int) -> None:
     assert scores_TE.grad is not None and not scores_TE.grad.any()
 
 
-def test_a_token_without_candidates_is_harmless() -> None:
+def test_a_token_without_candidates_gives_finite_results() -> None:
     scores_TE = SCORES.clone().requires_grad_()
     candidates_TE = torch.ones(TOKENS, EXPERTS, dtype=torch.bool)
     candidates_TE[0] = False

@@ -81,7 +81,7 @@ def plain_loss(extras: Pieces, groups: int, k: int) -> Tensor:
     return ((load_E - load_E.mean()) ** 2).mean() / load_E.mean() ** 2
 
 
-def test_chances_by_hand() -> None:
+def test_probabilities_by_hand() -> None:
     """Of 4, 3, 1 without noise's draw and k = 2: the first two must beat 1, the last one 3."""
     clean, std = torch.tensor([2.0, 2.0, 2.0]), torch.tensor([1.0, 0.5, 0.5])
     chance = choice_probability([clean, torch.tensor([4.0, 3.0, 1.0]), std], 2)

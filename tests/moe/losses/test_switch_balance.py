@@ -174,7 +174,7 @@ def test_evaluation_leaves_no_trace_in_the_running_f() -> None:
     assert not loss.state_dict()
 
 
-def test_running_counts_first_choices_if_told() -> None:
+def test_running_counts_first_choices_if_configured() -> None:
     loss = global_balance(running=True, first_choice=True)
     probs_TE = torch.tensor([[0.8, 0.2]])
     for number, expected in enumerate([2 * 0.8, 2 * 0.8]):

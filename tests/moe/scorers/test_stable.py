@@ -220,7 +220,7 @@ def test_sizes_and_start() -> None:
         assert not torch.equal(parameter, other.get_parameter(name))
 
 
-def test_without_token_ids_it_says_so() -> None:
+def test_without_token_ids_it_is_refused() -> None:
     with pytest.raises(UserError, match="knows no vocabulary"):
         make_part("scorer", "stable")
     scorer = make_part("scorer", "stable", dims={"vocab_size": VOCABULARY})
@@ -237,7 +237,7 @@ def test_options_out_of_range_are_refused(options: dict[str, int], message: str)
         moe_config(router={"scorer": {"name": "stable", **options}})
 
 
-def test_company_that_makes_no_sense_is_refused() -> None:
+def test_invalid_combinations_are_refused() -> None:
     check_parts(moe_config(**TREE), 1)
     with pytest.raises(UserError, match="scorer: stable: moe.losses lacks .* add stable_distillation"):
         check_parts(moe_config(**{**TREE, "losses": {"stable_balance": 0.3}}), 1)

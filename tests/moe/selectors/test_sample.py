@@ -46,7 +46,7 @@ def test_two_experts_are_drawn_without_replacement_in_order() -> None:
     torch.testing.assert_close(found, expected, atol=0.012, rtol=0)
 
 
-def test_all_of_them_are_drawn_when_k_is_e() -> None:
+def test_all_experts_are_drawn_if_k_is_e() -> None:
     assert torch.equal(draw(4).sort(1).values, torch.arange(4).expand(DRAWS, 4))
 
 

@@ -199,7 +199,7 @@ def test_draws_follow_seed_step_and_token_and_rest_in_evaluation(second: str) ->
 
 
 @pytest.mark.parametrize("second", ["random", "sampled"])
-def test_a_second_that_is_no_candidate_or_has_no_value(second: str) -> None:
+def test_a_second_choice_without_candidate_or_probability(second: str) -> None:
     candidates_TE = torch.tensor([[False, False, False, True], [True] * 4, [False] * 4])
     probs_TE = torch.tensor([[0, 0, 0, 1.0], [0, 0, 0, 1.0], [0.0] * 4])
     selector = make_part("selector", "top_k", second=second)
