@@ -32,7 +32,7 @@ def overrides(*more: str) -> list[str]:
 
 
 def measured(bench: Any, moe: list[float], dense: list[float], flat: list[float]) -> Any:
-    """With a step in each second that is all forward pass, and all update."""
+    """Simulated timers: in each second one step is all forward pass and one is all update."""
     candidate = sys.modules["steps.candidate"]
 
     def steps(times: list[float]) -> list[Any]:

@@ -41,7 +41,7 @@ def test_a_second_world_in_one_process() -> None:
 
 
 def test_groups_are_kept() -> None:
-    """Of a world of its own."""
+    """The groups belong to a separate world."""
     with restored_process():
         launch.start(launch.find_world(), timeout_minutes=1)
         start_groups(Layout(1), timeout_minutes=1)

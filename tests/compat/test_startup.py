@@ -115,5 +115,5 @@ def sources_of(module: str) -> Iterator[str]:
     ],
 )
 def test_the_libraries_would_warn_at_import(module: str, told: str) -> None:
-    """Of those that `settle_vendors` silences."""
+    """The libraries that `settle_vendors` silences."""
     assert any(told in source for source in sources_of(module))

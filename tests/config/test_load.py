@@ -1,4 +1,4 @@
-"""What the YAML and its overrides become: defaults, numbers, shorthands, the round trip."""
+"""Reading the YAML and its overrides: defaults, numbers, shorthands, the round trip."""
 
 import dataclasses
 from collections.abc import Callable
@@ -177,7 +177,7 @@ def test_the_dump_reads_back_equal(load: Load) -> None:
 
 
 def test_the_dump_names_every_key(load: Load) -> None:
-    """What is on record of a run must not depend on the defaults of a later version."""
+    """A run's stored configuration must not depend on the defaults of a later version."""
 
     def check(node: Any, tree: Any) -> None:
         if isinstance(node, PartChoice):

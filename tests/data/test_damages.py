@@ -31,7 +31,7 @@ def document(number: int) -> str:
 
 
 def blend(folder: Path) -> DataConfig:
-    """Two prepared datasets, both with a validation share, document-aware: what a card says matters too."""
+    """Two prepared datasets with a validation share, document-aware, so that the cards matter too."""
     paths = [str(folder / name) for name in "ab"]
     return config(*paths, weights=[2.0, 1.0], split=[0.8, 0.2, 0.0], document_aware=True)
 
@@ -187,7 +187,9 @@ def test_facts_of_a_file_that_has_just_changed_are_not_kept(
 
 
 def test_structure_alone_leaves_the_tokens_to_the_samples(tmp_path: Path) -> None:
-    """`data.verify: structure` does not read the .bin at the start; what it holds is told when it is read."""
+    """`data.verify: structure` does not read the .bin at the start; wrong content is reported when it is
+    read.
+    """
     data = data_of(tmp_path / "x", [5] * 30 + [300] + [5] * 9)
     data.verify = "structure"
     dataset = build(data).train
@@ -291,7 +293,7 @@ def test_a_pickle_in_the_caches_place_does_not_run(
 def test_the_index_of_other_data_is_made_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], of_record: bool
 ) -> None:
-    """Of the same name and size; with its record, it is whole in itself."""
+    """The other data has the same name and size, and its index is intact."""
     text = document(5)
     (tmp_path / "other").mkdir()
     data, other = (config(make_data(tmp_path / name, [text] * 4)) for name in ("a", "other/a"))

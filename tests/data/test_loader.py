@@ -62,7 +62,7 @@ def test_one_that_is_killed_between_batches_is_replaced(workers: int) -> None:
 @pytest.mark.parametrize("at", [0, 20, 59])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
 def test_one_that_dies_while_its_batch_is_waited_for(tmp_path: Path, at: int, number: int) -> None:
-    """Of SIGBUS too: a mapped file that shrinks while it is read, which the next process tells."""
+    """Also by SIGBUS: a mapped file shrinks while it is read, which the next process reports."""
     messages: list[str] = []
     (tmp_path / "trouble").touch()
     start = time.monotonic()

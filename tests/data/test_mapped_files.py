@@ -12,7 +12,7 @@ from tests.data.test_datasets import build, config, make_data
 
 
 def blend(folder: Path) -> CheckedDataset:
-    """Of two sources of one letter each, through cached indices."""
+    """Return a blend of two sources of one letter each, with cached indices."""
     paths = [make_data(folder / name, [name * 200]) for name in ("a", "b")]
     dataset = build(config(*paths), train=40).train
     assert isinstance(dataset, CheckedDataset)
@@ -57,7 +57,7 @@ def test_a_replaced_or_removed_file_is_still_readable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_reports_it_in_one_line(tmp_path: Path, workers: int) -> None:
-    """And not as the text of a loader process' traceback."""
+    """It is not the traceback of a loader process."""
     dataset = build(config(make_data(tmp_path / "a", ["x" * 2000])), train=200).train
     with BatchStream(
         dataset, start_sample=0, micro_batch_size=1, data_rank=0, data_size=1, workers=workers

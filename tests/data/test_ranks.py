@@ -79,7 +79,7 @@ def be_a_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What three ranks on two machines have found."""
+    """The results of three ranks on two machines."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "a").mkdir()
     (folder / "b").mkdir()
@@ -105,7 +105,7 @@ def test_an_error_of_one_rank_is_raised_by_all(found: list[dict[str, Any]]) -> N
 
 
 def test_long_work_is_not_one_long_collective_operation(found: list[dict[str, Any]]) -> None:
-    """Which would end at `parallel.timeout_minutes`."""
+    """A single collective would end at `parallel.timeout_minutes`."""
     assert found[0]["meetings"] >= 6
 
 

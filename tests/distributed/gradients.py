@@ -178,7 +178,7 @@ def assert_same(found: list[Found], expected: Found, layout: Layout, tolerance: 
 
 
 def _piece(whole: dict[str, Tensor], name: str, cuts: dict[str, Any], layout: Layout, rank: int) -> Tensor:
-    """What of a whole gradient a rank holds."""
+    """Return a rank's part of a whole gradient."""
     gradient = whole[name]
     if ".experts." in name:
         # SwiGLU's score function and value stand above each other, in twice as many rows as the FFN size.

@@ -79,7 +79,7 @@ class Case:
     precision: str
 
     def changes(self, folder: Path) -> dict[str, Any]:
-        """For `small_run`; folder: for a DeepSpeed file of its own."""
+        """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
         file = f"zero{self.zero}_{self.precision}"
         path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
         return {
@@ -147,7 +147,7 @@ def _pairs(case: Any) -> Iterator[tuple[int, Any, int, Any]]:
 
 
 def name(case: Case) -> str:
-    """For people: what is not as in the plain run."""
+    """Return a readable name: the differences from the plain run."""
     plain = case.alone()
     given = {field.name: getattr(case, field.name) for field in fields(case)}
     told = [f"{key}={value}" for key, value in given.items() if value != getattr(plain, key)]

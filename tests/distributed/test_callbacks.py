@@ -14,7 +14,7 @@ from tests.distributed.runs import small_run
 
 
 def told(**changes: Any) -> str:
-    """Job: the line of a run whose callback fails on rank 1 in the second step."""
+    """Job: return the message of a run whose callback fails on rank 1 in the second step."""
     parts = registry._parts["callback"]
 
     class Failing(Callback):

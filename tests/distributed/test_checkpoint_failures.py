@@ -1,4 +1,4 @@
-"""What goes wrong when saving or loading ends in one line on every rank, and costs nothing that was saved."""
+"""Errors in saving or loading end in one line on every rank, and saved checkpoints stay valid."""
 
 import io
 import json
@@ -25,7 +25,7 @@ LAYOUT: dict[str, Any] = {"parallel__expert": 2, "parallel__deepspeed": ds_confi
 
 
 def save_on_a_full_disk(limited_rank: int | None, **changes: Any) -> str:
-    """Job: one step, then a save that fails; returns what the user is told.
+    """Job: one step, then a save that fails; return the user's message.
 
     limited_rank: the rank that may not write files of more than 10 kB; None: the disk itself is full.
     """
@@ -46,7 +46,7 @@ def save_on_a_full_disk(limited_rank: int | None, **changes: Any) -> str:
 
 
 def try_each(runs: list[dict[str, Any]]) -> list[str]:
-    """Job: what the user is told when these runs are started, one after the other in one world."""
+    """Job: start these runs, one after the other in one world; return the user's messages."""
     try:
         return [_try_to_start(**run) for run in runs]
     finally:
@@ -185,7 +185,7 @@ def _swap_shards(folder: Path) -> None:
 
 
 def _sealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
-    """With checksums of what is left: what loads the tensors must see it."""
+    """Renew the checksums, so that the code that loads the tensors must detect the damage."""
 
     def both(folder: Path) -> None:
         damage(folder)
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_is_refused_by_all_ranks(pool: Pool, saved: Path, t
 
 
 def resumed(**changes: Any) -> tuple[int, str]:
-    """Job: from which step the run goes on, and what it says; after a step more it is saved."""
+    """Job: resume, take one step and save; return the first step and the output."""
     with redirect_stdout(io.StringIO()) as text:
         trainer = Trainer(small_run(**changes))
     step = trainer.progress.step
@@ -270,7 +270,7 @@ def test_if_latest_names_nothing_the_newest_complete_one_is_used(
 
 
 def resumed_where_a_rank_sees_nothing(output: Path, **changes: Any) -> str:
-    """Job: what the user is told where the first rank alone has the run's folder."""
+    """Job: return the user's message if only the first rank has the run's folder."""
     mine = output if os.environ["RANK"] == "0" else output / "elsewhere"
     mine.mkdir(exist_ok=True)
     os.chdir(mine)

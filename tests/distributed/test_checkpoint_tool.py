@@ -56,7 +56,7 @@ def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 @pytest.fixture
 def folder(trained: tuple[Path, list[Any]], tmp_path: Path) -> Path:
-    """A copy of the run's checkpoints, after steps 1 and 2, in an output folder of its own."""
+    """A copy of the run's checkpoints of steps 1 and 2 in a separate output folder."""
     copy = tmp_path / "small" / "checkpoints"
     for path in trained[0].parent.rglob("*"):
         target = copy / path.relative_to(trained[0].parent)
@@ -101,7 +101,7 @@ def test_no_flipped_byte_and_no_missing_end_goes_unseen(pool: Pool, folder: Path
 
 
 def resume(**changes: Any) -> tuple[str, list[float]]:
-    """Job: what the user is told of a resume, and the loss of its step."""
+    """Job: resume and take one step; return the user's message and the step's loss."""
     said = io.StringIO()
     try:
         with redirect_stdout(said):
@@ -138,7 +138,7 @@ def test_a_resume_with_none_intact_ends_in_one_line(pool: Pool, folder: Path) ->
 
 
 def start_from(**changes: Any) -> str:
-    """Job: what the user is told of a run that starts from weights."""
+    """Job: start a run from weights; return the user's message."""
     try:
         Trainer(small_run(**changes)).close()
     except UserError as error:

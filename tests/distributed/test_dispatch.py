@@ -50,7 +50,7 @@ CASES = {
 
 @dataclass
 class Problem:
-    """What one rank routes: leaves that take gradients."""
+    """The inputs of one rank, as leaves that take gradients."""
 
     hidden_TH: Tensor
     router_EH: Tensor
@@ -90,7 +90,7 @@ def make_experts(expert_ids: range, dtype: torch.dtype, cut: Slice = WHOLE) -> G
 
 
 def held_by(layout: Layout, rank: int) -> tuple[range, Slice]:
-    """Which experts, and which slice of them."""
+    """Return the rank's experts and its slice of them."""
     size = EXPERTS // layout.expert
     first = layout.expert_rank(rank) * size
     return range(first, first + size), Slice(rank % layout.expert_tensor, layout.expert_tensor)
@@ -120,7 +120,7 @@ def start(layout: Layout) -> tuple[launch.World, AllToAllDispatch]:
 
 
 def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
-    """Job: every token chooses among its own rank's experts; the dispatch is told so, then not."""
+    """Job: every token chooses among its own rank's experts; dispatch with and without `is_local`."""
     world, dispatcher = start(layout)
     size = EXPERTS // layout.expert
     calls, real = [], dist.all_to_all_single
@@ -154,7 +154,7 @@ def home_routing(problem: Problem, rank: int, size: int) -> Routing:
 
 
 def stray(case: Case) -> str:
-    """Job: a pair strays although the routing says that it stays home; the message of what happens."""
+    """Job: return the error if `is_local` is set and a pair's expert is on another rank."""
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
     problem = make_problem(case, world.rank)

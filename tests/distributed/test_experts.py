@@ -72,7 +72,7 @@ def test_a_layout_trains_as_one_rank_does(
 
 
 def one_run(**changes: Any) -> dict[str, Any]:
-    """Job: the run whose loss looks at all ranks' tokens, in a collective of its own."""
+    """Job: a run whose loss uses all ranks' tokens, in a separate collective."""
     losses = {"switch_balance": {"weight": 0.1, "scope": "global_batch"}}
     run = {**RUNS["inserted sub-layers"], "moe__losses": losses, "parallel__expert": 2, **changes}
     try:

@@ -88,7 +88,7 @@ def test_one_of_them_is_frozen_by_itself(pool: Pool, file: str, module: str) -> 
     [f if f in ("zero0_bf16", "zero2_fp32") else pytest.param(f, marks=full) for f in PLAIN_FILES],
 )
 def test_a_frozen_run_resumes_bit_for_bit(pool: Pool, moe_fp32: Path, tmp_path: Path, file: str) -> None:
-    """And does not start from its `init` again, which is gone by then."""
+    """It does not load `init` again, which no longer exists."""
     source = tmp_path / "source" / moe_fp32.name
     shutil.copytree(moe_fp32, source)
     run: dict[str, Any] = {

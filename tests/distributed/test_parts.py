@@ -41,7 +41,7 @@ QUICK = "TP 2, SP, EP 4, ZeRO 1"
 
 
 def on_one_rank(kind: str, name: str, data_parallel: int) -> dict[str, Any]:
-    """What assigns all ranks' tokens at once sees the same where one rank has them in one batch."""
+    """The assignment sees the same tokens if one rank has them in one batch."""
     run = run_of(kind, name)
     moe = parse_config({"moe": moe_tree(kind, name)}).moe
     together = provides("over_all_ranks", moe.router.selector)
@@ -82,7 +82,7 @@ def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, li
     params=[pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in LAYOUTS],
 )
 def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, Any]]:
-    """By part: (what the one rank showed, what each of the four did)."""
+    """By part: (the results of one rank, the results of four ranks)."""
     layout = LAYOUTS[request.param]
     one = [on_one_rank(*parts[0], RANKS // layout.get("tensor", 1)) for parts in DISTINCT.values()]
     many = [run_of(*parts[0], parallel=layout) for parts in DISTINCT.values()]

@@ -144,7 +144,7 @@ BY_HAND = {
 @pytest.mark.full
 @pytest.mark.parametrize("case", BY_HAND)
 def test_two_ranks_started_by_hand(tmp_path: Path, case: str) -> None:
-    """In folders of their own, where the data and the plugin of each lie."""
+    """Each rank has a separate folder with its own copy of the data and the plugin."""
     settings = {
         "learning rate": "optimizer.lr=0.001",
         "seed": "seed=7",

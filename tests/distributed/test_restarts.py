@@ -1,4 +1,4 @@
-"""torchrun starts its workers again after a crash: they go on, whatever the command line says."""
+"""torchrun restarts its workers after a crash: they resume, whatever the command line says."""
 
 import json
 import os

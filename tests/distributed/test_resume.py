@@ -63,7 +63,7 @@ CUT_LAYOUTS = [
 def test_a_resume_is_bit_identical_under_tensor_parallelism(
     pool: Pool, tmp_path: Path, ranks: int, layout: dict[str, Any]
 ) -> None:
-    """What is cut draws its dropout for itself, what is not with the others."""
+    """Tensor-parallel activations have a separate dropout on each rank; replicated ones have the same."""
     run = {**RUN, "parallel": layout, "model__attention_dropout": 0.1}
     whole = pool.run(run_steps, STEPS, True, output=tmp_path / "whole", **run, ranks=ranks)
     cut = {**run, "output": tmp_path / "cut", "checkpoint__resume": "auto"}

@@ -129,7 +129,7 @@ def save_all(folder: Path) -> None:
 
 
 def resume_all(folder: Path, unchecked: bool) -> list[str]:
-    """Job: what is told of each resume; `unchecked`: by what loads the tensors alone."""
+    """Job: return the message of each resume; `unchecked`: only the tensors are checked."""
     check = mock.patch.object(trainer_module, "check_resume") if unchecked else nullcontext()
     try:
         with check:
@@ -198,7 +198,7 @@ def test_what_is_loaded_is_refused_by_itself(pool: Pool, saved: Path) -> None:
 
 
 def save_and_resume(folder: Path, **changes: Any) -> list[str]:
-    """Job: what is told of a checkpoint of which a tensor is spoilt, of each way to, checksums aside."""
+    """Job: return the message for each way to damage a tensor of a checkpoint, with valid checksums."""
     path = folder / "small" / "checkpoints" / "step_00000001"
     try:
         _save(folder, changes)
@@ -263,7 +263,7 @@ RECUT: Changes = {"train__micro_batch_size": 2, "train__global_batch_size": 8}
 
 
 def test_a_tokens_rank_is_right_after_the_batch_size_changed(pool: Pool, tmp_path: Path) -> None:
-    """And on one rank it is the same one. 6 samples are no multiple of the 4 of two micro batches."""
+    """One rank gives the same result. 6 samples are no multiple of the 4 of two micro batches."""
     two = {**HOME, "output": tmp_path / "two", "parallel__expert": 2}
     one = {**HOME, "output": tmp_path / "one"}
     pool.run(run_steps, 1, True, **two, train__global_batch_size=6, ranks=2)
@@ -287,7 +287,7 @@ def test_a_tokens_rank_is_right_after_the_batch_size_changed(pool: Pool, tmp_pat
 
 
 def test_the_count_of_micro_batches_is_that_of_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    """Three steps of one rank with a home among four: a resume goes on with the fourth micro batch."""
+    """Three steps of one rank, with `ranks: 4`; the resume continues with the fourth micro batch."""
     four = {"moe__router": {"masks": [{"name": "gating_dropout", "rate": 1.0, "ranks": 4}]}}
     run = {**HOME, **four, "train__global_batch_size": 3, "output": tmp_path}
     homes = []

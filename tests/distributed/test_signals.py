@@ -1,4 +1,4 @@
-"""Told to stop, by whoever and to whichever rank: all save and end together, with the code that says so."""
+"""A signal to any rank makes all ranks save and end together, with its exit code."""
 
 import os
 import re
@@ -39,7 +39,7 @@ DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerat
 
 
 def tell_rank_1(trainer: Trainer) -> None:
-    """And again when it is saving."""
+    """Send the signal, and again during the save."""
     if trainer.progress.step == 2 and trainer.world.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
         save = trainer.begin_save
@@ -61,7 +61,7 @@ def test_a_signal_to_one_rank_makes_all_save_and_end(pool: Pool, tmp_path: Path)
 
 
 class Launched:
-    """The entry script under a launcher, in a folder of its own."""
+    """The entry script under a launcher, in a separate folder."""
 
     def __init__(self, folder: Path, command: list[str], *arguments: str) -> None:
         self.folder = folder
@@ -87,7 +87,7 @@ class Launched:
             time.sleep(0.05)
 
     def send(self, number: int, target: str) -> None:
-        """To the launcher, or to a rank by its number."""
+        """Send a signal to the launcher, or to a rank by its number."""
         launcher = target == "launcher"
         os.kill(self.process.pid if launcher else int((self.folder / f"pid_{target}").read_text()), number)
 

@@ -161,7 +161,7 @@ def test_a_problem_of_one_rank_is_seen_by_all(pool: Pool) -> None:
 
 
 def end_of_a_run(first: int, what: str, **changes: Any) -> tuple[int, str]:
-    """Job: a checkpoint of step 1, broken steps from step `first` on; the last step, and what is told."""
+    """Job: save step 1, make steps fail from `first` on; return the last step and the message."""
     with with_fp16():
         trainer = Trainer(small_run(**changes))
         try:

@@ -55,13 +55,13 @@ def moe_fp32(sources: dict[str, Path]) -> Path:
 
 
 def weights_of(checkpoint: Path) -> Tensors:
-    """Of the whole model, by the parameters' names."""
+    """Return the whole model's weights by name."""
     tensors = read_tensors(checkpoint).items()
     return {name.removeprefix("model/"): tensor for name, tensor in tensors if name.startswith("model/")}
 
 
 def own_part(name: str, whole: torch.Tensor, ranks: Layout, rank: int) -> torch.Tensor:
-    """What a rank holds of a weight, by what each weight is."""
+    """Return a rank's part of a weight."""
     tensor, place = ranks.tensor, ranks.tensor_rank(rank)
     if ".experts." in name:
         whole = whole.chunk(ranks.expert)[ranks.expert_rank(rank)]
@@ -125,7 +125,7 @@ def runs_of(cases: list[Case], sources: dict[str, Path]) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def started(pool: Pool, sources: dict[str, Path]) -> dict[str, list[Run]]:
-    """By case, what each rank shows; those of as many ranks in one world."""
+    """The results of each rank by case; cases with equal numbers of ranks share a world."""
     found: dict[str, list[Run]] = {}
     for ranks in (1, 2, 4):
         cases = [case for case in CASES if case[1] == ranks]
@@ -135,7 +135,7 @@ def started(pool: Pool, sources: dict[str, Path]) -> dict[str, list[Run]]:
 
 
 def assert_begins_with(found: list[Run], saved: Path, case: Case) -> None:
-    """Optimiser, step and data begin anew; the fp32 masters are the weights, not what was drawn."""
+    """Check that optimiser, step and data start fresh, and that the fp32 masters are the loaded weights."""
     _, ranks, layout, file = case
     expected = weights_of(saved)
     for rank, here in enumerate(found):
@@ -164,7 +164,7 @@ def test_every_layout_and_file(pool: Pool, sources: dict[str, Path], layout: dic
 
 
 def test_a_bf16_runs_checkpoint_holds_fp32_masters(sources: dict[str, Path]) -> None:
-    """Of which a run in fp32 takes every bit."""
+    """A run in fp32 loads them bit for bit."""
     for source in ("moe_bf16", "dense_cut"):
         weights = weights_of(sources[source])
         assert {weight.dtype for weight in weights.values()} == {torch.float32}
@@ -197,7 +197,7 @@ EXPERTS = [
 
 @pytest.fixture(scope="module")
 def mixed(pool: Pool, sources: dict[str, Path]) -> dict[str, tuple[float, list[Run]]]:
-    """By case, the dense run's validation loss, under as much tensor parallelism, and the experts' ranks."""
+    """By case: the dense run's validation loss under the same tensor parallelism, and the experts' ranks."""
     found: dict[str, tuple[float, list[Run]]] = {}
     for ranks in (2, 4):
         cases = [case for case in EXPERTS if case[1] == ranks]

@@ -66,7 +66,7 @@ def _is_whole(parameter: Tensor) -> bool:
 
 
 def _record_masks(masks: list[bytes]) -> None:
-    """Every hidden dropout's mask, whatever it is applied to: drawn once more from the same state."""
+    """Record the mask of every hidden dropout, by drawing it again from the same state."""
     real = functional.dropout
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -132,7 +132,7 @@ def test_what_is_computed_again_draws_the_same(ranks: list[dict[str, Found]], va
 
 
 def test_the_losses_are_those_of_dropout(ranks: list[dict[str, Found]]) -> None:
-    """Two variants draw otherwise: equal losses would say that nothing was drawn."""
+    """Two variants with different draws have different losses."""
     whole, sequence = (ranks[0][variant]["losses"] for variant in ("whole", "sequence"))
     assert all(a != b for a, b in zip(whole, sequence, strict=True))
     assert all(a != b for a, b in pairwise(whole))

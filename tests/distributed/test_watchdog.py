@@ -23,7 +23,7 @@ def stop_rank_0(trainer: Trainer) -> None:
 
 
 def hold_the_lock_on_rank_1(trainer: Trainer) -> None:
-    """In a library's function that keeps the interpreter's lock: no thread of Python's runs."""
+    """Hang in a C function that holds the interpreter lock, so that no Python thread runs."""
     if trainer.progress.step == 3 and trainer.world.rank == 1:
         ctypes.PyDLL(None).sleep(600)
 

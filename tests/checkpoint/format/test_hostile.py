@@ -1,5 +1,4 @@
-"""Checkpoints whose files say what does harm, with checksums that fit: each is refused in one line, before
-anything is waited for or allocated."""
+"""Checkpoints with malicious content and valid checksums are refused in one line, before anything is done."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Pruning deletes what it says, and never what a resume needs."""
+"""Pruning deletes the checkpoints that it names, and never one that a resume needs."""
 
 import os
 import shutil
