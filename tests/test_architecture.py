@@ -246,7 +246,7 @@ COMPAT = [path for path in FILES if package_of(path) == "compat" and path.name !
 
 @named(COMPAT)
 def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> None:
-    """In its docstring; startup's check of versions needs none."""
+    """The docstring holds them; startup's check of versions needs none."""
     entries = [
         node
         for node in tree_of(path).body

@@ -56,7 +56,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr."""
+    """Return the one line on stderr."""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]

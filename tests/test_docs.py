@@ -1,4 +1,4 @@
-"""The documentation says what is true: keys, links, and the README's examples."""
+"""The documentation is correct: keys, links, and the README's examples."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The example runs are what they say: each can start as it stands, and the demos match in active size."""
+"""The example runs are valid: each can start unchanged, and the demos match in active size."""
 
 from pathlib import Path
 

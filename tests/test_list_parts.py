@@ -1,4 +1,4 @@
-"""tools/list_parts.py tells every part and preset, straight from the code."""
+"""tools/list_parts.py lists every part and preset from the code."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a built wheel holds, and that a package installed from it trains without the clone."""
+"""The content of a built wheel; an installed package trains without the clone."""
 
 import os
 import shutil

@@ -146,7 +146,7 @@ class Loop:
         if not stops:
             return None
         self.stopped_by_signal = stops == 2
-        return mine or "another rank was told to stop"
+        return mine or "another rank received a signal"
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
         if not self.config.evaluation.batches:

@@ -45,7 +45,7 @@ class RunFolder:
             if integrity.first_of(integrity.problems_outside_tensors(path)) is None:
                 return path
         for path in self.candidates:
-            read_meta(path)  # says it better where it can
+            read_meta(path)  # raises a better message if it can
             raise damaged(path, integrity.first_of(integrity.problems_outside_tensors(path)))
         return None
 

@@ -55,7 +55,7 @@ def test_a_signal_to_one_rank_makes_all_save_and_end(pool: Pool, tmp_path: Path)
     found = run_entry_script(pool, tmp_path, "data.workers=1", fault=tell_rank_1)
     assert found.codes == [ExitCode.STOPPED, ExitCode.STOPPED]
     assert found.errors() == [[], []]
-    assert "stopping after step 3: another rank was told to stop; go on with --resume" in found.outputs[0]
+    assert "stopping after step 3: another rank received a signal; go on with --resume" in found.outputs[0]
     assert (tmp_path / "runs/a/checkpoints/latest").read_text() == "step_00000003"
     assert len(list((tmp_path / "runs/a/checkpoints/step_00000003").glob("shard_*"))) == 2
 

@@ -110,7 +110,7 @@ def check_outputs_and_gradients_are_the_plain_ones() -> None:
 
 
 def check_numbers_by_hand_and_at_extremes() -> None:
-    """The tests of the other kernels; what `compiled` says is not asked here."""
+    """Run the tests of the other kernels; `compiled` is ignored here."""
     with on_triton() as names:
         for dtype in (torch.float32, torch.bfloat16):
             test_rows.test_combine_by_hand(compiled=False, dtype=dtype)
@@ -133,7 +133,7 @@ def check_rows_by_token() -> None:
 
 
 def check_nothing_is_read_or_written_beside_the_rows() -> None:
-    """NaNs stand around what is read, sevens around what is written."""
+    """The inputs are surrounded by NaN and the outputs by sevens."""
     from megamoe.kernels.triton_rows import TritonKernels
 
     def inside(numbers: Tensor, around: float) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ def check_a_nan_stays_in_its_token() -> None:
 
 
 def check_rows_of_more_than_two_billion_numbers() -> None:
-    """In a file that is a hole but for the row that is read; in 32 bits, row 1 would be."""
+    """A sparse file holds only the row that is read; with 32-bit indices, row 1 would be read."""
     from megamoe.kernels.triton_rows import TritonKernels
 
     width, row = 2**10, 2**22 + 1

@@ -26,7 +26,7 @@ Sides = tuple[Tensor, Tensor, Tensor]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: float) -> Tensor:
-    """In float64, with the whole matrix of scores; a pair of columns is turned as a complex number."""
+    """Compute in float64, with the whole score matrix; a pair of columns is rotated as a complex number."""
     length, _, heads, size = query.shape
 
     def turned(side: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def _found_again() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where libraries are kept; sources that take no time; temporary folders that go with the test."""
+    """A cache folder, sources that compile fast, and temporary folders that are deleted with the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "sources").mkdir()
     functions = "".join(f'extern "C" int {name}() {{ return 1; }}\n' for name in NAMES)

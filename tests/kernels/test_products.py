@@ -70,7 +70,7 @@ def exact(rows_NI: Tensor, weight_EOI: Tensor, sent_NO: Tensor, counts: list[int
 
 
 def check(found: list[Tensor], expected: list[Tensor]) -> None:
-    """To one rounding of the result, and fp32's of the sum."""
+    """Compare up to one rounding of the result and fp32's rounding of the sum."""
     for one, other in zip(found, expected, strict=True):
         size = other.abs().max().item() if other.numel() else 0.0
         rounding = 2**-8 if one.dtype == torch.bfloat16 else 1e-6

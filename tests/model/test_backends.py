@@ -125,7 +125,7 @@ def test_triton_is_refused_where_it_is_not_installed(
 def test_a_run_takes_the_kernels_that_it_names(
     on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as its run folder; on the CPU it keeps freed memory."""
+    """The choice reaches the run folder; on the CPU freed memory is kept."""
     kept: list[bool] = []
     monkeypatch.setattr(rows._Choice, "triton", on_gpu == "plain")
     monkeypatch.setattr(library._Choice, "compiled", on_cpu == "plain")

@@ -257,7 +257,7 @@ def test_the_seed_decides_the_weights(one_rank: None) -> None:
 
 
 def test_spread_of_the_weights_at_the_start(one_rank: None) -> None:
-    """What writes into the residual starts smaller: std / sqrt(2 * layers), here 2 blocks."""
+    """Weights that write into the residual are initialised smaller: std / sqrt(2 * layers), here 2 blocks."""
     config = tiny(
         "model.hidden_size=128",
         "model.ffn_hidden_size=256",

@@ -52,7 +52,7 @@ def twins(own_registry: None) -> None:
 
     @register("selector", "own_groups")
     class OwnGroups(Part):
-        """Of no base class that a selector needs."""
+        """A selector without the base class that it needs."""
 
         @dataclass
         class Config:

@@ -9,7 +9,7 @@ from tests.moe.build import gradient_of, make_pairs, make_routing
 
 
 def spread_of(size: int, rank: int) -> TokenSpread:
-    """As one of several ranks has it, without a group: for what asks nobody."""
+    """Return the spread of one of several ranks, without a group, for functions that do not communicate."""
     spread = TokenSpread(None)
     spread.size, spread.rank = size, rank
     return spread

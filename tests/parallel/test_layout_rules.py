@@ -1,4 +1,4 @@
-"""Which layouts are refused, each in one line: the key, its value, the reason, and what is legal instead."""
+"""Illegal layouts are refused in one line: the key, its value, the reason, and legal values."""
 
 import re
 

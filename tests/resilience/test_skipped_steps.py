@@ -1,4 +1,4 @@
-"""Which steps are refused, by numbers worked by hand; what a message names."""
+"""The rule for skipped steps, with numbers worked out by hand, and its messages."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_what_is_not_finite_is_refused_without_a_rule(value: float) -> None:
 
 
 def test_a_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
-    """Of 2, 4, 4, 6 the mean is 4, the sum of squared deviations 8, and the deviation sqrt(8 / 3)."""
+    """The losses 2, 4, 4, 6 have mean 4, sum of squared deviations 8, and deviation sqrt(8 / 3)."""
     limit = 4 + 2 * math.sqrt(8 / 3)  # 7.266
     steps = rule(losses=(2, 4, 4, 6))
     assert steps.limit() == pytest.approx(limit, rel=1e-15)

@@ -139,7 +139,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_ends_the_run_in_one_line(own_registry: None, tmp_path: Path, case: str) -> None:
-    """What was saved before stays."""
+    """An earlier checkpoint is kept."""
     body, line = MISTAKES[case]
     (tmp_path / "mine.py").write_text(HEAD + body)
     plugin = (f"plugins=[{tmp_path}/mine.py]", f"output={tmp_path}", "evaluation.batches=0")

@@ -200,7 +200,7 @@ def test_a_step_that_breaks_ends_the_run_and_is_not_saved(tmp_path: Path) -> Non
 def test_skipped_steps_are_reported_counted_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of eight steps, 4 and 5 are broken; a checkpoint that falls due then waits for step 6."""
+    """Of eight steps, 4 and 5 are skipped; a checkpoint that is due then waits for step 6."""
     forward, calls = Engine.forward, iter(range(1, 9))
     monkeypatch.setattr(
         Engine,

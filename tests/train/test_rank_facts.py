@@ -51,7 +51,7 @@ def leaves(tree: Any, key: str = "", path: tuple[Any, ...] = ()) -> Iterator[tup
 
 
 def changed(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
-    """A copy with another value there, of its own type where it has one."""
+    """Return a copy with another value at that place, of the same type if there is one."""
     tree = copy.deepcopy(tree)
     node: Any = tree
     for step in path[:-1]:
@@ -134,7 +134,7 @@ def test_another_line_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_another_line_of_a_plugin(
     tmp_path: Path, own_registry: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file, or of any file of the plugin's package."""
+    """The line is in a single file, or in any file of the plugin's package."""
     package = tmp_path / "own_parts_of_mine"
     package.mkdir()
     for name in ("__init__.py", "scorers.py", "helper.py"):

@@ -1,4 +1,4 @@
-"""What follows from the configuration is worked out once, at the start, and handed down."""
+"""Everything that follows from the configuration is computed once, at the start."""
 
 import ast
 import json

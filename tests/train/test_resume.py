@@ -1,4 +1,4 @@
-"""What a checkpoint says of the model that it is the start of."""
+"""Checks of a checkpoint's configuration for a run that starts from its weights."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_weights_are_not_the_start_of_another_function(saved: Path, tmp_path: Pa
 
 
 def test_experts_keep_the_activation_that_they_learned_with(saved: Path, tmp_path: Path) -> None:
-    """Whether the checkpoint says it of the experts themselves, or of all FFNs."""
+    """The checkpoint may name the activation of the experts, or of all FFNs."""
     told = "saved with moe.expert_activation swiglu, this run has relu; start with the model's configuration"
     with pytest.raises(UserError, match=told):
         init_from(saved, tmp_path / "run", "moe.expert_activation=relu")

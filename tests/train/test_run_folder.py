@@ -1,4 +1,4 @@
-"""The run's folder: what is refused, what goes on, and that a refusal touches nothing."""
+"""The run's folder: which ones are refused or continued, and that a refusal changes nothing."""
 
 import json
 import shutil
@@ -112,7 +112,7 @@ DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
 def test_a_damaged_checkpoint_is_skipped_or_refused_if_it_is_the_only_one(
     tmp_path: Path, damage: str
 ) -> None:
-    """By what can be seen before any tensor is read."""
+    """The damage is visible before any tensor is read."""
     make_run(tmp_path / "a", 5, 10)
     newest = tmp_path / "a" / "checkpoints" / "step_00000010"
     older = newest.with_name("step_00000005")

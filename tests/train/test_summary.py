@@ -1,4 +1,4 @@
-"""What is said before a run begins: its MoE layers, and the memory of a micro batch's activations."""
+"""The summary before a run: its MoE layers, and the memory of a micro batch's activations."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -40,7 +40,7 @@ def by_hand(name: str) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def references(one_rank: None) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights after PyTorch's steps, each parameter in a group of its own."""
+    """Return the weights after PyTorch's steps, with each parameter in a separate group."""
     return {kind: reference(kind) for kind in KINDS}
 
 

@@ -57,8 +57,8 @@ class Clustering(Part):
         check_clusters(options.cluster_size, moe, expert_parallel)
         if options.mu > 0 and options.cluster_size == moe.num_experts:
             raise ValueError(
-                f"mu is {options.mu}, but cluster_size {options.cluster_size} makes one cluster, without "
-                "a second to be told from; set mu: 0 or a smaller cluster_size"
+                f"mu is {options.mu}, but cluster_size {options.cluster_size} makes one cluster, and "
+                "mu compares two; set mu: 0 or a smaller cluster_size"
             )
         for choice in moe.router.masks:
             left, step_wide = candidates_of(choice, moe.num_experts), get_part("mask", choice.name).step_wide

@@ -154,7 +154,7 @@ def test_a_limit_by_token_leaves_the_budget_as_the_router_collapses(masks: list[
 
 
 def test_a_mask_of_the_whole_step_leaves_fewer_devices() -> None:
-    """At home on one of four ranks, two of eight devices: k T / 2."""
+    """Tokens stay on one of four ranks, with two of eight devices: k T / 2."""
     router = make_router(
         16,
         masks=[{"name": "gating_dropout", "ranks": 4, "rate": 1.0}, {**LIMIT, "keep": 1}],

@@ -20,7 +20,7 @@ TWO = {"num_choices": 2}
 
 
 def keep(priority: str, factor: float = 1.0, context: StepContext | None = None) -> list[int]:
-    """Of the pairs of expert 1, in token order: which keep a place. C = 2 factor."""
+    """Return which pairs of expert 1 keep a place, in token order. C = 2 factor."""
     part = make_part("capacity", "per_expert", factor=factor, min_capacity=0, priority=priority, dims=TWO)
     pairs = make_pairs(WANTED, [[1.0, 1.0]] * 4)  # weights are not what counts
     keep_N = part(pairs, SCORED, context or StepContext())
@@ -181,7 +181,7 @@ def test_min_capacity_is_a_floor_and_eval_factor_is_of_evaluation() -> None:
 
 
 def test_there_is_no_floor_where_the_papers_have_none() -> None:
-    """By default, and in every preset: C = ceil(factor * k * T / E), 1 where that is under 1."""
+    """By default and in every preset, C = ceil(factor * k * T / E), and at least 1."""
     part = make_part("capacity", "per_expert", num_experts=8, factor=1.0)
     assert [part.places(num_tokens) for num_tokens in (1, 8, 9, 24)] == [1, 1, 2, 3]
     for name in registry.list_presets():

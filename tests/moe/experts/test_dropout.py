@@ -75,7 +75,9 @@ def test_a_rows_draws_do_not_depend_on_its_position() -> None:
 
 
 def test_the_layer_keys_by_token_and_expert() -> None:
-    """Four experts, all chosen: the masks follow the tokens' indices, whatever their order in the batch."""
+    """All four experts are chosen: the dropout depends on the tokens' indices, not on their order in the
+    batch.
+    """
     context = StepContext(token_index_T=torch.tensor([5, 3, 1 << 48, 11]))
     layer = make_layer(moe_config(num_experts=4, expert_output_dropout=0.5, router=ALL_WITH_ONE), context)
     hidden_TH = make_hidden(4)

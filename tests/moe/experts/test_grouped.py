@@ -89,7 +89,7 @@ def test_products_are_handed_in(counts: list[int], multiple: int) -> None:
 
 @pytest.mark.parametrize("counts", [[30, 64, 1, 70], [0, 130, 0, 0], [0, 0, 0, 0]], ids=str)
 def test_padded_bf16_equals_the_loop_in_fp32(counts: list[int]) -> None:
-    """To bf16's 8 bits: each product is rounded once, sums are fp32."""
+    """The results are equal to bf16's 8 bits: each product is rounded once, sums are fp32."""
     rows_NH, counts_E = make_hidden(sum(counts)), torch.tensor(counts)
     weight_H = torch.linspace(-1, 2, HIDDEN)
     found = {}

@@ -91,7 +91,9 @@ def test_all_weights_start_small_where_asked() -> None:
 
 
 def test_on_cuda_they_wait_for_their_input_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the streams, on a CPU that says it is a GPU; results and gradients are as without them."""
+    """Check the order of the streams on a CPU that pretends to be a GPU; results and gradients do not
+    change.
+    """
     hidden_TH, routed_TH = make_hidden(5), make_hidden(5, seed=9)
     expected = gradients(make_shared("sum"), hidden_TH, routed_TH)
     told: list[str] = []

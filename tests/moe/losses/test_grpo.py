@@ -175,7 +175,7 @@ def test_sharp_policies_stay_finite_and_exact() -> None:
 
 
 def test_grpo_raises_the_probability_of_the_better_expert() -> None:
-    """The token's loss is smallest at expert 2, and nothing else teaches the policy."""
+    """The token's loss is smallest at expert 2, and no other loss trains the policy."""
     tree = {
         "num_experts": 4,
         "router": {"scorer": "policy", "selector": {"name": "sample", "weights": "one"}},

@@ -79,7 +79,7 @@ def plain_sequence_loss(affinities_TE: Tensor, k: int, num_sequences: int) -> Te
 
 
 def sequence_routing(affinities_TE: Tensor) -> Routing:
-    """What was chosen and p, under a bias and a mask, are all expert 2: nothing that counts here."""
+    """The chosen expert and p, under a bias and a mask, are all expert 2, which must not count here."""
     routing = make_routing([[2]] * 6, affinities_TE, torch.tensor([[0.0, 0.0, 1.0]] * 6))
     routing.affinities_TE = affinities_TE
     return routing

@@ -167,7 +167,9 @@ def test_in_a_router_it_goes_by_the_score_functions_values(score_function: str, 
 
 
 def test_experts_whose_p_round_alike_go_by_their_scores() -> None:
-    """Of four equal p two are within ln 2: those of the largest scores. So is a group of p 0 judged."""
+    """Of four equal p two have entropy ln 2: those of the largest scores. A group of p 0 is treated
+    equally.
+    """
     prune_half = {"name": "entropy_prune", "bound": 0.7}
     router = make_router(4, score_function="sigmoid", masks=[prune_half])
     candidates_TE = route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).candidates_TE

@@ -163,7 +163,7 @@ def test_groups_with_equal_rounded_p_are_ordered_by_their_scores(
     "score_function", [{"name": "softmax", "temperature": 0.7}, {"name": "sigmoid"}], ids=str
 )
 def test_a_sum_is_one_of_p_and_not_of_scores(score_function: dict[str, Any], dropped: bool) -> None:
-    """In a router, against a loop over p in fp64; of an absent expert the token's least counts."""
+    """Compare a router with a loop over p in fp64; an absent expert counts as the token's least."""
     dropout = [{"name": "expert_dropout", "cluster_size": 12, "rate": 0.25}] if dropped else []
     limit = {"name": "group_limit", "num_groups": 6, "keep": 2, "score": "sum", "best": 3}
     router = make_router(24, score_function=score_function, masks=[*dropout, limit])

@@ -54,7 +54,7 @@ def scorer_of(router: Router) -> StableScorer:
 
 
 def light_VE(scorer: StableScorer) -> Tensor:
-    """What the light router says of each word, in fp64."""
+    """Return the light router's scores of each token id, in fp64."""
     return (scorer.light_embedding.double() @ scorer.light_centroids.double().T).detach()
 
 
@@ -157,7 +157,7 @@ def test_phase_2_teaches_the_centroids_alone() -> None:
 
 
 def test_the_light_router_learns_what_the_words_decide() -> None:
-    """Where a word's hidden state is its own, phase 2 goes on where phase 1 was."""
+    """If a token id determines the hidden state, phase 2 starts with the choices of phase 1."""
     router = make_router()
     hidden_TH = make_hidden(VOCABULARY)[IDS]
     light = [scorer_of(router).light_embedding, scorer_of(router).light_centroids]

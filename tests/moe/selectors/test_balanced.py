@@ -1,4 +1,4 @@
-"""balanced: the best even sharing in training, greedy in evaluation, whatever order the tokens are in."""
+"""`balanced`: the best even assignment in training, greedy in evaluation, for any order of the tokens."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ def scored_by(probs_TE: Tensor) -> Scored:
 
 
 def algorithm_1(probs: list[float], threshold: float) -> list[int]:
-    """As appendix A.1 has it."""
+    """Compute the algorithm of appendix A.1."""
     ranked = sorted(range(len(probs)), key=lambda expert: -probs[expert])
     chosen: list[int] = []
     total = 0.0

@@ -82,7 +82,7 @@ def one_kept_softmax(p: Tensor, s: Tensor) -> Tensor:
     [("raw", one_raw), ("renormalised", one_renormalised), ("kept_softmax", one_kept_softmax)],
 )
 def test_gradients_of_the_weights(kind: str, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Of one token that chooses the experts 0 and 2, down to the scores under a sigmoid."""
+    """Check one token that chooses the experts 0 and 2, down to the scores under a sigmoid."""
     selector = make_part("selector", "top_k", k=2, weights=kind, scale=1.5)
     gradients = []
     for plain in (False, True):
@@ -296,7 +296,7 @@ def test_saturated_values_choose_as_exact_ones_would(
 
 
 def test_equal_scores_are_chosen_in_the_order_of_the_experts() -> None:
-    """As equal p were, by the compiled kernel; PyTorch's promises no order."""
+    """The compiled kernel does this as for equal p; PyTorch's kernel promises no order."""
     if kernels.find_library()[0] is None:
         pytest.skip("no compiled kernels")
     router = make_router(8, score_function="sigmoid", selector={"k": 3})
