@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.command import mistakes_told, parser_of, positive
+from common.command import parser_of, positive, user_errors_exit_2
 from common.machine import settle_process
 from common.moe_layer import build_layer
 from megamoe.config import parse_config
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--rounds", type=positive, default=5)
     arguments = parser.parse_args()
-    with mistakes_told(parser):
+    with user_errors_exit_2(parser):
         for plugin in arguments.plugin:
             load_plugin(plugin)
         cases = list(cases_of(arguments.parts, arguments.experts))

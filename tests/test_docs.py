@@ -103,7 +103,7 @@ def test_a_tensor_is_found_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_of_all_parts_is_what_the_tool_says() -> None:
-    told = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "tools/list_parts.py", "--markdown"],
         cwd=ROOT,
         capture_output=True,
@@ -111,7 +111,7 @@ def test_the_page_of_all_parts_is_what_the_tool_says() -> None:
         check=True,
     ).stdout
     page = (ROOT / "docs/all_parts.md").read_text()
-    assert page[page.index("## Scorer") :].strip() == told.strip()
+    assert page[page.index("## Scorer") :].strip() == message.strip()
 
 
 def test_the_readmes_yaml_is_a_run() -> None:

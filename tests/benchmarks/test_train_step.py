@@ -112,9 +112,9 @@ def test_a_shape_is_recognised_and_has_bars_only_if_all_blocks_are_moe(bench: An
 )
 def test_what_no_mixtral_has_leaves_transformers_out(bench: Any, override: str, why: str) -> None:
     module = sys.modules["steps.transformers_model"]
-    with pytest.raises(sys.modules["layers.candidate"].NotMeasured) as told:
+    with pytest.raises(sys.modules["layers.candidate"].NotMeasured) as message:
         module.TransformersModel(tiny(override), torch.device("cpu"))
-    assert str(told.value).startswith(why)
+    assert str(message.value).startswith(why)
 
 
 def test_ranks_share_the_batch(bench: Any, config: str, tmp_path: Path) -> None:
@@ -141,5 +141,5 @@ def test_a_mistake_is_one_line(
     with pytest.raises(SystemExit) as ended:
         bench.main(["--config", config, *overrides(), *arguments])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1

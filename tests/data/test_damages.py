@@ -121,7 +121,7 @@ def test_no_damage_changes_the_batches_unseen(
     assert not capsys.readouterr().err  # the cache is used
     whole = prepared.with_name("whole")
     shutil.copytree(prepared, whole)
-    told, remade = set(), 0
+    reported, remade = set(), 0
     for seed in seeds:
         draw = random.Random(seed)
         what = damage(prepared, draw)
@@ -129,14 +129,14 @@ def test_no_damage_changes_the_batches_unseen(
             found = batches(data)
         except UserError as error:
             assert "\n" not in str(error)
-            told.add(what.split(": ")[0])
+            reported.add(what.split(": ")[0])
         else:
             assert found == expected, f"seed {seed}: {what}"
             remade += "made anew" in capsys.readouterr().err
         restore(whole, prepared)
     assert batches(data) == expected
     # Every kind of file was refused at least once; indices of the cache were made anew.
-    assert {"a.idx", "a.bin", "a.card.json"} <= told and remade >= len(seeds) // 20
+    assert {"a.idx", "a.bin", "a.card.json"} <= reported and remade >= len(seeds) // 20
 
 
 def data_of(prefix: Path, tokens: list[int], dtype: type[np.number] = np.int32) -> DataConfig:
@@ -149,9 +149,9 @@ def data_of(prefix: Path, tokens: list[int], dtype: type[np.number] = np.int32) 
 def test_a_token_id_past_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
     for number, wrong in enumerate((257, -1, 70_000)):
         data = data_of(tmp_path / str(number), [5] * 30 + [wrong] + [5] * 9)
-        told = rf"{number}\.bin': token id {wrong} \(token 30, byte 120\) .*vocabulary of 257"
+        reported = rf"{number}\.bin': token id {wrong} \(token 30, byte 120\) .*vocabulary of 257"
         for _ in range(2):  # read, then known
-            with pytest.raises(UserError, match=told):
+            with pytest.raises(UserError, match=reported):
                 build(data)
     assert build(data_of(tmp_path / "right", [256] * 40))
 
@@ -193,8 +193,8 @@ def test_structure_alone_leaves_the_tokens_to_the_samples(tmp_path: Path) -> Non
     data = data_of(tmp_path / "x", [5] * 30 + [300] + [5] * 9)
     data.verify = "structure"
     dataset = build(data).train
-    told = rf"{tmp_path}/x\.bin holds no token id: token 30 of document 0 is 300, the vocabulary has 257"
-    with pytest.raises(UserError, match=told):
+    reported = rf"{tmp_path}/x\.bin holds no token id: token 30 of document 0 is 300, the vocabulary has 257"
+    with pytest.raises(UserError, match=reported):
         [dataset[index] for index in range(10)]
     card = json.loads(Path(make_data(tmp_path / "y", ["abc" * 9]) + ".card.json").read_text())
     del card["checksum"]
@@ -215,8 +215,8 @@ def test_a_token_that_changes_during_training_is_reported(tmp_path: Path) -> Non
     with open(tmp_path / "x.idx", "r+b") as file:
         file.seek(HEADER.size + 4)
         file.write(struct.pack("<q", 2**40))
-    told = r"sample 0 of .*x\.bin cannot be read \(.*\); prepare it again"
-    with pytest.raises(UserError, match=told):
+    reported = r"sample 0 of .*x\.bin cannot be read \(.*\); prepare it again"
+    with pytest.raises(UserError, match=reported):
         build_lengths_anew(dataset)[0]
 
 
@@ -305,8 +305,8 @@ def test_the_index_of_other_data_is_made_anew(
         if mine.suffix == ".npy" or of_record:
             shutil.copy(foreign, mine)
     assert [build(data).train[index]["tokens"].tolist() for index in range(5)] == expected
-    told = "belongs to other data" if of_record else "is damaged or another index (its SHA-256 differs)"
-    assert told in capsys.readouterr().err
+    reported = "belongs to other data" if of_record else "is damaged or another index (its SHA-256 differs)"
+    assert reported in capsys.readouterr().err
 
 
 # The tool

@@ -74,8 +74,8 @@ def test_a_crashing_process_prints_its_stack(tmp_path: Path, capfd: pytest.Captu
     assert faulthandler.is_enabled()  # by pytest: PyTorch sets its own handlers over that
     (tmp_path / "trouble").touch()
     list(opened([], Numbers(tmp_path / "trouble", 8, signal.SIGSEGV)))
-    said = capfd.readouterr().err
-    assert "Segmentation fault" in said and f'File "{__file__}", line' in said and "__getitem__" in said
+    output = capfd.readouterr().err
+    assert "Segmentation fault" in output and f'File "{__file__}", line' in output and "__getitem__" in output
 
 
 def test_those_that_die_again_and_again_are_an_error() -> None:

@@ -30,8 +30,8 @@ def test_a_file_that_shrinks_is_named_by_the_samples_that_need_it(tmp_path: Path
     file = tmp_path / f"b{ending}"
     size = file.stat().st_size
     os.truncate(file, 0)
-    told = rf"data: {file} had {size} bytes and now has 0; prepare it again .* go on with --resume"
-    with pytest.raises(UserError, match=told):
+    message = rf"data: {file} had {size} bytes and now has 0; prepare it again .* go on with --resume"
+    with pytest.raises(UserError, match=message):
         dataset[of_b]
     assert chr(int(dataset[of_a]["tokens"][0])) == "a"
 
@@ -64,7 +64,7 @@ def test_a_stream_reports_it_in_one_line(tmp_path: Path, workers: int) -> None:
     ) as stream:
         next(stream)
         os.truncate(tmp_path / "a.bin", 10)
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as message:
             for _ in range(100):
                 next(stream)
-    assert str(told.value).startswith(f"data: {tmp_path}/a.bin had ") and "\n" not in str(told.value)
+    assert str(message.value).startswith(f"data: {tmp_path}/a.bin had ") and "\n" not in str(message.value)

@@ -24,7 +24,7 @@ def found_by(action: Callable[[], Any]) -> Any:
     try:
         return action()
     except UserError as error:
-        return f"told: {error}"
+        return f"error: {error}"
 
 
 def fail_on(number: int) -> Callable[[threading.Event], None]:
@@ -101,7 +101,7 @@ def test_one_rank_of_each_machine_works(found: list[dict[str, Any]]) -> None:
 
 
 def test_an_error_of_one_rank_is_raised_by_all(found: list[dict[str, Any]]) -> None:
-    assert found[0]["one fails"] == "told: damaged, as rank 2 sees it"
+    assert found[0]["one fails"] == "error: damaged, as rank 2 sees it"
 
 
 def test_long_work_is_not_one_long_collective_operation(found: list[dict[str, Any]]) -> None:
@@ -110,8 +110,9 @@ def test_long_work_is_not_one_long_collective_operation(found: list[dict[str, An
 
 
 def test_machines_with_other_data_or_without_the_cache_are_reported(found: list[dict[str, Any]]) -> None:
-    assert found[0]["differs"].startswith("told: data 'x' is not the same for ranks 0 and 2: SHA-256")
-    told = found[0]["not shared"]
+    assert found[0]["differs"].startswith("error: data 'x' is not the same for ranks 0 and 2: SHA-256")
+    message = found[0]["not shared"]
     assert (
-        told.startswith("told: data.cache: /cache_of_b/") and "name a folder that all machines share" in told
+        message.startswith("error: data.cache: /cache_of_b/")
+        and "name a folder that all machines share" in message
     )

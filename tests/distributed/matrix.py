@@ -150,8 +150,8 @@ def name(case: Case) -> str:
     """Return a readable name: the differences from the plain run."""
     plain = case.alone()
     given = {field.name: getattr(case, field.name) for field in fields(case)}
-    told = [f"{key}={value}" for key, value in given.items() if value != getattr(plain, key)]
-    return ",".join([case.preset, case.precision, *told])
+    message = [f"{key}={value}" for key, value in given.items() if value != getattr(plain, key)]
+    return ",".join([case.preset, case.precision, *message])
 
 
 def run_cases(cases: list[Case], steps: int) -> dict[Case, dict[str, Any]]:

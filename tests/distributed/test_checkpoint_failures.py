@@ -221,9 +221,9 @@ def test_a_damaged_checkpoint_is_refused_by_all_ranks(pool: Pool, saved: Path, t
     run = {**LAYOUT, "output": tmp_path / "out"}
     runs = [{**run, "checkpoint__resume": str(folder)} for folder in copies]
     messages = pool.run(try_each, runs, ranks=2, timeout_s=60)
-    for place, (case, (_, told)) in enumerate(DAMAGES.items()):
+    for place, (case, (_, reported)) in enumerate(DAMAGES.items()):
         (message,) = {rank[place] for rank in messages}
-        assert told in message and str(copies[place]) in message, f"{case}: {message}"
+        assert reported in message and str(copies[place]) in message, f"{case}: {message}"
         assert "\n" not in message
 
 
@@ -248,8 +248,8 @@ def test_auto_resumes_from_the_newest_intact_checkpoint_and_reports_it(pool: Poo
     whole = read_tensors(second)
     _flip(SHARDS[1])(second)
     found = pool.run(resumed, **run, ranks=2)
-    told = f"damaged: {second}: {SHARDS[1]}: {CHECKSUM}\ngoing on from {first}\n"
-    assert found == [(1, told), (1, "")]
+    reported = f"damaged: {second}: {SHARDS[1]}: {CHECKSUM}\ngoing on from {first}\n"
+    assert found == [(1, reported), (1, "")]
     assert_same_bits(read_tensors(second), whole)  # the step was done and saved again
     _remove("index.json")(second)  # which is seen before the ranks are started
     (found, _) = pool.run(resumed, **run, ranks=2)

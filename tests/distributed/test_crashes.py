@@ -67,8 +67,10 @@ def test_an_exception_has_its_traceback_on_its_rank_alone(pool: Pool, tmp_path: 
 def test_a_killed_loader_process_is_replaced(pool: Pool, tmp_path: Path) -> None:
     found = run_entry_script(pool, tmp_path, LOADER, fault=kill_the_loader_of_rank_1)
     assert found.codes == [0, 0]
-    told = "warning: rank 1: a loader process died (data.workers), another goes on in its place: DataLoader "
-    assert told not in found.outputs[0] and found.outputs[1].count(told) == 1
+    message = (
+        "warning: rank 1: a loader process died (data.workers), another goes on in its place: DataLoader "
+    )
+    assert message not in found.outputs[0] and found.outputs[1].count(message) == 1
 
 
 @pytest.mark.full
@@ -185,17 +187,17 @@ def read_only(folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("spoil", "told"), [(full_disk, "No space left on device"), (read_only, "Read-only file system")]
+    ("spoil", "message"), [(full_disk, "No space left on device"), (read_only, "Read-only file system")]
 )
 def test_an_unwritable_folder_is_reported_at_the_start(
-    pool: Pool, tmp_path: Path, small_disk: Path, spoil: object, told: str
+    pool: Pool, tmp_path: Path, small_disk: Path, spoil: object, message: str
 ) -> None:
     assert callable(spoil)
     spoil(small_disk)
     found = run_entry_script(pool, tmp_path, LOADER)
     assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
     for (line,) in found.errors():
-        assert line == f"error: output: cannot write the run folder {small_disk}/a: {told}"
+        assert line == f"error: output: cannot write the run folder {small_disk}/a: {message}"
 
 
 @pytest.mark.full

@@ -65,8 +65,8 @@ def _start(world: launch.World, mine: dict[str, Any], error: Exception | None) -
             if error is not None:
                 raise error
         check_same(world, facts, timeout_minutes=1)
-    except (UserError, ConnectionError, KeyError) as told:
-        return str(told)
+    except (UserError, ConnectionError, KeyError) as message:
+        return str(message)
     return "started"
 
 
@@ -94,8 +94,8 @@ def start_late(seconds: float) -> str:
 
 
 def test_a_missing_rank_is_named_and_a_mistake_is_reported_without_it(pool: Pool) -> None:
-    told, _ = pool.run(start_late, 2, ranks=2)
-    assert told == "data: no such file; timed out waiting for rank 1 to start"
+    message, _ = pool.run(start_late, 2, ranks=2)
+    assert message == "data: no such file; timed out waiting for rank 1 to start"
 
 
 # Of rank 1; rank 0 is started with train.micro_batch_size=2 train.global_batch_size=8 alone.
@@ -115,11 +115,11 @@ STARTS = {
 
 @pytest.mark.parametrize("case", STARTS)
 def test_a_rank_with_other_arguments_ends_all_with_code_2(pool: Pool, tmp_path: Path, case: str) -> None:
-    arguments, told = STARTS[case]
+    arguments, message = STARTS[case]
     found = run_entry_script(pool, tmp_path, "train.global_batch_size=8", by_rank={1: arguments})
     assert found.codes == [2, 2]
     (first,), (second,) = found.errors()
-    assert first.startswith(f"error: {told.format(tmp_path)}")
+    assert first.startswith(f"error: {message.format(tmp_path)}")
     assert second.partition(": ")[2].removeprefix("rank 1: ") == first.removeprefix("error: ").removeprefix(
         "rank 1: "
     )
@@ -184,6 +184,6 @@ def test_two_ranks_started_by_hand(tmp_path: Path, case: str) -> None:
             )
         )
     for process in processes:
-        _, told = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=60)
         assert process.returncode == 2
-        assert BY_HAND[case] in told and told.count("\n") == 1, told
+        assert BY_HAND[case] in message and message.count("\n") == 1, message

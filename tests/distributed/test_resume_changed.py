@@ -175,26 +175,26 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_part_whose_state_would_be_lost_is_named(pool: Pool, saved: Path) -> None:
     (found,) = pool.run(resume_all, saved, False, ranks=1)
-    for (name, (_, _, told)), message in zip(CASES.items(), found, strict=True):
-        assert told is not None or message == "trains", f"{name}: {message}"
-        assert told is None or ("saved with " in message and told in message), f"{name}: {message}"
+    for (name, (_, _, reported)), message in zip(CASES.items(), found, strict=True):
+        assert reported is not None or message == "trains", f"{name}: {message}"
+        assert reported is None or ("saved with " in message and reported in message), f"{name}: {message}"
         assert "\n" not in message
 
 
 def test_what_is_loaded_is_refused_by_itself(pool: Pool, saved: Path) -> None:
     """Whatever the comparison before may overlook; but not what has the same names and shapes."""
     (found,) = pool.run(resume_all, saved, True, ranks=1)
-    told = dict(zip(CASES, found, strict=True))
-    assert "this model has no place for" in told["fewer parameters"]
+    reported = dict(zip(CASES, found, strict=True))
+    assert "this model has no place for" in reported["fewer parameters"]
     assert (
         "this model has no place for model.decoder.layers.1.mlp.layer.router.score_function.bias"
-        in (told["a bias that vanishes"])
+        in (reported["a bias that vanishes"])
     )
-    assert "layer.router.score_function.bias is missing" in told["a bias that begins"]
-    assert "scorer.weight has shape [4, 32], this model needs [6, 32]" in told["another size"]
+    assert "layer.router.score_function.bias is missing" in reported["a bias that begins"]
+    assert "scorer.weight has shape [4, 32], this model needs [6, 32]" in reported["another size"]
     for name, (_, _, wanted) in CASES.items():
         overlooked = name == "tensors of the same names"
-        assert (told[name] == "trains") == (wanted is None or overlooked), f"{name}: {told[name]}"
+        assert (reported[name] == "trains") == (wanted is None or overlooked), f"{name}: {reported[name]}"
 
 
 def save_and_resume(folder: Path, **changes: Any) -> list[str]:
@@ -204,13 +204,13 @@ def save_and_resume(folder: Path, **changes: Any) -> list[str]:
         _save(folder, changes)
         whole = folder / "whole"
         shutil.copytree(path, whole)
-        told = []
+        reported = []
         for name, spoil in SPOILT:
             shutil.rmtree(path)
             shutil.copytree(whole, path)
             rewrite(path, partial(spoil, name=name))
-            told.append(_resume(folder, changes, "again"))
-        return told
+            reported.append(_resume(folder, changes, "again"))
+        return reported
     finally:
         launch.stop()
 
@@ -241,17 +241,17 @@ SPOILT = [
 @pytest.mark.parametrize("config", ["zero0_fp32", "zero2_bf16"])
 def test_no_tensor_too_many_too_few_or_of_another_shape(pool: Pool, tmp_path: Path, config: str) -> None:
     (found,) = pool.run(save_and_resume, tmp_path, parallel__deepspeed=ds_config(config), ranks=1)
-    for (name, spoil), told in zip(SPOILT, found, strict=True):
+    for (name, spoil), reported in zip(SPOILT, found, strict=True):
         what = name.removeprefix("model/")
         if name.startswith("random"):
-            assert "the random states of rank 0 are damaged" in told
+            assert "the random states of rank 0 are damaged" in reported
         elif spoil is _add:
-            assert f"this model has no place for {what}; use the configuration that saved it" in told
+            assert f"this model has no place for {what}; use the configuration that saved it" in reported
         elif spoil is _lose:
-            assert f"{what} is missing; the checkpoint is of another model" in told
+            assert f"{what} is missing; the checkpoint is of another model" in reported
         else:
-            assert f"{what} has shape " in told and "this model needs " in told
-        assert "\n" not in told
+            assert f"{what} has shape " in reported and "this model needs " in reported
+        assert "\n" not in reported
 
 
 HOME: Changes = {

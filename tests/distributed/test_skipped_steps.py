@@ -185,12 +185,12 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(pool: Pool, tmp_path: Path) 
     }
     ends = pool.run(end_of_a_run, 2, "both", **run, parallel__expert=2, ranks=2)
     last = tmp_path / "small" / "checkpoints" / "step_00000001"
-    told = (
+    reported = (
         "step 3: train/lm_loss is nan; samples 16 to 23; not finite: 19 (rank 1, micro batch 2); 2 skipped "
         "in a row (train.max_skipped_in_a_row); no weight was moved. Lower optimizer.lr or lengthen "
         f"optimizer.warmup_steps, and go on from the last good checkpoint, {last}"
     )
-    assert ends == [(3, told)] * 2
+    assert ends == [(3, reported)] * 2
 
 
 @pytest.mark.parametrize(("scale", "step"), [({"loss_scale": 64}, 3), ({"initial_scale_power": 12}, STEPS)])
@@ -199,9 +199,11 @@ def test_an_overflow_counts_where_the_loss_scale_cannot_fall(
 ) -> None:
     path = ds_variant(tmp_path, "zero2_fp16", fp16=scale)
     run: dict[str, Any] = {"output": tmp_path, "train__max_skipped_in_a_row": 2, "parallel__deepspeed": path}
-    for last, told in pool.run(end_of_a_run, 2, "gradient", **run, ranks=2):
+    for last, reported in pool.run(end_of_a_run, 2, "gradient", **run, ranks=2):
         assert last == step
-        assert told.startswith("step 3: train/grad_norm is inf at loss scale 64" if step == 3 else "went on")
+        assert reported.startswith(
+            "step 3: train/grad_norm is inf at loss scale 64" if step == 3 else "went on"
+        )
 
 
 SPIKES: dict[str, Any] = {

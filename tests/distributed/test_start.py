@@ -255,12 +255,12 @@ BEFORE_THE_RANKS = {
 }
 
 
-@pytest.mark.parametrize(("changes", "told"), BEFORE_THE_RANKS.values(), ids=BEFORE_THE_RANKS.keys())
+@pytest.mark.parametrize(("changes", "reported"), BEFORE_THE_RANKS.values(), ids=BEFORE_THE_RANKS.keys())
 def test_weights_that_would_mean_something_else_are_refused(
-    pool: Pool, moe_fp32: Path, changes: dict[str, Any], told: str
+    pool: Pool, moe_fp32: Path, changes: dict[str, Any], reported: str
 ) -> None:
     (message,) = pool.run(refusal, **changes, checkpoint__init={"path": str(moe_fp32)}, ranks=1)
-    assert f"{moe_fp32}: {told}" in message
+    assert f"{moe_fp32}: {reported}" in message
 
 
 def test_a_run_does_not_empty_the_folder_that_it_starts_from(
@@ -274,7 +274,7 @@ def test_a_run_does_not_empty_the_folder_that_it_starts_from(
     assert message.startswith(f"checkpoint.init.path: {inside} lies in this run's own folder")
 
 
-def said(**changes: Any) -> str:
+def text_out(**changes: Any) -> str:
     """Job: what is printed while the run is made ready."""
     with redirect_stdout(io.StringIO()) as text:
         Trainer(small_run(**changes)).close()
@@ -285,9 +285,9 @@ def test_the_first_rank_says_what_the_run_starts_from(pool: Pool, sources: dict[
     dense = sources["dense"]
     shared = {**CUT, "moe__num_shared_experts": 1}
     init = {"path": str(dense), "experts": "cut"}
-    printed = pool.run(said, **shared, checkpoint__init=init, moe__frozen=["experts"], ranks=2)
+    printed = pool.run(text_out, **shared, checkpoint__init=init, moe__frozen=["experts"], ranks=2)
     kept = "router.scorer.weight, shared.up, shared.down"
     assert printed == [f"weights from {dense}, experts: cut; of the MoE layers as drawn: {kept}\n", ""]
-    printed = pool.run(said, moe__frozen=["router"], ranks=1)
+    printed = pool.run(text_out, moe__frozen=["router"], ranks=1)
     assert printed == ["moe.frozen: router as drawn, for checkpoint.init.path is not set\n"]
-    assert pool.run(said, ranks=1) == [""]
+    assert pool.run(text_out, ranks=1) == [""]

@@ -151,22 +151,22 @@ def test_a_compiler_that_fails(
     script: str, problem: str, compiler: Callable[[str], Path], cache: Path
 ) -> None:
     compiler(script)
-    found, said = find_library()
-    assert found is None and problem in said and len(said.splitlines()) == 1
+    found, output = find_library()
+    assert found is None and problem in output and len(output.splitlines()) == 1
     assert not cache.exists() or not list(cache.iterdir())
 
 
 def test_what_the_compiler_says_is_the_reason(tmp_path: Path) -> None:
     (tmp_path / "sources" / "small.cpp").write_text("int f() {\n  return nothing;\n}\n")
-    found, said = find_library()
-    assert found is None and "small.cpp:2:10: error: " in said and "nothing" in said
-    assert len(said.splitlines()) == 1
+    found, output = find_library()
+    assert found is None and "small.cpp:2:10: error: " in output and "nothing" in output
+    assert len(output.splitlines()) == 1
 
 
 def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    found, said = find_library()
-    assert found is None and said.startswith("/nowhere/g++ cannot be run: ")
+    found, output = find_library()
+    assert found is None and output.startswith("/nowhere/g++ cannot be run: ")
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_a_broken_file_is_built_anew(content: bytes, compiler: Callable[[str], P
 def test_a_compiler_that_makes_broken_files(compiler: Callable[[str], Path]) -> None:
     make_garbage = 'for last; do :; done; echo garbage > "$last"'
     asked = compiler(f'[ "$1" = --version ] && exec {GCC} --version; {make_garbage}')
-    found, said = find_library()
-    assert found is None and len(said.splitlines()) == 1 and ".so" in said
+    found, output = find_library()
+    assert found is None and len(output.splitlines()) == 1 and ".so" in output
     assert builds(asked) == 2
 
 

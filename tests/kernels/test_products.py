@@ -154,7 +154,7 @@ def test_second_derivatives_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "counts", "told"),
+    ("weight", "counts", "message"),
     [
         (torch.zeros(2, 3, 5), [4, 2], "do not fit"),
         (torch.zeros(2, 3, 4, dtype=torch.bfloat16), [4, 2], "do not fit"),
@@ -162,6 +162,6 @@ def test_second_derivatives_are_refused(dtype: torch.dtype) -> None:
         (torch.zeros(3, 3, 4), [4, 2], "expected those of 6 rows of 3 experts"),
     ],
 )
-def test_what_does_not_fit_is_not_read(weight: Tensor, counts: list[int], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_does_not_fit_is_not_read(weight: Tensor, counts: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         grouped_product(torch.zeros(6, 4), weight, torch.tensor(counts))

@@ -172,8 +172,8 @@ def test_what_is_called_legal_is(case: str) -> None:
     config = tiny(*WIDE, *overrides)
     with pytest.raises(UserError) as refusal:
         refuse_layout(config, ranks)
-    key, told = str(refusal.value).split(":")[0], str(refusal.value).rsplit(": ", 1)[1]
-    for choice in told.split(", "):
+    key, reported = str(refusal.value).split(":")[0], str(refusal.value).rsplit(": ", 1)[1]
+    for choice in reported.split(", "):
         sizes = choice.split(" x ")
         keys = [key] if len(sizes) == 1 else [f"parallel.{k}" for k in ("tensor", "expert", "expert_tensor")]
         chosen = [f"{k}={size}" for k, size in zip(keys, sizes, strict=True)]

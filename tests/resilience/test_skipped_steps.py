@@ -33,11 +33,11 @@ def test_a_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
     steps = rule(losses=(2, 4, 4, 6))
     assert steps.limit() == pytest.approx(limit, rel=1e-15)
     assert steps.judge(7.26, 7.26) is None and steps.judge(-99.0, -99.0) is None
-    told = (
+    message = (
         "train/lm_loss is 7.2700, above 7.2660, the mean of the last 4 applied steps + 2 standard deviations "
         "(train.loss_spike)"
     )
-    assert steps.judge(7.27, 7.27) == Problem(told)
+    assert steps.judge(7.27, 7.27) == Problem(message)
 
 
 def test_the_window_holds_the_last_applied_steps_and_must_be_full() -> None:

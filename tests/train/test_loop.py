@@ -197,7 +197,7 @@ def test_a_step_that_breaks_ends_the_run_and_is_not_saved(tmp_path: Path) -> Non
     )
 
 
-def test_skipped_steps_are_reported_counted_and_not_saved(
+def test_steps_with_a_loss_of_nan_are_reported_counted_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of eight steps, 4 and 5 are skipped; a checkpoint that is due then waits for step 6."""
@@ -221,8 +221,8 @@ def test_skipped_steps_are_reported_counted_and_not_saved(
     ]
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
     assert checkpoints(tmp_path / "run") == ["latest", *(f"step_{n:08d}" for n in (2, 6, 8))]
-    told = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
-    assert told == [
+    reported = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    assert reported == [
         f"step {step}: train/lm_loss is nan; samples {a} to {b}; "
         f"not finite: {a}, {b} (rank 0, micro batch 1); skipped"
         for step, a, b in ((4, 6, 7), (5, 8, 9))

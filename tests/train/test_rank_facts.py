@@ -171,8 +171,8 @@ def test_other_data(tmp_path: Path) -> None:
     content = bytearray(index.read_bytes())
     content[-1] ^= 1
     index.write_bytes(content)
-    told = first_difference(shorter, facts_of(config, vocabulary))
-    assert told is not None and told[1] == f"data {prefix}.idx's head and tail (SHA-256)"
+    message = first_difference(shorter, facts_of(config, vocabulary))
+    assert message is not None and message[1] == f"data {prefix}.idx's head and tail (SHA-256)"
 
 
 def test_another_vocabulary_deepspeed_file_or_checkpoint(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_another_vocabulary_deepspeed_file_or_checkpoint(tmp_path: Path) -> None
         (folder / "SHA256SUMS").write_text(sums)
         found.append(facts_of(tiny(), resume_from=folder))
     for other in found[:2]:
-        told = first_difference(other, found[2])
-        assert told is not None and told[:2] == ("checkpoints", "checkpoint to go on from")
+        message = first_difference(other, found[2])
+        assert message is not None and message[:2] == ("checkpoints", "checkpoint to go on from")
     init = [facts_of(tiny(*more)) for more in ((), (f"checkpoint.init.path={folder}",))]
     assert first_difference(*[{"checkpoints": facts["checkpoints"]} for facts in init]) is not None

@@ -36,15 +36,17 @@ OTHER_FUNCTIONS = {
 @pytest.mark.parametrize("key", OTHER_FUNCTIONS)
 def test_weights_are_not_the_start_of_another_function(saved: Path, tmp_path: Path, key: str) -> None:
     before, after = OTHER_FUNCTIONS[key]
-    told = f"saved with model.{key} {before}, this run has {after}; start with the model's configuration"
-    with pytest.raises(UserError, match=told):
+    message = f"saved with model.{key} {before}, this run has {after}; start with the model's configuration"
+    with pytest.raises(UserError, match=message):
         init_from(saved, tmp_path / "run", f"model.{key}={after}")
 
 
 def test_experts_keep_the_activation_that_they_learned_with(saved: Path, tmp_path: Path) -> None:
     """The checkpoint may name the activation of the experts, or of all FFNs."""
-    told = "saved with moe.expert_activation swiglu, this run has relu; start with the model's configuration"
-    with pytest.raises(UserError, match=told):
+    message = (
+        "saved with moe.expert_activation swiglu, this run has relu; start with the model's configuration"
+    )
+    with pytest.raises(UserError, match=message):
         init_from(saved, tmp_path / "run", "moe.expert_activation=relu")
     init_from(saved, tmp_path / "run", "moe.expert_activation=swiglu")
     init_from(saved, tmp_path / "run", "moe.expert_activation=relu", "moe.layers=none")

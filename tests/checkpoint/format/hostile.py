@@ -25,10 +25,10 @@ def read_all(folder: Path) -> None:
 
 def assert_refused(folder: Path) -> str:
     """Check that verify and loading refuse it; return verify's message."""
-    told = list(verify.problems(folder))
-    assert told
+    message = list(verify.problems(folder))
+    assert message
     with pytest.raises(UserError) as refusal:
         read_all(folder)
-    for line in (*told, str(refusal.value), integrity_of(folder)):
+    for line in (*message, str(refusal.value), integrity_of(folder)):
         assert line.isprintable() and len(line) < 1000, line
-    return told[0]
+    return message[0]

@@ -45,8 +45,8 @@ def test_a_digest_is_that_of_the_bytes(tmp_path: Path, size: int) -> None:
 def test_ranks_deal_out_the_tensors_and_share_the_rest(folder: Path) -> None:
     for name in SHARDS:
         flip(folder / name, 100)
-    told = [list(integrity.problems(folder, rank, 2)) for rank in range(2)]
-    assert [[line.split(":")[0] for line in lines] for lines in told] == [[SHARDS[0]], [SHARDS[1]]]
+    message = [list(integrity.problems(folder, rank, 2)) for rank in range(2)]
+    assert [[line.split(":")[0] for line in lines] for lines in message] == [[SHARDS[0]], [SHARDS[1]]]
     assert list(integrity.problems_outside_tensors(folder)) == []
     flip(folder / INDEX, 3)
     assert all(next(integrity.problems(folder, rank, 5)).startswith(INDEX) for rank in range(5))

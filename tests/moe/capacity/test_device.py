@@ -61,8 +61,8 @@ def test_affinities_are_those_before_masks() -> None:
 def test_evaluation_drops_nothing_by_default() -> None:
     pairs = make_pairs(WANTED)
     assert make_device().eval()(pairs, SCORED, StepContext()) is None
-    told = make_device(eval_factor=0.4, spare=0.99).eval()
-    assert told(pairs, SCORED, StepContext()).int().tolist() == [0, 0, 1, 0, 1, 1]
+    message = make_device(eval_factor=0.4, spare=0.99).eval()
+    assert message(pairs, SCORED, StepContext()).int().tolist() == [0, 0, 1, 0, 1, 1]
 
 
 def random_problem(sequences: int, length: int) -> tuple[Pairs, Scored, StepContext]:

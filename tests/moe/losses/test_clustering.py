@@ -132,7 +132,7 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
     [
         ({"cluster_size": 3}, 1, "cluster_size is 3, which does not divide the 16 experts"),
         ({"cluster_size": 8}, 4, "puts 4 experts on a rank and would cut a cluster"),
-        ({"cluster_size": 16, "mu": 1.0}, 1, "makes one cluster, without a second"),
+        ({"cluster_size": 16, "mu": 1.0}, 1, "makes one cluster, and mu compares two"),
         ({"cluster_size": 8}, 1, "cluster_size is 8, but the mask expert_dropout has clusters of 4"),
     ],
 )
