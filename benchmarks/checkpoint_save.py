@@ -17,7 +17,7 @@ from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 
-from common.command import mistakes_told, parser_of_a_run  # noqa: E402
+from common.command import parser_of_a_run, user_errors_exit_2  # noqa: E402
 from common.machine import settle_process  # noqa: E402
 from common.rounds import middle_range  # noqa: E402
 from megamoe.config import RunConfig, load_config  # noqa: E402
@@ -32,7 +32,7 @@ def main() -> int:
     parser = parser_of_a_run(__doc__, rounds=15)
     arguments = parser.parse_intermixed_args()
     settle_process()
-    with mistakes_told(parser), tempfile.TemporaryDirectory(dir=".") as output:
+    with user_errors_exit_2(parser), tempfile.TemporaryDirectory(dir=".") as output:
         common = ["data.mock=true", f"output={output}", "data.workers=0", "evaluation.batches=0"]
         common += ["optimizer.schedule=constant", "checkpoint.keep=1", "train.steps=1000000"]
         report(load_config(arguments.config, [*common, *arguments.overrides]), arguments.rounds)

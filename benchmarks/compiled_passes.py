@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.bars import interval
-from common.command import mistakes_told, parser_of, positive
+from common.command import parser_of, positive, user_errors_exit_2
 from common.machine import settle_process, versions
 from common.rounds import Ratio, in_turn
 from megamoe.errors import UserError
@@ -201,7 +201,7 @@ def main() -> None:
     """Measure what the command line asks for."""
     parser = _parser()
     arguments = parser.parse_args()
-    with mistakes_told(parser):
+    with user_errors_exit_2(parser):
         settle_process()
         shape = SHAPES[arguments.shape]
         dtypes = _chosen(dict(DTYPES), arguments.dtypes, "--dtypes")

@@ -37,7 +37,7 @@ settle_vendors()
 
 import torch  # noqa: E402
 
-from common.command import mistakes_told, parser_of, positive  # noqa: E402
+from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
 from gpu import collectives  # noqa: E402
 from gpu.findings import Machine, Section, Skip  # noqa: E402
 from gpu.report import SECTIONS, load_section, summary, write_report  # noqa: E402
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    with mistakes_told(parser):
+    with user_errors_exit_2(parser):
         if arguments.on_rank:
             return _on_rank(arguments)
         machine = _machine(arguments)

@@ -32,7 +32,7 @@ from megamoe.compat.startup import settle_vendors
 settle_vendors()
 
 from common.bars import holds, verdict  # noqa: E402
-from common.command import mistakes_told, parser_of, positive  # noqa: E402
+from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
 from common.machine import settle_process, versions  # noqa: E402
 from common.rounds import Ratio  # noqa: E402
 from layers.candidate import DTYPES, NotMeasured, Shape  # noqa: E402
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    with mistakes_told(parser):
+    with user_errors_exit_2(parser):
         bench = Bench(arguments)
         settle_process()
         print(", ".join(f"{name} {value}" for name, value in bench.data["versions"].items()))

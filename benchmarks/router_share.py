@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.command import mistakes_told, parser_of, positive
+from common.command import parser_of, positive, user_errors_exit_2
 from common.machine import settle_process
 from common.moe_layer import build_layer
 from megamoe.config import parse_config
 from megamoe.errors import UserError
+from megamoe.moe.alternatives import capabilities
 from megamoe.moe.examples import example_trees
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Part, StepContext
-from megamoe.moe.ways_out import capabilities
 from megamoe.registry import KINDS, get_part, list_parts, load_plugin, nearest_and_all
 
 HIDDEN, FFN, VOCAB, SEQUENCES, CHOICES = 512, 256, 32000, 8, 8
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--rounds", type=positive, default=5)
     arguments = parser.parse_args()
-    with mistakes_told(parser):
+    with user_errors_exit_2(parser):
         for plugin in arguments.plugin:
             load_plugin(plugin)
         cases = list(cases_of(arguments.parts, arguments.experts))

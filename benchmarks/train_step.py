@@ -35,7 +35,7 @@ from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 
-from common.command import mistakes_told, parser_of_a_run, positive  # noqa: E402
+from common.command import parser_of_a_run, positive, user_errors_exit_2  # noqa: E402
 from common.machine import settle_process, versions  # noqa: E402
 from common.rounds import Ratio, median_interval  # noqa: E402
 from layers.candidate import NotMeasured  # noqa: E402
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
     arguments = parser.parse_intermixed_args(argv)
-    with mistakes_told(parser):
+    with user_errors_exit_2(parser):
         bench = Bench(arguments)
         if arguments.ranks > 1 and not is_rank_of(arguments.ranks):
             return run_ranks(Path(__file__), argv, arguments.ranks)

@@ -39,8 +39,8 @@ class DoubtfulScorer(Part):
         super().__init__(config, dims)
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
         self.doubt_weight = nn.Parameter(torch.empty(1, dims.hidden_size))
-        dims.start(self.weight, "router")
-        dims.start(self.doubt_weight, "router doubt")
+        dims.init_weight(self.weight, "router")
+        dims.init_weight(self.doubt_weight, "router doubt")
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """[T, H] fp32 -> scores [T, E] fp32, and doubt_T, fp32 [T], at least 0."""

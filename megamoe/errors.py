@@ -1,30 +1,30 @@
-"""The one exception that stands for a user's mistake, and what the program's exit codes mean."""
+"""The exception for users' mistakes, and the program's exit codes."""
 
 from enum import IntEnum
 
 
 class UserError(ValueError):
-    """Bad input: a key, a file or a combination that the user can put right.
+    """Bad input: a key, a file or a combination that the user can correct.
 
-    The message is one line that names the key or file, the value found, what was expected and
-    the way out. Entry points print it without a traceback and exit with code 2; everything else
-    that is raised is a defect of the program and keeps its traceback.
+    The message is one line that names the key or file, the value found, what was expected and the way out.
+    Entry points print it without a traceback and exit with code 2. Every other exception is a bug and keeps
+    its traceback.
     """
 
 
 class ExitCode(IntEnum):
-    """With what a rank's process ends; docs/runs.md says what launchers make of it."""
+    """The exit code of a rank's process; docs/runs.md says how launchers react to it."""
 
     FINISHED = 0  # or a planned stop: train.exit_after_*
-    UNEXPECTED = 1  # a defect, or a fault of another rank or machine: start again to go on
-    MISTAKE = 2  # the user's, or training broke: as it stands it would end the same again
+    UNEXPECTED = 1  # a bug, or a failure of another rank or machine: start again to continue
+    MISTAKE = 2  # a user's mistake, or training diverged: a restart would end the same way
     HANG = 70  # EX_SOFTWARE: ended by the watchdog
-    STOPPED = 75  # EX_TEMPFAIL: told to stop by a signal, and saved: start again to go on
+    STOPPED = 75  # EX_TEMPFAIL: stopped by a signal, after a save: start again to continue
     INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C
 
 
 def printable(text: object, length: int = 300) -> str:
-    """One line, whatever a file's content or name may hold: no control characters, cut where it is long."""
+    """Return text from a file's content or name as one line: without control characters, and shortened."""
     cut = str(text)[: length + 1]
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
     return line if len(line) <= length else f"{line[: length - 3]}..."

@@ -1,4 +1,4 @@
-"""How much memory this machine has left for this process: the kernel's count, and the limit of its cgroup.
+"""The memory that is available to this process: the kernel's count, and the limits of its cgroups.
 
 Sources: Linux, Documentation/filesystems/proc.rst (MemAvailable), Documentation/admin-guide/cgroup-v2.rst
 (memory.max) and cgroup-v1/memory.rst (memory.limit_in_bytes).
@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-# Of cgroup v2 and v1: the files of the limit and of what is used, and of memory.stat what can be reclaimed.
+# For cgroup v2 and v1: the files of the limit and the usage, and the reclaimable entries of memory.stat.
 FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -17,9 +17,9 @@ FILES = {
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Bytes that can still be allocated, swap included; None where the kernel does not tell.
+    """Return the bytes that can still be allocated, including swap; None if the kernel does not say.
 
-    proc, cgroups: where the two file systems are mounted.
+    proc, cgroups: the mount points of the two file systems.
     """
     left = [*_of_machine(proc), *_of_cgroups(proc, cgroups)]
     return max(0, min(left)) if left else None
@@ -32,7 +32,7 @@ def _of_machine(proc: Path) -> Iterator[int]:
 
 
 def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Of the process' cgroup and of those that it lies in."""
+    """Return the free bytes of the process' cgroup and of those that contain it."""
     for line in _lines(proc / "self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -49,12 +49,12 @@ def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
 
 def _left_in(folder: Path, limit_file: str, used_file: str, reclaimable: str) -> Iterator[int]:
     limit, used = ("".join(_lines(folder / name)) for name in (limit_file, used_file))
-    if limit.isdigit() and used.isdigit():  # "max": without a limit
+    if limit.isdigit() and used.isdigit():  # "max": no limit
         yield int(limit) - int(used) + _numbers(folder / "memory.stat").get(reclaimable, 0)
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """`MemAvailable:  123 kB`, `inactive_file 123`."""
+    """Parse lines such as `MemAvailable:  123 kB` and `inactive_file 123`."""
     words = [line.replace(":", " ").split() for line in _lines(path)]
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
 

@@ -1,6 +1,6 @@
-"""Files that a user names: plain ones alone, and never more of one than a file of its kind can hold.
+"""Reads files named by a user: plain files only, with a bound on their size.
 
-A pipe would keep the reader waiting, and a device such as /dev/zero never ends.
+A pipe would block the reader, and a device such as /dev/zero never ends.
 """
 
 import errno
@@ -17,7 +17,7 @@ def open_plain(path: Path) -> BinaryIO:
         OSError: if it cannot be opened; IsADirectoryError if it is a folder.
         ValueError: if it is a pipe, a device or a socket, or if the path holds a NUL.
     """
-    # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
@@ -29,13 +29,13 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, largest: int) -> bytes:
-    """The content of a plain file of at most `largest` bytes.
+    """Return the content of a plain file of at most `largest` bytes.
 
     Raises:
         OSError, ValueError: as `open_plain`; ValueError also if the file is larger.
     """
     with open_plain(path) as file:
-        size = os.fstat(file.fileno()).st_size  # 0 of a file that the kernel makes up
+        size = os.fstat(file.fileno()).st_size  # 0 for the kernel's virtual files
         content = file.read(largest + 1) if size <= largest else b""
     if max(size, len(content)) > largest:
         raise ValueError(f"larger than {largest:,} bytes")
@@ -43,5 +43,5 @@ def read_plain(path: Path, largest: int) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """What `open_plain` or `read_plain` raised, in a few words."""
+    """Return what `open_plain` or `read_plain` raised, in a few words."""
     return str((isinstance(error, OSError) and error.strerror) or error)

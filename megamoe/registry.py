@@ -1,11 +1,11 @@
-"""Parts by name: register, discover, plug in, look up. Knows no torch.
+"""The registry of parts by name; does not import torch.
 
-A part is one class with a `Config` dataclass beside its behaviour. `register(kind, name)` makes it
-reachable from the YAML; importing the file is all that discovery does. Three doors lead in:
+A part is one class with a `Config` dataclass. `register(kind, name)` makes it available in the YAML;
+importing its file is enough. Parts come from three places:
 
 - the built-in packages (`BUILTIN_PACKAGES`), imported once at the first look-up;
-- a user's file or module, loaded only when `plugins:` names it;
-- an installed package's entry point in the group `megamoe.plugins`, also only when named.
+- a user's file or module, loaded only if `plugins:` names it;
+- an installed package's entry point in the group `megamoe.plugins`, also only if named.
 """
 
 import difflib
@@ -38,22 +38,22 @@ BUILTIN_PACKAGES = (
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
 KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss", "callback")
-STAGES = ("scorer", "score_function", "selector", "capacity")  # of a router, one part each
+STAGES = ("scorer", "score_function", "selector", "capacity")  # the router's stages with one part each
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
 _presets: dict[str, "Preset"] = {}
-_plugin_files: dict[str, dict[str, Path]] = {}  # by the plugin's reference: its source files by name
+_plugin_files: dict[str, dict[str, Path]] = {}  # plugin as named -> its source files by name
 _discovered = False
 
 PartClass = TypeVar("PartClass", bound=type)
 
 
 def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
-    """Class decorator: make a part known as `name` among the parts of `kind`.
+    """Class decorator that registers a part of `kind` under `name`.
 
     Raises:
-        ValueError: if the kind does not exist, the name is no small word or is taken by another class, or
-            the class has no `Config` dataclass, or is a loss whose `Config` has no `weight`.
+        ValueError: if the kind does not exist, the name is invalid or already used by another class, the
+            class has no `Config` dataclass, or a loss's `Config` has no `weight`.
     """
     if kind not in _parts:
         raise ValueError(f"register: unknown kind {kind!r}, expected one of {', '.join(KINDS)}")
@@ -82,12 +82,14 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
 
 
 def label(kind: str) -> str:
-    """A kind of parts in words: `score function`."""
+    """Return a kind of parts in words: `score function`."""
     return kind.replace("_", " ")
 
 
 def is_name(name: object) -> bool:
-    """Whether it can name a part, a preset or a loss: small letters, digits and _, a letter first."""
+    """Whether the text can name a part, a preset or a loss: lower-case letters, digits and _, a letter
+    first.
+    """
     return isinstance(name, str) and re.fullmatch("[a-z][a-z0-9_]*", name) is not None
 
 
@@ -98,9 +100,9 @@ def _check_name(what: str, name: object) -> None:
 
 @dataclass(frozen=True)
 class Preset:
-    """A composition by name: what `router: <name>` stands for.
+    """A named combination of parts, chosen by `router: <name>`.
 
-    tree: keys of the section `moe` (router, losses, num_shared_experts, ...) as the YAML would give them.
+    tree: keys of the section `moe` (router, losses, num_shared_experts, ...) as in the YAML.
     """
 
     name: str
@@ -109,13 +111,12 @@ class Preset:
 
 
 def register_preset(name: str, tree: dict[str, Any], source: str) -> None:
-    """Make a composition of parts known as `router: <name>`.
+    """Register a combination of parts as `router: <name>`.
 
-    Its router may build on a preset that is registered already: `{"router": "switch", ...}`.
+    Its router may build on a preset that is already registered: `{"router": "switch", ...}`.
 
     Raises:
-        ValueError: if the name is no small word or taken by another composition, or the tree is none that
-            the YAML could say.
+        ValueError: if the name is invalid or used by another preset, or if the tree is not valid YAML data.
     """
     _check_name("preset", name)
     try:
@@ -128,7 +129,7 @@ def register_preset(name: str, tree: dict[str, Any], source: str) -> None:
 
 
 def _check_tree(tree: Any) -> None:
-    """What must hold for a run to be laid over it; the schema checks the rest where the preset is used."""
+    """Check what merging needs; the schema checks the rest when the preset is used."""
     try:
         json.dumps(tree)
     except (TypeError, ValueError) as error:
@@ -155,7 +156,9 @@ def _expect(value: Any, key: str, *types: type) -> None:
 
 
 def get_preset(name: str) -> Preset:
-    """The composition registered as `name`; UserError with the nearest known name if there is none."""
+    """Return the preset registered as `name`; raise UserError with the nearest known name if there is
+    none.
+    """
     discover()
     if name not in _presets:
         raise UserError(unknown_name_message("preset", name, list(_presets)))
@@ -163,7 +166,7 @@ def get_preset(name: str) -> Preset:
 
 
 def list_presets() -> dict[str, Preset]:
-    """Every registered composition, in the order of registration."""
+    """Return every registered preset, in the order of registration."""
     discover()
     return dict(_presets)
 
@@ -173,7 +176,9 @@ def _full_name(part: type) -> str:
 
 
 def get_part(kind: str, name: str) -> Any:
-    """The class registered as `name`; UserError with the nearest known name if there is none."""
+    """Return the class registered as `name`; raise UserError with the nearest known name if there is
+    none.
+    """
     discover()
     known = _parts[kind]
     if name not in known:
@@ -182,24 +187,24 @@ def get_part(kind: str, name: str) -> Any:
 
 
 def list_parts(kind: str) -> dict[str, type]:
-    """Every registered part of a kind, by name."""
+    """Return every registered part of a kind, by name."""
     discover()
     return dict(sorted(_parts[kind].items()))
 
 
 def unknown_name_message(what: str, name: object, known: list[str]) -> str:
-    """One line: the unknown name, the nearest known one, and all of them."""
+    """Return one line: the unknown name, the nearest known one, and all known names."""
     return f"unknown {what} {name!r}{nearest_and_all(name, known)}"
 
 
 def nearest_and_all(name: object, known: list[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, and all of them."""
+    """Return the end of a message about an unknown name: the nearest known one, and all known names."""
     names = f"known: {', '.join(sorted(set(known)))}" if known else "there are none"
     return f"{nearest(name, known)} ({names})"
 
 
 def nearest(name: object, known: list[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where no known name is close."""
+    """Return `; did you mean 'x'?`, or nothing if no known name is close."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -217,9 +222,9 @@ def discover() -> None:
 
 
 def load_plugin(reference: str, base: Path | None = None) -> None:
-    """Run the plugin that the user named: a .py file, an entry point, or a dotted module.
+    """Import the plugin that the user named: a .py file, an entry point, or a dotted module.
 
-    A relative file is looked for beside `base` (the folder of the YAML) and in the working folder.
+    A relative file is searched beside `base` (the folder of the YAML) and in the working directory.
 
     Raises:
         UserError: if it cannot be found, or if it raises while it is imported.
@@ -248,7 +253,7 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
 
 
 def plugin_files(reference: str) -> dict[str, Path]:
-    """The source files of a plugin that was loaded, by name: its own, or its whole package's."""
+    """Return the source files of a loaded plugin: its own, or those of its whole package."""
     return _plugin_files.get(reference, {})
 
 
@@ -264,12 +269,12 @@ def _files_of(module: str) -> dict[str, Path]:
 
 
 def is_ours(part: type) -> bool:
-    """Whether a part is built in; what goes wrong inside such a one is a defect and keeps its traceback."""
+    """Whether a part is built in; an error inside it is then a bug and keeps its traceback."""
     return part.__module__.startswith("megamoe.")
 
 
 def failure_of(part: type, error: Exception) -> str:
-    """` at line 7 of mine.py: TypeError: ...`: what a plugin's part raised, and where its file was then."""
+    """Return what a plugin's part raised and where: ` at line 7 of mine.py: TypeError: ...`."""
     file = getattr(sys.modules.get(part.__module__), "__file__", None)
     return _failure(error, file, f" of {Path(file).name}" if file else "")
 

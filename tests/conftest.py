@@ -1,4 +1,4 @@
-"""What the tests of several packages share: quiet vendors, a registry that forgets, a world of one rank."""
+"""Fixtures shared by several packages: quiet vendors, a registry that is reset, a world of one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_PARTS = Path(__file__).parents[1] / "examples/own_parts.py"
 
 @pytest.fixture(scope="session", autouse=True)
 def _early_ranks(request: pytest.FixtureRequest) -> None:
-    """What ranks import takes as long as some tests: begun with the first of any folder, beside the others.
+    """Start the ranks' imports, which take seconds, in the background of the first tests.
 
     Not at the end of the collection: what ranks print would then be on the terminal.
     """

@@ -1,4 +1,4 @@
-"""Checks that run in a process of their own, which tells what each found."""
+"""Checks that run in a separate process, which reports the result of each."""
 
 import json
 import sys
@@ -8,12 +8,14 @@ from typing import Any
 
 
 def checks_of(names: Mapping[str, Any]) -> dict[str, Callable[[], None]]:
-    """A module's functions that are called check_..., by the rest of their names."""
+    """Return a module's functions named check_..., by the rest of their names."""
     return {name.removeprefix("check_"): check for name, check in names.items() if name.startswith("check_")}
 
 
-def verdicts_of(checks: Mapping[str, Callable[[], None]]) -> str:
-    """Run those that the command line names -> JSON: each one's traceback, empty where it passed."""
+def run_checks(checks: Mapping[str, Callable[[], None]]) -> str:
+    """Run the checks that the command line names; return JSON with each one's traceback, empty if it
+    passed.
+    """
     verdicts = {}
     for name in sys.argv[1:]:
         verdicts[name] = ""

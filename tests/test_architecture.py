@@ -247,7 +247,7 @@ COMPAT = [path for path in FILES if package_of(path) == "compat" and path.name !
 
 @named(COMPAT)
 def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> None:
-    """In its docstring; startup's check of versions needs none."""
+    """The docstring holds them; startup's check of versions needs none."""
     entries = [
         node
         for node in tree_of(path).body
@@ -256,10 +256,10 @@ def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> Non
     for node in entries:
         if node.name in ("check_versions", "FlatRange"):
             continue
-        said = ast.get_docstring(node) or ""
+        output = ast.get_docstring(node) or ""
         for heading in ("Reason: ", "Seen with: ", "Without it: ", "Canary: "):
-            assert said.count(f"\n{heading}") == 1, f"{node.name}: {heading}"
-        file, _, canary = said.partition("Canary: ")[2].partition("::")
+            assert output.count(f"\n{heading}") == 1, f"{node.name}: {heading}"
+        file, _, canary = output.partition("Canary: ")[2].partition("::")
         tests = ast.parse((ROOT / "tests" / "compat" / file).read_text(encoding="utf-8"))
         assert canary.strip() in {test.name for test in tests.body if isinstance(test, ast.FunctionDef)}
 

@@ -127,11 +127,11 @@ ABSURD = (
 
 
 @pytest.mark.parametrize("override", ABSURD)
-def test_an_absurd_number_is_told_with_its_bound(override: str) -> None:
+def test_a_number_out_of_range_is_reported_with_its_bound(override: str) -> None:
     message = refused(lambda: tiny(override))
     assert f": {override.split('=')[0].rpartition('.')[0]}" in message
-    told = re.search(r"at (most|least) [\d.e-]|below \d|from 0.01 to \d", message)
-    assert told, message
+    reported = re.search(r"at (most|least) [\d.e-]|below \d|from 0.01 to \d", message)
+    assert reported, message
 
 
 @pytest.mark.parametrize("name", ["a pipe", "/dev/zero", "a folder", "too long", "/proc/self/mem", "large"])

@@ -50,7 +50,7 @@ def test_a_report_of_odd_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_report_of_numbers_at_the_end_of_floats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And of names that are no words, and of deep values that no report reads."""
+    """The report also has unusual names, and nested values that it does not read."""
     monkeypatch.setattr(charts, "DPI", 20)
     monkeypatch.setattr(page, "render", lambda *_: b"")  # the same charts are drawn for the picture of all
     folder = tmp_path / "a$b_{"

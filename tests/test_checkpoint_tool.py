@@ -59,8 +59,8 @@ def step(run: Path) -> Path:
     return run / "checkpoints" / "step_00000007"
 
 
-def refused(told: Told) -> str:
-    code, out, err = told
+def refused(message: Told) -> str:
+    code, out, err = message
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
     return err
@@ -145,7 +145,7 @@ def test_what_a_configuration_names_is_not_run(tool: Tool, step: Path, tmp_path:
     assert not marker.exists()
 
 
-def test_verify_tells_each_and_ends_with_1(tool: Tool, run: Path, step: Path) -> None:
+def test_verify_reports_each_and_exits_with_1(tool: Tool, run: Path, step: Path) -> None:
     assert tool("verify", step) == (0, f"{step}: intact\n", "")
     code, out, _ = tool("verify", step, run)
     lines = out.splitlines()
@@ -163,8 +163,8 @@ def test_verify_tells_each_and_ends_with_1(tool: Tool, run: Path, step: Path) ->
 
 def test_weights_in_one_file(tool: Tool, step: Path, tmp_path: Path) -> None:
     out = tmp_path / "weights"
-    code, said, _ = tool("convert", step, out, "--consolidated", "--dtype", "bf16", "--optimizer")
-    assert code == 0 and said.startswith(f"{out}: 4 files, ")
+    code, output, _ = tool("convert", step, out, "--consolidated", "--dtype", "bf16", "--optimizer")
+    assert code == 0 and output.startswith(f"{out}: 4 files, ")
     assert load_file(out / "model.safetensors")["up"].dtype is torch.bfloat16
 
 
@@ -185,12 +185,12 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "told"), MISTAKES)
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
 def test_mistakes_are_one_line(
-    tool: Tool, run: Path, step: Path, tmp_path: Path, arguments: list[str], told: str
+    tool: Tool, run: Path, step: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     names = {"STEP": step, "RUN": run, "OUT": tmp_path / "out"}
-    assert told in refused(tool(*(names.get(it, it) for it in arguments)))
+    assert message in refused(tool(*(names.get(it, it) for it in arguments)))
     assert not (tmp_path / "out").exists()
 
 
@@ -204,7 +204,7 @@ def test_a_place_that_cannot_be_written(tool: Tool, step: Path, tmp_path: Path) 
     refused(tool("convert", step, tmp_path / "file" / "out", "--consolidated"))
 
 
-def test_old_ones_go(tool: Tool, run: Path) -> None:
+def test_old_checkpoints_are_deleted(tool: Tool, run: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step_00000007", run / "checkpoints" / "step_00000006")
     os.utime(run / "checkpoints" / "step_00000006" / "SHA256SUMS", (1, 1))
     os.utime(run / "checkpoints" / "step_00000006" / "checkpoint.json", (1, 1))
@@ -231,5 +231,5 @@ def test_a_closed_pipe_and_a_quiet_start(run: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        told = process.stderr.read()
-    assert (told, process.returncode) == ("", 141)
+        message = process.stderr.read()
+    assert (message, process.returncode) == ("", 141)

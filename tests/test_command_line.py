@@ -55,8 +55,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr."""
+def reported(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line on stderr."""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
@@ -130,11 +130,11 @@ def test_bad_settings(
         for name, value in ({"RANK": "0", "LOCAL_RANK": "0"} | variables).items():
             monkeypatch.setenv(name, value)
     assert pretrain(*arguments) == 2
-    assert message in told(capsys)
+    assert message in reported(capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_the_other_ranks_wait_for_the_first_one_to_tell(
+def test_the_other_ranks_wait_for_the_message_of_the_first(
     pretrain: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher ends them meanwhile; if it does not, the first rank has not seen the mistake."""
@@ -150,7 +150,7 @@ def test_the_other_ranks_wait_for_the_first_one_to_tell(
 def test_bad_yaml(pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text("model: {hidden_size: 16\ntrain: [")
     assert pretrain() == 2
-    assert "run.yaml line 2 is not valid YAML" in told(capsys)
+    assert "run.yaml line 2 is not valid YAML" in reported(capsys)
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
@@ -167,7 +167,7 @@ def test_truncated_data(
     path = tmp_path / "data" / f"train{ending}"
     os.truncate(path, path.stat().st_size - 3)
     assert pretrain("data.mock=false", "data.sources=[data/train]", "model.vocab_size=null") == 2
-    line = told(capsys)
+    line = reported(capsys)
     assert f"data/train{ending}' is truncated" in line and "prepare the data again" in line
     assert not (tmp_path / "runs").exists()
 
@@ -182,10 +182,10 @@ def test_a_vocabulary_that_does_not_fit_the_data(
     monkeypatch.setattr(launch, "start", no_launch)
     data = ["data.mock=false", f"data.sources=[{corpus / 'train'}]"]
     assert pretrain(*data, "model.vocab_size=100") == 2
-    assert "model.vocab_size 100 is smaller than the data's vocabulary, 257" in told(capsys)
+    assert "model.vocab_size 100 is smaller than the data's vocabulary, 257" in reported(capsys)
     train_bpe(["to be or not to be"], 260, tmp_path / "other.json")
     assert pretrain(*data, "model.vocab_size=null", "data.tokenizer=other.json") == 2
-    assert "(vocabulary 260) is not the one of data" in told(capsys)
+    assert "(vocabulary 260) is not the one of data" in reported(capsys)
     assert not (tmp_path / "runs").exists()
 
 
@@ -196,7 +196,7 @@ def test_data_too_small_for_its_split(
     sources = f"data.sources=[{corpus / 'train'}]"
     code = pretrain("data.mock=false", sources, "model.vocab_size=null", "data.sequence_length=100")
     assert code == 2
-    assert "its valid split has 19 tokens (1 of 40 documents), one sample needs 101" in told(capsys)
+    assert "its valid split has 19 tokens (1 of 40 documents), one sample needs 101" in reported(capsys)
     assert not (tmp_path / "runs").exists()
     assert not dist.is_initialized()
 
@@ -220,7 +220,7 @@ def test_deepspeed_file_that_contradicts_the_yaml(
     monkeypatch.setattr(launch, "start", no_launch)
     (tmp_path / "ds.json").write_text('{"train_batch_size": 64}')
     assert pretrain("parallel.deepspeed=ds.json") == 2
-    assert "ds.json: train_batch_size is 64, but the YAML's train.global_batch_size makes it 2" in told(
+    assert "ds.json: train_batch_size is 64, but the YAML's train.global_batch_size makes it 2" in reported(
         capsys
     )
     assert not (tmp_path / "runs").exists()
@@ -231,7 +231,7 @@ def test_plugin_that_fails_to_import(
 ) -> None:
     (tmp_path / "my_router.py").write_text('raise RuntimeError("first line\\nsecond line")\n')
     assert pretrain("plugins=[my_router.py]") == 2
-    line = told(capsys)
+    line = reported(capsys)
     assert "plugins: 'my_router.py' failed" in line and "RuntimeError: first line second line" in line
     assert not (tmp_path / "runs").exists()
 
@@ -292,13 +292,13 @@ def test_plugin_whose_part_cannot_be_built(
     check, init, message = BAD_PARTS[case]
     (tmp_path / f"{case}.py").write_text(PART.format(name=f"bad_{case}", check=check, init=init))
     assert pretrain(f"plugins=[{case}.py]", f"moe.router.scorer=bad_{case}") == 2
-    line = told(capsys)
+    line = reported(capsys)
     assert message in line
     assert ("; parts are also built on torch's meta device" in line) is (case == "numbers")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_loss_that_stands_twice_is_logged_under_each_key(pretrain: Command, tmp_path: Path) -> None:
+def test_a_loss_that_occurs_twice_is_logged_under_each_key(pretrain: Command, tmp_path: Path) -> None:
     losses = "{near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 0.5}}"
     assert pretrain("train.steps=1", f"moe.losses={losses}") == 0
     (row,) = map(json.loads, (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines())
@@ -330,14 +330,14 @@ def test_a_run_its_folder_and_its_checkpoint(
     }
     for arguments, message in refusals.items():
         assert pretrain(*arguments, aligned) == 2
-        assert message in told(capsys)
+        assert message in reported(capsys)
         assert contents(tmp_path / "runs") == before
     metrics = tmp_path / "runs/a/metrics.jsonl"
     whole = metrics.read_bytes()
     metrics.write_bytes(b"nonsense\n" + whole)
     broken = contents(tmp_path / "runs")
     assert pretrain("--resume", "train.steps=2", aligned) == 2
-    assert "runs/a/metrics.jsonl: line 1 is no record: 'nonsense'" in told(capsys)
+    assert "runs/a/metrics.jsonl: line 1 is no record: 'nonsense'" in reported(capsys)
     assert contents(tmp_path / "runs") == broken
     metrics.write_bytes(whole + b'{"step": 2, "tr' + b"\0" * 100)  # as a power failure leaves it
     assert pretrain("--resume", "train.steps=2", aligned, "parallel.precision=bf16") == 0

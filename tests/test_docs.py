@@ -1,4 +1,4 @@
-"""The documentation says what is true: keys, links, and the README's examples."""
+"""The documentation is correct: keys, links, and the README's examples."""
 
 import dataclasses
 import re
@@ -103,7 +103,7 @@ def test_a_tensor_is_found_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_of_all_parts_is_what_the_tool_says() -> None:
-    told = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "tools/list_parts.py", "--markdown"],
         cwd=ROOT,
         capture_output=True,
@@ -111,7 +111,7 @@ def test_the_page_of_all_parts_is_what_the_tool_says() -> None:
         check=True,
     ).stdout
     page = (ROOT / "docs/all_parts.md").read_text()
-    assert page[page.index("## Scorer") :].strip() == told.strip()
+    assert page[page.index("## Scorer") :].strip() == message.strip()
 
 
 def test_the_readmes_yaml_is_a_run() -> None:
@@ -161,7 +161,7 @@ def commands_on_ranks() -> list[tuple[int, str, list[str]]]:
 
 
 @pytest.mark.parametrize(("ranks", "config", "overrides"), commands_on_ranks())
-def test_a_command_on_several_ranks_is_legal_and_its_batch_divides(
+def test_example_commands_have_legal_layouts_and_batch_sizes(
     ranks: int, config: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""The example runs are what they say: each can start as it stands, and the demos match in active size."""
+"""The example runs are valid: each can start unchanged, and the demos match in active size."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_the_demo_and_its_dense_twin_have_the_same_active_flops() -> None:
     assert model_size(moe, DEMO_VOCABULARY).total > 1.5 * whole
 
 
-def test_the_twins_train_alike() -> None:
+def test_dense_and_moe_twins_train_alike() -> None:
     moe, dense = (load_config(ROOT / "examples" / name) for name in ("demo.yaml", "demo_dense.yaml"))
     for section in ("seed", "data", "model", "optimizer", "train", "evaluation"):
         assert getattr(moe, section) == getattr(dense, section), section

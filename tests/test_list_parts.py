@@ -1,4 +1,4 @@
-"""tools/list_parts.py tells every part and preset, straight from the code."""
+"""tools/list_parts.py lists every part and preset from the code."""
 
 import dataclasses
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megamoe import registry
-from tests.moe.neighbours import PART_IDS, PARTS
+from tests.moe.part_layers import PART_IDS, PARTS
 
 ROOT = Path(__file__).parents[1]
 # A part that no paper needs: it does nothing.
@@ -25,7 +25,7 @@ def tool() -> Any:
     return module
 
 
-def told(tool: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def message(tool: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert tool.main(list(arguments)) == 0
     return capsys.readouterr().out
 
@@ -35,7 +35,7 @@ def test_a_part_with_its_options_defaults_and_source(
     tool: Any, capsys: pytest.CaptureFixture[str], kind: str, name: str
 ) -> None:
     part: Any = registry.list_parts(kind)[name]
-    block = told(tool, capsys, "--kind", kind).split(f"\n  {name}\n")[1].split("\n\n")[0]
+    block = message(tool, capsys, "--kind", kind).split(f"\n  {name}\n")[1].split("\n\n")[0]
     lines = block.splitlines()
     for field in dataclasses.fields(part.Config):
         default = json.dumps(field.default).strip('"')
@@ -47,15 +47,15 @@ def test_a_part_with_its_options_defaults_and_source(
 
 
 @pytest.mark.parametrize("name", registry.list_presets())
-def test_a_system_with_its_source(tool: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_preset_with_its_source(tool: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
     preset = registry.get_preset(name)
-    block = told(tool, capsys, "--kind", "preset").split(f"\n  {name}  (")[1].split("\n\n")[0]
+    block = message(tool, capsys, "--kind", "preset").split(f"\n  {name}  (")[1].split("\n\n")[0]
     assert preset.source in block
     assert yaml.safe_load(block.split("\n", 1)[1]) == preset.tree
 
 
-def test_a_plugin_is_told_too(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(tool, capsys, "--plugin", str(ROOT / "examples/own_router.py"), "--kind", "scorer")
+def test_plugins_are_listed(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = message(tool, capsys, "--plugin", str(ROOT / "examples/own_router.py"), "--kind", "scorer")
     assert "\n  distance\n" in text
     assert "temperature: float = 1.0" in text
 
@@ -74,14 +74,14 @@ class Untold(SigmoidScoreFunction):
 """
 
 
-def test_a_plugin_without_docstrings_borrows_none(
+def test_a_plugin_without_docstrings_shows_none(
     tool: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, own_registry: None
 ) -> None:
     (tmp_path / "untold.py").write_text(WITHOUT_DOCSTRING)
     arguments = ("--kind", "score_function", "--plugin", str(tmp_path / "untold.py"))
-    block = told(tool, capsys, *arguments).split("\n  untold\n")[1].split("\n\n")[0]
+    block = message(tool, capsys, *arguments).split("\n  untold\n")[1].split("\n\n")[0]
     assert block.splitlines() == ["      untold_x: int = 5", "      source: -"]
-    assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in told(tool, capsys, *arguments, "--markdown")
+    assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in message(tool, capsys, *arguments, "--markdown")
 
 
 def test_a_plugin_that_is_not_there_is_one_line(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,7 @@ def test_a_plugin_that_is_not_there_is_one_line(tool: Any, capsys: pytest.Captur
 
 
 def test_tables(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(tool, capsys, "--markdown")
+    text = message(tool, capsys, "--markdown")
     for _, name in PARTS:
         assert f"\n| `{name}` | " in text
     rows = [line for line in text.splitlines() if line.startswith("| `")]

@@ -19,6 +19,6 @@ def test_each_can_be_planted(fault: Fault) -> None:
     assert all(Path(ROOT / test).is_file() for test in fault.tests)
 
 
-def test_an_edit_that_no_longer_fits_is_told() -> None:
+def test_an_edit_that_no_longer_fits_is_reported() -> None:
     with pytest.raises(ValueError, match=f"expected .* once in {FAULTS[0].file}, found it 0 times"):
         planted(FAULTS[0], "")

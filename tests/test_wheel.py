@@ -1,4 +1,4 @@
-"""What a built wheel holds, and that a package installed from it trains without the clone."""
+"""The content of a built wheel; an installed package trains without the clone."""
 
 import os
 import shutil
@@ -81,7 +81,7 @@ def test_an_installed_wheel_trains_with_its_compiled_kernels(tmp_path: Path) -> 
     assert Path(where.strip()).is_relative_to(tmp_path / "env")
     config = tiny("output=runs", "name=a", "train.steps=2", "model.cpu_kernels=compiled")
     (work / "run.yaml").write_text(dump_yaml(config))
-    said = run(programs / "megamoe-pretrain", "--config", "run.yaml", cwd=work)
-    assert "compiled, experts in bf16 by" in said
+    output = run(programs / "megamoe-pretrain", "--config", "run.yaml", cwd=work)
+    assert "compiled, experts in bf16 by" in output
     assert len((work / "runs/a/metrics.jsonl").read_text().splitlines()) == 2
     assert "usage: python -m megamoe " in run(programs / "python", "-m", "megamoe", "--help", cwd=work)

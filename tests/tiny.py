@@ -1,4 +1,4 @@
-"""The smallest run that has every part: what the tests of single packages build on."""
+"""The smallest run with every component, used by the tests of single packages."""
 
 import os
 import signal

@@ -35,7 +35,7 @@ def positive(text: str) -> int:
 
 
 @contextmanager
-def mistakes_told(parser: argparse.ArgumentParser) -> Iterator[None]:
+def user_errors_exit_2(parser: argparse.ArgumentParser) -> Iterator[None]:
     """A user's mistake is one line and exit code 2."""
     try:
         yield

@@ -39,8 +39,8 @@ def peak_of(name: str, asked: Asked) -> dict[str, int]:
     command = [sys.executable, "-m", "steps.memory", name, asked.config, *asked.overrides]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment())
     if ended.returncode != 0:
-        told = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(told) if ended.returncode == ExitCode.MISTAKE else NotMeasured(told[:120])
+        message = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(message) if ended.returncode == ExitCode.MISTAKE else NotMeasured(message[:120])
     found: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
     return found
 

@@ -36,8 +36,8 @@ def seconds(config: str, overrides: list[str]) -> dict[str, float]:
         command = [sys.executable, "-m", "steps.startup", str(started), str(file), *run]
         ended = subprocess.run(command, capture_output=True, text=True, env=environment())
         if ended.returncode != 0:
-            told = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"--startup: the run ended with exit code {ended.returncode}: {told[:200]}")
+            message = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"--startup: the run ended with exit code {ended.returncode}: {message[:200]}")
         marks: dict[str, float] = json.loads(file.read_text())
     parts: dict[str, float] = {}
     before = 0.0

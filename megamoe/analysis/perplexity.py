@@ -18,7 +18,7 @@ from megamoe.errors import UserError
 from megamoe.moe.experts.activations import up_width
 from megamoe.parallel.consensus import raise_any_error_fast
 from megamoe.parallel.groups import data_group
-from megamoe.train.step import model_inputs, tell
+from megamoe.train.step import model_inputs, set_context
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def perplexity_on(trained: TrainedModel, dataset: Any, samples: int) -> Perplexi
     sums = _Sums()
     started = time.perf_counter()
     for number, batch in _micro_batches(trained, dataset, samples):
-        tell(trained.context, batch, number)
+        set_context(trained.context, batch, number)
         losses_BS = trained.model(**model_inputs(batch))
         sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
         sums.tokens += float(batch.loss_mask_BS.sum())

@@ -1,4 +1,4 @@
-"""The run's configuration: schema, parts, loading, and the checks that need no machine."""
+"""The run's configuration: schema, parts, loading, and checks that need no hardware."""
 
 from megamoe.config.load import configure, dump_yaml, load_config, parse_config, to_dict
 from megamoe.config.parts import PartChoice

@@ -1,4 +1,4 @@
-"""YAML + dotted overrides -> RunConfig. Every mistake becomes one line that names the key."""
+"""Reads YAML and dotted overrides into a RunConfig. Every error is one line that names the key."""
 
 import copy
 import dataclasses
@@ -23,11 +23,11 @@ LARGEST_FILE = 1 << 20  # bytes of YAML
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run's YAML, apply `section.key=value` overrides, load its plugins, check every key.
+    """Read a run's YAML, apply `section.key=value` overrides, load its plugins, and check every key.
 
     Raises:
-        UserError: for a file that cannot be read, an unknown key (the nearest is named), a wrong
-            type or value, an unknown part, a plugin that fails.
+        UserError: for a file that cannot be read, an unknown key (the message names the nearest), a wrong
+            type or value, an unknown part, or a plugin that fails.
     """
     tree: dict[str, Any] = {}
     base = None
@@ -57,20 +57,20 @@ def configure(
 
 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> RunConfig:
-    """Check a plain mapping against the schema; plugins must be loaded already."""
+    """Check a plain mapping against the schema; plugins must already be loaded."""
     try:
         written_out = _without_shorthands(tree)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
     try:
-        # As JSON, because only there may a mapping become a dataclass while numbers stay strict.
+        # As JSON: in strict mode pydantic turns a mapping into a dataclass only when it reads JSON.
         return _RUN.validate_json(json.dumps(written_out))
     except ValidationError as error:
         raise UserError(f"{source}: {first_problem(error, RunConfig)}") from None
 
 
 def to_dict(config: Any) -> Any:
-    """The resolved configuration as plain data, ready for YAML or JSON; `parse_config` reads it back."""
+    """Return the resolved configuration as plain data for YAML or JSON; `parse_config` reads it."""
     if isinstance(config, PartChoice):
         return config.to_dict()
     if dataclasses.is_dataclass(config):
@@ -83,12 +83,12 @@ def to_dict(config: Any) -> Any:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML text."""
+    """Return the resolved configuration as YAML text."""
     return dump(to_dict(config))
 
 
 def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
-    """A router's preset, `layers: none` and bare paths as sources, written out."""
+    """Return the tree with presets, `layers: none` and bare source paths written out."""
     tree = copy.deepcopy(tree)
     moe, data = tree.get("moe"), tree.get("data")
     if isinstance(moe, dict):

@@ -1,4 +1,6 @@
-"""pydantic's findings in one line: the key, what was expected, the value found, the nearest valid choice."""
+"""Turns pydantic's errors into one line: the key, what was expected, the value found, the nearest valid
+name.
+"""
 
 import dataclasses
 import json
@@ -28,7 +30,7 @@ _EXPECTED = {
     "literal_error": "{expected}",
 }
 _LONGEST = 80
-# What a user of Megatron looks for, and what to take instead.
+# Keys that a user of Megatron may try, and the ones to use instead.
 _UNSUPPORTED = {
     "parallel.context": "context parallelism is not supported; take this key out, and for long sequences use "
     "parallel.tensor with parallel.sequence=true, and model.recompute",
@@ -39,9 +41,9 @@ _UNSUPPORTED = {
 
 
 def first_problem(error: ValidationError, schema: Any) -> str:
-    """The first thing that `error` found wrong in a tree checked against the dataclass `schema`."""
+    """Return the first problem in `error`, for a tree checked against the dataclass `schema`."""
     problems = error.errors(include_url=False)
-    # An unknown key is the likeliest cause of the others (a missing key, say): tell it first.
+    # An unknown key often causes the other errors, such as a missing key: report it first.
     problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
     steps = [str(step) for step in problem["loc"]]
     kind, context = problem["type"], problem.get("ctx", {})
@@ -64,7 +66,7 @@ def first_problem(error: ValidationError, schema: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as the YAML could say it, on one line and shortened."""
+    """Return a value as YAML on one line, shortened."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -74,17 +76,17 @@ def _at(steps: list[str], message: str) -> str:
 
 
 def _known_keys(schema: Any, steps: list[str]) -> list[str]:
-    """The keys of the section that `steps` lead to; descends the schema's dataclasses."""
+    """Return the keys of the section at `steps`, from the schema's dataclasses."""
     node = schema
     for step in steps:
         hints = get_type_hints(node)
-        if step in hints:  # otherwise a place in a list, or a name that the user gave
+        if step in hints:  # otherwise an index of a list, or a name that the user chose
             node = _inner_dataclass(hints[step]) or node
     return [f.name for f in dataclasses.fields(node)]
 
 
 def _inner_dataclass(hint: Any) -> Any:
-    """The dataclass inside `Sources`, `dict[str, Sources]`, `X | None` and the like."""
+    """Return the dataclass inside `Sources`, `dict[str, Sources]`, `X | None` and similar types."""
     if dataclasses.is_dataclass(hint):
         return hint
     return next(filter(None, map(_inner_dataclass, get_args(hint))), None)

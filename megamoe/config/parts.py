@@ -1,4 +1,4 @@
-"""Parts in the configuration: `top_k`, or `{name: top_k, k: 2}`, checked against the part's own Config."""
+"""Parts in the configuration: `top_k`, or `{name: top_k, k: 2}`, checked against the part's Config."""
 
 import dataclasses
 import json
@@ -18,10 +18,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, a
 
 @dataclasses.dataclass(frozen=True)
 class PartChoice:
-    """A part chosen by name, with its checked options.
-
-    `options` is an instance of the part's `Config` dataclass.
-    """
+    """A part chosen by name, with its checked options (an instance of the part's `Config`)."""
 
     kind: str
     name: str
@@ -29,20 +26,20 @@ class PartChoice:
 
     @classmethod
     def default(cls, kind: str, name: str | None = None) -> "PartChoice":
-        """The part, or the kind's default, with the defaults of its Config."""
+        """Return this part, or the kind's default part, with the defaults of its Config."""
         name = name or DEFAULTS[kind]
         return cls(kind, name, registry.get_part(kind, name).Config())
 
     def to_dict(self) -> dict[str, Any]:
-        """What the YAML would say."""
+        """Return the choice as it would be in YAML."""
         return {"name": self.name, **dataclasses.asdict(self.options)}
 
 
 def one_part(kind: str) -> PlainValidator:
-    """Validator of a key that holds one part; options without a name belong to the kind's default."""
+    """Validator of a key that holds one part; options without a name belong to the kind's default part."""
 
     def validate(value: Any) -> PartChoice:
-        if value is None:  # YAML spells `none` the part and null alike
+        if value is None:  # in YAML, `none` may mean the part or null
             value = "none"
         options = dict(value) if isinstance(value, dict) else {"name": value}
         name = options.pop("name", DEFAULTS.get(kind))
@@ -57,12 +54,12 @@ def one_part(kind: str) -> PlainValidator:
 
 
 def none_at_all(parts: Any) -> Any:
-    """`none` where a list of parts may stand -> []."""
+    """Turn `none` into [] for a key that holds a list of parts."""
     return [] if parts == "none" else parts
 
 
 def one_size(size: Any) -> Any:
-    """A list of sizes is refused by name: experts of one layer are stacked, and a layer's size is one."""
+    """Refuse a list of sizes: the experts of a layer are stacked, so they have one size."""
     if isinstance(size, list):
         raise _problem(
             f"found {shown(size)}, but all experts of a layer have one size; give one whole number. For "
@@ -73,9 +70,9 @@ def one_size(size: Any) -> Any:
 
 
 def names_inside(losses: Any) -> Any:
-    """`{z_loss: 0.1}` and `{z_loss: {weight: 0.1}}` -> `{z_loss: {name: z_loss, weight: 0.1}}`.
+    """Turn `{z_loss: 0.1}` and `{z_loss: {weight: 0.1}}` into `{z_loss: {name: z_loss, weight: 0.1}}`.
 
-    A loss that says its name may stand under another, under which it is logged: one part may stand twice.
+    With an explicit name, the key is free: a loss is logged under its key, and one part may be used twice.
     """
     if losses in (None, "none"):
         return {}
@@ -109,14 +106,14 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
                 f"{registry.nearest_and_all(key, known)}"
             )
     if "__pydantic_config__" not in vars(config_class):
-        config_class.__pydantic_config__ = STRICT  # a plugin's plain dataclass, made as strict as ours
+        config_class.__pydantic_config__ = STRICT  # makes a plugin's plain dataclass as strict as ours
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(config_class)
-        adapter.rebuild()  # names the type that it does not find, where validation would not
+        adapter.rebuild()  # names a type that it does not find; validation would not
         checked = adapter.validate_json(json.dumps(options))
     except ValidationError:
         raise
-    except Exception as error:  # a type that cannot be checked, or whatever its __post_init__ raised
+    except Exception as error:  # a type that cannot be checked, or an error of its __post_init__
         part = registry.get_part(kind, name)
         if registry.is_ours(part):
             raise
@@ -129,7 +126,7 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_bounds(kind: str, name: str, options: Any) -> None:
-    """Of our own parts, whose Configs say what an option means: no number at which fp32 or int64 gives up."""
+    """Refuse numbers in our own parts' options that fp32 or int64 cannot hold."""
     for key, value in dataclasses.asdict(options).items():
         problem = None
         if type(value) is int and abs(value) > LARGEST_INT:

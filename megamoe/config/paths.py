@@ -1,16 +1,16 @@
-"""What text may be a path, the name of a run, or a time: the checks that a bound of a number cannot say."""
+"""Checks of paths, run names and times in the configuration."""
 
 import os
 from pathlib import PurePath
 
-# Files that we name after what the user named have up to 15 bytes more; a file system allows 255, Linux 4,096
+# We append up to 15 bytes to the user's names; a file system allows 255 bytes for a name, Linux 4,096
 # for a whole path.
 LONGEST_PART, LONGEST_PATH = 240, 3800  # bytes
 SHORTEST_MINUTES, LONGEST_MINUTES = 0.01, 10**7
 
 
 def is_path(text: str) -> str:
-    """A path that a file system can hold.
+    """Return the text if a file system can hold such a path.
 
     Raises:
         ValueError: what was expected, in words.
@@ -28,14 +28,14 @@ def is_path(text: str) -> str:
 
 
 def is_dataset(text: str) -> str:
-    """A path whose last part a file's ending can follow."""
+    """Return the path if a file ending can be appended to its last component."""
     if not PurePath(is_path(text)).name:
         raise ValueError("expected the path of a prepared dataset, without .bin or .idx")
     return text
 
 
 def is_run_name(text: str) -> str:
-    """The name of a run: of a folder inside `output`."""
+    """Return the text if it can be a run's name, which is a folder inside `output`."""
     path = PurePath(is_path(text))
     if not path.name or path.is_absolute() or ".." in path.parts:
         raise ValueError("expected the name of a folder inside output, without '..'")
@@ -43,7 +43,7 @@ def is_run_name(text: str) -> str:
 
 
 def is_minutes(minutes: float) -> float:
-    """0, which switches something off, or a time that a clock can tell."""
+    """Return 0, which switches a function off, or a time that is long enough to measure."""
     if minutes and not SHORTEST_MINUTES <= minutes <= LONGEST_MINUTES:
         raise ValueError(f"expected 0, or a number from {SHORTEST_MINUTES} to {LONGEST_MINUTES}")
     return minutes

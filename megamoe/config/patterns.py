@@ -1,7 +1,7 @@
 """Regular expressions of the configuration, searched in the names of parameters.
 
-They are those of Rust's `regex`, which pydantic brings: any of them is searched in time linear in the name,
-so that no pattern can stall a start. There are no look-arounds and no backreferences.
+They use Rust's `regex` from pydantic: a search takes time linear in the name, so no pattern can stall a
+start. There are no look-arounds and no backreferences.
 """
 
 import re
@@ -13,10 +13,10 @@ LONGEST = 200  # characters
 
 
 def compile_pattern(pattern: str) -> Callable[[str], bool]:
-    """Whether a name has a match anywhere.
+    """Return a function that tells whether a name contains a match.
 
     Raises:
-        ValueError: saying why the text is no regular expression.
+        ValueError: saying why the text is not a regular expression.
     """
     if not 0 < len(pattern) <= LONGEST:
         raise ValueError(f"expected a regular expression of 1 to {LONGEST} characters")
@@ -24,13 +24,13 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
         validator = SchemaValidator(core_schema.str_schema(pattern=pattern))
     except SchemaError as error:
         reason = re.search(r"^error: (.*)$|(Compiled regex exceeds size limit)", str(error), re.M)
-        told = (reason[1] or reason[2]) if reason else str(error)
-        raise ValueError(f"expected a regular expression: {told}") from None
+        problem = (reason[1] or reason[2]) if reason else str(error)
+        raise ValueError(f"expected a regular expression: {problem}") from None
     return validator.isinstance_python
 
 
 def checked_pattern(pattern: str) -> str:
-    """The same text.
+    """Return the text if it compiles.
 
     Raises:
         ValueError: as `compile_pattern`.

@@ -1,12 +1,12 @@
-"""Presets in the configuration: `router: moec` written out, with what the user overrides in part.
+"""Presets in the configuration: `router: moec` written out, with the user's overrides.
 
     moe:
       router: {preset: moec, selector: {k: 2}}    # or, without overrides, router: moec
       losses: {clustering: none}
 
-A preset may set any key of the section `moe`; the user's own stands above it. An option goes into the
-preset's part of that stage, another part's name replaces it, and a loss that is `none` is left out. An empty
-key of the losses says nothing: the preset's stand.
+A preset may set any key of the section `moe`; the user's values take precedence. Options are merged into the
+preset's part of that stage. Another part's name replaces the preset's part, and a loss that is `none` is left
+out. An empty `losses:` keeps the preset's losses.
 """
 
 import copy
@@ -19,14 +19,14 @@ from megamoe.errors import UserError
 
 
 class Dropped(str):
-    """The `none` of a loss that stood there, under whatever name."""
+    """The value `none` of a loss under any name."""
 
 
 def expand_preset(moe: dict[str, Any]) -> dict[str, Any]:
-    """The section `moe` with its preset, if it names one, written out.
+    """Return the section `moe` with its preset, if it names one, written out.
 
     Raises:
-        UserError: for an unknown preset, or a loss that is `none` and unknown; the nearest one is named.
+        UserError: for an unknown preset, or an unknown loss that is `none`; the message names the nearest.
     """
     return _without_dropped_losses(_over_preset(moe))
 

@@ -1,7 +1,7 @@
 """Keys of the configuration that had another name in earlier versions.
 
-A YAML with an old key is refused, and the message gives the new name. The configuration inside an older
-checkpoint is read under the new names, so that the checkpoint still loads.
+A YAML with an old key is refused, and the message gives the new name. The configuration in an older
+checkpoint is converted to the new names, so the checkpoint still loads.
 """
 
 import copy
@@ -16,9 +16,9 @@ RENAMED = {
 
 
 def with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a configuration's mapping in which every old key has its new name.
+    """Return a copy of a configuration's mapping in which every old key has its new name.
 
-    A key that is there under both names keeps the value of the new one.
+    If a key is there under both names, the value of the new one is kept.
     """
     tree = copy.deepcopy(tree)
     for old, new in RENAMED.items():

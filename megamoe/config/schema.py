@@ -1,7 +1,7 @@
 """The run's configuration as typed dataclasses: every key of the YAML, its default and its meaning.
 
-One dataclass per section, in the order in which the data travels. A part of the MoE layer (scorer,
-selector, loss, ...) brings its own `Config`; here it stands as a `PartChoice`: its name and its options.
+There is one dataclass per section, in the order of the data flow. A part of the MoE layer (scorer, selector,
+loss, ...) has its own `Config`; the schema holds it as a `PartChoice`: its name and its options.
 """
 
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ from megamoe.config.patterns import checked_pattern
 DEFAULT_STEPS = 100
 Precision = Literal["fp32", "bf16", "fp16"]
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
-# Upper bounds are far above any real use: what is larger is a slip that would end in an overflow or silence.
+# Upper bounds are far above any real use: larger values are mistakes that would overflow or be lost.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e15)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e15)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Size = Annotated[int, Field(gt=0, le=10**6)]  # of a vector
+Size = Annotated[int, Field(gt=0, le=10**6)]  # a vector's length or a number of things
 SizeOrZero = Annotated[int, Field(ge=0, le=10**6)]
 Layers = Annotated[int, Field(gt=0, le=2000)]
-Count = Annotated[int, Field(gt=0, le=10_000)]  # of steps that are recorded
-Length = Annotated[int, Field(gt=0, le=2**24)]  # of a sequence
-Small = Annotated[float, Field(ge=1e-30, le=1)]  # added to what is divided by; below, fp32 would lose it
+Count = Annotated[int, Field(gt=0, le=10_000)]  # number of recorded steps
+Length = Annotated[int, Field(gt=0, le=2**24)]  # tokens of a sequence
+Small = Annotated[float, Field(ge=1e-30, le=1)]  # added to a divisor; fp32 would lose a smaller value
 Deviation = Annotated[float, Field(gt=0, le=1000)]
 Decay = Annotated[float, Field(ge=0, le=1000)]
 Rate = Annotated[float, Field(gt=0, le=1000)]
@@ -51,14 +51,16 @@ Sources = list[SourceConfig]  # a bare path stands for {path: ...}
 
 @dataclass
 class DataConfig:
-    """What is read: text that `tools/prepare_data.py` turned into .bin/.idx, or mock data."""
+    """The data: text that `tools/prepare_data.py` turned into .bin/.idx files, or mock data."""
 
     __pydantic_config__ = STRICT
     sources: Sources = field(default_factory=list)  # blended by weight, cut by `split`
-    sampling_exponent: NonNegativeFloat | None = None  # a: weights are tokens^a, in place of the sources' own
+    sampling_exponent: NonNegativeFloat | None = (
+        None  # a: weights are tokens^a, instead of the sources' weights
+    )
     split: list[NonNegativeFloat] = field(default_factory=lambda: [0.98, 0.02, 0.0])  # train, valid, test
     validation: dict[str, Sources] = field(default_factory=dict)  # further validation sets, by name
-    mock: bool = False  # made-up tokens, to try a layout or a machine
+    mock: bool = False  # random tokens, to test a layout or a machine
     sequence_length: Length = 256  # tokens
     tokenizer: PathText | None = None  # default: the one named in the data card
     document_aware: bool = False  # attention, positions and loss stop at document boundaries
@@ -76,42 +78,50 @@ class ModelConfig:
     hidden_size: Size = 256  # a multiple of the heads
     num_attention_heads: Size = 4
     num_query_groups: Size | None = None  # grouped-query attention; default: one per head
-    ffn_hidden_size: Size | None = None  # of the dense blocks; default: 4 x hidden_size
+    ffn_hidden_size: Size | None = None  # the dense blocks' FFN size; default: 4 x hidden_size
     vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
     vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned"] = "rope"
-    rope_base: PositiveInt = 10000  # of the rotary frequencies
+    rope_base: PositiveInt = 10000  # base of the rotary frequencies
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: Small = 1e-5  # added to the variance
-    activation: Activation = "swiglu"  # of FFNs; swiglu, geglu and reglu are gated
-    bias: bool = False  # of attention and the dense FFN; experts have none, as Megatron's grouped ones
-    tie_embeddings: bool = True  # output weights are the embedding
-    init_std: Deviation = 0.02  # over sqrt(2 num_layers) where a weight writes into the residual
-    init_scale: Deviation | None = None  # s: start as truncated normal of std sqrt(s / fan_in) instead
+    activation: Activation = "swiglu"  # the FFNs' activation; swiglu, geglu and reglu are gated
+    bias: bool = False  # in attention and dense FFNs; experts have none, as in Megatron's grouped experts
+    tie_embeddings: bool = True  # the output layer uses the embedding's weights
+    init_std: Deviation = 0.02  # divided by sqrt(2 num_layers) for weights that write into the residual
+    init_scale: Deviation | None = None  # s: truncated normal with std sqrt(s / fan_in) instead
     hidden_dropout: Fraction = 0.0  # on what a block adds to its residual
     attention_dropout: Fraction = 0.0  # on attention weights
     recompute: Literal["none", "selective", "full"] = "none"  # in backward: MoE layers, or whole blocks
-    backend: Literal["auto", "torch", "transformer_engine"] = "auto"  # auto: the last if it and CUDA exist
-    norm_kernel: Literal["auto", "torch", "apex"] = "auto"  # under `torch`; auto: Apex's if installed
-    cpu_kernels: Literal["auto", "plain", "compiled"] = "auto"  # auto: compiled if GCC is there
+    backend: Literal["auto", "torch", "transformer_engine"] = (
+        "auto"  # auto: transformer_engine if installed, on CUDA
+    )
+    norm_kernel: Literal["auto", "torch", "apex"] = "auto"  # for `backend: torch`; auto: Apex if installed
+    cpu_kernels: Literal["auto", "plain", "compiled"] = "auto"  # auto: compiled if GCC is found
     gpu_kernels: Literal["plain", "triton"] = (
         "plain"  # passes over an MoE layer's rows; no GPU has run triton
     )
-    keep_freed_memory: bool = True  # on the CPU: malloc gives it out again, not back to the system
-    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # FP8 products: scales
+    keep_freed_memory: bool = (
+        True  # on the CPU: malloc reuses freed memory and does not return it to the system
+    )
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # scaling of FP8 products
     fp8_format: Literal["hybrid", "e4m3"] | None = None  # default: e4m3 for blockwise and mxfp8, else hybrid
-    fp8_amax_history: Size | None = None  # of `delayed`: passes that set a scale; default: 1024
+    fp8_amax_history: Size | None = None  # for `delayed`: passes that set a scale; default: 1024
 
 
 @dataclass
 class LayersConfig:
-    """Where MoE layers stand, blocks counted from 1: in place of the FFN of every n-th block, or of those
-    listed; or as a layer of its own after a block. None of them (`none`): a dense model."""
+    """The positions of the MoE layers; blocks are counted from 1. `none`: a dense model.
+
+    An MoE layer replaces the FFN of every n-th block or of listed blocks, or is inserted after a block.
+    """
 
     __pydantic_config__ = STRICT
-    every: Layers | None = None  # n: in the blocks n, 2n, 3n, ...
-    at: list[Layers] = field(default_factory=list)  # in these blocks too
-    insert_after: list[Layers] = field(default_factory=list)  # a layer of its own there, as in BASE
+    every: Layers | None = None  # n: blocks n, 2n, 3n, ...
+    at: list[Layers] = field(default_factory=list)  # further blocks
+    insert_after: list[Layers] = field(
+        default_factory=list
+    )  # a separate MoE layer after these blocks, as in BASE
 
 
 Scorer = Annotated[PartChoice, one_part("scorer")]
@@ -131,11 +141,11 @@ ExpertSize = Annotated[Size | None, BeforeValidator(one_size)]
 
 @dataclass
 class RouterConfig:
-    """The stages between the hidden states and the Routing, in their order."""
+    """The stages of the router, in order."""
 
     __pydantic_config__ = STRICT
     scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer"))
-    masks: Masks = field(default_factory=list)  # masks before the score function, in order; or `none`
+    masks: Masks = field(default_factory=list)  # in order, or `none`
     score_function: ScoreFunction = field(default_factory=lambda: PartChoice.default("score_function"))
     selector: Selector = field(default_factory=lambda: PartChoice.default("selector"))
     capacity: Capacity = field(default_factory=lambda: PartChoice.default("capacity"))
@@ -143,45 +153,47 @@ class RouterConfig:
 
 @dataclass
 class MoEConfig:
-    """The MoE layer: where it stands, its experts, its router, its auxiliary losses."""
+    """The MoE layer: its positions, experts, router and auxiliary losses."""
 
     __pydantic_config__ = STRICT
     layers: LayersConfig = field(default_factory=LayersConfig)
-    num_experts: Size = 8  # of each MoE block
-    expert_ffn_hidden_size: ExpertSize = None  # of every expert; default: the dense blocks' size
-    expert_activation: Activation | None = None  # of experts, shared ones too; default: model.activation
+    num_experts: Size = 8  # in each MoE layer
+    expert_ffn_hidden_size: ExpertSize = None  # FFN size of every expert; default: the dense blocks' size
+    expert_activation: Activation | None = None  # of routed and shared experts; default: model.activation
     expert_sublayers: Layers = 1  # above 1: each expert is a stack of that many residual FFN sub-layers
     expert_output_dropout: Fraction = 0.0  # on an expert's output (MoEC's "MoE dropout")
     expert_activation_dropout: Fraction = 0.0  # after the activation inside (Switch's "expert dropout")
-    num_shared_experts: SizeOrZero = 0  # each of the experts' size; every token visits them
+    num_shared_experts: SizeOrZero = 0  # with the experts' size; they compute every token
     shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"  # gated: sigmoid(w.x); residual: softmax
-    frozen: list[Literal["router", "experts"]] = field(default_factory=list)  # kept as they are
+    frozen: list[Literal["router", "experts"]] = field(default_factory=list)  # not trained
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: Losses = field(default_factory=dict)  # name: weight, name: options, or name: `none`; or `none`
 
 
 @dataclass
 class ParallelConfig:
-    """How ranks share the work. Data parallelism is what remains: the world size over `tensor`."""
+    """How ranks share the work. The data-parallel size is the world size divided by `tensor`."""
 
     __pydantic_config__ = STRICT
-    tensor: Size = 1  # ranks that share one micro batch: attention, dense FFNs, embedding are cut
-    sequence: bool = False  # norms and dropout on a share of the sequence each, where tensor is above 1
+    tensor: Size = 1  # ranks that share a micro batch and split attention, dense FFNs and the embedding
+    sequence: bool = False  # sequence parallelism: norms and dropout on a part of the sequence
     expert: Size = 1  # ranks that share one set of experts
-    expert_tensor: Size = 1  # ranks that hold slices of one expert
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: what the DeepSpeed file says
+    expert_tensor: Size = 1  # ranks that split each expert by its FFN size
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: as in the DeepSpeed file
     deepspeed: PathText | None = None  # a file of ds_configs/; default: ZeRO 0 in fp32
-    timeout_minutes: Minutes = 30.0  # of a collective operation over all ranks
+    timeout_minutes: Minutes = 30.0  # timeout of a collective over all ranks
 
 
 @dataclass
 class GroupConfig:
-    """Parameters that are updated otherwise: those in whose names `pattern` is found."""
+    """A parameter group with its own learning rate and decay: parameters whose names match `pattern`."""
 
     __pydantic_config__ = STRICT
-    pattern: Annotated[str, AfterValidator(checked_pattern)]  # a regular expression, searched in the name
+    pattern: Annotated[
+        str, AfterValidator(checked_pattern)
+    ]  # regular expression, searched in the parameter's name
     lr_scale: NonNegativeFloat = 1.0  # times the schedule's learning rate
-    weight_decay: NonNegativeFloat | None = None  # of matrices and vectors; default: as outside of groups
+    weight_decay: NonNegativeFloat | None = None  # for matrices and vectors; default: as for other parameters
 
 
 @dataclass
@@ -189,18 +201,18 @@ class OptimizerConfig:
     """AdamW or Adam, and its learning-rate schedule. Steps are optimiser steps."""
 
     __pydantic_config__ = STRICT
-    name: Literal["adamw", "adam"] = "adamw"  # weight decay apart from the gradient; adam: L2, added to it
+    name: Literal["adamw", "adam"] = "adamw"  # adamw: decoupled weight decay; adam: L2 regularisation
     lr: Rate = 3e-4  # the peak
     min_lr: Annotated[float, Field(ge=0, le=1000)] = 0.0
     schedule: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 0  # linear, from 0 to lr
-    warmup_share: Fraction | None = None  # in place of warmup_steps: of the run's steps, rounded up
+    warmup_share: Fraction | None = None  # instead of warmup_steps: share of the run's steps, rounded up
     decay_steps: PositiveInt | None = None  # cosine, linear, wsd reach min_lr there; default: the run's end
-    wsd_decay_steps: PositiveInt | None = None  # the last stretch of `wsd`; default: a tenth of decay_steps
+    wsd_decay_steps: PositiveInt | None = None  # the decay phase of `wsd`; default: a tenth of decay_steps
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     eps: Small = 1e-8
-    weight_decay: Decay | None = None  # of matrices alone; default: 0.1 of adamw, 0 of adam
+    weight_decay: Decay | None = None  # for matrices only; default: 0.1 with adamw, 0 with adam
     grad_clip: NonNegativeFloat = 1.0  # global norm, dense and expert parameters together; 0: off
     groups: list[GroupConfig] = field(default_factory=list)  # of parameters, by name; the first match counts
 
@@ -212,7 +224,7 @@ class RampupConfig:
     __pydantic_config__ = STRICT
     start: PositiveInt
     increment: PositiveInt
-    samples: Annotated[int, Field(gt=0, le=10**12)]  # over which the growth is spread evenly
+    samples: Annotated[int, Field(gt=0, le=10**12)]  # samples over which the batch grows in equal steps
 
 
 @dataclass
@@ -226,32 +238,36 @@ class ProfilerConfig:
 
 @dataclass
 class LossSpikeConfig:
-    """A step whose loss is far above those before it is not applied: OLMo 2's rule."""
+    """Does not apply a step whose loss is far above the previous ones (OLMo 2's rule)."""
 
     __pydantic_config__ = STRICT
-    sigmas: PositiveFloat | None = None  # above the mean by so many standard deviations; None: off
-    window: Annotated[int, Field(ge=2, le=10**6)] = 128  # applied steps before, all of which there must be
-    action: Literal["skip", "stop"] = "skip"  # leave its batch out, or end the run
+    sigmas: PositiveFloat | None = None  # standard deviations above the mean; None: off
+    window: Annotated[int, Field(ge=2, le=10**6)] = (
+        128  # previous applied steps; the rule starts after as many
+    )
+    action: Literal["skip", "stop"] = "skip"  # skip the batch, or end the run
 
 
 @dataclass
 class TrainConfig:
-    """How long and how large. Batch sizes count sequences."""
+    """Length and batch sizes of the training. Batch sizes count sequences."""
 
     __pydantic_config__ = STRICT
     steps: PositiveInt | None = None  # optimiser steps of the whole run; default: 100, if no epochs
-    epochs: PositiveFloat | None = None  # in place of steps: passes over the training data, in whole batches
+    epochs: PositiveFloat | None = None  # instead of steps: passes over the training data, in whole batches
     micro_batch_size: Size = 1  # sequences per rank and forward pass
     global_batch_size: PositiveInt | None = None  # default: micro_batch_size x data-parallel size
     batch_rampup: RampupConfig | None = None
-    label_smoothing: Fraction = 0.0  # share of the target given to the other words
-    exit_after_steps: PositiveInt | None = None  # save and stop, of this launch
+    label_smoothing: Fraction = 0.0  # probability given to the other tokens
+    exit_after_steps: PositiveInt | None = None  # save and stop after this many steps of a launch
     exit_after_minutes: Annotated[float, Field(gt=0, le=10**7)] | None = None
-    max_skipped_in_a_row: PositiveInt = 10  # so many broken steps (not finite, or a spike) end the run
+    max_skipped_in_a_row: PositiveInt = 10  # consecutive skipped steps that end the run
     loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
-    hang_minutes: MinutesOrZero = 10.0  # without progress of any rank, until the run is ended; 0: never
+    hang_minutes: MinutesOrZero = (
+        10.0  # time without progress after which the watchdog ends the run; 0: never
+    )
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    callbacks: Callbacks = field(default_factory=list)  # a plugin's code in the loop, in order; or `none`
+    callbacks: Callbacks = field(default_factory=list)  # of plugins, in order; or `none`
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -260,17 +276,17 @@ class TrainConfig:
 
 @dataclass
 class EvaluationConfig:
-    """Validation at intervals, and always at the end."""
+    """Validation at intervals, and always at the end of the run."""
 
     __pydantic_config__ = STRICT
     every: NonNegativeInt = 0  # steps; 0: only at the end
-    batches: SizeOrZero = 8  # global batches per validation set; 0: no evaluation at all
+    batches: SizeOrZero = 8  # global batches per validation set; 0: no evaluation
     at_start: bool = False
 
 
 @dataclass
 class InitConfig:
-    """Start from the weights of another run's checkpoint: a new run, with a fresh optimiser."""
+    """Start a new run from the weights of another run's checkpoint, with a fresh optimiser."""
 
     __pydantic_config__ = STRICT
     path: PathText | None = None  # a step_* folder
@@ -279,12 +295,12 @@ class InitConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the run is saved, how many are kept, and what a launch goes on from."""
+    """When checkpoints are saved, how many are kept, and which one a launch resumes from."""
 
     __pydantic_config__ = STRICT
     every: NonNegativeInt = 0  # steps; 0: only at the end
     keep: Size = 2
-    background: bool = True  # write while training goes on, from a copy in host memory
+    background: bool = True  # write during training, from a copy in host memory
     save_at_end: bool = True
     init: InitConfig = field(default_factory=InitConfig)
     resume: PathText = "never"  # never | auto (the latest of this run, if any) | a checkpoint's folder
@@ -292,7 +308,7 @@ class CheckpointConfig:
 
 @dataclass
 class WandbConfig:
-    """Weights & Biases; offline where nobody is logged in."""
+    """Weights & Biases; offline if nobody is logged in."""
 
     __pydantic_config__ = STRICT
     enabled: bool = False
@@ -305,7 +321,7 @@ class WandbConfig:
 
 @dataclass
 class LogConfig:
-    """Where what is measured goes; metrics.jsonl is always written."""
+    """Where metrics are written; metrics.jsonl always is."""
 
     __pydantic_config__ = STRICT
     every: PositiveInt = 1  # steps
@@ -316,13 +332,13 @@ class LogConfig:
 
 @dataclass
 class RunConfig:
-    """One run, whole."""
+    """The whole configuration of a run."""
 
     __pydantic_config__ = STRICT
-    name: Annotated[str, AfterValidator(is_run_name)] = "run"  # of the run and its folder
+    name: Annotated[str, AfterValidator(is_run_name)] = "run"  # name of the run and its folder
     output: PathText = "runs"  # the run's folder is <output>/<name>
-    overwrite: bool = False  # begin anew in a run folder that exists
-    seed: Seed = 1234  # of weights, data order and every draw
+    overwrite: bool = False  # replace an existing run folder
+    seed: Seed = 1234  # for weights, data order and every draw
     plugins: list[str] = field(default_factory=list)  # files, modules or entry points that add parts
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

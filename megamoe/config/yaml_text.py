@@ -1,8 +1,8 @@
-"""YAML as a configuration needs it: numbers as YAML 1.2 reads them, no tags, and nothing that grows as it is
-read.
+"""A YAML reader for configurations: YAML 1.2 numbers, no tags, and a bound on the expanded size.
 
-PyYAML follows YAML 1.1, in which 1:30 is 90, 010 is 8 and 2024-01-01 a date; here these are text, which the
-schema refuses where it expects a number. 1_000 stays a number. Source: https://yaml.org/spec/1.2.2/#103-core-schema
+PyYAML follows YAML 1.1, in which 1:30 is 90, 010 is 8 and 2024-01-01 is a date. Here these are text, which
+the schema refuses if it expects a number. 1_000 stays a number. Source:
+https://yaml.org/spec/1.2.2/#103-core-schema
 """
 
 import re
@@ -27,13 +27,13 @@ FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what no configuration needs: tags, endless anchors, keys that are no text or stand twice."""
+    """Refuses tags, anchors that contain themselves, and keys that are not text or occur twice."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self._depth = self._values = 0
-        self._open: set[str] = set()  # anchors of what is being read
-        self._size: dict[str, int] = {}  # values behind each anchor
+        self._open: set[str] = set()  # anchors of the nodes being read
+        self._size: dict[str, int] = {}  # the number of values of each anchor
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         if event.tag not in (None, "!") and not is_text:
             tag = str(event.tag).replace("tag:yaml.org,2002:", "!!")
             raise _error(f"the tag {_short(tag)} is not read; write the value without it", mark)
-        # A long text counts as many values: an alias would write it out again.
+        # A long text counts as many values, because an alias repeats it.
         self._count(1 + len(getattr(event, "value", "")) // TEXT_OF_A_VALUE, mark)
         self._depth += 1
         if self._depth > DEEPEST:
@@ -89,7 +89,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text that `_Loader` would read as a number in quotes."""
+    """Quotes text that `_Loader` would read as a number."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -102,16 +102,16 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Mappings with keys of text, lists, text, numbers, true, false and None.
+    """Return mappings with text keys, lists, text, numbers, true, false and None.
 
     Raises:
-        yaml.YAMLError: for anything else; `problem_of` says what.
+        yaml.YAMLError: for anything else; `problem_of` describes it.
     """
     return yaml.load(text, Loader=_Loader)
 
 
 def problem_of(error: yaml.YAMLError) -> tuple[str, str]:
-    """(` line 3`, or nothing where that is not known; what is wrong)."""
+    """Return (` line 3`, or nothing if the line is not known; what is wrong)."""
     mark = getattr(error, "problem_mark", None)
     if isinstance(error, yaml.reader.ReaderError):
         character = error.character if isinstance(error.character, int) else ord(error.character)
@@ -121,7 +121,7 @@ def problem_of(error: yaml.YAMLError) -> tuple[str, str]:
 
 
 def dump(tree: Any) -> str:
-    """Plain data as YAML, its keys in their order."""
+    """Return plain data as YAML, with its keys in their order."""
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
 
 

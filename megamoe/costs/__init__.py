@@ -1,1 +1,1 @@
-"""What a layout costs a rank, by formulas that the tests hold against counts: memory and traffic."""
+"""Formulas for the memory and traffic of a layout per rank; tests compare them with measured counts."""

@@ -1,4 +1,4 @@
-"""How much memory a rank's model states need: weights, gradients, optimiser state, by ZeRO stage."""
+"""The memory of a rank's model states (weights, gradients, optimiser state) by ZeRO stage."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megamoe.zero.offload import Offload
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters that a rank holds, how many of them are trained, and how many ranks hold the same ones."""
+    """The parameters of a rank, how many of them are trained, and how many ranks hold the same ones."""
 
     parameters: float
     trained: float
@@ -18,7 +18,7 @@ class Share:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank: weights, gradients and optimiser state on its device; what is offloaded apart."""
+    """Bytes of weights, gradients and optimiser state on one rank's device; offloaded states are separate."""
 
     weights: float
     gradients: float
@@ -28,7 +28,7 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """The total on the device."""
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
@@ -48,12 +48,12 @@ def state_bytes(
     offload: Offload | None = None,
     aside: float = 0,
 ) -> StateBytes:
-    """Model states between two micro batches of a step, when the gradients that accumulate are held.
+    """Return the bytes of model states between two micro batches of a step, when gradients accumulate.
 
-    aside: parameters whose gradients wait besides, in fp32, to be summed over tensor ranks once a step.
+    aside: parameters whose gradients are also held in fp32, to be summed over tensor ranks once per step.
 
-    DeepSpeed's buckets, and what a layer gathers of its own weights at ZeRO 3, come on top. Counted, not
-    only derived: tests/distributed/test_memory.py holds it against the live tensors.
+    DeepSpeed's buckets, and weights that a layer gathers at ZeRO 3, are not included.
+    tests/distributed/test_memory.py compares the result with the live tensors.
     """
     offload = offload or Offload()
     total = StateBytes(0, 0, 0)
@@ -83,8 +83,11 @@ def _offloaded(
     optimizer: float,
     mine: float,
 ) -> StateBytes:
-    """The optimiser steps where its state is: with a gradient of its own there, and below ZeRO 3 with a copy
-    of the weights that it writes. mine: the parameters that this rank steps on."""
+    """Return the bytes with an offloaded optimiser, which updates where its state is.
+
+    It has its own gradients there, and below ZeRO 3 a copy of the weights that it writes. mine: the
+    parameters that this rank updates.
+    """
     stepping = optimizer + 4 * mine
     held = 0.0 if stage == 1 else gradients  # ZeRO 1 accumulates on the device
     written = width * mine if stage < 3 else 0.0

@@ -1,7 +1,7 @@
-"""What a layout sends: bytes that leave one rank in one forward and backward pass of a micro batch.
+"""The traffic of a layout: bytes that leave one rank in a forward and backward pass of a micro batch.
 
-Rings are assumed for reductions and gathers, as NCCL's and gloo's: an all-gather or a reduce-scatter of a
-whole of n bytes over r ranks sends (r - 1) / r n from each, an all-reduce twice that.
+Reductions and gathers are assumed to be rings, as in NCCL and gloo: an all-gather or a reduce-scatter of n
+bytes in total over r ranks sends (r - 1) / r n from each, an all-reduce twice that.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class MoETraffic:
     """Bytes sent by one rank for one MoE layer.
 
     tokens: without sequence parallelism, the layer's output to all tensor ranks, and its input's gradient.
-    scores: all scores to all tensor ranks, and their gradient back. counts: how many rows are to come, over
-    the expert-parallel and the expert-tensor group. rows: to the experts' ranks and back, and the gradients'
-    way. slices: to the ranks that hold the other slices of an expert and back, and the gradients' way.
+    scores: all scores to all tensor ranks, and their gradient back. counts: row counts, over the
+    expert-parallel and the expert-tensor group. rows: to the experts' ranks and back, forward and backward.
+    slices: to the ranks with the other slices of an expert and back, forward and backward.
     """
 
     tokens: float
@@ -30,7 +30,7 @@ class MoETraffic:
 
     @property
     def total(self) -> float:
-        """Sum of all."""
+        """The sum of all."""
         return self.tokens + self.scores + self.counts + self.rows + self.slices
 
 
@@ -44,9 +44,9 @@ def moe_traffic(
     num_experts: int,
     width: int,
 ) -> MoETraffic:
-    """Of one layer with an even load.
+    """Return the traffic of one layer with an even load.
 
-    tokens, pairs: of one micro batch, over its tensor ranks. width: bytes of a number of the model's dtype.
+    tokens, pairs: of one micro batch, over its tensor ranks. width: bytes of a number in the model's dtype.
     sequence: whether sequence parallelism is on.
     """
     row = hidden_size * width
@@ -58,17 +58,17 @@ def moe_traffic(
         tokens=0 if sequence else 2 * _share(layout.tensor) * tokens * row,
         scores=2 * _share(layout.tensor) * tokens * num_experts * SCORE_BYTES,
         counts=COUNT_BYTES * (experts_away * num_experts + others_slices * layout.expert * local),
-        # Each of four ways: forward there and back, backward there and back.
+        # Four transfers: to the experts and back, in forward and in backward.
         rows=4 * experts_away * own * row,
         slices=4 * others_slices * own * row,
     )
 
 
 def cut_pair_traffic(layout: Layout, *, sequence: bool, tokens: float, hidden_size: int, width: int) -> float:
-    """Of an attention or a dense FFN, cut first by columns and then by rows, under tensor parallelism.
+    """Return the traffic of an attention or dense FFN: a column-parallel product, then a row-parallel one.
 
-    One all-reduce of the activations forward and one backward; with sequence parallelism as much in gathers
-    and reduce-scatters, and one gather more, for the gradient of the first weight.
+    There is one all-reduce of the activations in forward and one in backward. With sequence parallelism there
+    are equivalent gathers and reduce-scatters, and one more gather for the gradient of the first weight.
     """
     return (5 if sequence else 4) * _share(layout.tensor) * tokens * hidden_size * width
 

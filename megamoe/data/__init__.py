@@ -1,1 +1,1 @@
-"""Text to tokens on disk, tokens to batches: everything before the embedding."""
+"""Text to tokens on disk, and tokens to batches: everything before the embedding."""

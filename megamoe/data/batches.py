@@ -63,7 +63,7 @@ class BatchStream:
         dataset: its items are those of `megamoe.data.datasets.Datasets`.
         start_sample: first sample of the stream, over all ranks.
         workers: loader processes; 0: samples are read in this process.
-        tell: called with a line when a loader process has died and was replaced.
+        report: called with a line when a loader process has died and was replaced.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BatchStream:
         data_rank: int,
         data_size: int,
         workers: int,
-        tell: Callable[[str], None] = warn,
+        report: Callable[[str], None] = warn,
     ) -> None:
         self._num_samples = len(dataset)  # type: ignore[arg-type]
         self._start_sample = start_sample
@@ -86,7 +86,7 @@ class BatchStream:
             start_sample, self._num_samples, micro_batch_size, data_rank * micro_batch_size, self._stride
         )
         self._loader: Loader[Batch | str] = Loader(
-            _Numbered(dataset), indices.from_batch, collate=_collate, workers=workers, tell=tell
+            _Numbered(dataset), indices.from_batch, collate=_collate, workers=workers, report=report
         )
 
     def __iter__(self) -> "BatchStream":
@@ -129,7 +129,7 @@ class BatchStream:
 
 @dataclass(frozen=True)
 class _MicroBatchIndices:
-    """The sample numbers of each micro batch of one rank; stops where not every rank could have one."""
+    """The sample numbers of each micro batch of one rank; ends when some rank would have no micro batch."""
 
     start: int
     stop: int

@@ -17,7 +17,7 @@ from megamoe.data.index_file import AGAIN, read_header
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 
-CHECKSUM = "checksum"  # of the card: SHA-256 of everything else in it
+CHECKSUM = "checksum"  # the card's key with the SHA-256 of everything else in it
 LARGEST_CARD = 1 << 28  # bytes; each file that was read has some 200
 
 

@@ -25,7 +25,7 @@ from megamoe.data.epochs import blend_weights
 from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.data.mock import MockDataset
-from megamoe.data.ranks import agree, rank
+from megamoe.data.ranks import raise_any_error, rank
 from megamoe.data.verify import cache_folder, verify_sources
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
@@ -48,8 +48,8 @@ MOST_EPOCHS = 100_000  # Megatron-Core counts them one by one
 class Datasets:
     """`train`, the validation sets by name, and `test`, the third share of `data.split`, if there is one.
 
-    An item is a dict of `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and,
-    with `data.document_aware`, `attention_mask` ([1, S, S] bool, True = masked out).
+    An item is a dict of `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and, with
+    `data.document_aware`, `attention_mask` ([1, S, S] bool, True = masked out).
     """
 
     train: Dataset[dict[str, torch.Tensor]]
@@ -153,13 +153,13 @@ def _build(
     ]
     for path in paths:
         _check_room(path, config)
-    agree(_index_problem(paths, weights, config, sizes) if rank() == 0 else None)
+    raise_any_error(_index_problem(paths, weights, config, sizes) if rank() == 0 else None)
     built = build_cached(config, sizes, cache_folder(data, paths[0]))
     return [None if dataset is None else CheckedDataset(dataset, vocabulary.size) for dataset in built]
 
 
 def _check_room(path: str, config: GPTDatasetConfig) -> None:
-    """Each split that is wanted must hold one sample."""
+    """Check that each wanted split holds at least one sample."""
     for name, _, documents, of, tokens in _wanted_splits(path, config):
         if tokens <= config.sequence_length:
             raise UserError(
@@ -170,7 +170,9 @@ def _check_room(path: str, config: GPTDatasetConfig) -> None:
 
 
 def _wanted_splits(path: str, config: GPTDatasetConfig) -> Iterator[tuple[str, int, int, int, int]]:
-    """(name, place, its documents, all documents, its tokens), dealt as Megatron-Core deals documents."""
+    """Return (name, index, its documents, all documents, its tokens), split as Megatron-Core splits
+    documents.
+    """
     indexed = IndexedDataset(path)
     for place, (name, share) in enumerate(zip(SPLIT_NAMES, config.split_matrix, strict=True)):
         if share is not None:
@@ -180,10 +182,10 @@ def _wanted_splits(path: str, config: GPTDatasetConfig) -> Iterator[tuple[str, i
 
 
 def _index_problem(paths: list[str], weights: list[float], config: GPTDatasetConfig, sizes: list[int]) -> str:
-    """Why the index of so many samples cannot be built; nothing, if it can.
+    """Return why the index of this many samples cannot be built, or None.
 
-    Megatron-Core numbers the documents of every epoch (int64, twice) and every sample (two int32 of its
-    place, one of the order), all in memory.
+    Megatron-Core holds in memory the documents of every epoch (int64, twice) and, for every sample, two int32
+    for its position and one for the order.
     """
     available = available_bytes()
     for path, weight in zip(paths, weights, strict=True):

@@ -24,11 +24,11 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megamoe.compat.megatron_datasets import BarrierFreeBuilder, IndexedBlend, IndexedGPTDataset
 from megamoe.data.batches import warn
-from megamoe.data.file_facts import FileFacts, scan
-from megamoe.data.ranks import agree, first_ranks, rank
+from megamoe.data.ranks import first_ranks, raise_any_error, rank
+from megamoe.data.scan_cache import ScanCache, scan
 from megamoe.errors import UserError
 
-VERSION = 1  # of the entries' format; it is part of the key
+VERSION = 1  # version of the entries' format; it is part of the key
 VERSIONS = {"entry": VERSION, "megatron_core": version("megatron-core")}
 MOST_BYTES_OF_RECORD = 1 << 24
 PARTIAL = ".partial"
@@ -49,7 +49,7 @@ class IndexCache:
         self._folder = folder
         self._builds = builds
         self._reads_whole = reads_whole
-        self._facts = FileFacts(folder / "verified")
+        self._scans = ScanCache(folder / "verified")
 
     def arrays(self, stem: str, key: str, names: Sequence[str], make: Callable[[], Arrays]) -> Arrays:
         """Return the memory-mapped arrays `names` of the entry `stem`; `make` computes missing ones.
@@ -98,7 +98,7 @@ class IndexCache:
         return None
 
     def _hash(self, path: Path) -> str:
-        return str(self._facts.of(path, ("sha256",), lambda: scan(path))["sha256"])
+        return str(self._scans.of(path, ("sha256",), lambda: scan(path))["sha256"])
 
     def _write(self, record: Path, key: str, paths: dict[str, Path], arrays: Arrays) -> None:
         record.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ class CachedBlend(IndexedBlend):
 
 
 class _Builder(BarrierFreeBuilder):
-    """What fails on one rank must reach the others."""
+    """Builds datasets so that an error on one rank reaches the others."""
 
     @staticmethod
     def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
@@ -176,14 +176,14 @@ def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[A
                 problem = f"data.cache {str(folder)!r}: {error.strerror}; name a folder that can be written"
             except UserError as error:
                 problem = str(error)
-        agree(problem)
+        raise_any_error(problem)
         if rank() != 0:
             try:
                 cache = IndexCache(folder, builds=False, reads_whole=rank() in firsts)
                 built = _build(config, sizes, cache)
             except (OSError, UserError) as error:
                 problem = str(error)
-        agree(problem)
+        raise_any_error(problem)
     return built
 
 

@@ -21,7 +21,7 @@ from megamoe.compat.torch_compat import loader_deaths_raise, loader_processes, s
 
 PREFETCH_PER_WORKER = 4
 # A loader process that hangs becomes an error, not a run that stands still.
-WORKER_TIMEOUT_S = 540  # before train.hang_minutes, by default, ends the run with less to tell
+WORKER_TIMEOUT_S = 540  # before train.hang_minutes, by default, ends the run with a shorter message
 MOST_DEATHS = 3
 DEATH = re.compile(r"DataLoader worker .*(killed|exited|ended)")
 STDERR = 2
@@ -36,7 +36,7 @@ class Loader(Generic[Batch]):
         indices_from: returns the items of each batch, from the n-th batch on.
         collate: makes a batch of its items.
         workers: loader processes; 0: items are read in this process.
-        tell: called with a line when a process has died and was replaced.
+        report: called with a line when a process has died and was replaced.
 
     Raises:
         RuntimeError: if a process hangs, or more of them die than MOST_DEATHS.
@@ -48,10 +48,10 @@ class Loader(Generic[Batch]):
         indices_from: Callable[[int], Iterable[list[int]]],
         collate: Callable[[list[Any]], Batch],
         workers: int,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._dataset, self._indices_from, self._collate = dataset, indices_from, collate
-        self._workers, self._tell = workers, tell
+        self._workers, self._report = workers, report
         self._num_taken = self._num_deaths = 0
         self._iterators = [self._open()]  # one, or none if closed
         self._finalizer = weakref.finalize(self, _shut_down, self._iterators)
@@ -112,7 +112,7 @@ class Loader(Generic[Batch]):
     def _replace(self, reason: str) -> None:
         _shut_down(self._iterators)
         self._num_deaths += 1
-        self._tell(f"a loader process died (data.workers), another goes on in its place: {reason}")
+        self._report(f"a loader process died (data.workers), another goes on in its place: {reason}")
         self._iterators.append(self._open())
 
 

@@ -28,7 +28,7 @@ class _Mapped:
 
     @classmethod
     def of(cls, array: Any) -> "list[_Mapped]":
-        """Of a numpy.memmap; none of an array in memory."""
+        """Return the map of a numpy.memmap; nothing for an array in memory."""
         mapped = open_map(array)
         return [] if mapped is None else [cls(str(array.filename), mapped, mapped.size())]
 
@@ -97,7 +97,7 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
         return UserError(f"data: sample {index} of {dataset.dataset_path}.bin {what}; {WAY_OUT}")
 
     def _outside(self, dataset: Any, inner: int) -> str:
-        """Which token it is; `inner`: the sample's number in its dataset."""
+        """Return which token is outside of the vocabulary; `inner`: the sample's number in its dataset."""
         for document in documents_of_sample(dataset, inner):
             tokens_N = dataset.dataset.get(int(document))
             wrong_N = np.flatnonzero((tokens_N < 0) | (tokens_N >= self._vocab_size))
@@ -113,7 +113,7 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 def _files(dataset: Any) -> list[_Mapped]:
-    """The tokens, their index, and the cached order of the samples."""
+    """Return the files of the tokens, their index, and the cached order of the samples."""
     tokens = [file for array in token_files(dataset) for file in _Mapped.of(array)]
     return tokens + _of(dataset, "document_index", "sample_index", "shuffle_index")
 

@@ -37,7 +37,7 @@ MOST_WORKERS, LARGEST_VOCABULARY = 512, 10**8
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to prepare: the options of tools/prepare_data.py."""
+    """The options of tools/prepare_data.py."""
 
     output: str  # prefix of the files
     inputs: list[str] = field(default_factory=list)

@@ -31,8 +31,10 @@ def gather(value: Value) -> list[Value]:
     return values
 
 
-def agree(problem: str | None) -> None:
-    """Raise an error on every rank if any rank has a problem.
+def raise_any_error(problem: str | None) -> None:
+    """Do what `parallel.consensus.raise_any_error` does, also without torch.distributed.
+
+    This package may not import `parallel`: the data tools run without it.
 
     Raises:
         UserError: on every rank, with the first rank's problem.
@@ -78,7 +80,7 @@ def once_per_machine(action: Callable[[threading.Event], Value]) -> dict[int, Va
             value = future.result()
         except UserError as error:
             problem = str(error)
-    agree(problem)
+    raise_any_error(problem)
     values: list[Any] = gather(value)
     return {first: values[first] for first in firsts}
 
@@ -95,7 +97,9 @@ def _is_done(future: "Future[Any]") -> bool:
 
 
 def _machine() -> str:
-    """Return what identifies a machine: hosts may share a name, and containers of one machine its boot ID."""
+    """Return the host name and boot ID: hosts may share a name, and containers of a machine share its boot
+    ID.
+    """
     try:
         boot = BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

@@ -1,7 +1,7 @@
 """Verifying prepared data before training: every byte once, and again when a file has changed.
 
 One rank of each machine reads, several files at a time, and all ranks get its result. The results are cached
-(`file_facts.py`). Reading with SHA-256 takes about 1 s per 1.4 GB of a file.
+(`scan_cache.py`). Reading with SHA-256 takes about 1 s per 1.4 GB of a file.
 """
 
 import os
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megamoe.data.card import DataCard, DataFiles, check_files, load_card
-from megamoe.data.file_facts import CHUNK_BYTES, Facts, FileFacts, scan
 from megamoe.data.index_file import AGAIN, check_arithmetic, read_header
 from megamoe.data.ranks import once_per_machine, rank
+from megamoe.data.scan_cache import CHUNK_BYTES, Results, ScanCache, scan
 from megamoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ def verify_sources(data: "DataConfig", paths: Iterable[str], vocab_size: int) ->
     unique = list(dict.fromkeys(paths))
 
     def verify(stop: threading.Event) -> list[str]:
-        known = {path: FileFacts(cache_folder(data, path) / "verified") for path in unique}
+        known = {path: ScanCache(cache_folder(data, path) / "verified") for path in unique}
         if data.verify == "full":
-            _tell_of_long_reading(known)
+            _warn_of_long_reading(known)
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
             try:
                 done = [
@@ -69,7 +69,7 @@ def cache_folder(data: "DataConfig", path: str) -> Path:
     return Path(data.cache) if data.cache else Path(path).parent / "cache"
 
 
-def _tell_of_long_reading(known: dict[str, FileFacts]) -> None:
+def _warn_of_long_reading(known: dict[str, ScanCache]) -> None:
     files = {path: DataFiles(Path(path)).bin for path in known}
     size = sum(file.stat().st_size for path, file in files.items() if not known[path].has(file))
     if size > TOLD_FROM_BYTES and rank() == 0:
@@ -77,7 +77,7 @@ def _tell_of_long_reading(known: dict[str, FileFacts]) -> None:
 
 
 def _verify(
-    prefix: str, vocab_size: int, known: FileFacts, reads_bin: bool, stop: threading.Event | None = None
+    prefix: str, vocab_size: int, known: ScanCache, reads_bin: bool, stop: threading.Event | None = None
 ) -> str:
     """Compare the files with each other and with the card; return the SHA-256 of the .idx."""
     files, card = DataFiles(Path(prefix)), load_card(prefix)
@@ -101,7 +101,7 @@ def _verify(
     return str(idx["sha256"])
 
 
-def _find_in_index(idx: Path, bin_size: int, stop: threading.Event | None) -> Facts:
+def _find_in_index(idx: Path, bin_size: int, stop: threading.Event | None) -> Results:
     _, tokens = check_arithmetic(idx, bin_size)
     return {**scan(idx, stop=stop), "tokens": tokens}
 
@@ -111,7 +111,7 @@ def _verify_bin(
     card: DataCard | None,
     dtype: str,
     vocab_size: int,
-    known: FileFacts,
+    known: ScanCache,
     stop: threading.Event | None,
 ) -> int:
     """Verify the .bin; return its largest token id. Without a card there is no hash to compare with."""
@@ -163,9 +163,9 @@ def verify_in_full(prefix: str) -> str:
     files, card = DataFiles(Path(prefix)), load_card(prefix)
     check_files(prefix, card)
     vocab_size = card.tokenizer.vocab_size if card else MOST_TOKEN_IDS
-    _verify(prefix, vocab_size, FileFacts(None), reads_bin=False)
+    _verify(prefix, vocab_size, ScanCache(None), reads_bin=False)
     header, _ = read_header(files.idx)
-    largest = _verify_bin(files.bin, card, header.dtype, vocab_size, FileFacts(None), None)
+    largest = _verify_bin(files.bin, card, header.dtype, vocab_size, ScanCache(None), None)
     if card is not None and card.largest_token not in (None, largest):
         raise UserError(
             f"data card {str(files.card)!r} says that the largest token id is {card.largest_token}, it is "

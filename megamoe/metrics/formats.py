@@ -4,13 +4,13 @@ import math
 
 
 def readable(text: str, longest: int = 60) -> str:
-    """A name as it can be drawn and written: a folder's may hold any bytes, a key any characters."""
+    """Return a name without characters that cannot be drawn or written; folder names may hold any bytes."""
     cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
     return cut.encode(errors="backslashreplace").decode()
 
 
 def format_number(value: float, pattern: str) -> str:
-    """`pattern.format(value)`; by an exponent where that would be a row of digits."""
+    """Return `pattern.format(value)`, or scientific notation for very large numbers."""
     return pattern.format(value) if abs(value) < 1e15 or not math.isfinite(value) else f"{value:.3e}"
 
 

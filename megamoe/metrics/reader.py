@@ -1,8 +1,8 @@
-"""Reading a run's record back: the one reader of metrics.jsonl, for reports and for a run that goes on.
+"""Reads metrics.jsonl, for reports and for a run that continues.
 
 A line is whole if it is a JSON object with a `step`. A power failure leaves a torn last line, and blocks of
-NUL bytes where the file had grown but its content was not on the disk yet: NULs around a record, lines with
-NULs inside and a torn last line are left out. Any other broken line between whole ones is told.
+NUL bytes where the file had grown but its content was not yet on the disk. NULs around a record, lines with
+NULs inside and a torn last line are skipped. Any other broken line is an error.
 """
 
 import json
@@ -27,8 +27,10 @@ SHOWN, LONGEST_KEY = 40, 100  # characters of a message
 
 @dataclass(frozen=True)
 class Line:
-    """A whole record. number: of its line, from 1; start, end: its bytes in the file, with the newline if it
-    comes at once."""
+    """A whole record.
+
+    number: its line, from 1. start, end: its bytes in the file, including a newline that follows at once.
+    """
 
     number: int
     start: int
@@ -37,14 +39,13 @@ class Line:
 
     @property
     def step(self) -> int:
-        """Of the record."""
+        """The step of the record."""
         step: int = self.record["step"]
         return step
 
 
 def whole_lines(path: Path, keep_until: int | None = None) -> Iterator[Line]:
-    """The whole records of a `metrics.jsonl` in the file's order; those of later steps than `keep_until` left
-    out.
+    """Return the whole records of a `metrics.jsonl` in order, without those of steps after `keep_until`.
 
     Raises:
         UserError: if the file cannot be read; if a line before one of those is broken, and not by NULs.
@@ -74,7 +75,7 @@ def whole_lines(path: Path, keep_until: int | None = None) -> Iterator[Line]:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """(number, place in the file, bytes) of each line; of one that is too long, of each piece."""
+    """Yield (number, offset in the file, bytes) of each line; a line that is too long comes in pieces."""
     number, start = 1, 0
     while raw := file.readline(LONGEST_LINE):
         yield number, start, raw
@@ -105,13 +106,13 @@ def _broken(path: Path, number: int, text: bytes) -> UserError:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, one per step, sorted by step.
+    """Return the records of a `metrics.jsonl`, one per step, sorted by step.
 
-    Where a resumed run repeated a step, its last record counts. What a crash has broken is left out.
+    If a resumed run repeated a step, its last record counts. Lines broken by a crash are skipped.
 
     Raises:
-        UserError: as `whole_lines`; if a measured figure is no number, or a layer's load no list of as many
-            numbers as before.
+        UserError: as `whole_lines`; if a metric is not a number, or if a layer's load is not a list of as
+            many numbers as before.
     """
     by_step: dict[int, dict[str, Any]] = {}
     experts: dict[str, int] = {}
@@ -132,7 +133,10 @@ def _is_measured(key: str) -> bool:
 
 
 def _expected(key: str, value: Any, experts: dict[str, int]) -> str | None:
-    """What should stand there; None, if it does. experts: of the loads so far, by key."""
+    """Return what was expected instead of the value, or None if it is valid.
+
+    experts: the length of each load seen so far, by key.
+    """
     if LOAD.fullmatch(key) is None:
         return None if value is None or _is_number(value) else "a number"
     if not (isinstance(value, list) and value and all(_is_number(it) and it >= 0 for it in value)):
@@ -146,7 +150,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _in_range(value: Any) -> Any:
-    """A whole number too large for a float becomes infinity."""
+    """Return the number; an integer too large for a float becomes infinity."""
     if isinstance(value, list):
         return [_in_range(item) for item in value]
     if type(value) is int and abs(value) >= 1 << 1000:

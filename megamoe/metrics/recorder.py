@@ -94,11 +94,11 @@ class Recorder:
 
 
 def check_record(run_folder: Path, resumed_step: int) -> None:
-    """Whether a run can go on with its record; nothing is changed.
+    """Check that a run can continue its record; nothing is changed.
 
     Raises:
-        UserError: if metrics.jsonl cannot be read, or if a line among those to be kept is broken, and not as
-            a power failure breaks it.
+        UserError: if metrics.jsonl cannot be read, or if a line to be kept is broken, and not by a power
+            failure.
     """
     path = run_folder / METRICS_FILE
     if path.exists():
@@ -121,7 +121,7 @@ def _name_non_finite(value: Any) -> Any:
 
 
 def _keep_whole(path: Path, step: int) -> None:
-    """Leave the whole records of steps up to `step`, whatever broke the rest; nothing else is ever lost.
+    """Keep the whole records of steps up to `step` and remove the rest.
 
     Raises:
         UserError: as `whole_lines`.
@@ -152,7 +152,7 @@ def _ends_line(path: Path) -> bool:
 
 
 def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
-    """So many bytes, and a newline if they do not end with one."""
+    """Copy this many bytes, and a newline if they do not end with one."""
     block = b""
     while count > 0:
         block = source.read(min(count, BLOCK))

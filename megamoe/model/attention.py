@@ -28,7 +28,7 @@ class BlockConfig(TransformerConfig):
 
 
 class SDPAttention(nn.Module):
-    """Megatron-Core's core attention, causal or under an explicit mask.
+    """Core attention, causal or with an explicit mask; replaces Megatron-Core's `DotProductAttention`.
 
     Takes the place of `DotProductAttention` in a layer spec; grouped-query attention by broadcasting
     the key and value heads. On the CPU it applies the rotary positions (`BlockConfig.own_rotary_base`).
@@ -69,12 +69,12 @@ class SDPAttention(nn.Module):
 
 
 class SplittingSelfAttention(SelfAttention):
-    """Megatron-Core's self-attention; its backward pass does not copy the gradients of the heads together."""
+    """Megatron-Core's self-attention, but backward does not copy the gradients of the heads together."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *arguments: Any, split_qkv: bool = True, **options: Any
     ) -> Any:
-        """As Megatron-Core's: [S, B, H] -> queries [S, B, heads, D], keys and values [S, B, groups, D]."""
+        """[S, B, H] -> queries [S, B, heads, D], keys and values [S, B, groups, D], as in Megatron-Core."""
         given = super().get_query_key_value_tensors
         if not split_qkv or self.config.num_query_groups != self.config.num_attention_heads:
             return given(hidden_states, *arguments, split_qkv=split_qkv, **options)

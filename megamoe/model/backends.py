@@ -1,4 +1,4 @@
-"""Which accelerators of the model are on this machine, which of them a run uses: found, never required."""
+"""Finds the optional accelerators on this machine and decides which of them a run uses."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,9 @@ from megamoe.kernels.library import find_library
 
 @dataclass(frozen=True)
 class Found:
-    """version: empty where there is none. problem: why it cannot be used, empty where it can."""
+    """The result of a search. version: empty if not found. problem: why it cannot be used, empty if it
+    can.
+    """
 
     version: str = ""
     problem: str = ""
@@ -30,7 +32,9 @@ def has_cuda() -> bool:
 
 @cache
 def find_transformer_engine() -> Found:
-    """Transformer Engine; it is imported where CUDA is, for its libraries fit one CUDA and one PyTorch."""
+    """Find Transformer Engine; it is imported on CUDA only, because its libraries need a matching CUDA and
+    PyTorch.
+    """
     if not is_installed("transformer_engine"):
         return Found(problem="Transformer Engine is not installed")
     if not has_cuda():
@@ -49,7 +53,7 @@ def find_transformer_engine() -> Found:
 
 @cache
 def find_apex_norms() -> Found:
-    """NVIDIA's Apex with its compiled norms; PyPI's `apex` is another package and has no such module."""
+    """Find NVIDIA's Apex with its compiled norms; PyPI's `apex` is another package without this module."""
     if not (is_installed("apex.normalization") and is_installed("fused_layer_norm_cuda")):
         return Found(problem="NVIDIA's Apex with its compiled norms is not installed")
     if not has_cuda():
@@ -58,7 +62,7 @@ def find_apex_norms() -> Found:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found; its parents are imported for that, and may be of another machine."""
+    """Whether a module can be found; this imports its parent packages, which may not fit this machine."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, OSError, RuntimeError, SyntaxError, ValueError):
@@ -66,28 +70,30 @@ def is_installed(module: str) -> bool:
 
 
 def uses_transformer_engine(model: ModelConfig) -> bool:
-    """What model.backend comes to here."""
+    """Whether model.backend selects Transformer Engine on this machine."""
     if model.backend == "auto":
         return not find_transformer_engine().problem
     return model.backend == "transformer_engine"
 
 
 def uses_apex_norms(model: ModelConfig) -> bool:
-    """What model.norm_kernel comes to here."""
+    """Whether model.norm_kernel selects Apex on this machine."""
     if model.norm_kernel == "auto":
         return not uses_transformer_engine(model) and not find_apex_norms().problem
     return model.norm_kernel == "apex"
 
 
 def fp8_format(model: ModelConfig) -> Literal["hybrid", "e4m3"] | None:
-    """The FP8 numbers of forward and backward (hybrid: gradients have a wider range), None without FP8."""
+    """Return the FP8 format (hybrid: gradients have a wider range), or None without FP8."""
     if model.fp8 == "none":
         return None
     return model.fp8_format or ("e4m3" if model.fp8 in ("blockwise", "mxfp8") else "hybrid")
 
 
 def check_backends(config: RunConfig, precision: str) -> None:
-    """Refuse what this machine has not, and FP8 where it cannot be; precision: fp32 or bf16, resolved.
+    """Refuse backends that this machine does not have, and FP8 if it cannot be used.
+
+    precision: the resolved one, fp32 or bf16.
 
     Raises:
         UserError: naming the key, its value and a way out.
@@ -154,12 +160,12 @@ def _check_fp8(model: ModelConfig, precision: str) -> None:
 
 
 def _check_fp8_sizes(config: RunConfig) -> None:
-    """Rows and columns of every product in FP8; experts' rows are filled up, and the logits are in bf16."""
+    """Check the sizes of every FP8 product; experts' rows are padded, and the logits are in bf16."""
     model, parallel, unit = config.model, config.parallel, FP8_MULTIPLE[config.model.fp8]
     groups = model.num_query_groups or model.num_attention_heads
     qkv = model.hidden_size + 2 * groups * (model.hidden_size // model.num_attention_heads)
     tokens = config.train.micro_batch_size * config.data.sequence_length
-    # (size, the ranks that it is cut over)
+    # (size, the number of ranks that split it)
     sizes = {
         "train.micro_batch_size x data.sequence_length": (
             tokens,

@@ -1,4 +1,4 @@
-"""The MoE layer in a Megatron-Core block: in the place of its MLP, or after it."""
+"""The MoE layer in a Megatron-Core block: instead of its MLP, or after the block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +15,14 @@ from megamoe.moe.layer import MoELayer
 
 
 class MoEBlock(nn.Module):
-    """Megatron-Core's MLP interface over our layer: [s, b, h] -> ([s, b, h], no bias).
+    """Megatron-Core's MLP interface to our layer: [s, b, h] -> ([s, b, h], no bias).
 
-    Megatron-Core's versions pass different keywords (pg_collection, name, ...); the layer needs none.
-    build_norm: a norm before the layer. recompute: the layer is computed again in backward.
+    Megatron-Core's versions pass different keywords (pg_collection, name, ...), which are ignored.
+    build_norm: builds a norm before the layer. recompute: recompute the layer in backward.
 
-    Under tensor parallelism each rank has the layer's tokens of its own run of positions, so that none is
-    computed twice: as sequence parallelism leaves them, or cut here and gathered after.
+    Under tensor parallelism each rank computes its own part of the positions, so no token is computed twice.
+    Sequence parallelism already splits the positions; without it they are split here and gathered after the
+    layer.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class MoEBlock(nn.Module):
         self.fp8 = bool(config.fp8)
 
     def forward(self, hidden_SBH: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, None]:
-        """The tokens of the micro batch are taken position by position: token s * B + b."""
+        """Run the layer on the micro batch's tokens, ordered by position: token s * B + b."""
         if self.recompute:
             return recomputed(self._compute, [self.layer], self.fp8, hidden_SBH), None
         return self._compute(hidden_SBH), None
@@ -52,17 +53,17 @@ class MoEBlock(nn.Module):
         output_TH: Tensor = self.layer(normed_SBH.reshape(-1, hidden_SBH.shape[-1]))
         output_SBH = output_TH.view_as(normed_SBH)
         if self.spreads_tokens:
-            # What follows is the same on all ranks, and so is its gradient: each keeps its part.
+            # The rest is equal on all ranks, and so is its gradient: each rank keeps its own part.
             output_SBH = gather_from_sequence_parallel_region(output_SBH, tensor_parallel_output_grad=False)
         return output_SBH
 
 
 class Block(TransformerLayer):
-    """Megatron-Core's transformer block, and after it, where asked for, an MoE layer on the residual stream.
+    """Megatron-Core's transformer block, optionally followed by an MoE layer on the residual stream.
 
     build_inserted: builds that layer: h := h + layer(h) (Lewis et al. 2021, BASE; Chi et al. 2022, X-MoE).
-    Its regularisation is the experts' own: model.hidden_dropout does not apply to it. recompute: the whole,
-    block and inserted layer, is computed again in backward.
+    Only its experts' own dropout applies to it, not model.hidden_dropout. recompute: recompute the block and
+    the inserted layer in backward.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Block(TransformerLayer):
         self.computed_again = recompute
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron-Core's: (hidden states [s, b, h], context)."""
+        """Return (hidden states [s, b, h], context), as Megatron-Core does."""
         if self.computed_again:
             return recomputed(self._compute, self.moe_layers(), bool(self.config.fp8), *args, **kwargs)
         return self._compute(*args, **kwargs)
@@ -89,5 +90,5 @@ class Block(TransformerLayer):
         return hidden_SBH, context
 
     def moe_layers(self) -> list[MoELayer]:
-        """The layer in the MLP's place and the inserted one, as far as they are there."""
+        """Return the layer instead of the MLP and the inserted layer, if they exist."""
         return [module.layer for module in (self.mlp, self.inserted) if isinstance(module, MoEBlock)]

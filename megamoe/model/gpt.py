@@ -1,4 +1,6 @@
-"""Configuration -> Megatron-Core's GPTModel with our MoE layers, and the loss of each token."""
+"""Builds Megatron-Core's GPTModel with our MoE layers from the configuration; computes the loss of each
+token.
+"""
 
 import functools
 import itertools
@@ -39,15 +41,15 @@ POSITIONS = {"rope": "rope", "learned": "learned_absolute"}  # Megatron-Core's n
 
 
 class Decoder(GPTModel):
-    """Megatron-Core's model with our loss, which it hands the logits as they are: [S, B, this rank's words].
+    """Megatron-Core's model with our loss on the logits [S, B, this rank's vocabulary slice].
 
-    label_smoothing: of the coming forward pass.
+    label_smoothing: of the next forward pass.
     """
 
     label_smoothing = 0.0
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """int64 [B, S] and [S, B, words] -> fp32 [B, S]; writes into fp32 logits."""
+        """int64 [B, S] and [S, B, vocabulary slice] -> fp32 [B, S]; overwrites fp32 logits."""
         labels_SB = labels.transpose(0, 1).contiguous()
         return token_losses(logits.float(), labels_SB, self.label_smoothing).transpose(0, 1)
 
@@ -69,8 +71,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
 
-        attention_mask: bool [B, 1, S, S], True where masked out, or None: causal. Label smoothing gives
-        a share of the target to all the other words evenly, as Megatron-Core does.
+        attention_mask: bool [B, 1, S, S], True where masked out, or None: causal. Label smoothing gives a
+        share of the target to all other tokens of the vocabulary evenly, as Megatron-Core does.
         """
         self.model.label_smoothing = label_smoothing
         losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, attention_mask, labels=labels_BS)
@@ -79,12 +81,14 @@ class GPT(nn.Module):
     def logits(
         self, tokens_BS: Tensor, position_ids_BS: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """int64 [B, S] -> [B, S, padded vocabulary]; under tensor parallelism, this rank's part of it."""
+        """int64 [B, S] -> [B, S, padded vocabulary]; under tensor parallelism, this rank's slice of it."""
         output: Tensor = self.model(tokens_BS, position_ids_BS, attention_mask)
         return output
 
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
-        """(number, layer) of every MoE layer, by the block that it is in or stands after, from 1."""
+        """Yield (number, layer) of every MoE layer; the number, from 1, is that of its block or of the
+        block before it.
+        """
         for block in self.model.decoder.layers:
             for layer in block.moe_layers():
                 yield block.layer_number, layer
@@ -93,8 +97,8 @@ class GPT(nn.Module):
 def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) -> GPT:
     """Build the model on the CPU in fp32, from `config.seed` alone.
 
-    `vocab_size`: before padding. `make_moe_layer`: builds a block's MoE layer; the caller decides which
-    class hosts it. torch.distributed and Megatron-Core's parallel state must be initialised.
+    vocab_size: before padding. make_moe_layer: builds a block's MoE layer, of a class that the caller
+    chooses. torch.distributed and Megatron-Core's parallel state must be initialised.
     """
     stand_in_for_cuda()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -143,7 +147,7 @@ def _transformer_config(config: RunConfig, modules: Modules) -> BlockConfig:
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         # On the CPU every layout draws the same weights; the engine moves them to the device.
         use_cpu_initialization=True,
-        # Fusions of Megatron-Core's own CUDA kernels.
+        # Fusions that need Megatron-Core's CUDA kernels.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -158,14 +162,16 @@ def _kernels(model: ModelConfig) -> Kernels:
 
 
 def _init_methods(model: ModelConfig, seed: int) -> dict[str, Callable[[Tensor], None]]:
-    """How all of Megatron-Core's weights start under model.init_scale, each by a key of its own."""
+    """Return the initialisation of Megatron-Core's weights under model.init_scale, with a key for each
+    weight.
+    """
     if model.init_scale is None:
         return {}
     weights = itertools.count(1)
 
     def start(weight: Tensor) -> None:
         key = rng.key(seed, 0, 0, f"weight {next(weights)} of the model")
-        rng.start_weight(weight, key, model.init_std, model.init_scale)
+        rng.init_weight(weight, key, model.init_std, model.init_scale)
 
     return dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), start)
 

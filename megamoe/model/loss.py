@@ -1,4 +1,4 @@
-"""The loss of each token from logits whose vocabulary may be spread over the tensor-parallel ranks."""
+"""The loss of each token, from logits whose vocabulary may be split over the tensor-parallel ranks."""
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def token_losses(logits_SBV: Tensor, labels_SB: Tensor, label_smoothing: float) -> Tensor:
-    """fp32 logits [S, B, this rank's words], int64 labels of the whole vocabulary -> fp32 [S, B], in nats.
+    """fp32 logits [S, B, vocabulary slice], int64 labels of the whole vocabulary -> fp32 [S, B], in nats.
 
-    Smoothing a shares a of the target evenly among the other of the V words (padding included):
-    with s = a V / (V - 1),  (1 - s) CE - s mean_v log p_v  =  CE + s (z_label - mean_v z_v).
-    Megatron-Core's own takes the mean over one rank's words alone. Its cross entropy writes into the
-    logits, so what needs them comes first.
+    Smoothing gives a share a of the target evenly to the other of the V tokens (padding included): with s = a
+    V / (V - 1),  (1 - s) CE - s mean_v log p_v  =  CE + s (z_label - mean_v z_v). Megatron-Core's own
+    smoothing takes the mean over one rank's slice only. Its cross entropy overwrites the logits, so the terms
+    that need them are computed first.
     """
     if label_smoothing == 0:
         losses: Tensor = vocab_parallel_cross_entropy(logits_SBV, labels_SB)

@@ -1,8 +1,8 @@
-"""Which classes a block is built of: Megatron-Core's over PyTorch, Apex's norms, or Transformer Engine's.
+"""The classes that a block is built of: Megatron-Core's on PyTorch, Apex's norms, or Transformer Engine's.
 
-Under Transformer Engine a block keeps its norms apart from the linear layers behind them, though
-Megatron-Core's own specification fuses the two: before an MoE layer there is nothing to fuse with, and the
-weights keep their names, so that a checkpoint goes from one backend to the other.
+With Transformer Engine a block keeps its norms separate from the following linear layers, although
+Megatron-Core's own specification fuses them. Before an MoE layer there is nothing to fuse with, and the
+weights keep their names, so a checkpoint loads under either backend.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Modules:
     fused_rotation: bool = False
 
     def put_into(self, spec: ModuleSpec) -> None:
-        """Into Megatron-Core's local specification of a block with a dense FFN."""
+        """Insert the classes into Megatron-Core's local specification of a block with a dense FFN."""
         block = spec.submodules
         block.input_layernorm = block.pre_mlp_layernorm = self.norm
         attention = block.self_attention.submodules
@@ -55,7 +55,7 @@ class Modules:
 
 
 def choose_modules(config: RunConfig) -> Modules:
-    """What model.backend and model.norm_kernel come to on this machine."""
+    """Return the classes that model.backend and model.norm_kernel select on this machine."""
     if not uses_transformer_engine(config.model):
         norm = ApexNorm if uses_apex_norms(config.model) else Norm
         return Modules(norm=norm, own_rotation=not has_cuda())
@@ -63,7 +63,7 @@ def choose_modules(config: RunConfig) -> Modules:
 
     return Modules(
         norm=engine.TENorm,
-        # Under an explicit mask Transformer Engine keeps the whole s x s matrix; PyTorch does not.
+        # With an explicit mask Transformer Engine stores the whole s x s matrix; PyTorch does not.
         core_attention=SDPAttention if config.data.document_aware else engine.TEDotProductAttention,
         linears=(engine.TEColumnParallelLinear, engine.TERowParallelLinear),
         products=transformer_engine_grouped_linear(config.model.fp8),
@@ -72,7 +72,9 @@ def choose_modules(config: RunConfig) -> Modules:
 
 
 def fp8_options(model: ModelConfig) -> dict[str, Any]:
-    """Keywords of Megatron-Core's TransformerConfig; its blocks enter the FP8 context then."""
+    """Return keyword arguments for Megatron-Core's TransformerConfig that put its blocks into the FP8
+    context.
+    """
     options: dict[str, Any] = {"fp8": fp8_format(model)}
     if model.fp8 != "none":
         options["fp8_recipe"] = model.fp8
@@ -83,7 +85,7 @@ def fp8_options(model: ModelConfig) -> dict[str, Any]:
 
 
 class ApexNorm:
-    """Apex's fused LayerNorm or RMSNorm, with weights named as PyTorch's; on the CPU it computes as PyTorch.
+    """Apex's fused LayerNorm or RMSNorm, with PyTorch's weight names; on the CPU it uses PyTorch.
 
     Megatron-Core's own wrapper of Apex has no RMSNorm.
     """

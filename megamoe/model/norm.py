@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm where Megatron-Core's own refuse sequence parallelism."""
+"""RMSNorm and LayerNorm for sequence parallelism, which Megatron-Core's own norms refuse."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension, by Megatron-Core's configuration (`BlockConfig`).
 
-    Under sequence parallelism each rank has a share of the positions, so that a rank's gradient of weight and
-    bias is a part of it: the parameters bear Megatron-Core's mark for what is to be summed.
+    Under sequence parallelism each rank has a part of the positions, so its gradients of weight and bias are
+    partial. The parameters carry Megatron-Core's mark for gradients that must be summed.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -27,7 +27,7 @@ class Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> the same."""
+        """[..., H] -> [..., H]."""
         shape = self.weight.shape
         if self.bias is None:
             return rms_norm(hidden, self.weight, self.eps, self.kernels)

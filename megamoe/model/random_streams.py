@@ -1,9 +1,8 @@
-"""Random numbers that differ between tensor-parallel ranks, from the one state that they share.
+"""Random numbers that differ between tensor-parallel ranks, drawn from their common random state.
 
-Megatron-Core keeps a second state beside torch's, for dropout on what tensor parallelism cuts, and needs
-CUDA for it. Here such a draw is seeded with a number drawn from torch's own state, which is the same on all
-tensor-parallel ranks, plus the rank. There is one state to save, to restore, and to go back to when a block
-is computed again.
+Megatron-Core keeps a second state for dropout on tensor-parallel activations, which needs CUDA. Here such a
+draw is seeded with a number from torch's own state, which is the same on all tensor-parallel ranks, plus the
+rank. So there is one state to save, and to restore when a block is recomputed.
 """
 
 from collections.abc import Iterator
@@ -18,15 +17,17 @@ from megamoe.compat.megatron_compat import set_random_tracker
 
 
 class OneStream(CudaRNGStatesTracker):
-    """Megatron-Core's tracker without states of its own."""
+    """Megatron-Core's tracker of random states, without states of its own."""
 
     def is_initialized(self) -> bool:
-        """It always is."""
+        """Always true."""
         return True
 
     @contextmanager
     def fork(self, name: Any = None) -> Iterator[None]:
-        """Within it, this tensor-parallel rank draws for itself; after it, all ranks go on alike."""
+        """Context in which each tensor-parallel rank draws separately; afterwards all ranks have the same
+        state.
+        """
         seed = int(torch.randint(2**62, (1,), device="cpu")) + get_tensor_model_parallel_rank()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
@@ -35,5 +36,5 @@ class OneStream(CudaRNGStatesTracker):
 
 
 def use_one_stream() -> None:
-    """Let Megatron-Core's modules draw so."""
+    """Make Megatron-Core's modules use this tracker."""
     set_random_tracker(OneStream())

@@ -1,4 +1,4 @@
-"""Activation recomputation: what a function would keep for its backward pass is worked out again there."""
+"""Activation recomputation: backward computes a function's activations again instead of storing them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,16 +13,14 @@ from megamoe.moe.layer import MoELayer
 def recomputed(
     function: Callable[..., Any], layers: list[MoELayer], fp8: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """function(*args, **kwargs), computed again in backward with the same random draws.
+    """Return function(*args, **kwargs), recomputed in backward with the same random draws.
 
-    layers: the MoE layers inside, which are told when they are computed a second time. The non-reentrant
-    form keeps the graph of the first computation: a routing that an objective waits with still carries its
-    gradient. What is computed again, collectives too, follows from the graph's shape alone and so is the same
-    on all ranks.
+    layers: the MoE layers inside, whose `recomputing` is set meanwhile. The non-reentrant form keeps the
+    graph of the first computation, so a routing that an objective uses later still carries gradient. What is
+    recomputed, including collectives, depends on the graph's shape alone and is the same on all ranks.
 
-    fp8: the products are Transformer Engine's in FP8. Its own form of the same is taken then: backward is
-    outside of the FP8 context, which must be entered again, and `delayed` scales must be those of the first
-    time.
+    fp8: the products are Transformer Engine's in FP8. Its own checkpoint function is then used: it enters the
+    FP8 context again in backward, and reuses the first computation's `delayed` scales.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -35,7 +33,7 @@ def recomputed(
 
 
 class _Again(AbstractContextManager[None]):
-    """The layers are computed a second time; may be entered again, for a second backward pass."""
+    """Marks layers as being recomputed; may be entered again, for a second backward pass."""
 
     def __init__(self, layers: list[MoELayer]) -> None:
         self.layers = layers

@@ -1,4 +1,4 @@
-"""How large a model will be, from its configuration alone: nothing is allocated."""
+"""The number of parameters of a model, from its configuration alone; nothing is allocated."""
 
 from dataclasses import dataclass
 
@@ -21,10 +21,13 @@ from megamoe.moe.router import Router, build_part
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters. total: of the whole model; active: those that one token meets with as many
-    experts as its selector gives it on average (one, where that is not known); expert: of all routed
-    experts; cut: those that tensor parallelism cuts (embedding and output words, attention, dense FFNs);
-    beside: of the MoE layers but their routed experts (routers, shared experts)."""
+    """Numbers of parameters.
+
+    total: of the whole model. active: those that compute a token, with the selector's mean number of experts
+    (one, if unknown). expert: of all routed experts. cut: those that tensor parallelism splits (embedding and
+    output layer, attention, dense FFNs). beside: of the MoE layers without their routed experts (routers,
+    shared experts).
+    """
 
     total: int
     active: int
@@ -33,25 +36,25 @@ class ModelSize:
     beside: int
 
     def on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
-        """What one rank holds: of the model but its routed experts, and of those.
+        """Return one rank's parameters: outside of the routed experts, and inside.
 
-        expert_ranks: that hold all experts once between them.
+        expert_ranks: the number of ranks that together hold all experts once.
         """
         whole = self.total - self.expert - self.cut
         return self.cut / tensor_parallel + whole, self.expert / expert_ranks
 
 
 def mean_choices(config: RunConfig) -> float:
-    """Experts of a token, on average: 1 where its selector does not know."""
+    """Return the mean number of experts of a token; 1 if its selector does not know."""
     with torch.device("meta"):
         selector = build_part(config.moe.router.selector, _dims(config, config.model.vocab_size))
     return float(selector.mean_choices)
 
 
 def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
-    """Every tensor that the router's parts and the losses of one MoE layer keep, by its name in the layer.
+    """Return the shape of every tensor of one MoE layer's router parts and losses, by its name in the layer.
 
-    Names are of the form router.<stage>.<tensor> and losses.<name>.<tensor>; `vocab_size` before padding.
+    Names have the form router.<stage>.<tensor> and losses.<name>.<tensor>; `vocab_size` is before padding.
     """
     padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
     tensors = nn.ModuleDict(_parts(config, padded)).state_dict()
@@ -87,8 +90,9 @@ def _embedding(config: RunConfig, vocab_size: int) -> int:
 
 
 def _replicated(config: RunConfig, num_ffns: int) -> int:
-    """Of the model but its MoE layers, what every tensor rank holds whole: learned positions, norms, and the
-    biases of what is cut by rows."""
+    """Return the parameters outside of MoE layers that every tensor-parallel rank holds whole: learned
+    positions, norms, and the biases of row-parallel layers.
+    """
     model = config.model
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
     biases = model.hidden_size * (model.num_layers + num_ffns) if model.bias else 0
@@ -100,7 +104,7 @@ def _norm(model: ModelConfig) -> int:
 
 
 def _attention(model: ModelConfig) -> int:
-    """The attention of one block and the block's two norms."""
+    """Return the parameters of one block's attention and its two norms."""
     hidden = model.hidden_size
     groups = model.num_query_groups or model.num_attention_heads
     qkv = hidden + 2 * groups * (hidden // model.num_attention_heads)
@@ -114,7 +118,7 @@ def _dense_ffn(model: ModelConfig) -> int:
 
 
 def _weights(hidden: int, size: int, activation: Activation) -> int:
-    """Of an FFN's two products."""
+    """Return the weights of an FFN's two products."""
     return hidden * up_width(size, activation) + size * hidden
 
 
@@ -134,7 +138,7 @@ def _shared(config: RunConfig) -> int:
 
 
 def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:
-    """A layer's router and losses, which allocate nothing."""
+    """Return a layer's router and losses on the meta device, which allocates nothing."""
     with torch.device("meta"):
         router = Router(config.moe.router, _dims(config, vocab_size))
         losses = {name: build_part(choice, router.dims) for name, choice in config.moe.losses.items()}

@@ -10,9 +10,9 @@ from megamoe.moe.experts.grouped import Products
 class EngineProduct(nn.Module):
     """Transformer Engine's GroupedLinear without parameters of its own: a `GroupedProduct`.
 
-    Its weights are views of the stacked one, set for each call, so that names, ZeRO's partitions, expert
-    parallelism and checkpoints know of stacked weights alone; the gradients of the views are stacked into the
-    weight's. What stays here between calls are the FP8 scales. Each weight needs one of its own.
+    Its weights are views of the stacked weight, set for each call, and their gradients are stacked into the
+    weight's gradient. So names, ZeRO, expert parallelism and checkpoints see stacked weights only. Only the
+    FP8 scales stay here between calls, so each weight needs its own product.
     """
 
     def __init__(self, num_experts: int, in_size: int, out_size: int) -> None:
@@ -38,5 +38,5 @@ class EngineProduct(nn.Module):
 
 
 def transformer_engine_grouped_linear(fp8: str) -> Products:
-    """Products by Transformer Engine, whose FP8 wants an expert's rows in multiples; fp8: of model.fp8."""
+    """Return the products by Transformer Engine; fp8: model.fp8, which needs padded rows."""
     return Products(EngineProduct, row_multiple=FP8_MULTIPLE.get(fp8, 1), host_counts=True)

@@ -1,1 +1,1 @@
-"""The science: routers, losses, dispatch and experts in pure torch. Process groups come in as arguments."""
+"""Routers, losses, dispatch and experts in pure PyTorch. Process groups are arguments."""

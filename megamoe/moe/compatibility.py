@@ -1,18 +1,18 @@
-"""Which parts may stand together, by what they declare (`part.Part`); every message is one line."""
+"""Checks whether parts fit together, by what they declare (`part.Part`); every message is one line."""
 
 from collections.abc import Iterator
 from functools import partial
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
-from megamoe.moe import ways_out
+from megamoe.moe import alternatives
+from megamoe.moe.alternatives import capabilities, needs, phrase, provides, requirements
 from megamoe.moe.part import Candidates
-from megamoe.moe.ways_out import capabilities, needs, phrase, provides, requirements
 from megamoe.registry import get_part, label
 
 
 def chosen_parts(moe: MoEConfig) -> Iterator[tuple[str, PartChoice]]:
-    """Every part of the layer with its key in the YAML."""
+    """Yield every part of the layer with its key in the YAML."""
     router = moe.router
     yield "moe.router.scorer", router.scorer
     for place, choice in enumerate(router.masks):
@@ -25,19 +25,19 @@ def chosen_parts(moe: MoEConfig) -> Iterator[tuple[str, PartChoice]]:
 
 
 def declared(choice: PartChoice, num_experts: int) -> set[str]:
-    """All that a part provides and requires; raises whatever its methods raise."""
+    """Return everything that a part provides and requires; raises whatever its methods raise."""
     if choice.kind == "mask":
         candidates_of(choice, num_experts)
     return capabilities(choice) | requirements(choice).keys()
 
 
 def provider(moe: MoEConfig, word: str) -> PartChoice | None:
-    """The first part of the layer that provides this capability."""
+    """Return the first part of the layer that provides this capability, or None."""
     return next((choice for _, choice in chosen_parts(moe) if provides(word, choice)), None)
 
 
 def size_of_extra(moe: MoEConfig, name: str) -> int:
-    """The size of an extra's last dimension, by what the part that provides it declares.
+    """Return the size of an extra's last dimension, as the part that provides it declares.
 
     Raises:
         ValueError: if no part provides the extra, or its part does not declare the size.
@@ -52,7 +52,7 @@ def size_of_extra(moe: MoEConfig, name: str) -> int:
 
 
 def candidates_of(choice: PartChoice, num_experts: int, expert_parallel: int = 1) -> Candidates:
-    """What a mask leaves."""
+    """Return the candidates that a mask leaves."""
     found: Candidates = get_part("mask", choice.name).num_candidates(
         choice.options, num_experts, expert_parallel
     )
@@ -60,19 +60,19 @@ def candidates_of(choice: PartChoice, num_experts: int, expert_parallel: int = 1
 
 
 def experts_wanted(moe: MoEConfig) -> int:
-    """How many experts every token wants: the selector's k; where it varies by token, the least."""
+    """Return the number of experts that every token wants: the selector's k, or the least if it varies."""
     choice = moe.router.selector
     return int(get_part("selector", choice.name).wanted(choice.options, moe.num_experts))
 
 
 def most_candidates(moe: MoEConfig) -> int:
-    """A bound on the experts that a training step leaves to a token."""
+    """Return an upper bound on a token's candidates in a training step."""
     found = [candidates_of(choice, moe.num_experts).most for choice in moe.router.masks]
     return min([moe.num_experts, *found])
 
 
 def all_are_step_wide(moe: MoEConfig, or_one_group: bool = False) -> bool:
-    """Whether every token of a micro batch has the same candidates; `or_one_group`: or those of one group."""
+    """Whether every token of a micro batch has the same candidates, or (`or_one_group`) one whole group."""
     return all(
         get_part("mask", choice.name).step_wide
         or (or_one_group and candidates_of(choice, moe.num_experts).one_group)
@@ -81,17 +81,17 @@ def all_are_step_wide(moe: MoEConfig, or_one_group: bool = False) -> bool:
 
 
 def sums_to_1(moe: MoEConfig) -> bool:
-    """Whether the p of a token's candidates sum to 1 whatever the masks took away."""
+    """Whether the p of a token's candidates sum to 1 under every mask."""
     return provides("sums_to_1", moe.router.score_function)
 
 
 def choice_of(moe: MoEConfig, kind: str) -> PartChoice | None:
-    """The layer's part of a stage; None for a kind of which there may be several."""
+    """Return the layer's part of a stage; None for a kind that may occur several times."""
     return next((choice for key, choice in chosen_parts(moe) if key == f"moe.router.{kind}"), None)
 
 
 def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
-    """ValueError where a part lacks what it requires, or stands beside what it refuses."""
+    """Raise ValueError if a part lacks what it requires, or if another part provides what it refuses."""
     part = get_part(choice.kind, choice.name)
     leave_out, instead = "leave the loss out, or " if choice.kind == "loss" else "", _instead_of(choice, moe)
     for word, why in requirements(choice).items():
@@ -100,7 +100,7 @@ def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
     for word, why in part.refuses(choice.options).items():
         found = provider(moe, word)
         if found is not None:
-            way_out = ways_out.without(found, word)
+            way_out = alternatives.without(found, word)
             named = f"the {label(found.kind)} {found.name!r} {phrase(word)}"
             raise ValueError(f"{named}, {why}; {leave_out}{way_out}")
     others = [other for _, other in chosen_parts(moe)]
@@ -110,18 +110,18 @@ def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
 
 
 def _instead_of(choice: PartChoice, moe: MoEConfig) -> str:
-    """The first way out for a loss: another one that reads what this scorer gives, or none."""
+    """Return the first alternative to a loss: one that reads this scorer's extras, or no loss."""
     if choice.kind != "loss":
         return ""
     given = capabilities(moe.router.scorer)
-    readers = ways_out.parts_that(lambda other: bool(given & requirements(other).keys()))
+    readers = alternatives.parts_that(lambda other: bool(given & requirements(other).keys()))
     others = [other for other in readers if other.kind == choice.kind and other.name != choice.name]
-    return f"take the loss {ways_out.named(others)}, or " if others else "leave the loss out, or "
+    return f"take the loss {alternatives.named(others)}, or " if others else "leave the loss out, or "
 
 
-def _refuse_lack(fits: ways_out.Fits, what: str, why: str, moe: MoEConfig, leave_out: str) -> None:
-    """ValueError: no part of the layer does it; those of the registry that fit would."""
-    ways = ways_out.parts_that(fits)
+def _refuse_lack(fits: alternatives.Fits, what: str, why: str, moe: MoEConfig, leave_out: str) -> None:
+    """Raise ValueError: no part of the layer fits; the message names registered parts that would."""
+    ways = alternatives.parts_that(fits)
     if not ways:
         raise ValueError(f"no part {what}, {why}; name a plugin with such a part in plugins")
     kind = ways[0].kind
@@ -129,27 +129,27 @@ def _refuse_lack(fits: ways_out.Fits, what: str, why: str, moe: MoEConfig, leave
     current = choice_of(moe, kind)
     if current is None:
         listed = "moe.losses" if kind == "loss" else "moe.router.masks"
-        raise ValueError(f"{listed} lacks one that {what}, {why}; {leave_out}add {ways_out.named(ways)}")
-    option = ways_out.another_option(current, fits)
+        raise ValueError(f"{listed} lacks one that {what}, {why}; {leave_out}add {alternatives.named(ways)}")
+    option = alternatives.another_option(current, fits)
     raise ValueError(
         f"the {label(kind)} is {current.name!r}, expected one that {what}, {why}; {leave_out}set "
-        f"{option or f'{kind}: {ways_out.named(ways)}'}"
+        f"{option or f'{kind}: {alternatives.named(ways)}'}"
     )
 
 
 def refuse_one_candidate(choice: PartChoice, moe: MoEConfig) -> None:
-    """ValueError where the router could learn nothing, for a mask leaves a token one candidate."""
+    """Raise ValueError if the router could not learn because a mask leaves each token one candidate."""
     if candidates_of(choice, moe.num_experts).most == 1 and sums_to_1(moe):
         kind = moe.router.score_function.kind
-        others = ways_out.parts_that(lambda c: c.kind == kind and not provides("sums_to_1", c))
+        others = alternatives.parts_that(lambda c: c.kind == kind and not provides("sums_to_1", c))
         raise ValueError(
             "leaves one expert to each token, whose p is 1 whatever its score, so that the router gets no "
-            f"gradient; leave more, or set score_function: {ways_out.named(others)}"
+            f"gradient; leave more, or set score_function: {alternatives.named(others)}"
         )
 
 
 def refuse_same_draw(choice: PartChoice, moe: MoEConfig) -> None:
-    """ValueError where a mask that draws once a step stands there twice."""
+    """Raise ValueError if a mask that draws once a step is configured twice."""
     same = [other for other in moe.router.masks if other.name == choice.name]
     if get_part("mask", choice.name).random and len(same) > 1:
         raise ValueError(
@@ -158,7 +158,7 @@ def refuse_same_draw(choice: PartChoice, moe: MoEConfig) -> None:
 
 
 def refuse_more_than_experts(option: str, wanted: float, moe: MoEConfig) -> None:
-    """ValueError where a token would want more experts than there are."""
+    """Raise ValueError if a token would want more experts than there are."""
     if wanted > moe.num_experts:
         raise ValueError(
             f"{option} is {wanted:g}, but there are only {moe.num_experts} experts (moe.num_experts); "
@@ -167,11 +167,11 @@ def refuse_more_than_experts(option: str, wanted: float, moe: MoEConfig) -> None
 
 
 def refuse_all_chosen(moe: MoEConfig, first_choice: bool = False, by_candidates: bool = True) -> None:
-    """ValueError where every token wants every expert that is open to it, and all have the same ones.
+    """Raise ValueError if every token chooses all of its candidates, and all tokens have the same ones.
 
-    Counts are then even whatever the router learns: a loss that balances them teaches nothing.
-    by_candidates: the loss takes p over the candidates, which sum to 1 in a token's only group too, so that
-    its gradient is 0 where the counts are even in each group; and p is 1 where there is one candidate.
+    The counts are then even whatever the router learns, and a loss that balances them has no effect.
+    by_candidates: the loss takes p over the candidates. These p also sum to 1 if each token has one group of
+    experts, so the gradient is 0 if the counts are even in each group; and p is 1 if there is one candidate.
     """
     choice, most = moe.router.selector, most_candidates(moe)
     one_each = by_candidates and most == 1
@@ -182,13 +182,13 @@ def refuse_all_chosen(moe: MoEConfig, first_choice: bool = False, by_candidates:
 
 
 def refuse_even_selector(moe: MoEConfig, first_choice: bool = False) -> None:
-    """ValueError where the selector itself makes the counts of a micro batch even."""
+    """Raise ValueError if the selector itself makes the counts of a micro batch even."""
     if ("even_first_choices" if first_choice else "even_load") in capabilities(moe.router.selector):
         _refuse_even("gives every expert as many tokens")
 
 
 def refuse_all_largest(moe: MoEConfig) -> None:
-    """ValueError where the k largest gating values are those of all experts."""
+    """Raise ValueError if the k largest gating values are those of all experts."""
     if experts_wanted(moe) >= moe.num_experts:
         _refuse_even(f"wants all {moe.num_experts} experts for every token")
 

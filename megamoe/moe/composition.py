@@ -1,4 +1,4 @@
-"""Which compositions make sense: every part is asked, before anything is built."""
+"""Checks that the parts of a layer fit together, before anything is built."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,24 +19,24 @@ from megamoe.moe.compatibility import (
 from megamoe.moe.part import Mask, Part, ScoreFunction, Selector
 from megamoe.registry import failure_of, get_part, is_ours
 
-BASES = {"mask": Mask, "score_function": ScoreFunction, "selector": Selector}  # of the other kinds: Part
+BASES = {"mask": Mask, "score_function": ScoreFunction, "selector": Selector}  # all others: Part
 
 
 def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
-    """Let each part of the layer refuse the company that it is in.
+    """Check each part of the layer against the others.
 
     Raises:
-        UserError: the part's key and name, and its reason; or that its class is of another kind.
+        UserError: the part's key and name, and why it is refused, or that its class is of another kind.
     """
     chosen = list(chosen_parts(moe))
     for key, choice in chosen:
         part, base = get_part(choice.kind, choice.name), BASES.get(choice.kind, Part)
         if not issubclass(part, base):
             raise UserError(f"{key}: {choice.name}: expected a subclass of megamoe.moe.part.{base.__name__}")
-        with _told_of(key, choice):
-            declared(choice, moe.num_experts)  # what it declares can be asked for: the others' checks do
+        with _with_key(key, choice):
+            declared(choice, moe.num_experts)  # raises here, with this part's key, if it cannot say
     for key, choice in chosen:
-        with _told_of(key, choice):
+        with _with_key(key, choice):
             if choice.kind == "loss":
                 _check_loss(key.rpartition(".")[2], choice.options)
             refuse_misfits(choice, moe)
@@ -48,8 +48,8 @@ def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
 
 
 @contextmanager
-def _told_of(key: str, choice: PartChoice) -> Iterator[None]:
-    """What a part's check raises, as a UserError with the part's key and name; a defect of ours as it is."""
+def _with_key(key: str, choice: PartChoice) -> Iterator[None]:
+    """Turn what a part's check raises into a UserError with the part's key and name, but for our own bugs."""
     part = get_part(choice.kind, choice.name)
     named = key if key == f"moe.losses.{choice.name}" else f"{key}: {choice.name}"
     try:
@@ -63,14 +63,14 @@ def _told_of(key: str, choice: PartChoice) -> Iterator[None]:
 
 
 def _check_loss(name: str, options: Any) -> None:
-    if hasattr(nn.ModuleDict(), name):  # there the layer keeps its losses by name
+    if hasattr(nn.ModuleDict(), name):  # the layer keeps its losses in one
         raise ValueError("modules of PyTorch use this name; choose another")
     if not options.weight >= 0:
         raise ValueError(f"weight is {options.weight}, expected at least 0")
 
 
 def refuse_late_masks(moe: MoEConfig) -> None:
-    """UserError where a mask with one mask for all tokens stands after one that goes by token."""
+    """Raise UserError if a step-wide mask comes after one that depends on the token."""
     first: str | None = None
     for place, choice in enumerate(moe.router.masks):
         if not get_part("mask", choice.name).step_wide:

@@ -1,6 +1,6 @@
-"""For every registered part, layers in which it makes sense, found by what the parts declare.
+"""Example layers for every registered part, built from what the parts declare.
 
-Tests and benchmarks run them, for a plugin's parts as for those built in.
+Tests and benchmarks run them, for plugins' parts too.
 """
 
 import copy
@@ -12,10 +12,10 @@ from megamoe.config import PartChoice, parse_config
 from megamoe.config.parts import DEFAULTS
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
+from megamoe.moe.alternatives import needs, parts_that, provides, requirements
 from megamoe.moe.compatibility import chosen_parts, provider
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Example
-from megamoe.moe.ways_out import needs, parts_that, provides, requirements
 from megamoe.registry import STAGES, get_part
 
 MOST_NEIGHBOURS = 8
@@ -26,13 +26,13 @@ Tree = dict[str, Any]
 def example_trees(
     kind: str, name: str, num_experts: int = 16, num_choices: int = 2, losses: Tree | None = None
 ) -> list[Tree]:
-    """Sections `moe` with this part, one for each of its `Part.examples`.
+    """Return sections `moe` that contain this part, one for each of its `Part.examples`.
 
-    The other stages are the defaults, or parts that provide what is required. losses: more losses; those stay
-    that make sense beside the others.
+    The other stages are defaults, or parts that provide what is required. losses: further losses; those that
+    do not fit the others are left out.
 
     Raises:
-        UserError: if the registered parts that it finds do not make sense together.
+        UserError: if the parts that it finds do not fit together.
     """
     examples = get_part(kind, name).examples(num_experts, num_choices)
     return [_tree(kind, name, e, (num_experts, num_choices), losses or {}) for e in examples]
@@ -68,7 +68,7 @@ def _put(tree: Tree, kind: str, choice: Tree) -> None:
 
 
 def _missing(moe: MoEConfig, sizes: tuple[int, int]) -> Iterator[PartChoice]:
-    """The parts that would do what the layer's parts still require."""
+    """Return the parts that would provide what the layer's parts still require."""
     chosen = [choice for _, choice in chosen_parts(moe)]
     for choice in chosen:
         for word in requirements(choice):

@@ -1,4 +1,4 @@
-"""The MoE layer. Its forward reads like the paper."""
+"""The MoE layer."""
 
 import functools
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from megamoe.moe.routing import Routing
 
 
 class Dispatch(Protocol):
-    """Moves rows to their experts and back."""
+    """Sends rows to their experts and returns the results."""
 
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]: ...
 
@@ -32,10 +32,10 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes of one MoE layer and how its weights start.
+    """The sizes of one MoE layer and how its weights are initialised.
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
-    init_scale: see `rng.start_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
+    init_scale: see `rng.init_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
     experts that have norms of their own. products: the routed experts'. kernels: the model's
     choice.
     """
@@ -57,7 +57,7 @@ class LayerShape:
 
 @dataclass
 class Observation:
-    """What one forward pass showed, without gradient: int64 counts and the losses by name."""
+    """Statistics of one forward pass, without gradient: int64 counts, and the losses by name."""
 
     load_E: Tensor
     wanted_E: Tensor
@@ -67,8 +67,8 @@ class Observation:
 class MoELayer(nn.Module):
     """Router, experts, shared experts and auxiliary losses of one block.
 
-    Each forward replaces `observation` (never adds to it). While `recomputing` is set, it and `routing` stay
-    as they are: a block that is computed twice, under activation recomputation, is counted once, and an
+    Each forward pass replaces `observation` and never adds to it. While `recomputing` is set, `observation`
+    and `routing` do not change: a block that activation recomputation computes twice is counted once, and an
     objective's value is not lost.
     """
 
@@ -79,7 +79,7 @@ class MoELayer(nn.Module):
         context: StepContext,
         groups: ParallelGroups | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # by name: a subclass may have a second base with other arguments
+        nn.Module.__init__(self)  # not super(): a subclass's second base may take other arguments
         groups = groups or ParallelGroups()
         self.context = context
         self.num_experts = config.num_experts
@@ -94,15 +94,17 @@ class MoELayer(nn.Module):
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
         self.observation: Observation | None = None
-        self.routing: Routing | None = None  # kept where an objective waits for the token losses
+        self.routing: Routing | None = None  # kept for an objective, which needs the token losses
         self.recomputing = False
         self.frozen = config.frozen
         for module in self.frozen:
             getattr(self, module).requires_grad_(False)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """This rank's tokens, [T, H] -> [T, H], what the block adds to its residual; carries the auxiliary
-        gradient."""
+        """Take this rank's tokens, [T, H]; return what the block adds to its residual, [T, H].
+
+        The output's backward also carries the gradient of the auxiliary losses.
+        """
         routing = self.router(hidden_TH, self.context)
         own = self.spread.own(routing)
         shared_TH = None if self.shared is None else self.shared(hidden_TH)
@@ -117,7 +119,9 @@ class MoELayer(nn.Module):
         return self._with_losses(output_TH, routing)
 
     def _expert_dropout(self, own: Routing, plan: Plan) -> ExpertDropout | None:
-        """In training, where a rate asks for it; the rows' numbers travel to the experts' ranks then."""
+        """Return the dropout of the experts' rows in training, if a rate is set; row numbers travel with the
+        rows.
+        """
         output, activation = self.dropout
         if not self.training or output == activation == 0:
             return None
@@ -148,11 +152,13 @@ class MoELayer(nn.Module):
 
     @property
     def objectives(self) -> dict[str, Objective]:
-        """The losses that wait for the model's token losses."""
+        """The losses that need the model's token losses."""
         return {name: loss for name, loss in self.losses.items() if isinstance(loss, Objective)}
 
     def objective(self, token_losses_T: Tensor) -> Tensor:
-        """Weighted sum of the objectives of the last forward pass, scalar; token_losses_T: fp32."""
+        """Return the weighted sum of the objectives for the last forward pass, a scalar; token_losses_T:
+        fp32.
+        """
         assert self.routing is not None and self.observation is not None
         values = {
             name: part(self.routing, self.context, token_losses_T.detach())
@@ -163,7 +169,7 @@ class MoELayer(nn.Module):
         return self._weighted_sum(values)
 
     def after_step(self, load_E: Tensor) -> None:
-        """Let the parts learn outside the gradient; load_E: int64, the pairs that the whole batch wanted."""
+        """Call the parts' `after_step`; load_E: int64, the pairs wanted in the whole batch."""
         for mask in self.router.masks:
             closed_E = mask.closed_E(self.context)  # type: ignore[operator]
             if closed_E is not None:
@@ -173,12 +179,12 @@ class MoELayer(nn.Module):
                 part.after_step(load_E, self.context)
 
     def parameters_after_step(self) -> list[nn.Parameter]:
-        """What `after_step` may read: of the parts that learn outside the gradient."""
+        """The parameters that `after_step` may read: those of the parts that define it."""
         learning = [part for part in self._learning_parts() if type(part).after_step is not Part.after_step]
         return [parameter for part in learning for parameter in part.parameters()]
 
     def constraints(self) -> list[Constraint]:
-        """The projections of all parts, see `Part.constraints`."""
+        """Return the projections of all parts, see `Part.constraints`."""
         return [constraint for part in self._learning_parts() for constraint in part.constraints()]
 
     def _learning_parts(self) -> list[Part]:
@@ -260,7 +266,7 @@ def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | Non
 
 
 def _expert_options(shape: LayerShape) -> dict[str, Any]:
-    """What routed and shared experts have in common: the activation, and how weights start."""
+    """Return the options that routed and shared experts share: the activation and the initialisation."""
     return {
         "activation": shape.activation,
         "std": shape.init_std,

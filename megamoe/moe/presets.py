@@ -1,7 +1,7 @@
-"""The papers' presets by name: each a composition of parts, as `router: <name>` in the YAML.
+"""The papers' presets by name: each is a combination of parts, in the YAML `router: <name>`.
 
-A preset says what its paper says and leaves the rest to the parts' defaults; how many experts there are and
-how large they are is the run's. Whatever it says can be overridden in part.
+A preset sets what its paper specifies; the parts' defaults give the rest. The number and size of the experts
+belong to the run. Every setting can be overridden.
 """
 
 from megamoe.registry import register_preset
@@ -101,7 +101,7 @@ register_preset(
             "scorer": "linear",
             "score_function": "softmax",
             "selector": {"name": "threshold", "threshold": 0.9},
-            # gamma is 1 for experts of the dense FFN's size, and n for experts of a 1/n of it (eq. 6).
+            # gamma is 1 for experts of the dense FFN's size, and n for experts of 1/n of it (eq. 6).
             "capacity": {"name": "per_expert", "factor": 2.0, "priority": "choice_then_probability"},
         },
         "losses": {"switch_balance": {"weight": 0.01, "first_choice": True}},

@@ -1,4 +1,4 @@
-"""The ranks that share one MoE layer, and the tokens of a micro batch spread over some of them."""
+"""The process groups of one MoE layer, and micro batches whose tokens are spread over ranks."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,9 @@ from megamoe.moe.routing import Routing
 class ParallelGroups:
     """Process groups of one layer; None: this rank alone.
 
-    tensor: ranks over which the tokens of one micro batch are spread, as tensor parallelism leaves them.
-    expert: ranks that hold different experts. expert_tensor: ranks that hold slices of the same experts.
-    The last two are chosen without regard to the first: every rank has tokens of its own, and experts stand
-    wherever they stand.
+    tensor: ranks over which the tokens of one micro batch are spread (tensor parallelism). expert: ranks that
+    hold different experts. expert_tensor: ranks that hold slices of the same experts. The expert groups do
+    not depend on the tensor group: every rank has its own tokens.
     """
 
     tensor: dist.ProcessGroup | None = None
@@ -27,28 +26,30 @@ class ParallelGroups:
 
     @property
     def follows_data(self) -> bool:
-        """Whether all tokens of data-parallel rank n are on expert-parallel rank n modulo their number."""
+        """Whether data-parallel rank n has its tokens on expert-parallel rank n modulo the number of those
+        ranks.
+        """
         return size_of(self.tensor) == size_of(self.expert_tensor)
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """Its ranks; 1 of None."""
+    """Return the number of ranks in the group; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
-    """This rank's number in it; 0 of None."""
+    """Return this rank's number in the group; 0 for None."""
     return 0 if group is None else dist.get_rank(group)
 
 
 class TokenSpread:
-    """The tokens of a micro batch in equal runs on the ranks of a group, in order of rank.
+    """The tokens of a micro batch in equal contiguous shares on the ranks of a group, in order of rank.
 
-    Scoring is each token's own affair and done where the token is. What comes after it may look at the whole
-    micro batch (capacity, expert choice, balance losses), so the scores are gathered, [T, E] numbers and not
-    [T, H], and every rank of the group decides for all tokens, alike. The gradient of that decision is
-    spread over the ranks again: each adds what its own tokens' experts say, and its share of the auxiliary
-    losses. What a parameter of the layer gets on one rank is therefore a part, to be summed over the group.
+    A score depends on its own token only, so each rank scores its own tokens. Later stages may need the whole
+    micro batch (capacity, expert choice, balance losses). So the ranks gather the scores, [T, E] and not [T,
+    H], and each of them routes all tokens, with the same result. In backward every rank contributes the
+    gradient of its own tokens' experts and its share of the auxiliary losses. The gradient of a parameter of
+    the layer on one rank is therefore partial and must be summed over the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -57,7 +58,7 @@ class TokenSpread:
         self.rank = rank_in(group)
 
     def own_context(self, context: StepContext, num_tokens: int) -> StepContext:
-        """Of the micro batch's context -> that of this rank's `num_tokens` tokens."""
+        """Return the context of this rank's `num_tokens` tokens."""
         if self.size == 1:
             return context
         own = slice(self.rank * num_tokens, (self.rank + 1) * num_tokens)
@@ -67,14 +68,14 @@ class TokenSpread:
         return replace(context, token_index_T=index_T[own], token_ids_T=None if ids_T is None else ids_T[own])
 
     def whole(self, rows: Tensor) -> Tensor:
-        """A row for each of this rank's tokens -> for each token of the micro batch."""
+        """Gather a tensor with a row for each of this rank's tokens into one for the whole micro batch."""
         if self.size == 1:
             return rows
         gathered: Tensor = _GatherRows.apply(rows, self.group)
         return gathered
 
     def own(self, routing: Routing) -> Routing:
-        """What concerns this rank's tokens, numbered from 0."""
+        """Return the routing of this rank's tokens, numbered from 0."""
         if self.size == 1:
             return routing
         num_tokens = routing.num_tokens // self.size
@@ -82,7 +83,9 @@ class TokenSpread:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All ranks' rows in order of rank; backward, the sum of what all ranks say of this rank's rows."""
+    """All-gather of rows in order of rank; in backward, the sum over ranks of the gradient of this rank's
+    rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:

@@ -1,9 +1,9 @@
-"""Random draws keyed by token, never by rank.
+"""Random draws that depend on the token and never on the rank.
 
-A draw is a hash of (seed, step, layer, purpose, token index, column): the same under every layout,
-after a resume, and when a block is recomputed. The hash is SplitMix64's finaliser (Steele, Lea and
-Flood 2014) on int64 tensors, whose products wrap as unsigned ones do; on the CPU the compiled library's,
-whose draws are the same in every bit.
+A draw is a hash of (seed, step, layer, purpose, token index, column). It is the same under every layout,
+after a resume, and when a block is recomputed. The hash is SplitMix64's finaliser (Steele, Lea and Flood
+2014) on int64 tensors, whose products wrap as unsigned ones do. On the CPU the compiled library computes it,
+with the same bits.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def key(seed: int, step: int, layer: int, purpose: str) -> int:
-    """A 63-bit key of what the draw is for."""
+    """Return a 63-bit key for one purpose."""
     text = f"{seed}/{step}/{layer}/{purpose}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -45,7 +45,7 @@ def uniform(
 
 
 def plain_uniform(draw_key: int, token_index_T: Tensor, columns: int, first_column: int = 0) -> Tensor:
-    """`uniform` by PyTorch's operators."""
+    """`uniform` in PyTorch's operators: its oracle, and its form on GPUs."""
     column_C = torch.arange(first_column + 1, first_column + columns + 1, device=token_index_T.device)
     column_C = column_C * _GOLDEN
     state_T = _mix_(token_index_T.to(torch.int64) * _GOLDEN + draw_key)
@@ -63,7 +63,7 @@ def normal(
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """In place: fresh memory at every step would cost several times the arithmetic."""
+    """SplitMix64's finaliser in place; new memory at every step would cost several times the arithmetic."""
     scratch = torch.empty_like(z)
     z.bitwise_xor_(_shift(z, 30, scratch)).mul_(_MIX_1)
     z.bitwise_xor_(_shift(z, 27, scratch)).mul_(_MIX_2)
@@ -71,15 +71,16 @@ def _mix_(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int, out: Tensor) -> Tensor:
-    """Logical shift right into `out`: int64's own drags the sign along."""
+    """Logical shift right into `out`; int64's own shift is arithmetic."""
     return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def start_weight(weight: Tensor, draw_key: int, std: float, scale: float | None) -> None:
-    """Draw a weight [..., out, in] in place: normal of `std`, or as the Switch Transformer starts its own.
+def init_weight(weight: Tensor, draw_key: int, std: float, scale: float | None) -> None:
+    """Initialise a weight [..., out, in] in place.
 
-    scale s: a normal of standard deviation sqrt(s / fan_in), cut at two of them (Fedus et al. 2021,
-    section 2.4; s = 0.1 there, a tenth of the usual 1).
+    scale None: normal with standard deviation `std`. scale s: normal with standard deviation sqrt(s /
+    fan_in), truncated at two of them (Switch Transformer: Fedus et al. 2021, section 2.4; s = 0.1 there, a
+    tenth of the usual 1).
     """
     generator = torch.Generator().manual_seed(draw_key)
     if scale is None:

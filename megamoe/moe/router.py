@@ -1,4 +1,4 @@
-"""The router: the stages between the hidden states and the Routing, in their order."""
+"""The router: the stages from the hidden states to the Routing."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,19 +10,19 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
 from megamoe.errors import UserError
 from megamoe.kernels.router import masked
+from megamoe.moe.alternatives import capabilities
 from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
 from megamoe.moe.process_groups import TokenSpread
 from megamoe.moe.routing import Routing, Scored, has_row_per_token
-from megamoe.moe.ways_out import capabilities
 from megamoe.registry import failure_of, get_part, is_ours
 
 
 def build_part(choice: PartChoice, dims: Dims) -> Any:
-    """The module of a part that the configuration chose, of its kind's base class.
+    """Build the part that the configuration chose; its class is of its kind's base class.
 
     Raises:
-        UserError: naming the part, if it is a plugin's and its __init__ fails, or if it has a parameter
-            without dimensions, which the optimiser's partitions cannot hold.
+        UserError: if a plugin's part fails in __init__, or if it has a parameter without dimensions, which
+            the optimiser cannot partition.
     """
     part_class, named = get_part(choice.kind, choice.name), f"{choice.kind} {choice.name!r}"
     try:
@@ -43,8 +43,8 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
 class Router(nn.Module):
     """scorer -> masks -> score function -> selector -> capacity, all in fp32 whatever the model's dtype.
 
-    spread: where a micro batch's tokens are spread over ranks, each rank scores its own; what follows is
-    done for all tokens on every one of them.
+    spread: if a micro batch's tokens are spread over ranks, each rank scores its own tokens, and every rank
+    runs the later stages for all of them.
     """
 
     def __init__(self, config: RouterConfig, dims: Dims, spread: TokenSpread | None = None) -> None:
@@ -59,7 +59,7 @@ class Router(nn.Module):
         self.capacity: Part = build_part(config.capacity, self.dims)
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Routing:
-        """This rank's tokens, [T, H] in any float dtype -> the Routing of the whole micro batch."""
+        """Take this rank's tokens, [T, H] in any float dtype; return the whole micro batch's Routing."""
         with torch.autocast(hidden_TH.device.type, enabled=False):
             scored = self._score(hidden_TH.float(), context)
             self._restrict(scored, context)
@@ -98,7 +98,7 @@ class Router(nn.Module):
             scored.candidates_TE = allowed_TE if known_TE is None else known_TE & allowed_TE
             scored.ranking_TE = masked(scored.ranking_TE, scored.candidates_TE, float("-inf"), kernels)
             if mask.step_wide:
-                open_E = allowed_TE[:1].any(dim=0)  # any token's row is all tokens'; without tokens no expert
+                open_E = allowed_TE[:1].any(dim=0)  # all rows are equal; without tokens, no expert
                 scored.open_E = open_E if scored.open_E is None else scored.open_E & open_E
         if scored.candidates_TE is None:
             return
@@ -111,7 +111,7 @@ class Router(nn.Module):
             scored.ranking_TE = masked(ranking_TE, scored.candidates_TE, float("-inf"), kernels)
 
     def _ranking_TE(self, scored: Scored) -> Tensor:
-        """What choices are made by, of all experts; see `Scored`."""
+        """Return what choices are made by, for all experts; see `Scored`."""
         if scored.ranked_by_scores:
             return scored.scores_TE.detach()
         ranking_TE = scored.extras.get("ranking_TE", scored.probs_TE).detach()

@@ -1,12 +1,12 @@
-"""What one MoE layer decided for its tokens: plain data, whatever the router.
+"""The result of one MoE layer's router for a micro batch, as plain data.
 
-Shape legend of this package
+Shape suffixes of this package
     T  tokens of the micro batch on this rank     E  experts of the layer
     N  (token, expert) pairs                      K  choices of a token
     H  hidden size                                F  expert FFN hidden size
 
-Top-k, a threshold, expert choice and balanced assignment all come down to the same flat list of
-pairs, so everyone downstream (dispatch, losses, metrics) serves any number of experts a token.
+Top-k, a threshold, expert choice and balanced assignment all give the same flat list of pairs. So dispatch,
+losses and metrics work with any number of experts per token.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def count(index_N: Tensor, size: int, weight_N: Tensor | None = None) -> Tensor:
-    """int64 [size]: how often each index occurs; weight_N, bool or int64: how much each counts.
+    """Return how often each index occurs, int64 [size]; weight_N (bool or int64): how much each counts.
 
     Unlike torch.bincount it never waits for the device.
     """
@@ -30,10 +30,10 @@ def count(index_N: Tensor, size: int, weight_N: Tensor | None = None) -> Tensor:
 
 @dataclass
 class Pairs:
-    """A flat list of (token, expert) pairs, in token order, then by choice.
+    """A flat list of (token, expert) pairs, sorted by token, then by choice.
 
-    token_N, expert_N, choice_N: int64; choice 0 is a token's first choice. weight_N: fp32, the
-    factor on the expert's output, carries gradient to the router.
+    token_N, expert_N, choice_N: int64; choice 0 is a token's first choice. weight_N: fp32, the factor on the
+    expert's output, which carries the gradient to the router.
     """
 
     token_N: Tensor
@@ -43,7 +43,9 @@ class Pairs:
 
     @classmethod
     def of_choices(cls, expert_TK: Tensor, weight_TK: Tensor, valid_TK: Tensor | None = None) -> "Pairs":
-        """Each token's experts in the order of choice; `valid_TK`, bool: which of them are pairs."""
+        """Build the pairs from each token's experts in order of choice; `valid_TK`, bool: which of them are
+        pairs.
+        """
         num_tokens, num_choices = expert_TK.shape
         token_TK = torch.arange(num_tokens, device=expert_TK.device)[:, None].expand_as(expert_TK)
         choice_TK = torch.arange(num_choices, device=expert_TK.device)[None, :].expand_as(expert_TK)
@@ -52,13 +54,13 @@ class Pairs:
         return pairs if valid_TK is None else pairs.keep(valid_TK.reshape(-1))
 
     def of_tokens(self, first: int, num_tokens: int) -> "Pairs":
-        """Those of the tokens from `first` on, which are numbered from 0."""
+        """Return the pairs of `num_tokens` tokens from `first` on, with the tokens renumbered from 0."""
         own = self.keep((self.token_N >= first) & (self.token_N < first + num_tokens))
         return replace(own, token_N=own.token_N - first)
 
     def keep(self, keep_N: Tensor) -> "Pairs":
-        """The pairs where the bool mask `keep_N` holds."""
-        kept_M = keep_N.nonzero().squeeze(1)  # once: each mask of its own would wait for the device
+        """Return the pairs for which the bool mask `keep_N` is true."""
+        kept_M = keep_N.nonzero().squeeze(1)  # once: indexing by a mask waits for the device
         columns = (self.token_N, self.expert_N, self.weight_N, self.choice_N)
         return Pairs(*(column_N.index_select(0, kept_M) for column_N in columns))
 
@@ -70,19 +72,20 @@ def has_row_per_token(name: str) -> bool:
 
 @dataclass
 class Scored:
-    """A micro batch on its way through the router: what the stages so far have found.
+    """A micro batch inside the router: the results of the stages so far.
 
-    scores_TE: fp32, the scorer's. affinities_TE: fp32, the score function's values over all experts.
-    probs_TE: fp32, p, the score function's values of the candidates (the others have exactly 0); until the
+    scores_TE: fp32, from the scorer. affinities_TE: fp32, the score function's values over all experts.
+    probs_TE: fp32, p, the score function's values of the candidates, exactly 0 for the others; until the
     masks are done, the affinities. ranking_TE: fp32 without gradient, what a token's experts are chosen by,
-    -inf where one is no candidate. It holds the scores where the score function is monotone and has no bias
-    (`ranked_by_scores`). Otherwise it holds p, or the scorer's extras["ranking_TE"] where it gives one, plus
-    the score function's bias: under a bias, p in fp32 decides, and experts whose p round alike differ by
-    their biases alone. Only its order within a token has the same meaning in both cases. candidates_TE: bool,
-    the experts that the masks so far left, None for all. extras: what a scorer hands on, by name; one that
-    has a row for each token says so by its shape suffix (clean_TE). open_E: bool, the experts that the masks
-    of the whole step left to all tokens (`Mask.step_wide`), None for all. score_function: what the score
-    function declares of itself; None: nothing, and every order is that of p.
+    -inf for experts that are no candidates. candidates_TE: bool, the experts that the masks have left so far;
+    None for all. extras: further tensors of the scorer by name; one with a row for each token has a shape
+    suffix that begins with T (clean_TE). open_E: bool, the experts that the step-wide masks left; None for
+    all. score_function: the score function, for what it declares; None: every order is that of p.
+
+    ranking_TE holds the scores if the score function is monotone and has no bias (`ranked_by_scores`).
+    Otherwise it holds p, or the scorer's extras["ranking_TE"], plus the score function's bias. With a bias,
+    experts whose p are equal in fp32 differ by their biases alone. Only the order within a token has the same
+    meaning in both cases.
     """
 
     scores_TE: Tensor
@@ -96,7 +99,7 @@ class Scored:
 
     @property
     def monotone_score_function(self) -> "ScoreFunction | None":
-        """The score function, if its p grows with the scores of a token."""
+        """The score function if it is monotone, otherwise None."""
         return (
             self.score_function if self.score_function is not None and self.score_function.monotone else None
         )
@@ -110,16 +113,17 @@ class Scored:
         )
 
     def within_tokens_TE(self, values_TE: Tensor) -> Tensor:
-        """What orders the experts of each token as `values_TE` does, its p, without gradient.
+        """Return values that order each token's experts as `values_TE` (its p) does, without gradient.
 
-        For a monotone score function the scores, which fp32 tells apart where p rounds to 1 or 0.
+        For a monotone score function these are the scores, which differ even if fp32 rounds p to 1 or 0.
         """
         return (values_TE if self.monotone_score_function is None else self.scores_TE).detach()
 
     def across_tokens_TE(self, values_TE: Tensor) -> Tensor:
-        """What orders the pairs of all tokens as `values_TE` does, their p, without gradient.
+        """Return values that order the pairs of all tokens as `values_TE` (their p) does, without gradient.
 
-        The scores where each p depends on its own alone (sigmoid). A softmax's do not compare across tokens.
+        These are the scores if each p depends on its own score alone (sigmoid). The scores of a softmax do
+        not compare across tokens.
         """
         score_function = self.monotone_score_function
         return (
@@ -128,21 +132,21 @@ class Scored:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens T."""
         return self.scores_TE.shape[0]
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """The number of experts E."""
         return self.scores_TE.shape[1]
 
 
 @dataclass
 class Routing(Scored):
-    """One layer's decision on one micro batch: what the router found, and its pairs.
+    """The router's result for one micro batch: its intermediate tensors and its pairs.
 
-    wanted: the pairs that the selector chose; pairs: those that the capacity left, which are computed.
-    is_local: on all ranks alike, every pair's expert is on its token's own rank.
+    wanted: the pairs that the selector chose. pairs: those that the capacity kept; they are computed.
+    is_local: on all ranks, every pair's expert is on its token's own rank.
     """
 
     wanted: Pairs = field(kw_only=True)
@@ -150,15 +154,15 @@ class Routing(Scored):
     is_local: bool = False
 
     def wanted_counts_E(self) -> Tensor:
-        """Pairs wanted by the selector, per expert, int64."""
+        """Return the number of pairs that the selector chose for each expert, int64."""
         return count(self.wanted.expert_N, self.num_experts)
 
     def counts_E(self) -> Tensor:
-        """Pairs computed, per expert, int64: the load."""
+        """Return the load: the number of computed pairs of each expert, int64."""
         return count(self.pairs.expert_N, self.num_experts)
 
     def of_tokens(self, first: int, num_tokens: int) -> "Routing":
-        """What concerns the tokens from `first` on, which are numbered from 0."""
+        """Return the routing of `num_tokens` tokens from `first` on, renumbered from 0."""
         own = slice(first, first + num_tokens)
         pairs = self.pairs.of_tokens(first, num_tokens)
         nothing_dropped = self.wanted is self.pairs

@@ -1,4 +1,6 @@
-"""Gradients of what every tensor-parallel rank holds whole but sees some of the tokens only."""
+"""Sums the gradients of replicated parameters that see only a part of the tokens on each tensor-parallel
+rank.
+"""
 
 from collections.abc import Callable
 
@@ -8,12 +10,13 @@ from torch import Tensor, nn
 
 
 class TensorParallelGradientSync:
-    """Sums such gradients over the tensor-parallel group, once an optimiser step.
+    """Sums such gradients over the tensor-parallel group, once per optimiser step.
 
-    Norms and biases under sequence parallelism, routers and shared experts under any tensor parallelism: the
-    parameters that bear Megatron-Core's mark `sequence_parallel`. Its own trainer sums them after the last
-    backward; DeepSpeed has by then put the gradients into buckets, so here a hook does it as each gradient
-    arrives. Until `last` is set, for the step's last micro batch, what arrives is kept aside in fp32.
+    They belong to norms and biases under sequence parallelism, and to routers and shared experts under any
+    tensor parallelism: the parameters with Megatron-Core's mark `sequence_parallel`. Megatron-Core sums them
+    after the last backward, but then DeepSpeed has already put the gradients into buckets. So a hook sums
+    each gradient when it is complete. Until `last` is set, for the step's last micro batch, gradients are
+    accumulated separately in fp32.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -25,7 +28,7 @@ class TensorParallelGradientSync:
                 parameter.register_hook(self._hook_of(name))
 
     def check_all_summed(self) -> None:
-        """To be called after the last micro batch's backward.
+        """Check that every gradient was summed; to be called after the last micro batch's backward.
 
         Raises:
             RuntimeError: if a parameter had a gradient in an earlier micro batch and none in the last.

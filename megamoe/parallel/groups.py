@@ -1,4 +1,4 @@
-"""Process groups: Megatron-Core's for the dense model, ours for the experts, and DeepSpeed told of both."""
+"""Process groups: Megatron-Core's for the dense model and ours for the experts, registered with DeepSpeed."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from megamoe.parallel.layout import Layout
 
 
 class ModelParallelUnit:
-    """Megatron-Core's parallel state under the names that DeepSpeed asks for (its `mpu`).
+    """Megatron-Core's parallel state with the methods that DeepSpeed expects (its `mpu`).
 
-    Without pipeline parallelism, what it calls model parallel is tensor parallel.
+    Without pipeline parallelism, DeepSpeed's model parallelism is tensor parallelism.
     """
 
     get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
@@ -30,19 +30,22 @@ class ModelParallelUnit:
 
 
 def expert_group_name(layout: Layout) -> str:
-    """Under which DeepSpeed knows the experts' groups; it reads the number in it."""
+    """Return the name of the experts' groups in DeepSpeed, which reads the number in it."""
     return f"ep_size_{layout.expert}"
 
 
 def data_group() -> dist.ProcessGroup:
-    """Ranks whose micro batches together are the batch; they hold the same slice of the dense weights."""
+    """Return the ranks whose micro batches form the batch; they hold the same slice of the dense weights."""
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
     return group
 
 
 @dataclass(frozen=True)
 class _Made:
-    """The groups of one layout. holders, copies: of ranks that hold all experts once, and the same ones."""
+    """The groups of one layout.
+
+    holders: ranks that together hold all experts once. copies: ranks that hold the same experts.
+    """
 
     holders: dist.ProcessGroup
     copies: dist.ProcessGroup
@@ -53,10 +56,10 @@ _made: dict[Layout, _Made] = {}  # of the present world
 
 
 def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
-    """Make the groups of the layout, once per world, and let Megatron-Core and DeepSpeed know them.
+    """Create the groups of the layout, once per world, and register them with Megatron-Core and DeepSpeed.
 
-    DeepSpeed sums the experts' gradients over the ranks that hold the same, and their norm over those that
-    hold all of them once, which it calls the expert-parallel group.
+    DeepSpeed sums the experts' gradients over the ranks that hold the same experts. It sums their norm over
+    the ranks that together hold all experts once, which it calls the expert-parallel group.
     """
     _start_megatron(layout, timeout_minutes)
     if layout not in _made:
@@ -68,7 +71,7 @@ def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
 
 
 def stop_groups() -> None:
-    """Forget them all, with the world to which they belong."""
+    """Forget all groups, together with the world that they belong to."""
     _made.clear()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -97,8 +100,8 @@ def _make_groups(layout: Layout, timeout: timedelta) -> _Made:
 
 
 def _make(all_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Every rank takes part in making every group; returns this rank's."""
+    """Create all groups, as every rank must; return this rank's."""
     made = [dist.new_group(ranks, timeout=timeout) for ranks in all_ranks]
     own = next(group for group, ranks in zip(made, all_ranks, strict=True) if dist.get_rank() in ranks)
-    assert isinstance(own, dist.ProcessGroup)  # of other ranks' groups a number comes back
+    assert isinstance(own, dist.ProcessGroup)  # new_group returns a number for groups of other ranks
     return own

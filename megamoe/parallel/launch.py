@@ -1,4 +1,4 @@
-"""Who am I among the ranks: torchrun, the deepspeed launcher, SLURM, or one process alone."""
+"""Finds this process' rank: under torchrun, the deepspeed launcher, SLURM, or alone."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ _store: Store | None = None  # of the rendezvous
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place. device: where its model lives; backend: nccl on CUDA, gloo elsewhere."""
+    """This rank and its world. device: the model's; backend: nccl on CUDA, gloo otherwise."""
 
     rank: int
     size: int
@@ -26,12 +26,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0 writes what is written once."""
+        """Whether this is rank 0, which writes what is written once."""
         return self.rank == 0
 
 
 def find_world() -> World:
-    """Read the launcher's environment variables; no communication yet.
+    """Read the launcher's environment variables, without communication.
 
     torchrun and deepspeed set RANK, WORLD_SIZE, LOCAL_RANK; `srun` sets SLURM_PROCID, SLURM_NTASKS,
     SLURM_LOCALID; with neither, this is the only rank.
@@ -59,7 +59,7 @@ def find_world() -> World:
 
 
 def ranks_of_machine() -> int:
-    """How many ranks share this machine; 1 where the launcher does not tell.
+    """Return the number of ranks on this machine; 1 if the launcher does not say.
 
     torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE, `srun --ntasks-per-node` SLURM_NTASKS_PER_NODE.
     """
@@ -71,7 +71,7 @@ def ranks_of_machine() -> int:
 
 
 def _device_index(local_rank: int) -> int:
-    """Usually the local rank; 0 where the scheduler shows each task one device of its own."""
+    """Return the local rank, or 0 if the scheduler shows each task only its own device."""
     devices = torch.cuda.device_count()
     if devices == 1 and "SLURM_PROCID" in os.environ:
         return 0
@@ -83,17 +83,17 @@ def _device_index(local_rank: int) -> int:
 
 
 def hosts_store(world: World) -> bool:
-    """Whether this rank's process hosts the store of the rendezvous: rank 0, unless torchrun's agent does."""
+    """Whether this process hosts the store of the rendezvous: on rank 0, unless torchrun's agent does."""
     return world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def open_store(world: World, timeout_s: float) -> Store:
-    """The key-value store of the rendezvous, at MASTER_ADDR and MASTER_PORT, until `stop`.
+    """Open the key-value store of the rendezvous at MASTER_ADDR and MASTER_PORT; it lives until `stop`.
 
-    It waits for its host alone, while `dist.rendezvous` waits for all ranks.
+    It waits for its host only, while `dist.rendezvous` waits for all ranks.
 
     Raises:
-        UserError: if MASTER_PORT is no number.
+        UserError: if MASTER_PORT is not a number.
         RuntimeError: if the host does not answer within `timeout_s`.
     """
     global _store
@@ -115,7 +115,7 @@ def open_store(world: World, timeout_s: float) -> Store:
 def start(world: World, timeout_minutes: float) -> None:
     """Join the process group of all ranks.
 
-    timeout_minutes: how long a collective operation may take before the run ends.
+    timeout_minutes: the timeout of a collective, after which the run ends.
     """
     import deepspeed
 
@@ -140,14 +140,14 @@ def start(world: World, timeout_minutes: float) -> None:
 
 
 def _attempt() -> str:
-    """How often torchrun has started the ranks again."""
+    """Return how often torchrun has restarted the ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _join_again(world: World, timeout: timedelta, attempt: str) -> None:
-    """After a restart by torchrun, whose store may still hold the addresses of the ranks that are gone.
+    """Join after a restart by torchrun, whose store may still hold the addresses of the previous ranks.
 
-    It is a new one with `--standalone` and `--rdzv-backend`, not with `--master-addr` or neither.
+    The store is new with `--standalone` and `--rdzv-backend`, but not with `--master-addr` or neither.
     """
     import torch.distributed as dist
 
@@ -162,13 +162,15 @@ def _join_again(world: World, timeout: timedelta, attempt: str) -> None:
 
 
 def order_device_queues() -> None:
-    """On a GPU, let reductions begin in the order of their launch: Megatron-Core's tensor parallelism then
-    overlaps them with products. Before CUDA is first asked for anything."""
+    """Make reductions on a GPU start in launch order, so that they overlap with Megatron-Core's products.
+
+    It must be called before the first use of CUDA.
+    """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def stop() -> None:
-    """Leave the process group and forget every group made from it; a new `start` may follow."""
+    """Leave the process group and forget every group made from it; `start` may be called again."""
     global _store
     import torch.distributed as dist
 
@@ -194,7 +196,7 @@ def _numbers(*names: str) -> list[int]:
 
 
 def _export(world: World) -> None:
-    """What torch.distributed and DeepSpeed read, whoever launched us."""
+    """Set the variables that torch.distributed and DeepSpeed read, for any launcher."""
     os.environ["RANK"] = str(world.rank)
     os.environ["WORLD_SIZE"] = str(world.size)
     os.environ["LOCAL_RANK"] = str(world.local_rank)

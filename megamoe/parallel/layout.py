@@ -1,4 +1,4 @@
-"""Which rank does what: tensor, data, expert and expert tensor parallelism over one set of ranks."""
+"""The layout of the ranks: tensor, data, expert and expert tensor parallelism."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from megamoe.config.schema import ParallelConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """Two ways to see the same ranks, both in the order of Megatron-Core.
+    """Two divisions of the same ranks, both in Megatron-Core's order.
 
-    The model but its routed experts:  rank = data_rank * tensor + tensor_rank
-    The routed experts:                rank = (copy * expert + expert_rank) * expert_tensor + slice
+    Outside of the routed experts:  rank = data_rank * tensor + tensor_rank
+    The routed experts:             rank = (copy * expert + expert_rank) * expert_tensor + slice
 
-    The first says who holds which slice of attention and dense FFNs, and who reads which data; the second,
-    who holds which slice of which experts. Every rank has tokens of its own in an MoE layer, so that the
-    second need not know the first.
+    The first says which slice of attention and dense FFNs a rank holds and which data it reads; the second,
+    which slice of which experts it holds. Every rank has its own tokens in an MoE layer, so the two are
+    independent.
     """
 
     ranks: int
@@ -24,38 +24,38 @@ class Layout:
 
     @classmethod
     def of(cls, config: ParallelConfig, ranks: int) -> "Layout":
-        """As configured; whether it is legal is not asked here."""
+        """Return the configured layout; it is not checked here."""
         return cls(ranks, config.tensor, config.expert, config.expert_tensor)
 
     @property
     def data(self) -> int:
-        """Data-parallel size: how many micro batches are under way."""
+        """The data-parallel size: the number of micro batches computed at a time."""
         return self.ranks // self.tensor
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that hold all experts once between them."""
+        """The number of ranks that together hold all experts once."""
         return self.expert * self.expert_tensor
 
     @property
     def expert_copies(self) -> int:
-        """How many ranks hold the same slice of the same experts."""
+        """The number of ranks that hold the same slice of the same experts."""
         return self.ranks // self.expert_ranks
 
     def data_rank(self, rank: int) -> int:
-        """Whose micro batches it works on."""
+        """Return the rank's data-parallel rank, which selects its micro batches."""
         return rank // self.tensor
 
     def tensor_rank(self, rank: int) -> int:
-        """Which slice of the dense weights it holds."""
+        """Return the rank's tensor-parallel rank, which selects its slice of the dense weights."""
         return rank % self.tensor
 
     def expert_rank(self, rank: int) -> int:
-        """Which experts it holds."""
+        """Return the rank's expert-parallel rank, which selects its experts."""
         return rank // self.expert_tensor % self.expert
 
     def expert_groups(self) -> list[list[int]]:
-        """Ranks that hold different experts, of the same slice."""
+        """Return the groups of ranks that hold different experts, in the same slice."""
         return [
             [first + number * self.expert_tensor for number in range(self.expert)]
             for copy in range(self.expert_copies)
@@ -63,15 +63,15 @@ class Layout:
         ]
 
     def expert_tensor_groups(self) -> list[list[int]]:
-        """Ranks that hold the slices of the same experts."""
+        """Return the groups of ranks that hold the slices of the same experts."""
         return _runs(self.ranks, self.expert_tensor)
 
     def expert_holder_groups(self) -> list[list[int]]:
-        """Ranks that hold all experts once between them."""
+        """Return the groups of ranks that together hold all experts once."""
         return _runs(self.ranks, self.expert_ranks)
 
     def expert_copy_groups(self) -> list[list[int]]:
-        """Ranks that hold the same."""
+        """Return the groups of ranks that hold the same slice of the same experts."""
         return [list(range(place, self.ranks, self.expert_ranks)) for place in range(self.expert_ranks)]
 
 

@@ -1,4 +1,4 @@
-"""Which layouts of a run's ranks are legal, and why another is not."""
+"""Checks whether a layout is legal, and explains why not."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -8,15 +8,15 @@ from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, 
 from megamoe.errors import UserError
 from megamoe.parallel.layout import Layout
 
-GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM wants rows of a multiple of it
+GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM needs rows of a multiple of this
 KEYS = ("tensor", "expert", "expert_tensor")
 
 
 def check_layout(config: RunConfig, layout: Layout, precision: Precision) -> None:
-    """Refuse a layout that the ranks or the model do not allow.
+    """Refuse a layout that does not fit the ranks or the model.
 
     Raises:
-        UserError: naming the key, its value and the reason, with the values that are legal in its place.
+        UserError: naming the key, its value and the reason, with the legal values.
     """
     parallel = config.parallel
     if parallel.sequence and parallel.tensor == 1:
@@ -31,7 +31,7 @@ def check_layout(config: RunConfig, layout: Layout, precision: Precision) -> Non
 
 
 def layout_problems(config: RunConfig, layout: Layout, precision: Precision) -> Iterator[tuple[str, str]]:
-    """(key of `parallel`, what is wrong with its value), for all that is."""
+    """Return (key of `parallel`, what is wrong with its value) for every problem."""
     for key, unit, by_key, size in _divisions(config, layout):
         if size % unit:
             yield key, f"does not divide {by_key} {size}"
@@ -55,12 +55,12 @@ def layout_problems(config: RunConfig, layout: Layout, precision: Precision) -> 
 
 
 def row_unit(precision: Precision) -> int:
-    """What the sizes of grouped products must be a multiple of."""
+    """Return the number that the sizes of grouped products must be a multiple of."""
     return GROUPED_ROW_BYTES // (4 if precision == "fp32" else 2)
 
 
 def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, str, int]]:
-    """(key, its value, the name of what it must divide, that size)."""
+    """Return (key, its value, the name of the size that it must divide, that size)."""
     model, tensor = config.model, layout.tensor
     yield "tensor", tensor, "the number of ranks", layout.ranks
     yield "tensor", tensor, "model.num_attention_heads", model.num_attention_heads
@@ -78,7 +78,7 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
 
 
 def _legal(config: RunConfig, chosen: Layout, precision: Precision, key: str) -> str:
-    """What may stand under the key; if nothing, all layouts that are legal."""
+    """Return the legal values of the key; if there are none, all legal layouts."""
     ranks = chosen.ranks
     sizes = {name: [getattr(chosen, name)] for name in KEYS}
     legal = _legal_among(config, precision, ranks, {**sizes, key: _divisors(ranks)})

@@ -1,6 +1,6 @@
-"""A rank ends with its launcher, from its first line on.
+"""Ends a rank when its launcher ends.
 
-Standard library alone: PyTorch takes seconds to import, in which the launcher may be killed.
+It imports only the standard library: importing PyTorch takes seconds, in which the launcher may be killed.
 """
 
 import os
@@ -18,9 +18,9 @@ CONNECT_S = 2.0
 def end_with_launcher() -> None:
     """Have the kernel send SIGTERM to this rank when torchrun's agent or DeepSpeed's launcher ends.
 
-    They would else train on, watched by nobody. Where the launcher is gone already, the signal comes at once.
-    Without such a launcher nothing is done: the shell that starts a process may end as it likes, as may
-    whatever started the launcher.
+    Without it the rank would continue to train unobserved. If the launcher is already gone, the signal comes
+    at once. Without such a launcher nothing is done: a shell may end before its processes, and so may the
+    parent of a launcher.
     """
     if not is_launched():
         return
@@ -37,10 +37,11 @@ def is_launched() -> bool:
 
 
 def may_have_launcher(parent: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a launcher, which is a Python program, is among the ancestors; True where nobody can tell.
+    """Whether a launcher, which is a Python program, is among the ancestors; True if this cannot be found
+    out.
 
-    An orphan's parent is init or a subreaper (systemd, tini, slurmstepd). That its pid is 1 says little: in a
-    container the launcher itself may be process 1. A script may stand between the launcher and the rank.
+    An orphan's parent is init or a subreaper (systemd, tini, slurmstepd). A parent with pid 1 proves little:
+    in a container the launcher itself may be process 1. A script may stand between the launcher and the rank.
     """
     while parent > 0:
         folder = proc / str(parent)
@@ -56,13 +57,13 @@ def may_have_launcher(parent: int, proc: Path = Path("/proc")) -> bool:
         if any(launcher in Path(name).name for name in names for launcher in LAUNCHERS):
             return True
         if above == 0:
-            return parent != 1  # else its parent is in another name space of pids
+            return parent != 1  # other than init: its parent is in another pid namespace
         parent = above
     return True
 
 
 def _agent_store_is_gone() -> bool:
-    """Whether torchrun's agent of this machine hosts the ranks' store, and nobody listens there any more."""
+    """Whether torchrun's agent on this machine hosted the ranks' store and no longer listens there."""
     variables = os.environ
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or variables.get("GROUP_RANK") != "0":
         return False

@@ -10,14 +10,14 @@ _NUMPY_KEYS = 624  # of the Mersenne Twister
 
 
 def seed(number: int) -> None:
-    """Start all of them from `number`."""
+    """Seed all generators with `number`."""
     torch.manual_seed(number)
     numpy.random.seed(number % 2**32)
     random.seed(number)
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
-    """Named tensors that `restore` understands."""
+    """Return the states as named tensors for `restore`."""
     _, keys, position, has_gauss, gauss = numpy.random.get_state()
     _, internal, gauss_next = random.getstate()
     tensors = {
@@ -36,15 +36,15 @@ def capture(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore(tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what `capture` returned.
+    """Restore the states that `capture` returned.
 
     Raises:
-        KeyError, RuntimeError, TypeError, ValueError: if these are no such states.
+        KeyError, RuntimeError, TypeError, ValueError: if these are not such states.
     """
     torch.set_rng_state(tensors["torch"])
     position, has_gauss = tensors["numpy_place"].tolist()
     keys = tensors["numpy"].numpy().astype(numpy.uint32)
-    if not 0 <= position <= _NUMPY_KEYS or keys.shape != (_NUMPY_KEYS,):  # NumPy does not look
+    if not 0 <= position <= _NUMPY_KEYS or keys.shape != (_NUMPY_KEYS,):  # NumPy does not check it
         raise ValueError(f"position {position} of {_NUMPY_KEYS}, keys of shape {list(keys.shape)}")
     numpy.random.set_state(("MT19937", keys, position, has_gauss, float(tensors["numpy_gauss"])))
     gauss_next = float(tensors["python_gauss"])

@@ -1,9 +1,9 @@
-"""All ranks start alike, or none does: what each is about to do is compared before they join a process group.
+"""Compares what the ranks are about to run before they join a process group, so that all start or none does.
 
-A rank publishes what it knows of its run as facts, sections of plain data by name, in the key-value store of
-the rendezvous. It compares them with rank 0's, at first by a digest. Where a rank differs from rank 0, or has
-refused its own input, every rank is told and raises, and none waits for one that will not come. A process
-group would be too late: a difference can keep ranks from joining one.
+A rank publishes facts about its run (sections of plain data by name) in the key-value store of the rendezvous
+and compares them with rank 0's, first by a digest. If a rank differs from rank 0, or has refused its own
+input, every rank gets the message and raises, and none waits for a missing rank. A process group would be too
+late: a difference can keep ranks from joining it.
 """
 
 import hashlib
@@ -43,10 +43,10 @@ _comparisons = 0  # so far in this process; each has its own keys
 
 @dataclass(frozen=True)
 class Verdict:
-    """What every rank is told.
+    """The result of the comparison, the same for every rank.
 
-    kind: `same`; `difference`; `mistake`: a rank has refused its input; `failure`: it has raised otherwise.
-    rank: whose mistake or failure it is.
+    kind: `same`; `difference`; `mistake`: a rank has refused its input; `failure`: a rank has raised another
+    error. rank: the rank with the mistake or failure.
     """
 
     kind: Literal["same", "difference", "mistake", "failure"]
@@ -54,20 +54,20 @@ class Verdict:
     rank: int = 0
 
     def dump(self) -> str:
-        """As the store has it."""
+        """Return the bytes for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: bytes) -> "Verdict":
-        """From the store."""
+        """Read the bytes from the store."""
         return cls(**json.loads(text))
 
 
 def first_difference(first: Facts, second: Facts) -> tuple[str, str, Any, Any] | None:
-    """The first value in which facts differ: its section, its key, which may be dotted, and both values.
+    """Return the first value in which facts differ: its section, its (dotted) key, and both values.
 
-    A section that only one has is passed over: a rank that refuses its input has not come to it. `ABSENT`
-    stands for a value that is not there.
+    A section that only one side has is skipped: a rank that refuses its input has not reached it. `ABSENT`
+    stands for a missing value.
     """
     for section in WAYS_OUT:
         if section in first and section in second:
@@ -95,12 +95,12 @@ def _difference(first: Any, second: Any, key: str) -> tuple[str, Any, Any] | Non
 def check_same(world: launch.World, facts: Facts, timeout_minutes: float) -> None:
     """Return if all ranks have the same facts. Collective, over the store of the rendezvous alone.
 
-    timeout_minutes: how long to wait for ranks that have not come yet.
+    timeout_minutes: how long to wait for ranks that have not arrived.
 
     Raises:
         CollectiveError: on every rank, with the first value that differs and the two ranks, or with what
             another rank has refused.
-        ConnectionError: if another rank has failed, or does not come in time.
+        ConnectionError: if another rank has failed, or does not arrive in time.
     """
     if world.size == 1:
         return
@@ -115,10 +115,10 @@ def check_same(world: launch.World, facts: Facts, timeout_minutes: float) -> Non
 
 @contextmanager
 def refusing_together(facts: Facts, world: launch.World | None = None) -> Iterator[None]:
-    """What this rank raises inside, the other ranks raise in their `check_same`, instead of waiting for it.
+    """Context whose errors are also raised on the other ranks, by their `check_same`, instead of a timeout.
 
-    facts: those known so far, which the body fills. Where they say that this rank is started otherwise than
-    rank 0, that is told instead.
+    facts: the facts known so far; the body adds to them. If they differ from rank 0's, the difference is
+    reported instead of the error.
 
     Raises:
         CollectiveError: on every rank, with the first value that differs and the two ranks.
@@ -133,7 +133,9 @@ def refusing_together(facts: Facts, world: launch.World | None = None) -> Iterat
 
 
 def _refuse(error: Exception, facts: Facts, world: launch.World | None) -> Verdict | None:
-    """None where there is nobody else, or nobody can be reached: this rank's own error is what counts."""
+    """Return the verdict; None without other ranks, or if none can be reached: this rank's error is then
+    raised.
+    """
     with suppress(Exception):
         world = world or launch.find_world()
         if world.size > 1:
@@ -146,8 +148,10 @@ def _refuse(error: Exception, facts: Facts, world: launch.World | None) -> Verdi
 
 
 class _Comparison:
-    """Keys: facts, digest and refusal of rank 0; who has arrived; how many ranks are like rank 0; the
-    verdict, which the first rank that knows it writes; who has read it.
+    """The keys in the store of one comparison.
+
+    They are facts, digest and refusal of rank 0; which ranks have arrived; how many ranks equal rank 0; the
+    verdict, written by the first rank that knows it; and which ranks have read it.
     """
 
     def __init__(
@@ -157,14 +161,14 @@ class _Comparison:
         _comparisons += 1
         self.world, self.refusal = world, refusal
         self.deadline = time.monotonic() + seconds
-        # The store's own attempts to connect would fill the terminal.
+        # The store logs every attempt to connect, which would fill the terminal.
         if refusal is not None and not launch.hosts_store(world) and not _wait(_listens, self.deadline):
             raise ConnectionError("nobody hosts the store")
         self.store: Store = PrefixStore(f"comparison_{_comparisons}", launch.open_store(world, seconds))
         self.facts = json.dumps(facts, default=str)
 
     def verdict(self) -> Verdict:
-        """Raises ConnectionError if it cannot be had in time."""
+        """Return the verdict; raise ConnectionError if there is none in time."""
         self.store.set(f"arrived/{self.world.rank}", "")
         digest = hashlib.sha256(self.facts.encode()).hexdigest()
         if self.world.rank == 0:
@@ -178,7 +182,7 @@ class _Comparison:
                 raise ConnectionError(f"timed out waiting for {self._missing()} to start")
             self._publish(self.refusal)
         verdict = Verdict.load(self.store.get("verdict"))
-        # Not a counter: that would wait for an answer, while the host may end.
+        # Not a counter: `add` would wait for an answer, but the host may already end.
         self.store.set(f"read/{self.world.rank}", "")
         if verdict.kind != "same" and launch.hosts_store(self.world):
             self._let_others_read()
@@ -198,14 +202,14 @@ class _Comparison:
             self._publish(Verdict.load(refusal) if refusal else Verdict("same"))
 
     def _publish(self, verdict: Verdict) -> None:
-        """Unless another rank has."""
+        """Write the verdict, unless another rank has."""
         self.store.compare_set("verdict", "", verdict.dump())
 
     def _is_there(self, key: str) -> bool:
         return _wait(lambda: self.store.check([key]), self.deadline)
 
     def _let_others_read(self) -> None:
-        """The store ends with its host."""
+        """Wait on the store's host until the others have read the verdict; the store ends with its host."""
         now = time.monotonic()
         limit = now + PATIENCE_S if self.refusal is None else max(self.deadline, now + min(1, PATIENCE_S))
         _wait(lambda: self.store.check([f"read/{rank}" for rank in range(self.world.size)]), limit)
@@ -227,7 +231,7 @@ def _shown(value: Any) -> str:
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> bool:
-    """Whether it has come true in time."""
+    """Return whether the condition became true in time."""
     pause = 0.005
     while not condition():
         if time.monotonic() > deadline:
@@ -238,7 +242,7 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 
 
 def _listens() -> bool:
-    """Whether anybody does where the store will be."""
+    """Return whether the store's host listens."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     with suppress(OSError):
         socket.create_connection(address, timeout=1).close()

@@ -1,1 +1,1 @@
-"""The trainer, which builds a run from all other packages; one training step; the loop."""
+"""The trainer, which builds a run from all other packages; a training step; the training loop."""

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base of callbacks: a subclass adds a nested dataclass `Config`, and the methods that it needs.
+    """Base class of callbacks. A subclass has a nested dataclass `Config` and defines the methods that it
+    needs.
 
-    `register("callback", name)` makes it known. Each method is called on every rank, so that it may gather
-    parameters (`trainer.engine.gathered`) and call collectives. `trainer.world.is_first` tells rank 0,
-    `trainer.progress.step` how many steps are done, `trainer.folder.path` the run's folder.
+    `register("callback", name)` registers it. Every rank calls each method, so a method may gather parameters
+    (`trainer.engine.gathered`) and call collectives. `trainer.world.is_first` is true on rank 0,
+    `trainer.progress.step` is the number of steps done, and `trainer.folder.path` is the run's folder.
 
     Args:
-        config: the options that the YAML gives, checked.
+        config: the checked options from the YAML.
     """
 
     @dataclass
@@ -38,39 +39,41 @@ class Callback:
         self.config = config
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Once a launch, before the first step and the evaluation at the start, after a resume too."""
+        """Called once per launch, also after a resume, before the first step and the initial evaluation."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """Before each optimizer step."""
+        """Called before each optimizer step."""
 
     def on_step_end(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
-        """After each optimizer step; metrics: the step's, under the names of metrics.jsonl, read-only."""
+        """Called after each optimizer step; metrics: the step's, by their names in metrics.jsonl,
+        read-only.
+        """
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """After each evaluation; metrics: its losses, under the names of metrics.jsonl, read-only."""
+        """Called after each evaluation; metrics: its losses, by their names in metrics.jsonl, read-only."""
 
     def on_save(self, trainer: Trainer, path: Path) -> None:
-        """After a checkpoint is complete in the folder `path`; later steps may have been taken meanwhile."""
+        """Called when a checkpoint is complete in the folder `path`; later steps may already be done."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step and the last save, at a planned stop or a signal too; not after an error."""
+        """Called after the last step and save, at a planned stop or a signal too, but not after an error."""
 
 
 class Callbacks:
     """The callbacks of a run, in the order of the YAML.
 
     Raises (when built):
-        UserError: naming the callback, if its class is no `Callback`, or its __init__ fails.
+        UserError: naming the callback, if its class is not a `Callback` or its __init__ fails.
     """
 
     def __init__(self, choices: Sequence[PartChoice]) -> None:
         self._named = [(choice.name, _build(choice)) for choice in choices]
 
     def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
-        """Call a method of all callbacks, one after the other.
+        """Call a method of all callbacks in order.
 
         Raises:
-            CollectiveError: on every rank, where a callback raised on one of them.
+            CollectiveError: on every rank, if a callback raised on one of them.
         """
         passed = [MappingProxyType(it) if isinstance(it, dict) else it for it in arguments]
         for name, callback in self._named:

@@ -1,4 +1,4 @@
-"""Checks between sections of the configuration and the world, before anything is allocated."""
+"""Checks between sections of the configuration and the number of ranks, before anything is allocated."""
 
 from megamoe.config.schema import DataConfig, Precision, RunConfig
 from megamoe.config.shapes import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
@@ -9,13 +9,13 @@ from megamoe.parallel.layout_rules import check_layout, row_unit
 from megamoe.train.length import check_warmup
 from megamoe.zero.deepspeed_config import ParallelPlan
 
-MOST_SIZES = 100_000  # that a batch grows through
+MOST_SIZES = 100_000  # of the batch size's growth
 
 
 def check_run(config: RunConfig, plan: ParallelPlan) -> None:
-    """Refuse what cannot run.
+    """Refuse a configuration that cannot run.
 
-    plan: of the configuration, on the ranks that there are.
+    plan: what follows from the configuration on the available ranks.
 
     Raises:
         UserError: naming the keys, their values, what was expected and a way out.
@@ -64,7 +64,7 @@ def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:
 
 
 def _check_inserted(config: RunConfig) -> None:
-    """Where MoE layers stand against what they are made of."""
+    """Check the positions of MoE layers against their experts."""
     moe = config.moe
     twice = set(moe.layers.insert_after) & set(moe_block_numbers(moe, config.model.num_layers))
     if twice:
@@ -86,7 +86,7 @@ def _check_inserted(config: RunConfig) -> None:
 
 
 def _check_rows(config: RunConfig, precision: Precision) -> None:
-    """The experts' rows must be aligned."""
+    """Check that the experts' rows are aligned."""
     unit = row_unit(precision)
     sizes = {
         "model.hidden_size": config.model.hidden_size,
@@ -100,7 +100,7 @@ def _check_rows(config: RunConfig, precision: Precision) -> None:
 
 
 def _check_start(config: RunConfig) -> None:
-    """What is frozen, and what a dense checkpoint's FFN becomes, must be there."""
+    """Check that frozen modules exist, and that a dense checkpoint's FFN can become the experts."""
     moe, experts = config.moe, config.checkpoint.init.experts
     dense = not moe_layer_numbers(moe, config.model.num_layers)
     if moe.frozen and dense:
@@ -171,14 +171,14 @@ def _check_schedule(config: RunConfig) -> None:
             f"optimizer.warmup_share: found {optimizer.warmup_share:g} beside optimizer.warmup_steps "
             f"{optimizer.warmup_steps}; leave one of them out"
         )
-    if config.train.steps is not None:  # else when the data is read
+    if config.train.steps is not None:  # otherwise checked when the data is read
         check_warmup(config, config.train.steps)
     if optimizer.min_lr > optimizer.lr:
         raise UserError(f"optimizer.min_lr: {optimizer.min_lr} is more than optimizer.lr {optimizer.lr}")
 
 
 def _check_blend(data: DataConfig) -> None:
-    """The sources' weights come from one place."""
+    """Check that the sources' weights are given in one way only."""
     if data.sampling_exponent is None:
         return
     asked = f"data.sampling_exponent: found {data.sampling_exponent:g}"

@@ -1,4 +1,4 @@
-"""The run's length in optimiser steps: as configured, or worked out from epochs and the data."""
+"""The run's length in optimiser steps, as configured or computed from epochs and the data."""
 
 import math
 
@@ -9,14 +9,14 @@ from megamoe.train.schedule import BatchSchedule, warmup_steps
 
 
 def run_steps(config: RunConfig, schedule: BatchSchedule) -> int:
-    """`train.steps`, or the whole batches that `train.epochs` of the training data hold.
+    """Return `train.steps`, or the number of whole batches in `train.epochs` of the training data.
 
-    The data are read as one stream over all epochs, so that at most one batch, that of the end, is left out.
-    A blend has one epoch's samples when there are as many as all its sources have, each once; how often a
-    source then comes is up to its weight. The checks of the data must be through.
+    All epochs form one stream, so less than one batch is left out at the end. An epoch of a blend has as many
+    samples as all its sources together; the weights decide how often each source occurs in it. The data must
+    already be checked.
 
     Raises:
-        UserError: for fewer samples than a batch, and for a warm-up that is longer than the schedule.
+        UserError: if there are fewer samples than one batch, or if the warm-up is longer than the schedule.
     """
     steps = config.train.steps
     if config.train.epochs is not None:
@@ -40,7 +40,7 @@ def _steps_of_epochs(config: RunConfig, epochs: float, schedule: BatchSchedule) 
 
 
 def check_warmup(config: RunConfig, steps: int) -> None:
-    """UserError where the warm-up, or the decay of `wsd`, does not fit into a schedule that has an end."""
+    """Raise UserError if the warm-up, or the decay of `wsd`, does not fit into the schedule."""
     optimizer = config.optimizer
     end, warmup = optimizer.decay_steps or steps, warmup_steps(optimizer, steps)
     if optimizer.schedule == "constant":

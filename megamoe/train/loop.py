@@ -1,4 +1,4 @@
-"""The loop: step, evaluate, record, save, until the end or a reason to stop."""
+"""The training loop: step, evaluate, record and save, until the end or a reason to stop."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,13 +26,13 @@ from megamoe.train.trainer import Trainer
 
 
 def train(config: RunConfig) -> ExitCode:
-    """Train the run that `config` describes, to its end or until it is told to stop.
+    """Train the run that `config` describes, to its end or until it is asked to stop.
 
     Raises:
-        UserError: for everything that a user can put right.
+        UserError: for every mistake that a user can correct.
     """
     with closing() as cleanup:
-        cleanup.callback(launch.stop)  # the ranks may have been started, however far the next line comes
+        cleanup.callback(launch.stop)  # the ranks may already be started when the next line fails
         trainer = Trainer(config)
         cleanup.callback(trainer.close)
         return Loop(trainer).run()
@@ -50,24 +50,24 @@ class Loop:
         self.save_is_due = False
         self.recorder: Recorder | None = None
         self.line: ProgressLine | None = None
-        self.told_to_stop = False  # by a signal, to any rank
+        self.stopped_by_signal = False  # by a signal, to any rank
 
     def run(self) -> ExitCode:
-        """From the present step to the end, or to a reason to stop."""
+        """Train from the current step to the end, or until there is a reason to stop."""
         hang_minutes = self.config.train.hang_minutes
         with closing() as cleanup:
             # When each rank knows whose the launch is, all have started, and none dies of a signal any more.
             this_launch = Launch.gathered(self.trainer.checkpoints.latest())
             self.stop_rule.listen()
-            # The folder is there before any rank writes into it, and no rank goes on if it cannot be.
+            # The folder exists before any rank writes into it, and no rank continues if it cannot be made.
             raise_any_error(catch_error(lambda: self._open(cleanup, this_launch)) if self.is_first else None)
             with Watchdog(self.trainer.folder.path, self.trainer.world.rank, hang_minutes):
                 self._run_steps()
         if self.is_first and self.config.log.report:
             print(f"report: {write_report(self.trainer.folder.path)}")
-        if not self.told_to_stop:
+        if not self.stopped_by_signal:
             return ExitCode.FINISHED
-        dist.barrier()  # a launcher ends the others as soon as one rank has ended with this code
+        dist.barrier()  # a launcher ends the other ranks as soon as one rank exits with this code
         return ExitCode.STOPPED
 
     def _run_steps(self) -> None:
@@ -84,7 +84,7 @@ class Loop:
                 reason = self._one_step()
                 self._say_trace(profiler.after_step(trainer.progress.step))
         except CollectiveError:
-            self._finish_save()  # what was begun before stays good
+            self._finish_save()  # a save that began earlier is valid
             raise
         self._say_trace(profiler.finish())
         if reason is not None:
@@ -108,12 +108,12 @@ class Loop:
         self.line = cleanup.enter_context(ProgressLine(trainer.run.steps, self.config.log.every))
 
     def _one_step(self) -> str | None:
-        """Step, evaluate and save when due, record; returns the reason to stop, if any."""
+        """Step, evaluate and save if due, and record; return the reason to stop, if any."""
         trainer = self.trainer
         step_record, metrics = trainer.step()
         tick()
-        if step_record.told:
-            self._say(step_record.told)
+        if step_record.message:
+            self._say(step_record.message)
         trainer.callbacks.call("on_step_end", trainer, metrics)
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == trainer.run.steps
@@ -124,15 +124,17 @@ class Loop:
         if evaluates or reason is not None or _is_due(step, self.config.log.every):
             self._record(metrics)
         self.save_is_due |= _is_due(step, self.config.checkpoint.every)
-        # Not while steps are broken: the weights may be why, and their copies would push out good ones.
+        # Not while steps are skipped: bad weights may be the cause, and would replace good checkpoints.
         if self.save_is_due and not trainer.skip_policy.in_a_row:
             self._begin_save()
-        self.told_to_stop = self.told_to_stop and not last
+        self.stopped_by_signal = self.stopped_by_signal and not last
         return None if last else reason
 
     def _agreed_reason(self) -> str | None:
-        """All ranks stop together, if any has a reason, a signal before a plan; and publish a save together,
-        if all have written."""
+        """Return the reason to stop, the same on all ranks; a signal takes precedence over a planned stop.
+
+        Also publish a checkpoint if all ranks have written it.
+        """
         mine = self.stop_rule.reason()
         vote = 0.0 if mine is None else 2.0 if self.stop_rule.signalled else 1.0
         writes = not self.trainer.checkpoints.is_written
@@ -143,8 +145,8 @@ class Loop:
             self._finish_save()
         if not stops:
             return None
-        self.told_to_stop = stops == 2
-        return mine or "another rank was told to stop"
+        self.stopped_by_signal = stops == 2
+        return mine or "another rank received a signal"
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
         if not self.config.evaluation.batches:
@@ -165,7 +167,7 @@ class Loop:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Wait for the save under way, if any."""
+        """Wait for a save in progress, if any."""
         if self.trainer.checkpoints.under_way:
             self._say(f"saved {self.trainer.finish_save()}")
 

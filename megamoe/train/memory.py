@@ -1,5 +1,6 @@
-"""How much memory a rank needs, from the configuration alone, held against what there is before anything is
-allocated."""
+"""Estimates a rank's memory from the configuration, and compares it with the available memory before the
+start.
+"""
 
 import math
 
@@ -13,7 +14,7 @@ from megamoe.model.size import ModelSize, model_size, padded_vocab_size
 from megamoe.parallel.launch import World, ranks_of_machine
 from megamoe.zero.deepspeed_config import ParallelPlan, bucket_elements
 
-BYTES_OF_A_TOKEN = 3 * 8 + 4  # in a batch: id, label, position; loss mask
+BYTES_OF_A_TOKEN = 3 * 8 + 4  # per token of a batch: id, label, position; loss mask
 ACTIVATIONS, BATCHES, BUILT = "activations", "a step's batch", "weights in fp32 while the model is built"
 BUCKET = "the gradients' bucket"
 SHORTER = "lower train.micro_batch_size, train.global_batch_size or data.sequence_length"
@@ -29,7 +30,7 @@ UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBytes:
-    """Bytes of model states on one rank."""
+    """Return the bytes of model states on one rank."""
     ranks = plan.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
     trained = 0 if "experts" in config.moe.frozen else experts
@@ -40,17 +41,17 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
 
 
 def check_memory(config: RunConfig, plan: ParallelPlan, world: World, vocabulary_size: int) -> None:
-    """Refuse a model or a batch that cannot fit: the least that it needs against all that there is.
+    """Refuse a model or a batch that cannot fit, by comparing the least memory needed with all memory.
 
-    On CUDA the device's whole memory counts, and on the host the memory that is available now, of which each
-    of the machine's ranks has its share.
+    On CUDA this is the device's whole memory. On the host it is the memory available now, divided among the
+    machine's ranks.
 
     Raises:
-        UserError: with the bytes that a rank needs, those that there are, and what would need less.
+        UserError: with the bytes that a rank needs, the bytes available, and what would reduce the need.
     """
     try:
         size = model_size(config, vocabulary_size)
-    except UserError:  # of a part that cannot be built, which is told better when the model is
+    except UserError:  # a part cannot be built; building the model gives a better message
         return
     states = states_of(config, plan, size)
     on_device = {
@@ -86,7 +87,7 @@ def _refusal(parts: dict[str, float], place: str) -> str:
 
 
 def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: int) -> float:
-    """What no way of computing avoids: each block's input, the logits, and a mask between documents."""
+    """Return the bytes that every implementation needs: block inputs, logits, and the document mask."""
     model, ranks = config.model, plan.layout.tensor
     tokens = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
@@ -97,13 +98,13 @@ def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: i
 
 
 def _batch_bytes(config: RunConfig, plan: ParallelPlan) -> float:
-    """A rank's share of a step's batch, which is read before the step."""
+    """Return the bytes of a rank's part of a step's batch, which is read before the step."""
     samples = config.train.global_batch_size or config.train.micro_batch_size * plan.layout.data
     return BYTES_OF_A_TOKEN * config.data.sequence_length * samples / plan.layout.data
 
 
 def in_bytes(size: float) -> str:
-    """`12 KiB`, `340 MiB`, `1.5 GiB`."""
+    """Format a size: `12 KiB`, `340 MiB`, `1.5 GiB`."""
     unit = 0
     value = size / 1024
     while value >= 1024 and unit < len(UNITS) - 1:

@@ -1,4 +1,4 @@
-"""A window of steps under torch.profiler."""
+"""Records a window of steps with torch.profiler."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from megamoe.errors import UserError
 
 
 class ProfilerWindow:
-    """Records steps `start_step` .. `start_step + num_steps - 1` of this rank into a Chrome trace."""
+    """Records steps `start_step` to `start_step + num_steps - 1` of this rank as a Chrome trace."""
 
     def __init__(self, config: ProfilerConfig, folder: Path, rank: int) -> None:
         self._config = config
@@ -28,13 +28,13 @@ class ProfilerWindow:
         self._profiler.start()
 
     def after_step(self, step: int) -> Path | None:
-        """Write the trace if `step` was the last of the window; returns its path."""
+        """Write the trace if `step` was the last of the window; return its path."""
         if step < (self._config.start_step or 0) + self._config.num_steps - 1:
             return None
         return self.finish()
 
     def finish(self) -> Path | None:
-        """Write the trace, if one is under way: the run may end within the window. Returns its path."""
+        """Write the trace if the run ended inside the window; return its path."""
         if self._profiler is None:
             return None
         self._profiler.stop()

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks of a run, as facts that `megamoe.parallel.rank_consistency` compares."""
+"""Values that must be the same on all ranks of a run; `megamoe.parallel.rank_consistency` compares them."""
 
 import hashlib
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.launch import World
 from megamoe.parallel.rank_consistency import Facts
 
-# Keys that may differ between ranks: none decides what is computed or sent. Other paths may not: rank 0 or
-# all ranks write there, or the name of the cached sample index follows from the path.
+# Keys that may differ between ranks: they change nothing that is computed or sent. Other paths may not:
+# rank 0 or all ranks write there, or the name of the cached sample index follows from the path.
 FREE = {
     "parallel.deepspeed": "the file's content is compared, of which each machine may have a copy",
     "data.tokenizer": "the tokenizer's fingerprint is compared",
@@ -27,13 +27,13 @@ FREE = {
     "train.profiler": "a rank traces itself, and one may be enough",
 }
 VERSIONS = ("torch", "numpy", "megatron-core", "deepspeed", "transformer-engine")
-SWAP_FOLDER = "nvme_path"  # of the DeepSpeed file: a disk of each machine
+SWAP_FOLDER = "nvme_path"  # in the DeepSpeed file: a local disk of each machine
 SOURCES = (".py", ".cpp", ".h")
-ENDS = 1 << 16  # bytes that are read at either end of an index without a card
+ENDS = 1 << 16  # bytes read at each end of an index without a card
 
 
 def facts_of_start(config: RunConfig, world: World) -> Facts:
-    """Facts that need no look at the run's files: the ranks, versions, source code and configuration."""
+    """Return the values that need no file of the run: ranks, versions, source code and configuration."""
     return {
         "environment": {"WORLD_SIZE": world.size, "device": world.device.type},
         "versions": _versions(),
@@ -45,13 +45,13 @@ def facts_of_start(config: RunConfig, world: World) -> Facts:
 def facts_of_files(
     config: RunConfig, vocabulary: Vocabulary, deepspeed: dict[str, Any], resume_from: Path | None
 ) -> Facts:
-    """Facts of what the run reads, after it has been checked: data, checkpoints, the DeepSpeed file.
+    """Return the values that describe the run's checked inputs: data, checkpoints, the DeepSpeed file.
 
     Args:
-        config: the run's.
-        vocabulary: the resolved one.
+        config: the run's configuration.
+        vocabulary: the resolved vocabulary.
         deepspeed: the content of the DeepSpeed file.
-        resume_from: the checkpoint to go on from, if any.
+        resume_from: the checkpoint to resume from, if any.
     """
     tokenizer = vocabulary.tokenizer
     init = config.checkpoint.init.path
@@ -74,7 +74,7 @@ def facts_of_files(
 
 
 def configuration_facts(tree: dict[str, Any]) -> dict[str, Any]:
-    """The resolved configuration as plain data, without the keys that are `FREE`."""
+    """Return the resolved configuration as plain data, without the keys in `FREE`."""
     return _without_free(tree, "")
 
 
@@ -105,7 +105,7 @@ def _version(distribution: str) -> str | None:
 
 @cache
 def _own_source() -> dict[str, str]:
-    """SHA-256 of every source file of the package: an editable install may differ without another version."""
+    """Return the SHA-256 of every source file of the package; editable installs may differ at one version."""
     package = Path(megamoe.__file__).parent
     files = sorted(path for path in package.rglob("*") if path.suffix in SOURCES)
     return {f"megamoe/{path.relative_to(package)} (SHA-256)": _digest([path.read_bytes()]) for path in files}
@@ -127,7 +127,7 @@ def _data(data: DataConfig) -> dict[str, Any]:
 
 
 def _dataset(path: str) -> dict[str, Any]:
-    """By the card the hashes of all bytes; without one, sizes and the index's two ends."""
+    """Return the card's hashes of a dataset; without a card, sizes and the two ends of the index."""
     card, files = load_card(path), DataFiles(Path(path))
     if card is not None:
         return {"bin (SHA-256)": card.bin.sha256, "idx (SHA-256)": card.idx.sha256}
@@ -139,7 +139,7 @@ def _dataset(path: str) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path | None) -> str | None:
-    """Its name, and the digest of the list of its files' digests."""
+    """Return a checkpoint's name and one digest over its files' digests."""
     if path is None:
         return None
     sums = path / SUMS

@@ -1,4 +1,4 @@
-"""A run worked out: all that follows from the configuration and the number of ranks, once at the start."""
+"""The resolved run: everything that follows from the configuration and the number of ranks."""
 
 import json
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from megamoe.zero.deepspeed_config import ParallelPlan, fill_in, resolve_paralle
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """What the trainer, the summary and the loop read instead of working it out again.
+    """Values computed once at the start and read by the trainer, the summary and the loop.
 
     Args:
-        config: the run's, checked.
+        config: the checked configuration.
         plan: layout, ZeRO stage, precision, offload and the DeepSpeed file's content.
-        vocabulary: of the data and the model.
-        schedule: of the global batch size.
-        steps: of the whole run.
-        filled_json: the DeepSpeed file filled in from the YAML, as JSON text.
+        vocabulary: the vocabulary of the data and the model.
+        schedule: the schedule of the global batch size.
+        steps: the steps of the whole run.
+        filled_json: the DeepSpeed file completed from the YAML, as JSON text.
     """
 
     config: RunConfig
@@ -34,16 +34,16 @@ class ResolvedRun:
 
     @property
     def filled(self) -> dict[str, Any]:
-        """The dictionary for `deepspeed.initialize`, a new copy each time."""
+        """Return the dictionary for `deepspeed.initialize`, a new copy each time."""
         filled: dict[str, Any] = json.loads(self.filled_json)
         return filled
 
 
 def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
-    """Check the configuration, and work out what follows from it; no rank is started yet.
+    """Check the configuration and compute what follows from it; no rank is started yet.
 
     Raises:
-        UserError: for what cannot run, naming the key.
+        UserError: naming the key, if the configuration cannot run.
     """
     plan = resolve_parallel(config, ranks)
     check_run(config, plan)

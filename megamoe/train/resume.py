@@ -1,5 +1,6 @@
-"""Whether a checkpoint is one that this run can go on from (same model, same data, any layout), or one whose
-weights it can start from."""
+"""Checks whether this run can resume from a checkpoint (same model and data, any layout) or start from its
+weights.
+"""
 
 import re
 from pathlib import Path
@@ -45,18 +46,18 @@ FREE = (
         "fp8",
         "fp8_format",
         "fp8_amax_history",
-    ),  # what computes, not what is computed
+    ),  # how it is computed, not what
 )
-# What decides a model's function and shows in no tensor.
+# Keys that change the model's function but no tensor's shape.
 SAME_FUNCTION = ("num_attention_heads", "position", "rope_base", "norm", "norm_eps", "activation")
-PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # of a tensor's name: from its part on
+PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
 RESUME_WAY_OUT = "resume with the configuration that saved it"
 INIT_WAY_OUT = "start with the model's configuration that saved it"
 Tree = dict[str, Any]
 
 
 def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
-    """Refuse before anything is built.
+    """Refuse a checkpoint that does not fit, before anything is built.
 
     Raises:
         UserError: naming the first key that differs, both values, and the way out.
@@ -75,7 +76,7 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
 
 
 def _saved_config(path: Path, meta: Meta) -> Tree:
-    """The configuration that a checkpoint holds, of which the sections are there that are compared."""
+    """Return the configuration in a checkpoint; the sections to be compared exist."""
     for keys in SECTIONS:
         node: Any = meta["config"]
         for key in keys:
@@ -86,7 +87,7 @@ def _saved_config(path: Path, meta: Meta) -> Tree:
 
 
 def _saved_part_shapes(index: Index) -> dict[str, list[int]]:
-    """Of the router's and the losses' tensors, by their names inside a layer."""
+    """Return the saved shapes of the router's and the losses' tensors, by their names inside a layer."""
     found = [(PART_TENSOR.search(name), tensor) for name, tensor in index["tensors"].items()]
     return {match[1]: tensor["shape"] for match, tensor in found if match and match.string.startswith(WEIGHT)}
 
@@ -94,9 +95,9 @@ def _saved_part_shapes(index: Index) -> dict[str, list[int]]:
 def _same_state(
     path: Path, saved: Tree, current: Tree, known: dict[str, list[int]], shapes: dict[str, list[int]]
 ) -> None:
-    """What the router and the losses have learned must have its place, with its meaning.
+    """Check that the saved state of the router and the losses exists here with the same meaning.
 
-    known: shapes of the parts' tensors that were saved, by name; shapes: of the present ones.
+    known: shapes of the parts' saved tensors by name. shapes: those of this run.
     """
     scorers = [moe["router"]["scorer"].get("name") for moe in (saved, current)]
     _same(path, "moe.router.scorer", *scorers)
@@ -109,7 +110,7 @@ def _same_state(
 
 
 def _differing(before: Any, after: Any) -> tuple[Any, Any]:
-    """Two parts' trees; of the same part, only the options that differ."""
+    """Compare the trees of two parts; for the same part, return only the options that differ."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return before, after
     if before.get("name") != after["name"]:
@@ -119,10 +120,10 @@ def _differing(before: Any, after: Any) -> tuple[Any, Any]:
 
 
 def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
-    """Refuse to start from the weights of `checkpoint.init.path` what would make another function of them.
+    """Refuse initial weights (`checkpoint.init.path`) that would compute another function in this model.
 
     Raises:
-        UserError: naming the first key that differs, or that the checkpoint lies in this run's own folder.
+        UserError: naming the first key that differs, or that the checkpoint is in this run's own folder.
     """
     assert config.checkpoint.init.path is not None
     path = Path(config.checkpoint.init.path)
@@ -133,13 +134,13 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
             "set name=... to another one, or go on with --resume"
         )
     _same(path, "vocabulary", meta["vocabulary"], vocabulary, INIT_WAY_OUT)
-    # The tensors' names and shapes tell the sizes, when they are read.
+    # Reading the tensors checks their names and shapes, and so the sizes.
     saved_config = _saved_config(path, meta)
     saved, current = saved_config["model"], to_dict(config)["model"]
     for key in SAME_FUNCTION:
         _same(path, f"model.{key}", saved.get(key), current[key], INIT_WAY_OUT)
     if moe_layer_numbers(config.moe, config.model.num_layers):
-        # Experts that are made of a dense FFN compute as that did.
+        # Experts made from a dense FFN use its activation.
         own = (
             saved_config["moe"].get("expert_activation") if config.checkpoint.init.experts == "same" else None
         )

@@ -1,4 +1,4 @@
-"""The run's folder: begun anew, gone on with, or refused. Nothing is touched before all checks."""
+"""The run's folder: created, continued or refused. Nothing is changed before all checks."""
 
 import json
 import os
@@ -21,11 +21,11 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes.
+    """The folder that a run writes to.
 
-    candidates: checkpoints to go on from, of which the first intact one is taken; none: it starts from step
-    0. continues: the records in the folder are this run's and are appended to; otherwise what is there is
-    replaced. restarted: this launch has made the folder, or gone on in it, and was started again
+    candidates: checkpoints to resume from, the first intact one is used; none: the run starts from step 0.
+    continues: the records in the folder belong to this run and are appended to; otherwise they are replaced.
+    restarted: this launch created or continued the folder and was started again
     (`megamoe.resilience.restarts`).
     """
 
@@ -36,31 +36,31 @@ class RunFolder:
 
     @property
     def resume_from(self) -> Path | None:
-        """The first candidate whose JSON is intact.
+        """Return the first candidate whose JSON is intact, or None without candidates.
 
         Raises:
-            UserError: if there are candidates and none is.
+            UserError: if no candidate is intact.
         """
         for path in self.candidates:
             if integrity.first_of(integrity.problems_outside_tensors(path)) is None:
                 return path
         for path in self.candidates:
-            read_meta(path)  # says it better where it can
+            read_meta(path)  # raises a better message if it can
             raise damaged(path, integrity.first_of(integrity.problems_outside_tensors(path)))
         return None
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
 
 def choose_run_folder(config: RunConfig) -> RunFolder:
-    """Decide by `checkpoint.resume`, `overwrite` and what is on the disk; writes nothing.
+    """Choose the folder from `checkpoint.resume`, `overwrite` and the disk's content; write nothing.
 
     Raises:
-        UserError: if the folder holds a run and neither going on nor overwriting was asked for, or holds
-            something that is no run.
+        UserError: if the folder holds a run and the configuration neither resumes nor overwrites it, or if it
+            holds something other than a run.
     """
     path = Path(config.output) / config.name
     resume = config.checkpoint.resume
@@ -93,9 +93,9 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
 def prepare_run_folder(
     folder: RunFolder, config: RunConfig, summary: dict[str, Any], launch: Launch | None = None
 ) -> None:
-    """Make the folder (emptied unless the run continues in it), with config.yaml and summary.json.
+    """Create the folder with config.yaml and summary.json, emptied unless the run continues in it.
 
-    launch: whose workers may be started again and must then know the folder.
+    launch: the identity of the launch; its workers may be started again and must then recognise the folder.
 
     Raises:
         UserError: if it cannot be written.
@@ -107,7 +107,7 @@ def prepare_run_folder(
             if not folder.restarted:  # else it is there, and says what was there when the launch began
                 _write_launch(path, launch)
             return
-        # Whole or not at all, whenever this process is killed.
+        # Atomic, even if this process is killed.
         fresh, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
         for left in (fresh, old):
             shutil.rmtree(left, ignore_errors=True)
@@ -123,7 +123,7 @@ def prepare_run_folder(
 
 
 def _aside(path: Path) -> Path:
-    """Where an attempt goes that left no checkpoint."""
+    """Return the new name of an attempt's folder that has no checkpoint."""
     number = 1
     while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
         number += 1

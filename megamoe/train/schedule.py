@@ -1,7 +1,4 @@
-"""What changes from step to step by plan: the learning rate and the global batch size; how many steps.
-
-Pure arithmetic.
-"""
+"""Learning rate, global batch size and number of steps as functions of the step; pure arithmetic."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +7,11 @@ from megamoe.config.schema import OptimizerConfig, TrainConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """The rate of optimiser step `step`, counted from 1.
+    """Return the learning rate of optimiser step `step`, counted from 1.
 
-    A linear warm-up reaches `lr` at its last step (`warmup_steps`, or `warmup_share` of all); then, until
-    `decay_steps`, the schedule falls to `min_lr`, where it stays: cosine (half a wave), linear, inverse_sqrt
-    (lr * sqrt(warmup / step), never under min_lr), wsd (constant, then a linear fall over the last
+    A linear warm-up reaches `lr` at its last step (`warmup_steps`, or `warmup_share` of all). Then the
+    schedule falls to `min_lr` until `decay_steps` and stays there: cosine (half a period), linear,
+    inverse_sqrt (lr * sqrt(warmup / step), at least min_lr), wsd (constant, then linear over the last
     `wsd_decay_steps`; Hu et al. 2024), or constant.
     """
     warmup, peak, floor = warmup_steps(config, total_steps), config.lr, config.min_lr
@@ -37,7 +34,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
 
 def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
-    """Steps of the warm-up; a share is rounded up, as Hugging Face does with its warmup_ratio."""
+    """Return the steps of the warm-up; a share is rounded up, like Hugging Face's warmup_ratio."""
     if config.warmup_share is None:
         return config.warmup_steps
     # Rounded first: 0.1 * 30 is a little more than 3 in binary.
@@ -46,7 +43,7 @@ def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Global batch size by the number of samples seen: constant, or growing (Megatron's ramp-up).
+    """The global batch size by the number of samples seen: constant, or growing (Megatron's ramp-up).
 
     unit: samples of one micro batch on every rank; every global batch is a multiple of it.
     """
@@ -59,7 +56,7 @@ class BatchSchedule:
 
     @classmethod
     def from_config(cls, train: TrainConfig, data_parallel: int) -> "BatchSchedule":
-        """The schedule of a checked configuration."""
+        """Return the schedule of a checked configuration."""
         unit = train.micro_batch_size * data_parallel
         final = train.global_batch_size or unit
         ramp = train.batch_rampup
@@ -68,7 +65,7 @@ class BatchSchedule:
         return cls(final, unit, ramp.start, ramp.increment, ramp.samples)
 
     def size_at(self, consumed_samples: int) -> int:
-        """The global batch size of the step that starts after `consumed_samples`."""
+        """Return the global batch size of the step that starts after `consumed_samples`."""
         if consumed_samples >= self.ramp_samples or self.start >= self.final:
             return self.final
         increments = (self.final - self.start) // self.increment
@@ -76,11 +73,11 @@ class BatchSchedule:
         return min(self.final, self.start + done * self.increment)
 
     def accumulation_at(self, consumed_samples: int) -> int:
-        """Micro batches per rank of that step."""
+        """Return the micro batches per rank of that step."""
         return self.size_at(consumed_samples) // self.unit
 
     def total_samples(self, steps: int) -> int:
-        """Samples of the first `steps` steps."""
+        """Return the samples of the first `steps` steps."""
         consumed = 0
         while steps > 0:
             size = self.size_at(consumed)
@@ -90,7 +87,7 @@ class BatchSchedule:
         return consumed
 
     def whole_steps(self, samples: int) -> int:
-        """The steps whose batches are at most so many samples together."""
+        """Return the number of steps whose batches fit into that many samples."""
         steps = consumed = 0
         while consumed < self.ramp_samples:
             size = self.size_at(consumed)
@@ -100,7 +97,7 @@ class BatchSchedule:
         return steps + max(0, samples - consumed) // self.final
 
     def _steps_of_this_size(self, consumed: int, size: int) -> int | None:
-        """How many steps after `consumed` samples are of `size`; None: all that follow."""
+        """Return how many steps after `consumed` samples have this size; None: all later steps."""
         if consumed >= self.ramp_samples or self.start >= self.final:
             return None
         increments = (self.final - self.start) // self.increment

@@ -27,7 +27,7 @@ ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the dat
 
 @dataclass
 class LayerLoad:
-    """What one MoE layer saw in a step, over all ranks: int64 [E] pairs wanted and computed."""
+    """The load of one MoE layer in a step, over all ranks: int64 [E] pairs wanted and computed."""
 
     load_E: Tensor
     wanted_E: Tensor
@@ -39,7 +39,7 @@ class StepRecord:
 
     losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
     weight * loss over all of them. problem: why the step was not applied. not_finite: of this rank's micro
-    batches, by their places, the samples whose lm loss is not finite. told: what the run says of the step.
+    batches, by their places, the samples whose lm loss is not finite. message: printed by the loop.
     """
 
     lm_sum: float = 0.0
@@ -51,10 +51,10 @@ class StepRecord:
     grad_norm: float = float("nan")
     problem: Problem | None = None
     not_finite: dict[int, list[int]] = field(default_factory=dict)
-    told: str = ""
+    message: str = ""
 
     def add(self, model: GPT, lm_sum: float, tokens: float) -> None:
-        """Take in one micro batch after its forward pass."""
+        """Add one micro batch after its forward pass."""
         self.lm_sum += lm_sum
         self.tokens += tokens
         self.micro_batches += 1
@@ -72,9 +72,9 @@ class StepRecord:
                 known.wanted_E += seen.wanted_E
 
     def reduce(self, device: torch.device, copies: int) -> None:
-        """Sum over all ranks in one collective, so that all know the same to the last bit.
+        """Sum over all ranks in one collective; all ranks get the same bits.
 
-        copies: how many ranks have each micro batch. float64 carries counts exactly up to 2^53.
+        copies: the number of ranks with the same micro batch. float64 holds counts exactly up to 2^53.
         """
         names = sorted(self.losses)
         numbers = sorted(self.layers)
@@ -98,16 +98,18 @@ class StepRecord:
 
     @property
     def lm_loss(self) -> float:
-        """Mean cross entropy of the unmasked tokens, nats."""
+        """The mean cross entropy of the unmasked tokens, in nats."""
         return self.lm_sum / max(self.tokens, 1.0)
 
     @property
     def loss(self) -> float:
-        """With the auxiliary losses, weighted and summed over layers."""
+        """The lm loss plus the auxiliary losses, weighted and summed over layers."""
         return self.lm_loss + self.weighted / max(self.micro_batches, 1)
 
     def metrics(self) -> dict[str, Any]:
-        """Under metrics.jsonl's names; an auxiliary loss as its mean over layers and micro batches."""
+        """Return the metrics by their names in metrics.jsonl; an auxiliary loss is a mean over layers and
+        micro batches.
+        """
         values: dict[str, Any] = {
             "train/lm_loss": self.lm_loss,
             "train/loss": self.loss,
@@ -153,7 +155,7 @@ def train_step(
     record = StepRecord()
     for place, batch in enumerate(batches):
         batch = batch.to(device).repeat(rollouts)
-        tell(context, batch, micro_batches_before + _number(engine, place), rollouts)
+        set_context(context, batch, micro_batches_before + _number(engine, place), rollouts)
         losses_BS = engine.forward(
             last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
         )
@@ -180,7 +182,7 @@ def train_step(
 
 
 def _samples_not_finite(losses_BS: Tensor, batch: Batch) -> list[int]:
-    """All of them, where it is only their sum that is not."""
+    """Return the samples whose loss is not finite; all of them if only their sum is not."""
     finite_B = losses_BS.detach().isfinite().all(1)
     broken_B = ~finite_B if not finite_B.all() else finite_B
     samples: list[int] = batch.sample_index_B[broken_B.to(batch.sample_index_B.device)].unique().tolist()
@@ -189,14 +191,16 @@ def _samples_not_finite(losses_BS: Tensor, batch: Batch) -> list[int]:
 
 @torch.no_grad()
 def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> float:
-    """Mean cross entropy over the unmasked tokens of all ranks' batches, nats; evaluation mode."""
+    """Return the mean cross entropy over the unmasked tokens of all ranks' batches, in nats, in evaluation
+    mode.
+    """
     model = engine.model
     assert isinstance(model, GPT)
     sums = torch.zeros(2, dtype=torch.float64)
     engine.train(False)
     for place, batch in enumerate(batches):
         batch = batch.to(engine.world.device)
-        tell(context, batch, _number(engine, place))
+        set_context(context, batch, _number(engine, place))
         losses_BS = model(**model_inputs(batch))
         sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
         tick()
@@ -208,15 +212,17 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
 
 
 def _number(engine: Engine, place: int) -> int:
-    """Of this rank's micro batch `place` among those of all ranks, to which they are dealt in turn."""
+    """Return the number of this rank's micro batch `place` over all ranks, which take micro batches in
+    turn.
+    """
     return place * engine.layout.data + engine.layout.data_rank(engine.world.rank)
 
 
-def tell(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> None:
-    """Write into the context what the layers must know of the micro batch, in a block's order (s * B + b).
+def set_context(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> None:
+    """Set the layers' context for a micro batch, in a block's token order (s * B + b).
 
-    number: of the micro batch, in the run and over all ranks. `batch` holds every sequence `rollouts` times,
-    whose tokens draw for themselves.
+    number: the micro batch's number in the run, over all ranks. `batch` holds every sequence `rollouts`
+    times, each with separate draws.
     """
     num_sequences, length = batch.tokens_BS.shape
     device = batch.tokens_BS.device
@@ -233,13 +239,13 @@ def tell(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> 
 
 
 def num_rollouts(model: GPT) -> int:
-    """How many times an objective has each sequence routed."""
+    """Return how many times each sequence is routed for an objective."""
     counts = [part.num_rollouts for _, layer in model.moe_layers() for part in layer.objectives.values()]
     return max(counts, default=1)
 
 
 def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
-    """The keywords of GPT.forward."""
+    """Return the keyword arguments of GPT.forward."""
     return {
         "tokens_BS": batch.tokens_BS,
         "position_ids_BS": batch.position_ids_BS,

@@ -1,4 +1,4 @@
-"""What a run will do, said before it begins."""
+"""A summary of the run before it begins."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ Rows = dict[str, list[tuple[str, object]]]
 
 
 def summary_record(run: ResolvedRun) -> dict[str, Any]:
-    """The plain figures, for summary.json."""
+    """Return the plain figures for summary.json."""
     size, layout = model_size(run.config, run.vocabulary.size), run.plan.layout
     return {
         "parameters_total": size.total,
@@ -46,9 +46,9 @@ def summary_record(run: ResolvedRun) -> dict[str, Any]:
 
 
 def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int) -> Rows:
-    """The start-up table.
+    """Return the rows of the start-up table.
 
-    rollouts: how many times each sequence is routed, see `num_rollouts`. first_step: the last one done.
+    rollouts: how many times each sequence is routed, see `num_rollouts`. first_step: the last completed step.
     """
     config = run.config
     size = model_size(config, run.vocabulary.size)
@@ -84,10 +84,10 @@ def _run_rows(
 
 def _optimizer(config: OptimizerConfig, steps: int) -> str:
     decay = {"adamw": "weight decay", "adam": "L2 regularisation"}[config.name]
-    told = f"{OPTIMIZERS[config.name]}, lr {config.lr:g}, {config.schedule}"
+    line = f"{OPTIMIZERS[config.name]}, lr {config.lr:g}, {config.schedule}"
     if warmup_steps(config, steps):
-        told += f" after {warmup_steps(config, steps):,} steps of warm-up"
-    return f"{told}, {decay} {weight_decay(config):g}" if weight_decay(config) else told
+        line += f" after {warmup_steps(config, steps):,} steps of warm-up"
+    return f"{line}, {decay} {weight_decay(config):g}" if weight_decay(config) else line
 
 
 def _group(group: GroupConfig) -> str:
@@ -169,7 +169,7 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -
 
 
 def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
-    """Bytes that leave a rank in a micro batch's forward and backward pass, with even loads."""
+    """Return the bytes that a rank sends in a micro batch's forward and backward pass, with even loads."""
     model, moe, sequence = config.model, config.moe, config.parallel.sequence
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width = 4 if plan.precision == "fp32" else 2
@@ -203,13 +203,16 @@ def _world(layout: Layout, sequence: bool) -> str:
 
 
 def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelPlan, rollouts: int) -> float:
-    """A rough count of what the backward pass keeps: about 14 hidden vectors a block besides the FFN's inner
-    ones, and the logits three times in fp32. Tensor parallelism divides all but 10 / 34 of the former, with
-    sequence parallelism those too (Korthikanti et al. 2022, section 4)."""
+    """Estimate the bytes that backward needs.
+
+    They are about 14 hidden vectors per block, the FFN's inner ones, and three times the logits in fp32.
+    Tensor parallelism divides all but 10 / 34 of the first; with sequence parallelism those too (Korthikanti
+    et al. 2022, section 4).
+    """
     model = config.model
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width, ranks = 4 if plan.precision == "fp32" else 2, plan.layout.tensor
-    if model.recompute == "full":  # the blocks' inputs, and what one of them needs while it is computed again
+    if model.recompute == "full":  # the blocks' inputs, and one block's values while it is recomputed
         inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
         kept = inputs + _block_width(config) / model.num_layers
     else:
@@ -218,7 +221,7 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
 
 
 def _block_width(config: RunConfig) -> float:
-    """Numbers a token that all blocks keep together."""
+    """Return the values per token that all blocks keep together."""
     model, moe = config.model, config.moe
     layers = len(moe_layer_numbers(moe, model.num_layers))
     dense = model.num_layers - len(moe_block_numbers(moe, model.num_layers))
@@ -234,6 +237,7 @@ def _block_width(config: RunConfig) -> float:
 
 
 def _ffn_width(activation: Activation) -> int:
-    """Numbers that an FFN keeps for each of its size: before and after the activation, the latter twice where
-    a gate is multiplied with a value."""
+    """Return the values that an FFN keeps per unit of its size: before and after the activation, and for a
+    gated activation the value twice.
+    """
     return 2 * num_halves(activation)

@@ -1,4 +1,4 @@
-"""The composition root: reads like the order of the work. Checks first, then ranks, data, model, engine."""
+"""The composition root, in the order of the work: checks, ranks, data, model, engine."""
 
 import itertools
 import math
@@ -46,10 +46,10 @@ from megamoe.zero.expert_host import hosted_layer_factory
 
 @dataclass
 class Progress:
-    """Where the run stands: what a checkpoint must bring back besides tensors.
+    """The run's progress: the state that a checkpoint holds besides tensors.
 
-    samples, micro_batches: taken so far, over all ranks. A resumed run may cut its batches otherwise, so the
-    one does not follow from the other. skipped_steps: of the steps, those that were not applied.
+    samples, micro_batches: taken so far, over all ranks. They are independent, because a resumed run may cut
+    its batches differently. skipped_steps: the steps that were not applied.
     """
 
     step: int = 0
@@ -59,13 +59,13 @@ class Progress:
 
 
 class Trainer:
-    """A run that is ready: one `step` at a time, evaluated and saved when the loop says so.
+    """A run that is ready to train; the loop calls `step`, `evaluate` and `save`.
 
-    run: what follows from the configuration. last_checkpoint: the one to go on from, written or resumed from
-    in this launch.
+    run: what follows from the configuration. last_checkpoint: the newest one that this launch wrote or
+    resumed from.
 
     Raises (when built):
-        UserError: for everything that a user can put right, before ranks are started where possible.
+        UserError: for every mistake that a user can correct, if possible before ranks are started.
     """
 
     def __init__(self, config: RunConfig, world: launch.World | None = None) -> None:
@@ -106,20 +106,20 @@ class Trainer:
 
     @property
     def layout(self) -> Layout:
-        """What each rank does."""
+        """The layout of the ranks."""
         return self.run.plan.layout
 
     @property
     def model(self) -> GPT:
-        """The model, under the engine."""
+        """The model inside the engine."""
         model = self.engine.model
         assert isinstance(model, GPT)
         return model
 
     def _check(self, facts: Facts) -> Path | None:
-        """Refuse what cannot run, before ranks are started; returns the checkpoint to go on from, if any.
+        """Refuse what cannot run, before ranks are started; return the checkpoint to resume from, if any.
 
-        facts: gets what must be the same on all ranks.
+        facts: receives the values that must be the same on all ranks.
         """
         config = self.config
         facts.update(facts_of_start(config, self.world))
@@ -138,10 +138,10 @@ class Trainer:
         return resume_from
 
     def step(self) -> tuple[StepRecord, dict[str, Any]]:
-        """One optimiser step; returns its record and the metrics under the names of metrics.jsonl.
+        """Run one optimiser step; return its record and the metrics by their names in metrics.jsonl.
 
         Raises:
-            UserError: on every rank, where a step is broken and the run ends with it.
+            UserError: on every rank, if a step is not applied and the run therefore ends.
         """
         started = time.perf_counter()
         size = self.run.schedule.size_at(self.progress.samples)
@@ -156,7 +156,7 @@ class Trainer:
         if record.problem is None:
             self._after_step(record)
         else:
-            self._tell_of_problem(record, size)
+            self._report_problem(record, size)
         self.progress.step += 1
         self.progress.skipped_steps += record.problem is not None
         self.progress.samples += size
@@ -177,7 +177,7 @@ class Trainer:
         return record, metrics
 
     def _skipping_metrics(self, scale: float) -> dict[str, float]:
-        """Of fp16, the step's loss scale; the steps skipped since the run's start, if any or in fp16."""
+        """Return the fp16 loss scale of the step and the number of skipped steps, where they apply."""
         fp16 = self.engine.precision == "fp16"
         metrics: dict[str, float] = {"train/loss_scale": scale} if fp16 else {}
         if fp16 or self.progress.skipped_steps:
@@ -185,7 +185,9 @@ class Trainer:
         return metrics
 
     def evaluate(self, at_end: bool = False) -> dict[str, float]:
-        """Loss of every validation set, and at the end of the test set, under the names of metrics.jsonl."""
+        """Return the loss of every validation set (at the end also of the test set) by its name in
+        metrics.jsonl.
+        """
         sets = {
             "val" if name == "valid" else f"val/{name}": d for name, d in self.datasets.validation.items()
         }
@@ -200,7 +202,9 @@ class Trainer:
             return evaluate(self.engine, self.context, batches)
 
     def _take(self, stream: BatchStream, count: int) -> list[Batch]:
-        """This rank's next micro batches; where any rank cannot read its own, all end alike."""
+        """Return this rank's next micro batches; if any rank cannot read its own, all raise the same
+        error.
+        """
         batches: list[Batch] = []
         problem = None
         try:
@@ -211,12 +215,14 @@ class Trainer:
         return batches
 
     def save(self) -> Path:
-        """Write a checkpoint of the present step; returns when it is whole."""
+        """Write a checkpoint of the current step; return when it is complete."""
         self.begin_save()
         return self.finish_save()
 
     def begin_save(self) -> None:
-        """The same, but by `checkpoint.background` the files may still be being written."""
+        """Begin a checkpoint of the current step; with `checkpoint.background` the files are written
+        later.
+        """
         state = {
             "samples": self.progress.samples,
             "micro_batches": self.progress.micro_batches,
@@ -229,7 +235,7 @@ class Trainer:
         self.checkpoints.begin(self.engine, self.progress.step, state)
 
     def finish_save(self) -> Path:
-        """Wait for the save under way."""
+        """Wait for a save in progress."""
         path = self.last_checkpoint = self.checkpoints.finish()
         self.callbacks.call("on_save", self, path)
         return path
@@ -241,7 +247,7 @@ class Trainer:
         launch.stop()
 
     def _after_step(self, record: StepRecord) -> None:
-        """What the layers learn outside the gradient."""
+        """Update what the layers learn without gradient."""
         constraints = []
         for number, layer in self.model.moe_layers():
             with self.engine.gathered(layer.parameters_after_step()):
@@ -249,20 +255,20 @@ class Trainer:
             constraints += layer.constraints()
         self.engine.project(constraints)
 
-    def _tell_of_problem(self, record: StepRecord, size: int) -> None:
-        """Write what the run says of a step that was not applied, or end the run.
+    def _report_problem(self, record: StepRecord, size: int) -> None:
+        """Set the record's message about a step that was not applied, or end the run.
 
-        Collective where the lm loss is not finite.
+        Collective if the lm loss is not finite.
         """
         assert record.problem is not None
         first = self.progress.samples
-        told = f"step {self.context.step}: {record.problem.what}; samples {first} to {first + size - 1}"
+        message = f"step {self.context.step}: {record.problem.what}; samples {first} to {first + size - 1}"
         if not math.isfinite(record.lm_loss):
             found = gather_from_ranks(record.not_finite)
-            told += name_samples({rank: found[rank] for rank in range(0, len(found), self.layout.tensor)})
+            message += name_samples({rank: found[rank] for rank in range(0, len(found), self.layout.tensor)})
         reason = self.skip_policy.reason_to_end(record.problem)
         if reason is None:
-            record.told = f"{told}; skipped" if record.problem.counts else ""
+            record.message = f"{message}; skipped" if record.problem.counts else ""
             return
         if self.checkpoints.under_way:  # of the steps before, which were applied
             self.finish_save()
@@ -270,7 +276,7 @@ class Trainer:
         way_out = f"go on from the last good checkpoint, {last}" if last else "begin anew (nothing is saved)"
         warmup = "warmup_steps" if self.config.optimizer.warmup_share is None else "warmup_share"
         raise CollectiveError(
-            f"{told}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
+            f"{message}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
             f"optimizer.{warmup}, and {way_out}"
         )
 
@@ -285,7 +291,7 @@ class Trainer:
         )
 
     def _begin_from(self, model: GPT) -> None:
-        """Take the weights that a new run starts from; say what did not come from there."""
+        """Load the weights that a new run starts from, and report what they do not contain."""
         init, frozen = self.config.checkpoint.init, self.config.moe.frozen
         if init.path is None:
             if frozen:
@@ -307,7 +313,7 @@ class Trainer:
             print(line)
 
     def _check_record(self, resume_from: Path | None) -> None:
-        """Before minutes are spent on the model: the first rank goes on with the run's metrics.jsonl."""
+        """Check, before the model is built, that the first rank can continue the run's metrics.jsonl."""
         if resume_from is None or not self.folder.continues:
             return
         step = read_meta(resume_from)["step"]
@@ -316,7 +322,7 @@ class Trainer:
         )
 
     def _open_checkpoint(self, checked: Path | None) -> CheckpointReader | None:
-        """The first intact candidate; `checked`: the one that was found to fit this run."""
+        """Open the first intact candidate; `checked`: the one that was found to fit this run."""
         if checked is None:
             return None
         path, damaged = first_intact(list(self.folder.candidates), self._say)
@@ -338,7 +344,9 @@ class Trainer:
             self._seed()
 
     def _seed(self) -> None:
-        """This data-parallel rank's draws (dropout), at this step; the model was drawn by all ranks alike."""
+        """Seed this data-parallel rank's draws (dropout) for this step; all ranks initialise the model
+        alike.
+        """
         data_rank = self.layout.data_rank(self.world.rank)
         random_state.seed(self.config.seed + 1 + data_rank + 1_000_003 * self.progress.step)
 
@@ -353,5 +361,5 @@ class Trainer:
             data_rank=self.layout.data_rank(self.world.rank),
             data_size=self.layout.data,
             workers=workers,
-            tell=lambda line: warn(f"rank {self.world.rank}: {line}"),
+            report=lambda line: warn(f"rank {self.world.rank}: {line}"),
         )

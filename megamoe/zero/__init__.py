@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO: its file, what it cuts and moves off the device, the optimisers under it."""
+"""DeepSpeed's ZeRO: its configuration, partitioning, offload and optimisers."""

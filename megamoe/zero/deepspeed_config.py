@@ -1,7 +1,7 @@
-"""The DeepSpeed file: read, filled in from the YAML, and held against it.
+"""The DeepSpeed file: reads it, completes it from the YAML, and checks that they agree.
 
 The YAML owns batch sizes, clipping, the optimiser and its schedule; the file owns ZeRO, offload, precision
-and buckets. A value of the file that the YAML owns may be left out or `"auto"`; another one must agree.
+and buckets. In the file, a value that the YAML owns may be missing or `"auto"`; any other value must agree.
 """
 
 import copy
@@ -45,7 +45,7 @@ LARGEST_SCALE_POWER = 64  # fp16 itself ends at 2 ** 16
 
 
 def read_deepspeed_config(path: str | None) -> dict[str, Any]:
-    """The JSON of `parallel.deepspeed`; None is ZeRO 0 in fp32."""
+    """Return the JSON of `parallel.deepspeed`; None is ZeRO 0 in fp32."""
     if path is None:
         return {}
     try:
@@ -76,7 +76,7 @@ def read_deepspeed_config(path: str | None) -> dict[str, Any]:
 
 
 class _RepeatedKeyError(Exception):
-    """A key that stands twice, by its name."""
+    """A key occurs twice; the message is its name."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_stage_and_offload(where: str, section: dict[str, Any]) -> None:
-    """What is asked for before DeepSpeed sees the section, which would take 1.0 and true for a stage."""
+    """Check the types before DeepSpeed reads the section: it would accept 1.0 and true as a stage."""
     stage = section.get("stage", 0)
     if type(stage) is not int or stage not in STAGES:
         raise UserError(f"{where}: zero_optimization.stage is {_short(stage)}, expected 0, 1, 2 or 3")
@@ -114,16 +114,16 @@ def _short(value: Any) -> str:
 
 
 def zero_stage(content: dict[str, Any]) -> int:
-    """The ZeRO stage, 0 where the file says nothing."""
+    """Return the ZeRO stage; 0 if the file has none."""
     stage: int = content.get("zero_optimization", {}).get("stage", 0)
     return stage
 
 
 def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
-    """fp32, bf16 or fp16, from the YAML and the file together.
+    """Return fp32, bf16 or fp16, from the YAML and the file.
 
     Raises:
-        UserError: where they disagree.
+        UserError: if they disagree.
     """
     where = config.parallel.deepspeed or "the DeepSpeed file"
     stated = {name: content.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
@@ -147,14 +147,14 @@ def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What the section `parallel` and its DeepSpeed file come to on a number of ranks.
+    """The layout and the ZeRO settings of a run on a given number of ranks.
 
     Args:
-        layout: of the ranks; whether it is legal is not asked here.
-        stage: the ZeRO stage, as the file has it.
+        layout: the layout of the ranks, not yet checked.
+        stage: the ZeRO stage from the file.
         precision: of the weights that the model computes with.
-        offload: where optimizer state and parameters are held.
-        deepspeed_json: the file's content as JSON text, which nobody can change.
+        offload: where optimizer state and parameters are stored.
+        deepspeed_json: the file's content as JSON text, which is immutable.
     """
 
     layout: Layout
@@ -165,10 +165,10 @@ class ParallelPlan:
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int, content: dict[str, Any]) -> "ParallelPlan":
-        """Of a file's content.
+        """Return the plan for a file's content.
 
         Raises:
-            UserError: where the file and `parallel.precision` contradict each other.
+            UserError: if the file and `parallel.precision` disagree.
         """
         precision, offload = resolve_precision(config, content), read_offload(content)
         layout = Layout.of(config.parallel, ranks)
@@ -176,27 +176,27 @@ class ParallelPlan:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The DeepSpeed file's, a new copy each time."""
+        """Return the content of the DeepSpeed file, a new copy each time."""
         content: dict[str, Any] = json.loads(self.deepspeed_json)
         return content
 
 
 def resolve_parallel(config: RunConfig, ranks: int) -> ParallelPlan:
-    """Read the DeepSpeed file, and work out what follows from it and from the section `parallel`.
+    """Read the DeepSpeed file and return the plan of the run.
 
     Raises:
-        UserError: if the file cannot be read, or contradicts `parallel.precision`.
+        UserError: if the file cannot be read, or disagrees with `parallel.precision`.
     """
     return ParallelPlan.of(config, ranks, read_deepspeed_config(config.parallel.deepspeed))
 
 
 def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[str, Any]:
-    """The dictionary for `deepspeed.initialize`.
+    """Return the dictionary for `deepspeed.initialize`.
 
     accumulation: micro batches per rank of the first step.
 
     Raises:
-        UserError: naming the key, where the file contradicts the YAML, or holds what the YAML owns.
+        UserError: naming the key, if the file disagrees with the YAML or holds what the YAML owns.
     """
     where = config.parallel.deepspeed or "the DeepSpeed file"
     stage, content = plan.stage, plan.content
@@ -238,7 +238,7 @@ def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[st
 
 
 def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
-    """The keys are DeepSpeed's, and none is one that experts cannot go with."""
+    """Check that the keys are DeepSpeed's and that experts support them."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     try:
@@ -248,8 +248,8 @@ def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
         key = ".".join(["zero_optimization", *map(str, first["loc"])])
         if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
             known = list(DeepSpeedZeroConfig.model_fields)
-            told = unknown_name_message("key", str(first["loc"][0]), known)
-            raise UserError(f"{where}: zero_optimization: {told}") from None
+            problem = unknown_name_message("key", str(first["loc"][0]), known)
+            raise UserError(f"{where}: zero_optimization: {problem}") from None
         raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from None
     bucket = section.get("allgather_bucket_size", 0)
     if stage in (1, 2) and bucket % 2:
@@ -266,7 +266,7 @@ def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
 
 
 def _check_numbers(where: str, content: dict[str, Any]) -> None:
-    """What DeepSpeed takes as it is: it would compute 2 to any power, and divide by any text."""
+    """Check numbers that DeepSpeed does not check: it would compute 2 to any power, and divide by text."""
     power = content.get("fp16", {}).get("initial_scale_power", 16)
     if type(power) is not int or not 0 <= power <= LARGEST_SCALE_POWER:
         raise UserError(
@@ -284,10 +284,10 @@ def _check_numbers(where: str, content: dict[str, Any]) -> None:
 
 
 def _check_the_rest(where: str, filled: dict[str, Any]) -> None:
-    """What DeepSpeed would refuse when its engine is built, with a traceback."""
+    """Check what DeepSpeed would refuse with a traceback when its engine is built."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    # Without the batch's size, of which it has its own idea: the ranks may not have met yet.
+    # Without the batch size, which DeepSpeed checks against the ranks: they may not be initialised yet.
     rest = {key: value for key, value in copy.deepcopy(filled).items() if key != "train_batch_size"}
     try:
         DeepSpeedConfig(rest)
@@ -296,19 +296,19 @@ def _check_the_rest(where: str, filled: dict[str, Any]) -> None:
         key = ".".join(map(str, first["loc"])) or "a key"
         found = f"{first['msg']} (found {_short(first['input'])})"
         raise UserError(f"{where}: {error.title}: {key}: {found}") from None
-    except Exception as error:  # it raises whatever it likes, AssertionError among others
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{where}: DeepSpeed refuses it: {told[:200]}") from None
+    except Exception as error:  # DeepSpeed raises many types, such as AssertionError
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{where}: DeepSpeed refuses it: {reason[:200]}") from None
 
 
 def bucket_elements(plan: ParallelPlan) -> float:
-    """Elements of the buffer in which gradients are reduced, if the file asks for one; else 0."""
+    """Return the size of the gradient reduction buffer in elements, or 0 if the file has none."""
     size = plan.content.get("zero_optimization", {}).get("reduce_bucket_size", 0)
     return float(size) if isinstance(size, int | float) and plan.stage else 0.0
 
 
 def _check_overflow_checks(where: str, content: dict[str, Any]) -> None:
-    """By these DeepSpeed sees a gradient that is not finite, and leaves the weights alone."""
+    """Refuse to disable the checks by which DeepSpeed skips a step with gradients that are not finite."""
     for section, key in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
         if content.get(section, {}).get(key, True) is not True:
             raise UserError(
@@ -318,7 +318,7 @@ def _check_overflow_checks(where: str, content: dict[str, Any]) -> None:
 
 
 def _check_precision(where: str, precision: Precision, stage: int) -> None:
-    """fp16 needs ZeRO, whose optimiser scales the loss, and a device that computes in it."""
+    """Check that fp16 has ZeRO, whose optimiser scales the loss, and a device that computes in fp16."""
     if precision != "fp16":
         return
     from deepspeed.accelerator import get_accelerator
@@ -336,7 +336,7 @@ def _check_precision(where: str, precision: Precision, stage: int) -> None:
 
 
 def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> None:
-    """Gradients accumulate in fp32; at stage 0 the bf16 model and its masters are ours, not the engine's."""
+    """Accumulate gradients in fp32; at stage 0 we hold the bf16 model and its masters, not the engine."""
     for name in ("bf16", "fp16"):
         filled[name] = {**filled.get(name, {}), "enabled": precision == name and stage > 0}
     if filled["bf16"]["enabled"] or filled["fp16"]["enabled"]:
@@ -344,7 +344,7 @@ def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> 
         types.setdefault("grad_accum_dtype", "fp32")
         if (
             stage == 1
-        ):  # it reduces once a step, what has accumulated: rounded first, that would be for nothing
+        ):  # it reduces accumulated gradients once a step; rounding them would lose the fp32 accumulation
             filled.setdefault("communication_data_type", "fp32")
             filled["bf16"].setdefault("immediate_grad_update", True)  # autograd's own go at once
     else:

@@ -1,11 +1,11 @@
-"""The DeepSpeed engine behind a few verbs: forward, backward, step, project, and the sizes of a batch.
+"""The DeepSpeed engine behind a small interface: forward, backward, step, project, and batch sizes.
 
-What it settles, so that training is the same under every layout:
-- the caller's loss is the gradient's source as it stands: the engine divides by nothing but the
-  data-parallel size (its mean over ranks), never by the accumulation steps;
-- the accumulation boundary is told, not counted, so a batch may change its size between steps;
-- clipping is over dense and expert parameters together at every stage (see `optimizer`);
-- a step whose gradients are not finite, or that is told to rest, moves nothing, and tells (`step_skipped`).
+It makes training the same under every layout:
+- the gradient comes from the caller's loss unchanged: the engine divides only by the data-parallel size (its
+mean over ranks), not by the accumulation steps;
+- the caller sets the accumulation boundary, so the batch size may change between steps;
+- clipping covers dense and expert parameters together at every stage (see `optimizer`);
+- a step whose gradients are not finite, or that the caller skips, changes nothing (`step_skipped`).
 """
 
 import math
@@ -49,8 +49,8 @@ from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, s
 class Engine:
     """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision.
 
-    plan, filled: how it is spread, and what `fill_in` made of it for `deepspeed.initialize`.
-    step_skipped: whether the last step left weights and moments as they were.
+    plan: the layout and ZeRO settings. filled: the dictionary from `fill_in` for `deepspeed.initialize`.
+    step_skipped: whether the last step left weights and moments unchanged.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine:
         optimizer = _build_optimizer(config, model, plan, world)
         silence_memory_reports()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the libraries' notices to their own developers
+            warnings.simplefilter("ignore")  # notices for the libraries' own developers
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
             )
@@ -81,26 +81,26 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The model, as it was given."""
+        """The model without DeepSpeed's wrapper."""
         module: nn.Module = self._engine.module
         return module
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks whose micro batches together are the batch."""
+        """The ranks whose micro batches form the batch."""
         return data_group()
 
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimiser, under ZeRO's wrapper or by itself."""
+        """The torch optimiser, inside ZeRO's wrapper or without one."""
         return inner_optimizer(self._engine.optimizer)
 
     def set_accumulation(self, accumulation: int) -> None:
-        """Micro batches per rank in the coming step."""
+        """Set the micro batches per rank of the next step."""
         self._engine.set_train_batch_size(self.micro_batch_size * self.layout.data * accumulation)
 
     def forward(self, last: bool, **inputs: Any) -> Any:
-        """The model's output; `last`: whether this micro batch completes the step."""
+        """Return the model's output; `last`: whether this is the step's last micro batch."""
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
         if self._gradient_sync is not None:
             self._gradient_sync.last = last
@@ -112,30 +112,32 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies the loss with, lest small gradients vanish in fp16; 1 elsewhere."""
+        """The factor on the loss in `backward`, so that small gradients do not underflow in fp16; 1
+        otherwise.
+        """
         return self._loss_scaler.scale if self._loss_scaler is not None else 1.0
 
     @property
     def loss_scale_can_fall(self) -> bool:
-        """Whether an overflow lowers it."""
+        """Whether an overflow lowers the loss scale."""
         return self._loss_scaler is not None and self._loss_scaler.can_fall
 
     def loss_scaler_state(self) -> dict[str, float]:
-        """What a dynamic loss scale has learned, for a checkpoint; empty where there is none."""
+        """Return the state of a dynamic loss scale for a checkpoint; empty if there is none."""
         return self._loss_scaler.state() if self._loss_scaler is not None else {}
 
     def restore_loss_scaler(self, state: dict[str, float]) -> None:
-        """Go on from `loss_scaler_state`; a static scale is the file's, whatever was learned."""
+        """Restore `loss_scaler_state`; a static scale is always the file's."""
         if self._loss_scaler is not None:
             self._loss_scaler.restore(state)
 
     def step(self, lr: float, rest: bool = False) -> float:
-        """Clip, update the weights, clear the gradients; returns the gradient norm before clipping.
+        """Clip, update the weights and clear the gradients; return the gradient norm before clipping.
 
-        Where it is not finite, or with `rest`, weights and moments stay; see `step_skipped`.
+        If the norm is not finite, or with `rest`, weights and moments do not change; see `step_skipped`.
 
         Raises:
-            CollectiveError: in fp16, where gradients overflow at the smallest loss scale.
+            CollectiveError: in fp16, if gradients overflow at the smallest loss scale.
         """
         for group in self.inner_optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -144,14 +146,14 @@ class Engine:
         try:
             with resting(self._engine.optimizer) if rest else nullcontext():
                 self._engine.step()
-        except Exception as error:  # DeepSpeed's dynamic scale knows no narrower one
+        except Exception as error:  # DeepSpeed's dynamic scale has no narrower type
             if not LossScaler.is_at_minimum(error):
                 raise
             raise CollectiveError(
                 f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} (fp16."
                 "min_loss_scale of the DeepSpeed file); lower optimizer.lr, or train in bf16"
             ) from None
-        # Where it is not finite DeepSpeed skips by itself, and says inf; ours at ZeRO 0 says what it is.
+        # A norm that is not finite: DeepSpeed skips the step and returns inf; our optimiser returns the norm.
         norm = float(self._engine.get_global_grad_norm())
         self.step_skipped = rest or not math.isfinite(norm)
         if not math.isfinite(norm):
@@ -160,9 +162,9 @@ class Engine:
 
     @torch.no_grad()
     def project(self, constraints: list[Constraint]) -> None:
-        """Replace each parameter by its projection, in full precision where it has a master copy.
+        """Replace each parameter by its projection, in full precision if it has a master copy.
 
-        Collective at ZeRO 1, 2 and 3, where a master is spread over ranks.
+        Collective at ZeRO 1, 2 and 3, which partition the masters.
         """
         for parameter, projection in constraints:
             if self.stage == 0:
@@ -175,15 +177,15 @@ class Engine:
             set_weight(parameter, value)
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Inside, parameters are whole, to be read and not written; collective at ZeRO 3, null below."""
+        """Context in which parameters are whole and read-only; collective at ZeRO 3, no operation below."""
         return gathered(parameters)
 
     def optimizer_shards(self) -> Iterator[Shard]:
-        """This rank's weights and moments, one parameter group after the other."""
+        """Return this rank's weights and moments by parameter group."""
         return optimizer_shards(self._engine.optimizer, self.inner_optimizer, self.stage)
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation mode."""
+        """Set training or evaluation mode."""
         self._engine.train(mode)
 
 
@@ -208,6 +210,6 @@ def _build_optimizer(
 
 
 def _round_parameters(model: nn.Module) -> None:
-    """Parameters to bf16; buffers (rotary frequencies) stay fp32, as the engine's own cast leaves them."""
+    """Convert parameters to bf16; buffers (rotary frequencies) stay fp32, as in the engine's own cast."""
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()

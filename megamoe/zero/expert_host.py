@@ -1,4 +1,4 @@
-"""The MoE layer as DeepSpeed wants it: experts marked as a rank's own, under a type that it knows."""
+"""The MoE layer as DeepSpeed expects it: expert parameters marked, inside a type that it recognises."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,11 @@ from megamoe.parallel.layout import Layout
 
 
 class MarkedMoELayer(MoELayer):
-    """Our layer with its experts marked as DeepSpeed marks them: a rank's own, shared with a group.
+    """Our layer with DeepSpeed's marks on its expert parameters, which name the group that shares them.
 
-    It serves where the experts are frozen: the engine demands of every host of experts that it knows a
-    group of theirs in the optimiser. All else in the layer is marked for `TensorParallelGradientSync` where
-    tensor parallelism spreads a micro batch's tokens over ranks.
+    It is used if the experts are frozen: for every recognised host of experts the engine requires an expert
+    group in the optimiser. All other parameters of the layer are marked for `TensorParallelGradientSync` if
+    tensor parallelism splits a micro batch's tokens.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class MarkedMoELayer(MoELayer):
 
 
 class HostedMoELayer(MarkedMoELayer, AutoEPMoELayer):
-    """The same under DeepSpeed's type, whose instances the engine looks for.
+    """The same layer as a subclass of DeepSpeed's type, which the engine looks for.
 
-    DeepSpeed's constructor is bypassed: it would build experts and a router of its own. Of its two hosts of
-    experts this is the one that ZeRO 3 takes.
+    DeepSpeed's constructor is bypassed: it would build its own experts and router. DeepSpeed has two such
+    types; ZeRO 3 supports this one.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -57,12 +57,12 @@ class HostedMoELayer(MarkedMoELayer, AutoEPMoELayer):
     def set_deepspeed_parallelism(
         self, use_data_before_expert_parallel_: bool = False, folding_group_handles: object = None
     ) -> None:
-        """The groups exist already; DeepSpeed calls this to have them made."""
+        """Does nothing: DeepSpeed calls it to create groups, which already exist."""
 
 
 def hosted_layer_factory(
     config: MoEConfig, context: StepContext, groups: ParallelGroups, layout: Layout
 ) -> Callable[[LayerShape], MoELayer]:
-    """What `model` calls for each MoE block."""
+    """Return the factory that `model` calls for each MoE layer."""
     host = MarkedMoELayer if "experts" in config.frozen else HostedMoELayer
     return lambda shape: host(config, shape, context, groups, layout)

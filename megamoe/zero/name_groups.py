@@ -1,4 +1,4 @@
-"""Which parameters belong to which entry of `optimizer.groups`, by their names."""
+"""Assigns parameters to the entries of `optimizer.groups` by their names."""
 
 import difflib
 from collections.abc import Sequence
@@ -12,12 +12,13 @@ Parameter = TypeVar("Parameter")
 
 
 def divide(named: Sequence[tuple[str, Parameter]], groups: Sequence[GroupConfig]) -> list[list[Parameter]]:
-    """The parameters of no group, then those of each group, in the order of `named`; the first match counts.
+    """Return the parameters of no group, then those of each group, in the order of `named`; the first match
+    counts.
 
-    named: (name, parameter) of all that is trained, the same names on all ranks.
+    named: (name, parameter) of all trained parameters, with the same names on all ranks.
 
     Raises:
-        CollectiveError: naming the pattern, where a group would have no parameter.
+        CollectiveError: naming the pattern, if a group would have no parameter.
     """
     found: list[list[Parameter]] = [[] for _ in range(1 + len(groups))]
     matchers = [compile_pattern(group.pattern) for group in groups]

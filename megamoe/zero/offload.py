@@ -1,4 +1,4 @@
-"""What of a rank's states lives off the device: where the DeepSpeed file puts it, and whether it can."""
+"""Offload: which of a rank's states the DeepSpeed file moves off the device, and whether this is possible."""
 
 import os
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from megamoe.errors import UserError
 
 Section = Literal["offload_optimizer", "offload_param"]
-# The ZeRO stages at which DeepSpeed moves it there.
+# The ZeRO stages that support each offload.
 STAGES = {
     ("offload_optimizer", "cpu"): (1, 2, 3),
     ("offload_optimizer", "nvme"): (3,),
@@ -19,28 +19,28 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Offload:
-    """Where optimiser state and parameters live: none (the device), cpu or nvme."""
+    """Where optimiser state and parameters are stored: none (the device), cpu or nvme."""
 
     optimizer: str = "none"
     parameters: str = "none"
 
 
 def read_offload(content: dict[str, Any]) -> Offload:
-    """Of a DeepSpeed file's content."""
+    """Return the offload settings of a DeepSpeed file's content."""
     return Offload(offload_device(content, "offload_optimizer"), offload_device(content, "offload_param"))
 
 
 def offload_device(content: dict[str, Any], section: Section) -> str:
-    """none, cpu or nvme."""
+    """Return none, cpu or nvme."""
     offload = content.get("zero_optimization", {}).get(section) or {}
     device: str = offload.get("device", "none")
     return device
 
 
 def check_offload(where: str, content: dict[str, Any], stage: int) -> None:
-    """Refuse what DeepSpeed would not, or only with its model half built.
+    """Refuse offload settings that DeepSpeed would accept, or refuse only after building half of the model.
 
-    where: the file, for the messages; the keys themselves are DeepSpeed's already.
+    where: the file, for the messages; its keys are already checked.
 
     Raises:
         UserError: naming the key, what was expected and the way out.
@@ -86,7 +86,7 @@ def _check_folder(where: str, section: Section, path: str | None) -> None:
 
 
 def _check_async_io(where: str) -> None:
-    """DeepSpeed's op for NVMe is compiled at its first use."""
+    """Check DeepSpeed's NVMe op, which is compiled at its first use."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):

@@ -1,4 +1,6 @@
-"""AdamW or Adam, its parameter groups, and global-norm clipping where DeepSpeed's own is wrong."""
+"""AdamW or Adam, its parameter groups, and global-norm clipping, because DeepSpeed's is wrong with
+experts.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,14 +23,13 @@ from megamoe.zero.weight_decay import weight_decay
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups: PyTorch's keys, and `lr_scale`, by which the learning rate is multiplied.
+    """Return the optimiser's groups, with PyTorch's keys and `lr_scale`, a factor on the learning rate.
 
-    Matrices decay; norms, biases and other vectors do not, unless `optimizer.groups` gives them a weight
-    decay; experts stand apart. Their weights are stacked, so what decays is decided on the shape that one
-    expert has.
+    Matrices have weight decay; norms, biases and other vectors do not, unless `optimizer.groups` sets one.
+    Experts form separate groups. Their weights are stacked, so the shape of one expert's weight decides.
 
     Raises:
-        CollectiveError: where a pattern of `optimizer.groups` has no parameter.
+        CollectiveError: if a pattern of `optimizer.groups` matches no parameter.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     rest, *chosen = divide(trained, config.groups)
@@ -43,7 +44,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 def _decaying(
     name: str, parameters: list[nn.Parameter], of_matrices: float, of_vectors: float, lr_scale: float
 ) -> list[dict[str, Any]]:
-    """Two groups: of matrices and of vectors."""
+    """Return two groups: matrices and vectors."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for parameter in parameters:
         dimensions = parameter.dim() - (1 if is_moe_param(parameter) else 0)
@@ -56,7 +57,7 @@ def _decaying(
 
 
 def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
-    """Keywords of torch.optim.AdamW and Adam; fused is one pass over each tensor, on CPU and GPU."""
+    """Return the keyword arguments of torch.optim.AdamW and Adam; fused makes one pass per tensor."""
     return {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
@@ -77,8 +78,8 @@ def global_grad_norm(
 ) -> Tensor:
     """L2 norm of the whole model's gradient, fp32 scalar, the same on every rank, finite or not.
 
-    Each parameter once: what all ranks hold whole counts here; what tensor parallelism cuts is summed over
-    its group, and an expert over the ranks that hold all experts once between them.
+    Each parameter counts once: replicated ones are counted on this rank, those that tensor parallelism splits
+    are summed over its group, and experts over the ranks that together hold all experts once.
     """
     whole: list[Tensor] = []
     cut: list[Tensor] = []
@@ -106,11 +107,11 @@ def _sum_of_squares(tensors: list[Tensor], kernels: Kernels) -> Tensor:
 
 
 class Stage0AdamW(AdamW):
-    """AdamW, or Adam, for ZeRO 0, which clips by the global norm itself.
+    """AdamW or Adam for ZeRO 0, with clipping by the global norm.
 
-    DeepSpeed's clipping at stage 0 averages norms over data-parallel ranks, which hold different
-    experts. grad_norm: of the last step, before clipping. options: of `adamw_options`, and
-    `decoupled_weight_decay`. rests: of `resting`.
+    DeepSpeed's clipping at stage 0 averages norms over data-parallel ranks, which hold different experts.
+    grad_norm: of the last step, before clipping. options: from `adamw_options`, and `decoupled_weight_decay`.
+    rests: set by `resting`.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
@@ -120,17 +121,17 @@ class Stage0AdamW(AdamW):
         self.grad_norm = math.nan
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The fp32 weight that the update goes to."""
+        """Return the fp32 weight that the update changes."""
         return parameter
 
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """(parameter, gradient) of what has one; the parameter tells dense from expert."""
+        """Return (parameter, gradient) pairs; the parameter tells whether it is dense or an expert's."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Clip by the global norm, then update; a norm that is not finite leaves the weights as they are."""
+        """Clip by the global norm, then update; if the norm is not finite, the weights do not change."""
         gradients = self._gradients()
         self.grad_norm = float(global_grad_norm(gradients, self.kernels))
         set_grad_norm(self, self.grad_norm)
@@ -141,16 +142,16 @@ class Stage0AdamW(AdamW):
         self.update(factor, self._rounded())
 
     def _rounded(self) -> dict[Tensor, Tensor] | None:
-        """By parameter, where its value is written in bf16."""
+        """Return, by parameter, the tensor that receives its value in bf16."""
         return None
 
 
 class MasterWeightAdamW(Stage0AdamW):
     """The same for a bf16 model: fp32 master weights, fp32 gradient accumulation and reduction.
 
-    DeepSpeed has neither at stage 0. A hook moves each bf16 gradient into the master's fp32 one as soon
-    as it is complete; the engine reduces what `get_grads_for_reduction` returns. is_stale: whether a master's
-    gradient is that of a step before, to be written over.
+    DeepSpeed has neither at stage 0. A hook adds each bf16 gradient to the master's fp32 gradient as soon as
+    it is complete; the engine reduces the result of `get_grads_for_reduction`. is_stale: whether a master's
+    gradient belongs to an earlier step and is to be overwritten.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
@@ -170,7 +171,9 @@ class MasterWeightAdamW(Stage0AdamW):
             master.allreduce = False  # type: ignore[attr-defined]
             master.group_name = parameter.group_name  # type: ignore[attr-defined]
         master.grad = torch.zeros_like(master)
-        is_stale = self.is_stale  # a hook that held the optimizer would keep it and the model for ever
+        is_stale = (
+            self.is_stale
+        )  # a hook with a strong reference would keep the optimizer and the model alive
         is_stale[master] = False
 
         def accumulate(bf16_parameter: Tensor) -> None:
@@ -194,16 +197,16 @@ class MasterWeightAdamW(Stage0AdamW):
         return super()._gradients()
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The fp32 weight that the update goes to."""
+        """Return the fp32 weight that the update changes."""
         place = next(i for i, known in enumerate(self.model_parameters) if known is parameter)
         return self.masters()[place]
 
     def masters(self) -> list[nn.Parameter]:
-        """The fp32 weights, in the order of `model_parameters`."""
+        """Return the fp32 weights, in the order of `model_parameters`."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """DeepSpeed's hook: dense gradients, and expert gradients by group name."""
+        """Return dense gradients, and expert gradients by group name; DeepSpeed calls it."""
         dense: list[Tensor] = []
         expert: dict[str, list[Tensor]] = {}
         for master, gradient in self._gradients():
@@ -213,7 +216,7 @@ class MasterWeightAdamW(Stage0AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step on the masters, which are rounded into the model; what comes next replaces their gradients."""
+        """Update the masters and round them into the model; the next gradients overwrite theirs."""
         super().step()
         self.is_stale.update(dict.fromkeys(self.masters(), True))
 
@@ -221,14 +224,14 @@ class MasterWeightAdamW(Stage0AdamW):
         return dict(zip(self.masters(), self.model_parameters, strict=True))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The masters' gradients are cleared by `step`; the engine clears the model's."""
+        """Does nothing: `step` handles the masters' gradients, and the engine clears the model's."""
 
 
 @contextmanager
 def resting(optimizer: Any) -> Iterator[None]:
-    """Inside, a step moves no weight, master or moment; norm, loss scale, clearing and swapping go their way.
+    """Context in which a step changes no weight, master or moment; all else works as usual.
 
-    optimizer: DeepSpeed's around ours or its own, or ours by itself at ZeRO 0.
+    optimizer: DeepSpeed's wrapper of ours or its own, or ours alone at ZeRO 0.
     """
     if isinstance(optimizer, Stage0AdamW):
         optimizer.rests = True

@@ -1,4 +1,4 @@
-"""What ZeRO has cut: parameters whole again for a while, and the optimiser's share of this rank."""
+"""Access to what ZeRO partitions: gathered parameters, and this rank's part of the optimiser state."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ from megamoe.compat.deepspeed_zero import (
 
 @dataclass(frozen=True)
 class Fragment:
-    """Part of a parameter in a tensor that the optimiser steps on.
+    """Part of a parameter inside a tensor that the optimiser updates.
 
-    Elements [start, start + numel) of the flattened parameter lie at [at, at + numel) of the flattened
-    `tensor`, whose moments lie alike.
+    Elements [start, start + numel) of the flattened parameter are at [at, at + numel) of the flattened
+    `tensor`; its moments have the same layout.
     """
 
     parameter: nn.Parameter
@@ -37,16 +37,16 @@ class Fragment:
     numel: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its elements of `tensor`, or of a moment, as a flat view."""
+        """Return its elements of `tensor`, or of a moment, as a flat view."""
         return tensor.detach().view(-1).narrow(0, self.at, self.numel)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter group's tensors that the optimiser steps on; their state is in `optimizer.state`.
+    """The tensors of one parameter group that the optimiser updates; their state is in `optimizer.state`.
 
-    fragments: what of which parameters lies in them; the rest is padding. fleeting: they are in memory until
-    the next shard only.
+    fragments: the parameters' elements in these tensors; the rest is padding. fleeting: the tensors are in
+    memory only until the next shard is read.
     """
 
     tensors: list[Tensor]
@@ -56,9 +56,9 @@ class Shard:
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, every parameter is whole, to be read and not written.
+    """Context in which every parameter is whole and read-only.
 
-    Collective over the ranks that hold its slices, and null where ZeRO 3 does not cut it.
+    Collective over the ranks that hold its parts; no operation for parameters that ZeRO 3 does not partition.
     """
     cut = [p for p in parameters if is_absent(p)]
     with GatheredParameters(cut, enabled=bool(cut)):
@@ -66,7 +66,7 @@ def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def held_part(parameter: nn.Parameter) -> tuple[Tensor, int]:
-    """What this rank holds of a parameter's flattened elements, and which is the first of them."""
+    """Return this rank's elements of the flattened parameter, and the index of the first of them."""
     if not is_cut(parameter):
         return parameter.detach().view(-1), 0
     return slice_values(parameter), slice_of(parameter)[0]
@@ -74,7 +74,7 @@ def held_part(parameter: nn.Parameter) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
-    """parameter := value, whole and the same on all ranks that hold it; collective at ZeRO 3."""
+    """Set a parameter to a whole value that is the same on all its ranks; collective at ZeRO 3."""
     if not is_cut(parameter):
         parameter.copy_(value)
         return
@@ -84,7 +84,7 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
 
 @torch.no_grad()
 def set_master(parameter: nn.Parameter, value: Tensor) -> None:
-    """The parameter's fp32 master under ZeRO 1, 2 or 3 := value, whole and the same on all ranks."""
+    """Set the fp32 master under ZeRO 1, 2 or 3 to a whole value that is the same on all its ranks."""
     if not is_cut(parameter):
         safe_set_full_fp32_param(parameter, value)
     else:
@@ -92,7 +92,9 @@ def set_master(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def optimizer_shards(wrapper: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[Shard]:
-    """wrapper: DeepSpeed's optimiser around the torch one, or the torch one itself at stage 0."""
+    """Return this rank's shards; wrapper: DeepSpeed's optimiser around torch's, or torch's alone at stage
+    0.
+    """
     if stage == 0:
         yield from _shards_at_zero0(optimizer)
     elif stage < 3:
@@ -102,7 +104,7 @@ def optimizer_shards(wrapper: Any, optimizer: torch.optim.Optimizer, stage: int)
 
 
 def _shards_at_zero0(optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
-    """Each parameter, or its fp32 master, by itself."""
+    """Return a shard for each parameter, or for its fp32 master."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     parameters = getattr(optimizer, "model_parameters", tensors)
     pairs = zip(parameters, tensors, strict=True)
@@ -110,14 +112,14 @@ def _shards_at_zero0(optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
 
 
 def _shards_at_zero1(wrapper: Any, optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
-    """A flat range of each group."""
+    """Return a shard for each group's flat range."""
     for ranges, group in zip(ranges_at_zero1(wrapper), optimizer.param_groups, strict=True):
         (flat,) = group["params"]
         yield Shard([flat], _fragments(flat, ranges))
 
 
 def _shards_at_zero3(wrapper: Any) -> Iterator[Shard]:
-    """A slice of each parameter, one after the other, by sub-groups."""
+    """Return a shard for each sub-group, with a slice of each of its parameters."""
     for flat, ranges, on_disk in ranges_at_zero3(wrapper):
         yield Shard([flat], _fragments(flat, ranges), fleeting=on_disk)
 

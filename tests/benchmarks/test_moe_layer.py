@@ -56,13 +56,13 @@ def spoil(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(candidates, name, wrong)
 
 
-def test_another_layer_that_is_wrong_is_told_and_left_out(
+def test_another_layer_that_is_wrong_is_reported_and_left_out(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil("hf_eager", monkeypatch)
     assert bench.main([*SMALL, "--candidates", "ours,hf_eager"]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_eager")]
-    assert len(told) == 1 and "not measured: wrong: relative error" in told[0]
+    message = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_eager")]
+    assert len(message) == 1 and "not measured: wrong: relative error" in message[0]
 
 
 def test_nothing_is_measured_where_our_layer_is_wrong(
@@ -111,5 +111,5 @@ def test_a_mistake_is_one_line(bench: Any, arguments: list[str], capsys: pytest.
     with pytest.raises(SystemExit) as ended:
         bench.main(arguments)
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1

@@ -32,7 +32,7 @@ def overrides(*more: str) -> list[str]:
 
 
 def measured(bench: Any, moe: list[float], dense: list[float], flat: list[float]) -> Any:
-    """With a step in each second that is all forward pass, and all update."""
+    """Simulated timers: in each second one step is all forward pass and one is all update."""
     candidate = sys.modules["steps.candidate"]
 
     def steps(times: list[float]) -> list[Any]:
@@ -91,7 +91,7 @@ def test_each_bar_is_judged_by_the_end_of_its_interval(bench: Any) -> None:
     assert all(each.holds for each in bench.judge(fast, "demo"))
 
 
-def test_a_shape_is_known_again_and_has_bars_only_where_all_blocks_are_moe(bench: Any) -> None:
+def test_a_shape_is_recognised_and_has_bars_only_if_all_blocks_are_moe(bench: Any) -> None:
     shapes = sys.modules["steps.shapes"]
     for name, shape in shapes.SHAPES.items():
         config = tiny(*shape.overrides())
@@ -112,9 +112,9 @@ def test_a_shape_is_known_again_and_has_bars_only_where_all_blocks_are_moe(bench
 )
 def test_what_no_mixtral_has_leaves_transformers_out(bench: Any, override: str, why: str) -> None:
     module = sys.modules["steps.transformers_model"]
-    with pytest.raises(sys.modules["layers.candidate"].NotMeasured) as told:
+    with pytest.raises(sys.modules["layers.candidate"].NotMeasured) as message:
         module.TransformersModel(tiny(override), torch.device("cpu"))
-    assert str(told.value).startswith(why)
+    assert str(message.value).startswith(why)
 
 
 def test_ranks_share_the_batch(bench: Any, config: str, tmp_path: Path) -> None:
@@ -141,5 +141,5 @@ def test_a_mistake_is_one_line(
     with pytest.raises(SystemExit) as ended:
         bench.main(["--config", config, *overrides(), *arguments])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1

@@ -63,7 +63,7 @@ def test_the_configuration_and_the_record_have_present_names(earlier: Path) -> N
     assert meta.get("skip_policy") == {"in_a_row": 1, "losses": [5.0]}
 
 
-def test_a_stored_name_in_the_file_itself_means_nothing(tmp_path: Path) -> None:
+def test_names_stored_inside_a_file_are_ignored(tmp_path: Path) -> None:
     folder = checkpoint.write(tmp_path / "step_00000007")
     index = json.loads((folder / "index.json").read_text())
     index["tensors"]["model/bias"]["stored_name"] = "model/norm"

@@ -74,7 +74,7 @@ def test_the_same_model_is_bit_equal_whatever_chunks_it_was_saved_in(
 
 
 def test_bf16_weights_and_scalars_come_through(tmp_path: Path) -> None:
-    """A scalar has no slice; what was saved in bf16 is the start of an fp32 model as it stands."""
+    """A scalar has no slice; weights saved in bf16 initialise an fp32 model unchanged."""
     model = nn.Linear(3, 2)
     model.scale = nn.Parameter(torch.tensor(0.0))
     weight = torch.randn(2, 3).bfloat16()
@@ -109,8 +109,8 @@ def test_the_cut_is_exact_beyond_fp32(tmp_path: Path) -> None:
     rows = torch.randn(5, 16, dtype=torch.float64)
 
     def ffn(up: Tensor, down: Tensor) -> Tensor:
-        score_function, value = (rows @ up.double().T).chunk(2, dim=-1)
-        return (functional.silu(score_function) * value) @ down.double().T
+        gate, value = (rows @ up.double().T).chunk(2, dim=-1)
+        return (functional.silu(gate) * value) @ down.double().T
 
     experts = model.model.decoder.layers[1].mlp.layer.experts
     parts = sum(ffn(up, down) for up, down in zip(experts.up, experts.down, strict=True))
@@ -159,7 +159,7 @@ def _unlink(file: str) -> Callable[[Path], None]:
 
 
 def _leave(folder: Path) -> None:
-    """As it is."""
+    """Change nothing."""
 
 
 def _cut_short(folder: Path) -> None:
@@ -167,7 +167,7 @@ def _cut_short(folder: Path) -> None:
 
 
 def _flip_a_bit(folder: Path) -> None:
-    """In the last of the shard's numbers."""
+    """Flip a bit in the shard's last number."""
     content = bytearray((folder / SHARD).read_bytes())
     content[-1] ^= 1
     (folder / SHARD).write_bytes(content)

@@ -11,7 +11,7 @@ from megamoe.checkpoint import writer
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread's own scheduling is Linux's")
-def test_a_writer_gives_way_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_starts_at_idle_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
 
     def write(*unused: object) -> None:

@@ -41,7 +41,7 @@ def test_a_second_world_in_one_process() -> None:
 
 
 def test_groups_are_kept() -> None:
-    """Of a world of its own."""
+    """The groups belong to a separate world."""
     with restored_process():
         launch.start(launch.find_world(), timeout_minutes=1)
         start_groups(Layout(1), timeout_minutes=1)
@@ -66,14 +66,16 @@ def test_expert_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_reports_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(bf16_optimizer, "see_memory_usage", lambda message, force=False: told.append(message))
+    reported: list[str] = []
+    monkeypatch.setattr(
+        bf16_optimizer, "see_memory_usage", lambda message, force=False: reported.append(message)
+    )
     source = inspect.getsource(bf16_optimizer.BF16_Optimizer)
     forced = source.count("see_memory_usage(") and source.count("force=True")
     assert forced, "DeepSpeed does not report its memory any more"
     deepspeed_compat.silence_memory_reports()
     bf16_optimizer.see_memory_usage("before", force=True)
-    assert told == []
+    assert reported == []
 
 
 def test_cpu_adam_counts_in_int() -> None:

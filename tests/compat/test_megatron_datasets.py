@@ -22,7 +22,7 @@ from tests.data.test_datasets import build, config, make_data
 
 @pytest.fixture(name="blend")
 def _blend(tmp_path: Path) -> Any:
-    """Of two sources, as runs read it, but without the checks around it."""
+    """Return a blend of two sources, as a run reads it, without the surrounding checks."""
     paths = [make_data(tmp_path / name, [name * 50] * 4) for name in ("a", "b")]
     checked: Any = build(config(*paths), train=20).train
     return checked._dataset

@@ -107,13 +107,13 @@ def sources_of(module: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "message"),
     [
         ("megatron.core.transformer", "full scope is deprecated"),
         ("megatron.core.models.gpt", "Apex is not installed"),
         ("torch.distributed", "@deprecated"),
     ],
 )
-def test_the_libraries_would_warn_at_import(module: str, told: str) -> None:
-    """Of those that `settle_vendors` silences."""
-    assert any(told in source for source in sources_of(module))
+def test_the_libraries_would_warn_at_import(module: str, message: str) -> None:
+    """The libraries that `settle_vendors` silences."""
+    assert any(message in source for source in sources_of(module))

@@ -1,4 +1,4 @@
-"""Canaries of PyTorch: a failure says what an update has mended or taken away."""
+"""Canaries of PyTorch: a failure means that an update has fixed or removed something."""
 
 import inspect
 import platform

@@ -231,6 +231,6 @@ def test_a_long_value_is_shortened(load: Load) -> None:
     assert message.endswith(", 21, 2...")
 
 
-def test_an_unknown_key_is_told_before_the_key_that_it_was_meant_to_be(load: Load) -> None:
+def test_an_unknown_key_is_reported_before_a_missing_key(load: Load) -> None:
     message = message_of(load, "train: {batch_rampup: {start: 1, incremnt: 1, samples: 1}}")
     assert "unknown key 'incremnt'; did you mean 'increment'?" in message

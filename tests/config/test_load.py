@@ -1,4 +1,4 @@
-"""What the YAML and its overrides become: defaults, numbers, shorthands, the round trip."""
+"""Reading the YAML and its overrides: defaults, numbers, shorthands, the round trip."""
 
 import dataclasses
 from collections.abc import Callable
@@ -122,7 +122,7 @@ def test_masks_may_be_none(load: Load) -> None:
 TWO = "moe: {losses: {near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 1}}}"
 
 
-def test_a_loss_stands_twice_under_keys_of_its_own(load: Load) -> None:
+def test_a_loss_may_occur_twice_under_different_keys(load: Load) -> None:
     config = load(TWO, "moe.losses.far.weight=0.5")
     losses = config.moe.losses
     assert [choice.name for choice in losses.values()] == ["switch_balance"] * 2
@@ -138,7 +138,7 @@ def test_a_loss_under_a_key_of_its_own_can_be_dropped_and_put_back(load: Load) -
     assert put_back["z_loss"].options == ZLoss.Config(weight=2.0)
 
 
-def test_an_empty_section_of_losses_says_nothing(load: Load) -> None:
+def test_an_empty_section_of_losses_changes_nothing(load: Load) -> None:
     assert load("moe: {losses: }").moe.losses == {}
     for losses in ("losses: ", "losses: {clustering: , switch_balance: }"):
         assert load(f"moe: {{router: moec, {losses}}}").moe == load("moe: {router: moec}").moe
@@ -177,7 +177,7 @@ def test_the_dump_reads_back_equal(load: Load) -> None:
 
 
 def test_the_dump_names_every_key(load: Load) -> None:
-    """What is on record of a run must not depend on the defaults of a later version."""
+    """A run's stored configuration must not depend on the defaults of a later version."""
 
     def check(node: Any, tree: Any) -> None:
         if isinstance(node, PartChoice):

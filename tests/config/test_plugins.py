@@ -227,7 +227,7 @@ def test_a_config_that_cannot_be_built_is_one_line(
     )
 
 
-def test_an_option_that_no_yaml_can_say(load: Load, tmp_path: Path) -> None:
+def test_an_option_that_yaml_cannot_express(load: Load, tmp_path: Path) -> None:
     text = CONFIG.format(name="object", option="Callable | None", body="pass")
     (tmp_path / "object.py").write_text(text.replace("= 1", "= None"))
     load("plugins: [object.py]\nmoe: {router: {score_function: bad_object}}")

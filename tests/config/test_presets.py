@@ -31,11 +31,11 @@ def moe(**tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("router", ["own", {"preset": "own"}])
-def test_a_name_stands_for_the_whole(router: Any) -> None:
+def test_a_presets_name_alone_is_enough(router: Any) -> None:
     assert moe(router=router) == moe(**TREE)
 
 
-def test_an_option_goes_into_the_systems_part() -> None:
+def test_an_option_is_merged_into_the_presets_part() -> None:
     found = moe(router={"preset": "own", "selector": {"k": 2}, "scorer": {"name": "linear", "jitter": 0.5}})
     assert (found.router.selector.options.k, found.router.selector.options.scale) == (2, 2.0)
     assert found.router.scorer.options.jitter == 0.5
@@ -59,7 +59,7 @@ def test_another_part_takes_the_place() -> None:
     assert found.router.selector.options.k == 3
 
 
-def test_losses_stand_beside_the_systems_own() -> None:
+def test_losses_are_added_to_the_presets() -> None:
     found = moe(router="own", losses={"z_loss": 1, "switch_balance": {"weight": 0.1}}).losses
     assert found["z_loss"].options.weight == 1
     assert (found["switch_balance"].options.weight, found["switch_balance"].options.first_choice) == (
@@ -76,7 +76,7 @@ def test_a_loss_that_is_none_must_be_one() -> None:
         moe(router="own", losses={"zlos": "none"})
 
 
-def test_a_system_may_have_losses_under_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_may_have_losses_under_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"losses": {"far": {"name": "switch_balance", "first_choice": True}}}
     monkeypatch.setitem(registry._presets, "far", registry.Preset("far", tree, "these tests"))
     options = moe(router="far", losses={"far": 0.5}).losses["far"].options
@@ -96,7 +96,7 @@ def test_an_option_without_a_name_belongs_to_the_stages_default(monkeypatch: pyt
     assert set(moe(router="bare", losses={"z_loss": 0.1}).losses) == {"z_loss"}
 
 
-def test_a_system_may_build_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_may_build_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {
         "router": {"preset": "own", "selector": {"k": 2}},
         "losses": {"z_loss": "none", "entropy_x": {"name": "switch_balance"}},
@@ -125,7 +125,7 @@ def test_on_the_command_line() -> None:
     assert config.moe.router.scorer.options.jitter == 0.25
 
 
-def test_an_unknown_system_names_the_nearest() -> None:
+def test_an_unknown_preset_names_the_nearest() -> None:
     message = r"^configuration: moe.router: unknown preset 'owm'; did you mean 'own'\?"
     with pytest.raises(UserError, match=message):
         moe(router="owm")
@@ -138,7 +138,7 @@ def test_the_same_name_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", registry.list_presets())
-def test_every_system_parses_and_its_dump_reads_back_equal(name: str) -> None:
+def test_every_preset_parses_and_its_dump_reads_back_equal(name: str) -> None:
     config = parse_config({"moe": {"router": name, "num_experts": 16}})
     assert isinstance(config, RunConfig)
     assert parse_config({"moe": registry.get_preset(name).tree | {"num_experts": 16}}) == config

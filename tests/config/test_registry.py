@@ -69,7 +69,7 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["lab.margin", "Margin", "2nd", "a b", "", "größe", "a\n", None])
-def test_a_name_is_a_small_word(name: str) -> None:
+def test_names_are_lower_case_words(name: str) -> None:
     with pytest.raises(
         ValueError, match="^loss .*: expected a name of small letters, digits and _, a letter"
     ):
@@ -97,7 +97,7 @@ def test_a_name_is_a_small_word(name: str) -> None:
         ),
     ],
 )
-def test_a_systems_tree_is_one_that_the_yaml_could_say(tree: Any, expected: str) -> None:
+def test_a_presets_tree_is_valid_yaml_data(tree: Any, expected: str) -> None:
     with pytest.raises(ValueError) as caught:
         registry.register_preset("mine", tree, "here")
     assert str(caught.value).startswith(f"preset 'mine': {expected}")

@@ -42,7 +42,7 @@ def test_an_older_configuration_gets_the_new_names() -> None:
     assert old["moe"]["router"] == {"gate": 1, "restrictions": 2}  # type: ignore[index]
 
 
-def test_a_new_name_that_is_there_already_stands() -> None:
+def test_an_existing_new_name_keeps_its_value() -> None:
     assert with_new_names({"moe": {"router": {"gate": 1, "score_function": 2}}}) == {
         "moe": {"router": {"score_function": 2}}
     }

@@ -14,7 +14,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megamoe.config.schema import DataConfig
-from megamoe.data import file_facts
+from megamoe.data import scan_cache
 from megamoe.data.card import load_card
 from megamoe.data.index_file import HEADER
 from megamoe.data.verify import verify_in_full
@@ -31,7 +31,7 @@ def document(number: int) -> str:
 
 
 def blend(folder: Path) -> DataConfig:
-    """Two prepared datasets, both with a validation share, document-aware: what a card says matters too."""
+    """Two prepared datasets with a validation share, document-aware, so that the cards matter too."""
     paths = [str(folder / name) for name in "ab"]
     return config(*paths, weights=[2.0, 1.0], split=[0.8, 0.2, 0.0], document_aware=True)
 
@@ -90,7 +90,7 @@ def damage(folder: Path, draw: random.Random) -> str:
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the blend's data, its cache, and facts of its files that hold."""
     # Facts of files that are as young as these would not be kept.
-    monkeypatch.setattr(file_facts, "SETTLED_S", 0.0)
+    monkeypatch.setattr(scan_cache, "SETTLED_S", 0.0)
     folder = tmp_path / "data"
     folder.mkdir()
     make_data(folder / "a", [document(number) for number in range(NUM_DOCUMENTS)])
@@ -121,7 +121,7 @@ def test_no_damage_changes_the_batches_unseen(
     assert not capsys.readouterr().err  # the cache is used
     whole = prepared.with_name("whole")
     shutil.copytree(prepared, whole)
-    told, remade = set(), 0
+    reported, remade = set(), 0
     for seed in seeds:
         draw = random.Random(seed)
         what = damage(prepared, draw)
@@ -129,14 +129,14 @@ def test_no_damage_changes_the_batches_unseen(
             found = batches(data)
         except UserError as error:
             assert "\n" not in str(error)
-            told.add(what.split(": ")[0])
+            reported.add(what.split(": ")[0])
         else:
             assert found == expected, f"seed {seed}: {what}"
             remade += "made anew" in capsys.readouterr().err
         restore(whole, prepared)
     assert batches(data) == expected
     # Every kind of file was refused at least once; indices of the cache were made anew.
-    assert {"a.idx", "a.bin", "a.card.json"} <= told and remade >= len(seeds) // 20
+    assert {"a.idx", "a.bin", "a.card.json"} <= reported and remade >= len(seeds) // 20
 
 
 def data_of(prefix: Path, tokens: list[int], dtype: type[np.number] = np.int32) -> DataConfig:
@@ -149,9 +149,9 @@ def data_of(prefix: Path, tokens: list[int], dtype: type[np.number] = np.int32) 
 def test_a_token_id_past_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
     for number, wrong in enumerate((257, -1, 70_000)):
         data = data_of(tmp_path / str(number), [5] * 30 + [wrong] + [5] * 9)
-        told = rf"{number}\.bin': token id {wrong} \(token 30, byte 120\) .*vocabulary of 257"
+        reported = rf"{number}\.bin': token id {wrong} \(token 30, byte 120\) .*vocabulary of 257"
         for _ in range(2):  # read, then known
-            with pytest.raises(UserError, match=told):
+            with pytest.raises(UserError, match=reported):
                 build(data)
     assert build(data_of(tmp_path / "right", [256] * 40))
 
@@ -163,7 +163,7 @@ def test_data_that_is_verified_is_not_read_again(prepared: Path, monkeypatch: py
         reads.append(path.name)
         return scan(path, **options)  # type: ignore[arg-type]
 
-    scan = file_facts.scan
+    scan = scan_cache.scan
     monkeypatch.setattr("megamoe.data.verify.scan", note)
     data = blend(prepared)
     batches(data)
@@ -181,18 +181,20 @@ def test_data_that_is_verified_is_not_read_again(prepared: Path, monkeypatch: py
 def test_facts_of_a_file_that_has_just_changed_are_not_kept(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_facts, "SETTLED_S", 3600.0)
+    monkeypatch.setattr(scan_cache, "SETTLED_S", 3600.0)
     batches(blend(prepared))
     assert not list(prepared.glob("cache/verified/*"))
 
 
 def test_structure_alone_leaves_the_tokens_to_the_samples(tmp_path: Path) -> None:
-    """`data.verify: structure` does not read the .bin at the start; what it holds is told when it is read."""
+    """`data.verify: structure` does not read the .bin at the start; wrong content is reported when it is
+    read.
+    """
     data = data_of(tmp_path / "x", [5] * 30 + [300] + [5] * 9)
     data.verify = "structure"
     dataset = build(data).train
-    told = rf"{tmp_path}/x\.bin holds no token id: token 30 of document 0 is 300, the vocabulary has 257"
-    with pytest.raises(UserError, match=told):
+    reported = rf"{tmp_path}/x\.bin holds no token id: token 30 of document 0 is 300, the vocabulary has 257"
+    with pytest.raises(UserError, match=reported):
         [dataset[index] for index in range(10)]
     card = json.loads(Path(make_data(tmp_path / "y", ["abc" * 9]) + ".card.json").read_text())
     del card["checksum"]
@@ -202,7 +204,7 @@ def test_structure_alone_leaves_the_tokens_to_the_samples(tmp_path: Path) -> Non
         build(data)
 
 
-def test_a_token_that_changes_while_training_is_told(tmp_path: Path) -> None:
+def test_a_token_that_changes_during_training_is_reported(tmp_path: Path) -> None:
     data = data_of(tmp_path / "x", [5] * 50)
     dataset = build(data).train
     assert dataset[0]["tokens"].max() == 5
@@ -213,8 +215,8 @@ def test_a_token_that_changes_while_training_is_told(tmp_path: Path) -> None:
     with open(tmp_path / "x.idx", "r+b") as file:
         file.seek(HEADER.size + 4)
         file.write(struct.pack("<q", 2**40))
-    told = r"sample 0 of .*x\.bin cannot be read \(.*\); prepare it again"
-    with pytest.raises(UserError, match=told):
+    reported = r"sample 0 of .*x\.bin cannot be read \(.*\); prepare it again"
+    with pytest.raises(UserError, match=reported):
         build_lengths_anew(dataset)[0]
 
 
@@ -291,7 +293,7 @@ def test_a_pickle_in_the_caches_place_does_not_run(
 def test_the_index_of_other_data_is_made_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], of_record: bool
 ) -> None:
-    """Of the same name and size; with its record, it is whole in itself."""
+    """The other data has the same name and size, and its index is intact."""
     text = document(5)
     (tmp_path / "other").mkdir()
     data, other = (config(make_data(tmp_path / name, [text] * 4)) for name in ("a", "other/a"))
@@ -303,8 +305,8 @@ def test_the_index_of_other_data_is_made_anew(
         if mine.suffix == ".npy" or of_record:
             shutil.copy(foreign, mine)
     assert [build(data).train[index]["tokens"].tolist() for index in range(5)] == expected
-    told = "belongs to other data" if of_record else "is damaged or another index (its SHA-256 differs)"
-    assert told in capsys.readouterr().err
+    reported = "belongs to other data" if of_record else "is damaged or another index (its SHA-256 differs)"
+    assert reported in capsys.readouterr().err
 
 
 # The tool

@@ -42,7 +42,7 @@ def build(data: DataConfig, train: int = 10, validation: int = 0, seed: int = 1)
 
 
 def letters(dataset: torch.utils.data.Dataset, number: int) -> Counter:
-    """Which letters the first samples consist of: each test source is made of one."""
+    """Return the letters of the first samples: each test source consists of one letter."""
     return Counter(chr(int(dataset[index]["tokens"][0])) for index in range(number))
 
 
@@ -84,7 +84,7 @@ def test_tokenizer_of_the_card_changed_or_gone(tmp_path: Path) -> None:
 
 
 def make_bare_data(prefix: Path) -> str:
-    """As Megatron-LM's preprocess_data.py leaves it: no card."""
+    """Make data like Megatron-LM's preprocess_data.py, without a card."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
     for start in (0, 100):
         builder.add_document(np.arange(start, start + 30), [30])

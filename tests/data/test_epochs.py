@@ -34,7 +34,7 @@ def test_sources_add_up_whatever_their_weights(tmp_path: Path) -> None:
 
 
 def test_weights_by_hand(tmp_path: Path) -> None:
-    """Of 16 and 256 tokens: at a = 1/2 as 4 to 16."""
+    """The sources have 16 and 256 tokens; with a = 1/2 the weights are as 4 to 16."""
     paths = [make_data(tmp_path / name, lines(name, size - 1)) for name, size in (("a", 16), ("b", 256))]
     sources = [SourceConfig(path) for path in paths]
     assert blend_weights(sources, 0.5) == pytest.approx([0.2, 0.8])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamoe.data import file_facts, index_file
+from megamoe.data import index_file, scan_cache
 from megamoe.data.datasets import resolve_vocabulary
 from megamoe.data.index_file import HEADER, MAGIC, check_arithmetic, read_header
 from megamoe.errors import UserError
@@ -92,12 +92,12 @@ def test_a_hostile_number_in_a_header_takes_no_memory(tmp_path: Path, count: int
 
 def test_memory_does_not_grow_with_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_file, "CHUNK", 2**10)
-    monkeypatch.setattr(file_facts, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(scan_cache, "CHUNK_BYTES", 2**16)
     idx, count = tmp_path / "x.idx", 2**17
     lengths = [1] * count
     write_index(idx, lengths, list(range(0, 2 * count, 2)), [0, count])
     tracemalloc.start()
     assert check_arithmetic(idx, 2 * count)[1] == count
-    assert file_facts.scan(idx, dtype="uint16")["uint16"][0] == 0
+    assert scan_cache.scan(idx, dtype="uint16")["uint16"][0] == 0
     assert tracemalloc.get_traced_memory()[1] < idx.stat().st_size // 4
     tracemalloc.stop()

@@ -35,8 +35,8 @@ def pairs_from(number: int) -> list[list[int]]:
     return [[2 * n, 2 * n + 1] for n in range(number, 30)]
 
 
-def opened(told: list[str], dataset: Dataset[int] | None = None, workers: int = 2) -> Loader[list[int]]:
-    return Loader(dataset or Numbers(), pairs_from, collate=list, workers=workers, tell=told.append)
+def opened(messages: list[str], dataset: Dataset[int] | None = None, workers: int = 2) -> Loader[list[int]]:
+    return Loader(dataset or Numbers(), pairs_from, collate=list, workers=workers, report=messages.append)
 
 
 def kill_one() -> None:
@@ -47,14 +47,14 @@ def kill_one() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_that_is_killed_between_batches_is_replaced(workers: int) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     before = signal.getsignal(signal.SIGCHLD)
-    batches = opened(told, workers=workers)
+    batches = opened(messages, workers=workers)
     found = [next(batches) for _ in range(7)]
     kill_one()
     found += list(batches)
     assert found == pairs_from(0)
-    (line,) = told
+    (line,) = messages
     assert "a loader process died (data.workers), another goes on in its place: DataLoader worker" in line
     assert signal.getsignal(signal.SIGCHLD) is before and not multiprocessing.active_children()
 
@@ -62,25 +62,25 @@ def test_one_that_is_killed_between_batches_is_replaced(workers: int) -> None:
 @pytest.mark.parametrize("at", [0, 20, 59])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
 def test_one_that_dies_while_its_batch_is_waited_for(tmp_path: Path, at: int, number: int) -> None:
-    """Of SIGBUS too: a mapped file that shrinks while it is read, which the next process tells."""
-    told: list[str] = []
+    """Also by SIGBUS: a mapped file shrinks while it is read, which the next process reports."""
+    messages: list[str] = []
     (tmp_path / "trouble").touch()
     start = time.monotonic()
-    assert list(opened(told, Numbers(tmp_path / "trouble", at, number))) == pairs_from(0)
-    assert len(told) == 1 and time.monotonic() - start < 5
+    assert list(opened(messages, Numbers(tmp_path / "trouble", at, number))) == pairs_from(0)
+    assert len(messages) == 1 and time.monotonic() - start < 5
 
 
-def test_the_last_words_of_one_that_crashes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crashing_process_prints_its_stack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert faulthandler.is_enabled()  # by pytest: PyTorch sets its own handlers over that
     (tmp_path / "trouble").touch()
     list(opened([], Numbers(tmp_path / "trouble", 8, signal.SIGSEGV)))
-    said = capfd.readouterr().err
-    assert "Segmentation fault" in said and f'File "{__file__}", line' in said and "__getitem__" in said
+    output = capfd.readouterr().err
+    assert "Segmentation fault" in output and f'File "{__file__}", line' in output and "__getitem__" in output
 
 
 def test_those_that_die_again_and_again_are_an_error() -> None:
-    told: list[str] = []
-    batches = opened(told)
+    messages: list[str] = []
+    batches = opened(messages)
     for n in range(MOST_DEATHS):
         assert next(batches) == [2 * n, 2 * n + 1]
         kill_one()
@@ -88,7 +88,7 @@ def test_those_that_die_again_and_again_are_an_error() -> None:
     kill_one()
     with pytest.raises(RuntimeError, match=DEAD_LOADER):
         next(batches)
-    assert len(told) == MOST_DEATHS
+    assert len(messages) == MOST_DEATHS
     batches.close()
     assert not multiprocessing.active_children()
 
@@ -98,30 +98,30 @@ def test_one_that_hangs_is_an_error_and_does_not_stay(
 ) -> None:
     monkeypatch.setattr(loader, "WORKER_TIMEOUT_S", 3)
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.3)  # patience at the end
-    told: list[str] = []
+    messages: list[str] = []
     (tmp_path / "trouble").touch()
-    batches = opened(told, Numbers(tmp_path / "trouble", 4, signal.SIGSTOP), workers=1)
+    batches = opened(messages, Numbers(tmp_path / "trouble", 4, signal.SIGSTOP), workers=1)
     assert [next(batches), next(batches)] == pairs_from(0)[:2]
     with pytest.raises(RuntimeError, match=DEAD_LOADER):
         next(batches)
     batches.close()
-    assert not told and not multiprocessing.active_children()
+    assert not messages and not multiprocessing.active_children()
 
 
-def test_an_error_of_the_dataset_is_no_death() -> None:
+def test_an_error_of_the_dataset_is_not_a_dead_process() -> None:
     class Broken(Numbers):
         def __getitem__(self, index: int) -> int:
             raise RuntimeError("DataLoader is what I am read by")
 
-    told: list[str] = []
-    batches = opened(told, Broken())
+    messages: list[str] = []
+    batches = opened(messages, Broken())
     with pytest.raises(RuntimeError, match="what I am read by"):
         next(batches)
     batches.close()
-    assert not told
+    assert not messages
 
 
-def test_a_handler_from_outside_of_python_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_from_outside_of_python_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python shows it as None, which it does not take back."""
     before, first = signal.getsignal(signal.SIGCHLD), iter([None])
     asked = signal.getsignal

@@ -12,7 +12,7 @@ from tests.data.test_datasets import build, config, make_data
 
 
 def blend(folder: Path) -> CheckedDataset:
-    """Of two sources of one letter each, through cached indices."""
+    """Return a blend of two sources of one letter each, with cached indices."""
     paths = [make_data(folder / name, [name * 200]) for name in ("a", "b")]
     dataset = build(config(*paths), train=40).train
     assert isinstance(dataset, CheckedDataset)
@@ -30,8 +30,8 @@ def test_a_file_that_shrinks_is_named_by_the_samples_that_need_it(tmp_path: Path
     file = tmp_path / f"b{ending}"
     size = file.stat().st_size
     os.truncate(file, 0)
-    told = rf"data: {file} had {size} bytes and now has 0; prepare it again .* go on with --resume"
-    with pytest.raises(UserError, match=told):
+    message = rf"data: {file} had {size} bytes and now has 0; prepare it again .* go on with --resume"
+    with pytest.raises(UserError, match=message):
         dataset[of_b]
     assert chr(int(dataset[of_a]["tokens"][0])) == "a"
 
@@ -45,7 +45,7 @@ def test_a_cached_index_that_shrinks_is_named(tmp_path: Path) -> None:
         dataset[0]
 
 
-def test_a_file_that_is_replaced_or_removed_does_not_matter(tmp_path: Path) -> None:
+def test_a_replaced_or_removed_file_is_still_readable(tmp_path: Path) -> None:
     dataset = blend(tmp_path)
     of_b, before = first_of(dataset, "b"), [dataset[i]["tokens"].tolist() for i in range(10)]
     (tmp_path / "a.bin").unlink()
@@ -56,15 +56,15 @@ def test_a_file_that_is_replaced_or_removed_does_not_matter(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_tells_it_in_one_line(tmp_path: Path, workers: int) -> None:
-    """And not as the text of a loader process' traceback."""
+def test_a_stream_reports_it_in_one_line(tmp_path: Path, workers: int) -> None:
+    """It is not the traceback of a loader process."""
     dataset = build(config(make_data(tmp_path / "a", ["x" * 2000])), train=200).train
     with BatchStream(
         dataset, start_sample=0, micro_batch_size=1, data_rank=0, data_size=1, workers=workers
     ) as stream:
         next(stream)
         os.truncate(tmp_path / "a.bin", 10)
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as message:
             for _ in range(100):
                 next(stream)
-    assert str(told.value).startswith(f"data: {tmp_path}/a.bin had ") and "\n" not in str(told.value)
+    assert str(message.value).startswith(f"data: {tmp_path}/a.bin had ") and "\n" not in str(message.value)

@@ -1,4 +1,6 @@
-"""Text to .bin/.idx: every kind of input, what the card says, and that nothing half-made looks finished."""
+"""Text to .bin/.idx: every kind of input, the card's content, and no unfinished output that looks
+complete.
+"""
 
 import contextlib
 import fcntl

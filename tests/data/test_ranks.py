@@ -24,7 +24,7 @@ def found_by(action: Callable[[], Any]) -> Any:
     try:
         return action()
     except UserError as error:
-        return f"told: {error}"
+        return f"error: {error}"
 
 
 def fail_on(number: int) -> Callable[[threading.Event], None]:
@@ -79,7 +79,7 @@ def be_a_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What three ranks on two machines have found."""
+    """The results of three ranks on two machines."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "a").mkdir()
     (folder / "b").mkdir()
@@ -90,7 +90,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found{rank}").read_text()) for rank in range(3)]
 
 
-def test_all_ranks_find_the_same(found: list[dict[str, Any]]) -> None:
+def test_all_ranks_get_the_same_result(found: list[dict[str, Any]]) -> None:
     for key in found[0]:
         assert found[0][key] == found[1][key] == found[2][key], key
 
@@ -100,18 +100,19 @@ def test_one_rank_of_each_machine_works(found: list[dict[str, Any]]) -> None:
     assert found[0]["values"] == [[0, 0], [2, 20]]
 
 
-def test_what_fails_on_one_is_told_by_all(found: list[dict[str, Any]]) -> None:
-    assert found[0]["one fails"] == "told: damaged, as rank 2 sees it"
+def test_an_error_of_one_rank_is_raised_by_all(found: list[dict[str, Any]]) -> None:
+    assert found[0]["one fails"] == "error: damaged, as rank 2 sees it"
 
 
 def test_long_work_is_not_one_long_collective_operation(found: list[dict[str, Any]]) -> None:
-    """Which would end at `parallel.timeout_minutes`."""
+    """A single collective would end at `parallel.timeout_minutes`."""
     assert found[0]["meetings"] >= 6
 
 
-def test_machines_with_other_data_or_without_the_cache_are_told(found: list[dict[str, Any]]) -> None:
-    assert found[0]["differs"].startswith("told: data 'x' is not the same for ranks 0 and 2: SHA-256")
-    told = found[0]["not shared"]
+def test_machines_with_other_data_or_without_the_cache_are_reported(found: list[dict[str, Any]]) -> None:
+    assert found[0]["differs"].startswith("error: data 'x' is not the same for ranks 0 and 2: SHA-256")
+    message = found[0]["not shared"]
     assert (
-        told.startswith("told: data.cache: /cache_of_b/") and "name a folder that all machines share" in told
+        message.startswith("error: data.cache: /cache_of_b/")
+        and "name a folder that all machines share" in message
     )

@@ -53,7 +53,7 @@ def test_round_trip(tokenizer: Tokenizer, references: dict[str, str]) -> None:
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
 
-def test_a_document_cannot_forge_its_end(tokenizer: Tokenizer) -> None:
+def test_a_document_cannot_contain_an_end_of_document_token(tokenizer: Tokenizer) -> None:
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
     assert tokenizer.eod not in tokenizer.encode(f"a {END_OF_DOCUMENT} b </s> c")
 

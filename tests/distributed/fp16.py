@@ -9,6 +9,6 @@ from deepspeed.accelerator import get_accelerator
 
 @contextmanager
 def with_fp16(supported: bool = True) -> Iterator[None]:
-    """Inside, the accelerator says that it computes in fp16, or that it does not."""
+    """Make the accelerator report that it supports fp16, or that it does not."""
     with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: supported):
         yield

@@ -24,7 +24,7 @@ from megamoe.moe.routing import Routing
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.train.step import model_inputs, num_rollouts, tell
+from megamoe.train.step import model_inputs, num_rollouts, set_context
 from megamoe.train.trainer import Trainer
 from tests.distributed.runs import small_run
 
@@ -100,7 +100,7 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
     with _micro_batches(config, batch_size) as stream:
         for number in range(batch_size):
             batch = next(stream).repeat(rollouts)
-            tell(context, batch, number, rollouts)
+            set_context(context, batch, number, rollouts)
             masked_BS = model(**model_inputs(batch)) * batch.loss_mask_BS
             lm_sum = lm_sum + masked_BS.sum() / rollouts
             tokens += float(batch.loss_mask_BS.sum()) / rollouts
@@ -120,18 +120,18 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
 
 
 def _collect(model: GPT, weighted: list[Tensor], routings: dict[int, list[Routing]]) -> None:
-    def note_loss(part: Part, inputs: tuple[Any, ...], value: Tensor) -> None:
+    def record_loss(part: Part, inputs: tuple[Any, ...], value: Tensor) -> None:
         if getattr(part.config, "scope", None) != "global_batch":
             weighted.append(part.config.weight * value)
 
-    def note_routing(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
+    def record_routing(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
         routings[router.dims.layer].append(routing)
 
     for _, layer in model.moe_layers():
-        layer.router.register_forward_hook(note_routing)
+        layer.router.register_forward_hook(record_routing)
         for loss in layer.losses.values():
             if not isinstance(loss, Objective):
-                loss.register_forward_hook(note_loss)
+                loss.register_forward_hook(record_loss)
 
 
 def _global_balance(model: GPT, routings: dict[int, list[Routing]], ranks: int) -> list[Tensor]:
@@ -178,7 +178,7 @@ def assert_same(found: list[Found], expected: Found, layout: Layout, tolerance: 
 
 
 def _piece(whole: dict[str, Tensor], name: str, cuts: dict[str, Any], layout: Layout, rank: int) -> Tensor:
-    """What of a whole gradient a rank holds."""
+    """Return a rank's part of a whole gradient."""
     gradient = whole[name]
     if ".experts." in name:
         # SwiGLU's score function and value stand above each other, in twice as many rows as the FFN size.

@@ -15,7 +15,7 @@ from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.layout_rules import layout_problems
 from megamoe.train.trainer import Trainer
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, small_run, watched_steps
+from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, recorded_steps, small_run
 
 T = TypeVar("T")
 WORDS = ("lm_loss", "loss", "grad_norm")
@@ -79,7 +79,7 @@ class Case:
     precision: str
 
     def changes(self, folder: Path) -> dict[str, Any]:
-        """For `small_run`; folder: for a DeepSpeed file of its own."""
+        """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
         file = f"zero{self.zero}_{self.precision}"
         path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
         return {
@@ -147,11 +147,11 @@ def _pairs(case: Any) -> Iterator[tuple[int, Any, int, Any]]:
 
 
 def name(case: Case) -> str:
-    """For people: what is not as in the plain run."""
+    """Return a readable name: the differences from the plain run."""
     plain = case.alone()
     given = {field.name: getattr(case, field.name) for field in fields(case)}
-    told = [f"{key}={value}" for key, value in given.items() if value != getattr(plain, key)]
-    return ",".join([case.preset, case.precision, *told])
+    message = [f"{key}={value}" for key, value in given.items() if value != getattr(plain, key)]
+    return ",".join([case.preset, case.precision, *message])
 
 
 def run_cases(cases: list[Case], steps: int) -> dict[Case, dict[str, Any]]:
@@ -161,7 +161,7 @@ def run_cases(cases: list[Case], steps: int) -> dict[Case, dict[str, Any]]:
     try:
         with TemporaryDirectory() as folder:
             for case in cases:
-                shown = watched_steps(Trainer(small_run(**case.changes(Path(folder)))), steps)
+                shown = recorded_steps(Trainer(small_run(**case.changes(Path(folder)))), steps)
                 found[case] = {word: shown[word] for word in (*WORDS, "chosen")}
                 gc.collect()  # an engine and its parameters know each other
     finally:

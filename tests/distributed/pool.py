@@ -1,9 +1,9 @@
-"""Processes that play the ranks: imports are paid once a session, a world costs half a second.
+"""Worker processes for tests on several ranks: imports are done once a session, a world costs half a second.
 
-`Pool.run(function, *args, ranks=N)` calls a function of a test module in a fresh world of N processes and
-returns their N results. Functions travel by name, results by plain pickle. The ranks are forks of a clean
-process that has imported everything and done nothing else (multiprocessing's fork server). Each job has
-its own: a process that has left a world keeps threads of its transport, which would pile up.
+`Pool.run(function, *args, ranks=N)` calls a function of a test module in a new world of N processes and
+returns their N results. Functions are sent by name, results by plain pickle. The ranks are forks of a clean
+process that has imported everything and done nothing else (multiprocessing's fork server). Each job has new
+processes: a process that has left a world keeps threads of its transport, which would accumulate.
 """
 
 import faulthandler
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = "tests.distributed.preload"
-# After one rank has failed, the others mostly find their connection closed; the rest hangs for good.
+# After one rank has failed, most others find their connection closed; the rest hang.
 GRACE_S = 5
 
 
@@ -42,13 +42,13 @@ class Pool:
         self._context.set_forkserver_preload([PRELOAD])
 
     def prepare(self) -> None:
-        """Begin with the imports, for which the first `run` would wait."""
+        """Start the imports, so that the first `run` does not wait for them."""
         forkserver.ensure_running()
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int, timeout_s: float = 120, **kwargs: Any
     ) -> list[Any]:
-        """[function(*args, **kwargs) of rank 0, of rank 1, ...].
+        """Return the results of function(*args, **kwargs) on rank 0, rank 1, ...
 
         Raises:
             RankError: with every rank's traceback, if one raises; with every rank's stack after `timeout_s`.
@@ -69,15 +69,15 @@ class Pool:
 
 
 class _Rank:
-    """One process, the pipe from it, and the file into which it writes its stack on SIGUSR2."""
+    """One process, the pipe from it, and the file to which it writes its stack on SIGUSR2."""
 
     def __init__(self, context: Any, job: bytes, variables: dict[str, str]) -> None:
         file, name = tempfile.mkstemp(prefix="rank_stack_")
         os.close(file)
         self.log = Path(name)
         self.connection, theirs = context.Pipe(duplex=False)
-        # Not a daemon: those may not have children, and data loaders are some.
-        self.process = context.Process(target=_play, args=(theirs, name, job, variables))
+        # Not a daemon: daemons may not have children, such as data loaders.
+        self.process = context.Process(target=_run_rank, args=(theirs, name, job, variables))
         self.process.start()
         theirs.close()
 
@@ -114,7 +114,7 @@ def _gather(world: list[_Rank], timeout_s: float) -> dict[int, tuple[bool, Any]]
 
 
 def _stacks(silent: dict[int, _Rank]) -> list[str]:
-    """Where each of the ranks is that did not answer."""
+    """Return the stacks of the ranks that did not answer."""
     for rank in silent.values():
         with suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR2)
@@ -123,14 +123,14 @@ def _stacks(silent: dict[int, _Rank]) -> list[str]:
     return [f"--- rank {number} did not answer\n{rank.log.read_text()}" for number, rank in silent.items()]
 
 
-def _play(connection: Connection, log: str, job: bytes, variables: dict[str, str]) -> None:
-    """A rank's life."""
+def _run_rank(connection: Connection, log: str, job: bytes, variables: dict[str, str]) -> None:
+    """Run the job in the process of a rank, and send back its result or traceback."""
     threading.Thread(target=_die_with_parent, args=(log,), daemon=True).start()
     os.environ.update(variables, LOCAL_RANK=variables["RANK"])
     with open(log, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         try:
-            importlib.import_module(PRELOAD)  # done, unless the fork server could not, which it does not tell
+            importlib.import_module(PRELOAD)  # usually done; the fork server ignores a failed import
             function, args, kwargs = pickle.loads(job)
             answer = pickle.dumps((True, function(*args, **kwargs)))
         except BaseException:
@@ -147,7 +147,7 @@ def _die_with_parent(log: str) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now, below those that Linux gives to whoever asks for any."""
+    """Return a TCP port without a listener, below the range from which Linux assigns ports."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""What every rank has imported: loaded once into the process of which the pool's workers are forks."""
+"""The imports of every rank, done once in the process from which the pool's workers are forked."""
 
 import gc
 import os

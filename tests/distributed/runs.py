@@ -18,11 +18,11 @@ from megamoe.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 DS_CONFIGS = ROOT / "ds_configs"
-# Those that run anywhere: fp16 needs a device that computes in it, NVMe a compiled op.
+# The files that run anywhere: fp16 needs a device that computes in it, NVMe a compiled op.
 PLAIN_FILES = [
     path.stem for path in sorted(DS_CONFIGS.glob("*.json")) if not path.stem.endswith(("fp16", "nvme"))
 ]
-# ZeRO 3 leaves small parameters whole, and keeps some gathered: all of these tests' would be.
+# ZeRO 3 keeps small parameters whole and some gathered, which would be all parameters of these tests.
 CUT_ALL = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -71,12 +71,12 @@ def small_run(output: Path | str = "unused", **changes: Any) -> RunConfig:
 
 
 def ds_config(name: str) -> str:
-    """Path of a file of ds_configs/."""
+    """Return the path of a file of ds_configs/."""
     return str(DS_CONFIGS / f"{name}.json")
 
 
 def ds_variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
-    """Path of a copy, in `folder`, of a file of ds_configs/ with keys of its sections changed."""
+    """Copy a file of ds_configs/ to `folder` with keys of its sections changed; return its path."""
     content = json.loads((DS_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
     for section, changes in sections.items():
         content[section] = {**content.get(section, {}), **changes}
@@ -86,15 +86,15 @@ def ds_variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
 
 
 def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:
-    """Job: what each step showed on this rank; with `save`, a checkpoint is written after the last.
+    """Job: return the results of each step on this rank; with `save`, write a checkpoint after the last.
 
-    lm_loss, loss, grad_norm, lr, batch_size: of the whole batch. masks, samples: of this rank's micro
+    lm_loss, loss, grad_norm, lr, batch_size: of the whole batch. masks, samples: for this rank's micro
     batches, the number of unmasked tokens and the sample numbers. chosen: int64 [n, 4], rows (layer, token
     index, choice, expert) of this rank's tokens.
     """
     trainer = Trainer(small_run(**changes))
     try:
-        found = watched_steps(trainer, steps)
+        found = recorded_steps(trainer, steps)
         if save:
             trainer.save()
     finally:
@@ -113,7 +113,7 @@ def run_each(runs: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
             steps, save = arguments["steps"], arguments.get("save", False)
             changes = {name: value for name, value in arguments.items() if name not in ("steps", "save")}
             trainer = Trainer(small_run(**changes))
-            found.append(watched_steps(trainer, steps))
+            found.append(recorded_steps(trainer, steps))
             if save:
                 trainer.save()
             trainer.checkpoints.close()
@@ -124,12 +124,12 @@ def run_each(runs: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
     return found
 
 
-def watched_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
+def recorded_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
     """Take steps; what `run_steps` tells of them. The trainer's stream is closed, its world is not."""
     chosen: list[Tensor] = []
     batches: list[Batch] = []
-    _watch_routers(trainer.engine.model, chosen)
-    _watch_batches(trainer, batches)
+    _record_routers(trainer.engine.model, chosen)
+    _record_batches(trainer, batches)
     words = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")
     found: dict[str, list[Any]] = {word: [] for word in (*words, "masks", "samples", "chosen")}
     for _ in range(steps):
@@ -146,13 +146,13 @@ def watched_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
 
 
 def in_order(rows: list[Tensor]) -> Tensor:
-    """Rows of several ranks together, sorted, so that two layouts can be compared."""
+    """Return the rows of several ranks, sorted, so that two layouts can be compared."""
     together = torch.cat(rows)
     return torch.tensor(sorted(map(tuple, together.tolist())))
 
 
-def _watch_routers(model: nn.Module, chosen: list[Tensor]) -> None:
-    def note(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
+def _record_routers(model: nn.Module, chosen: list[Tensor]) -> None:
+    def record(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
         pairs = routing.pairs
         index_T = inputs[1].token_index(routing.num_tokens, pairs.token_N.device)
         layer_N = torch.full_like(pairs.token_N, router.scorer.dims.layer)
@@ -160,15 +160,15 @@ def _watch_routers(model: nn.Module, chosen: list[Tensor]) -> None:
 
     for module in model.modules():
         if isinstance(module, Router):
-            module.register_forward_hook(note)
+            module.register_forward_hook(record)
 
 
-def _watch_batches(trainer: Trainer, batches: list[Batch]) -> None:
-    """Note every micro batch that the trainer takes."""
+def _record_batches(trainer: Trainer, batches: list[Batch]) -> None:
+    """Record every micro batch that the trainer takes."""
 
-    class Watched(type(trainer._stream)):  # type: ignore[misc]
+    class Recording(type(trainer._stream)):  # type: ignore[misc]
         def __next__(self) -> Batch:
             batches.append(super().__next__())
             return batches[-1]
 
-    trainer._stream.__class__ = Watched
+    trainer._stream.__class__ = Recording

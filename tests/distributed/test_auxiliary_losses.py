@@ -10,7 +10,7 @@ from megamoe.parallel.layout import Layout
 from tests.distributed.gradients import Found, assert_same, gradients_of_the_engine, gradients_of_the_formula
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config
-from tests.moe.neighbours import moe_tree
+from tests.moe.part_layers import moe_tree
 
 TOLERANCE = 1e-5
 # Tensor parallelism adds up in another order. A scalar's gradient, a sum over all tokens that nearly cancel,

@@ -13,8 +13,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import small_run
 
 
-def told(**changes: Any) -> str:
-    """Job: the line of a run whose callback fails on rank 1 in the second step."""
+def message(**changes: Any) -> str:
+    """Job: return the message of a run whose callback fails on rank 1 in the second step."""
     parts = registry._parts["callback"]
 
     class Failing(Callback):
@@ -42,7 +42,7 @@ def told(**changes: Any) -> str:
 
 
 def test_all_ranks_end_with_the_same_line(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(told, output=str(tmp_path), checkpoint__every=1, train__steps=4, ranks=2)
+    found = pool.run(message, output=str(tmp_path), checkpoint__every=1, train__steps=4, ranks=2)
     line = "train.callbacks: on_step_end of the callback 'failing' failed: ValueError: no such table"
     assert found == [line, line]
     assert [path.name for path in tmp_path.glob("*/checkpoints/step_*")] == ["step_00000001"]

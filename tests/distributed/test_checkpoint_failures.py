@@ -1,4 +1,4 @@
-"""What goes wrong when saving or loading ends in one line on every rank, and costs nothing that was saved."""
+"""Errors in saving or loading end in one line on every rank, and saved checkpoints stay valid."""
 
 import io
 import json
@@ -25,7 +25,7 @@ LAYOUT: dict[str, Any] = {"parallel__expert": 2, "parallel__deepspeed": ds_confi
 
 
 def save_on_a_full_disk(limited_rank: int | None, **changes: Any) -> str:
-    """Job: one step, then a save that fails; returns what the user is told.
+    """Job: one step, then a save that fails; return the user's message.
 
     limited_rank: the rank that may not write files of more than 10 kB; None: the disk itself is full.
     """
@@ -46,7 +46,7 @@ def save_on_a_full_disk(limited_rank: int | None, **changes: Any) -> str:
 
 
 def try_each(runs: list[dict[str, Any]]) -> list[str]:
-    """Job: what the user is told when these runs are started, one after the other in one world."""
+    """Job: start these runs, one after the other in one world; return the user's messages."""
     try:
         return [_try_to_start(**run) for run in runs]
     finally:
@@ -185,7 +185,7 @@ def _swap_shards(folder: Path) -> None:
 
 
 def _sealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
-    """With checksums of what is left: what loads the tensors must see it."""
+    """Renew the checksums, so that the code that loads the tensors must detect the damage."""
 
     def both(folder: Path) -> None:
         damage(folder)
@@ -221,14 +221,14 @@ def test_a_damaged_checkpoint_is_refused_by_all_ranks(pool: Pool, saved: Path, t
     run = {**LAYOUT, "output": tmp_path / "out"}
     runs = [{**run, "checkpoint__resume": str(folder)} for folder in copies]
     messages = pool.run(try_each, runs, ranks=2, timeout_s=60)
-    for place, (case, (_, told)) in enumerate(DAMAGES.items()):
+    for place, (case, (_, reported)) in enumerate(DAMAGES.items()):
         (message,) = {rank[place] for rank in messages}
-        assert told in message and str(copies[place]) in message, f"{case}: {message}"
+        assert reported in message and str(copies[place]) in message, f"{case}: {message}"
         assert "\n" not in message
 
 
 def resumed(**changes: Any) -> tuple[int, str]:
-    """Job: from which step the run goes on, and what it says; after a step more it is saved."""
+    """Job: resume, take one step and save; return the first step and the output."""
     with redirect_stdout(io.StringIO()) as text:
         trainer = Trainer(small_run(**changes))
     step = trainer.progress.step
@@ -238,7 +238,7 @@ def resumed(**changes: Any) -> tuple[int, str]:
     return step, text.getvalue()
 
 
-def test_auto_goes_on_from_the_newest_intact_one_and_says_so(pool: Pool, tmp_path: Path) -> None:
+def test_auto_resumes_from_the_newest_intact_checkpoint_and_reports_it(pool: Pool, tmp_path: Path) -> None:
     """Whoever of the ranks finds the damage."""
     run = {**LAYOUT, "output": tmp_path, "checkpoint__resume": "auto"}
     for step in range(2):
@@ -248,8 +248,8 @@ def test_auto_goes_on_from_the_newest_intact_one_and_says_so(pool: Pool, tmp_pat
     whole = read_tensors(second)
     _flip(SHARDS[1])(second)
     found = pool.run(resumed, **run, ranks=2)
-    told = f"damaged: {second}: {SHARDS[1]}: {CHECKSUM}\ngoing on from {first}\n"
-    assert found == [(1, told), (1, "")]
+    reported = f"damaged: {second}: {SHARDS[1]}: {CHECKSUM}\ngoing on from {first}\n"
+    assert found == [(1, reported), (1, "")]
     assert_same_bits(read_tensors(second), whole)  # the step was done and saved again
     _remove("index.json")(second)  # which is seen before the ranks are started
     (found, _) = pool.run(resumed, **run, ranks=2)
@@ -260,7 +260,7 @@ def test_auto_goes_on_from_the_newest_intact_one_and_says_so(pool: Pool, tmp_pat
     assert message == same and message.startswith(f"{first}: {SHARDS[0]}: {CHECKSUM}; no intact checkpoint")
 
 
-def test_a_pointer_to_nothing_leads_to_the_newest_complete_one(
+def test_if_latest_names_nothing_the_newest_complete_one_is_used(
     pool: Pool, saved: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(saved.parent, tmp_path / "small" / "checkpoints")
@@ -270,14 +270,14 @@ def test_a_pointer_to_nothing_leads_to_the_newest_complete_one(
 
 
 def resumed_where_a_rank_sees_nothing(output: Path, **changes: Any) -> str:
-    """Job: what the user is told where the first rank alone has the run's folder."""
+    """Job: return the user's message if only the first rank has the run's folder."""
     mine = output if os.environ["RANK"] == "0" else output / "elsewhere"
     mine.mkdir(exist_ok=True)
     os.chdir(mine)
     return try_each([{**changes, "output": "."}])[0]
 
 
-def test_no_rank_begins_anew_where_another_goes_on(pool: Pool, saved: Path) -> None:
+def test_no_rank_restarts_from_step_0_if_another_resumes(pool: Pool, saved: Path) -> None:
     run = {"output": saved.parents[2], "checkpoint__resume": "auto"}
     messages = pool.run(resumed_where_a_rank_sees_nothing, **LAYOUT, **run, ranks=2, timeout_s=30)
     for message in messages:

@@ -50,13 +50,13 @@ def train(**changes: Any) -> tuple[list[float], dict[str, Tensor]]:
 def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """The checkpoint after step 2 of 2 ranks, EP 2, ZeRO 1 (that after step 1 beside it); what ranks tell."""
     output = tmp_path_factory.mktemp("trained")
-    told = pool.run(train, output=output, **RUN, ranks=2)
-    return output / "small" / "checkpoints" / "step_00000002", told
+    message = pool.run(train, output=output, **RUN, ranks=2)
+    return output / "small" / "checkpoints" / "step_00000002", message
 
 
 @pytest.fixture
 def folder(trained: tuple[Path, list[Any]], tmp_path: Path) -> Path:
-    """A copy of the run's checkpoints, after steps 1 and 2, in an output folder of its own."""
+    """A copy of the run's checkpoints of steps 1 and 2 in a separate output folder."""
     copy = tmp_path / "small" / "checkpoints"
     for path in trained[0].parent.rglob("*"):
         target = copy / path.relative_to(trained[0].parent)
@@ -80,9 +80,9 @@ def unseen_damages(folder: Path) -> list[str]:
             at = rng.randrange(len(content))
             flipped = bytes([content[at] ^ rng.randrange(1, 256)])
             path.write_bytes(content[:at] + (flipped + content[at + 1 :] if seed % 2 else b""))
-            told = list(verify.problems(folder))
-            if not told or not all(line.isprintable() for line in told):
-                unseen.append(f"verify: {path.name}, byte {at} of {len(content)}, seed {seed}: {told}")
+            message = list(verify.problems(folder))
+            if not message or not all(line.isprintable() for line in message):
+                unseen.append(f"verify: {path.name}, byte {at} of {len(content)}, seed {seed}: {message}")
             try:
                 first_intact([folder], lambda line: None)
                 unseen.append(f"resume: {path.name}, byte {at} of {len(content)}, seed {seed}")
@@ -101,14 +101,14 @@ def test_no_flipped_byte_and_no_missing_end_goes_unseen(pool: Pool, folder: Path
 
 
 def resume(**changes: Any) -> tuple[str, list[float]]:
-    """Job: what the user is told of a resume, and the loss of its step."""
-    said = io.StringIO()
+    """Job: resume and take one step; return the user's message and the step's loss."""
+    printed = io.StringIO()
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(printed):
             losses = run_steps(1, checkpoint__resume="auto", **changes)["lm_loss"]
     except UserError as error:
         return str(error), []
-    return said.getvalue(), losses
+    return printed.getvalue(), losses
 
 
 def damage(path: Path, seed: int) -> None:
@@ -118,27 +118,27 @@ def damage(path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["shard_00001.safetensors", "index.json"])
-def test_a_resume_goes_on_from_the_next_intact_one(
+def test_a_resume_uses_the_next_intact_checkpoint(
     pool: Pool, trained: tuple[Path, list[Any]], folder: Path, name: str
 ) -> None:
     losses = trained[1][0][0]
     damage(folder / "step_00000002" / name, seed=1)
-    told = pool.run(resume, output=folder.parent.parent, **RUN, ranks=2)
-    assert told[0][1] == told[1][1] == [losses[1]]  # step 2 anew
-    assert f"damaged: {folder / 'step_00000002'}: {name}: damaged" in told[0][0]
-    assert f"going on from {folder / 'step_00000001'}" in told[0][0]
+    message = pool.run(resume, output=folder.parent.parent, **RUN, ranks=2)
+    assert message[0][1] == message[1][1] == [losses[1]]  # step 2 anew
+    assert f"damaged: {folder / 'step_00000002'}: {name}: damaged" in message[0][0]
+    assert f"going on from {folder / 'step_00000001'}" in message[0][0]
 
 
 def test_a_resume_with_none_intact_ends_in_one_line(pool: Pool, folder: Path) -> None:
     for step in (1, 2):
         damage(folder / f"step_{step:08d}" / "shard_00000.safetensors", seed=step)
-    told = pool.run(resume, output=folder.parent.parent, **RUN, ranks=2)
-    assert told[0] == told[1]
-    assert "no intact checkpoint is left to go on from" in told[0][0] and told[0][0].isprintable()
+    message = pool.run(resume, output=folder.parent.parent, **RUN, ranks=2)
+    assert message[0] == message[1]
+    assert "no intact checkpoint is left to go on from" in message[0][0] and message[0][0].isprintable()
 
 
 def start_from(**changes: Any) -> str:
-    """Job: what the user is told of a run that starts from weights."""
+    """Job: start a run from weights; return the user's message."""
     try:
         Trainer(small_run(**changes)).close()
     except UserError as error:
@@ -153,19 +153,19 @@ def test_damaged_weights_are_no_start(pool: Pool, folder: Path, tmp_path: Path) 
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     changes = {**RUN, "output": tmp_path / "new", "checkpoint__init": {"path": str(path)}}
-    told = pool.run(start_from, **changes, ranks=2)
-    assert told[0] == told[1]
-    assert "shard_00001.safetensors: damaged, its SHA-256" in told[0] and told[0].isprintable()
+    message = pool.run(start_from, **changes, ranks=2)
+    assert message[0] == message[1]
+    assert "shard_00001.safetensors: damaged, its SHA-256" in message[0] and message[0].isprintable()
     shard.write_bytes(content)
     assert pool.run(start_from, **changes, ranks=2) == ["started", "started"]
 
 
 def test_the_weights_of_one_file_are_the_models(trained: tuple[Path, list[Any]], tmp_path: Path) -> None:
-    path, told = trained
+    path, message = trained
     consolidate(path, tmp_path / "weights")
     found = load_file(tmp_path / "weights" / "model.safetensors")
     about = json.loads((tmp_path / "weights" / "model.json").read_text())
-    (_, first), (_, second) = told
+    (_, first), (_, second) = message
     assert about["parameters"]["total"] == sum(
         tensor.numel() * (2 if ".experts." in name else 1) for name, tensor in first.items()
     )

@@ -14,7 +14,7 @@ import pytest
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
-from tests.distributed.exits import endings
+from tests.distributed.entry_script import run_entry_script
 from tests.distributed.pool import Pool
 
 LOADER = "data.workers=1"  # a loader process inherits its rank's connections
@@ -46,7 +46,7 @@ def kill_each_loader_of_rank_1(trainer: Trainer) -> None:
 
 def test_a_killed_rank_ends_the_others_at_once(pool: Pool, tmp_path: Path) -> None:
     started = time.monotonic()
-    found = endings(pool, tmp_path, LOADER, *SAVES, trouble=kill_rank_1, ranks=3)
+    found = run_entry_script(pool, tmp_path, LOADER, *SAVES, fault=kill_rank_1, ranks=3)
     assert time.monotonic() - started < 25  # and gloo's own limit is 30 minutes
     assert found.codes == [ExitCode.UNEXPECTED, -signal.SIGKILL, ExitCode.UNEXPECTED]
     for rank in (0, 2):
@@ -56,7 +56,7 @@ def test_a_killed_rank_ends_the_others_at_once(pool: Pool, tmp_path: Path) -> No
 
 
 def test_an_exception_has_its_traceback_on_its_rank_alone(pool: Pool, tmp_path: Path) -> None:
-    found = endings(pool, tmp_path, LOADER, trouble=fail_on_rank_1)
+    found = run_entry_script(pool, tmp_path, LOADER, fault=fail_on_rank_1)
     assert found.codes == [ExitCode.UNEXPECTED, ExitCode.UNEXPECTED]
     other, own = found.errors()
     assert len(other) == 1 and other[0].startswith("error: rank 0: lost contact with another rank (")
@@ -65,15 +65,17 @@ def test_an_exception_has_its_traceback_on_its_rank_alone(pool: Pool, tmp_path: 
 
 
 def test_a_killed_loader_process_is_replaced(pool: Pool, tmp_path: Path) -> None:
-    found = endings(pool, tmp_path, LOADER, trouble=kill_the_loader_of_rank_1)
+    found = run_entry_script(pool, tmp_path, LOADER, fault=kill_the_loader_of_rank_1)
     assert found.codes == [0, 0]
-    told = "warning: rank 1: a loader process died (data.workers), another goes on in its place: DataLoader "
-    assert told not in found.outputs[0] and found.outputs[1].count(told) == 1
+    message = (
+        "warning: rank 1: a loader process died (data.workers), another goes on in its place: DataLoader "
+    )
+    assert message not in found.outputs[0] and found.outputs[1].count(message) == 1
 
 
 @pytest.mark.full
 def test_loader_processes_that_die_again_and_again_end_the_run(pool: Pool, tmp_path: Path) -> None:
-    found = endings(pool, tmp_path, LOADER, trouble=kill_each_loader_of_rank_1)
+    found = run_entry_script(pool, tmp_path, LOADER, fault=kill_each_loader_of_rank_1)
     assert found.codes == [ExitCode.UNEXPECTED, ExitCode.UNEXPECTED]
     (line,) = found.errors()[1]
     assert line.startswith("error: rank 1: a loader process died (data.workers): DataLoader worker (pid ")
@@ -109,7 +111,7 @@ def test_data_that_shrinks_ends_all_ranks_with_one_line(
     size = (tmp_path / "data/train.bin").stat().st_size
     data = f"data={{mock: false, sources: [{tmp_path}/data/train], split: [1, 0, 0], workers: {workers}}}"
     arguments = [data, "model.vocab_size=null", "train.steps=400", "checkpoint.every=3"]
-    found = endings(pool, tmp_path, *arguments, trouble=shrink_the_data)
+    found = run_entry_script(pool, tmp_path, *arguments, fault=shrink_the_data)
     assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
     expected = f"error: data: {tmp_path}/data/train.bin had {size} bytes and now has {size // 2}; prepare it "
     for lines in found.errors():  # of both, for no launcher has ended the second meanwhile
@@ -124,7 +126,7 @@ def test_damaged_data_ends_all_ranks_before_the_first_step(pool: Pool, tmp_path:
         file.seek(5000)
         file.write(b"u")  # of "to be or not to be"
     data = f"data={{mock: false, sources: [{tmp_path}/data/train], split: [1, 0, 0]}}"
-    found = endings(pool, tmp_path, data, "model.vocab_size=null")
+    found = run_entry_script(pool, tmp_path, data, "model.vocab_size=null")
     assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
     for lines in found.errors():
         assert len(lines) == 1 and "/data/train.bin' is damaged or another dataset's: SHA-256" in lines[0]
@@ -135,7 +137,7 @@ def test_damaged_data_ends_all_ranks_before_the_first_step(pool: Pool, tmp_path:
 def test_data_that_is_replaced_is_read_on(pool: Pool, tmp_path: Path, corpus: Path) -> None:
     shutil.copytree(corpus.parent, tmp_path / "data")
     data = f"data={{mock: false, sources: [{tmp_path}/data/train], split: [1, 0, 0], workers: 0}}"
-    found = endings(pool, tmp_path, data, "model.vocab_size=null", trouble=replace_the_data)
+    found = run_entry_script(pool, tmp_path, data, "model.vocab_size=null", fault=replace_the_data)
     assert found.codes == [ExitCode.FINISHED, ExitCode.FINISHED], found.outputs
 
 
@@ -166,7 +168,7 @@ def fill_the_disk(trainer: Trainer) -> None:
 def test_a_disk_that_fills_up_ends_the_run_with_a_line(pool: Pool, tmp_path: Path, small_disk: Path) -> None:
     """metrics.jsonl is written by the first rank alone; its last page holds some steps more."""
     arguments = ["checkpoint.every=60", "checkpoint.background=false", "train.steps=400", "data.workers=1"]
-    found = endings(pool, tmp_path, *arguments, trouble=fill_the_disk)
+    found = run_entry_script(pool, tmp_path, *arguments, fault=fill_the_disk)
     assert found.codes == [ExitCode.MISTAKE, ExitCode.UNEXPECTED]
     first, second = found.errors()
     assert len(first) == len(second) == 1, found.outputs
@@ -185,23 +187,23 @@ def read_only(folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("spoil", "told"), [(full_disk, "No space left on device"), (read_only, "Read-only file system")]
+    ("spoil", "message"), [(full_disk, "No space left on device"), (read_only, "Read-only file system")]
 )
-def test_an_unwritable_folder_is_told_at_the_start(
-    pool: Pool, tmp_path: Path, small_disk: Path, spoil: object, told: str
+def test_an_unwritable_folder_is_reported_at_the_start(
+    pool: Pool, tmp_path: Path, small_disk: Path, spoil: object, message: str
 ) -> None:
     assert callable(spoil)
     spoil(small_disk)
-    found = endings(pool, tmp_path, LOADER)
+    found = run_entry_script(pool, tmp_path, LOADER)
     assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
     for (line,) in found.errors():
-        assert line == f"error: output: cannot write the run folder {small_disk}/a: {told}"
+        assert line == f"error: output: cannot write the run folder {small_disk}/a: {message}"
 
 
 @pytest.mark.full
-def test_a_file_in_the_outputs_place_is_told_at_the_start(pool: Pool, tmp_path: Path) -> None:
+def test_a_file_in_the_outputs_place_is_reported_at_the_start(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    found = endings(pool, tmp_path)
+    found = run_entry_script(pool, tmp_path)
     assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
     for (line,) in found.errors():
         assert line == f"error: output: cannot write the run folder {tmp_path}/runs/a: File exists"

@@ -51,7 +51,7 @@ CASES = {
 
 @dataclass
 class Problem:
-    """What one rank routes: leaves that take gradients."""
+    """The inputs of one rank, as leaves that take gradients."""
 
     hidden_TH: Tensor
     router_EH: Tensor
@@ -91,7 +91,7 @@ def make_experts(expert_ids: range, dtype: torch.dtype, cut: Slice = WHOLE) -> G
 
 
 def held_by(layout: Layout, rank: int) -> tuple[range, Slice]:
-    """Which experts, and which slice of them."""
+    """Return the rank's experts and its slice of them."""
     size = EXPERTS // layout.expert
     first = layout.expert_rank(rank) * size
     return range(first, first + size), Slice(rank % layout.expert_tensor, layout.expert_tensor)
@@ -121,7 +121,7 @@ def start(layout: Layout) -> tuple[launch.World, AllToAllDispatch]:
 
 
 def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
-    """Job: every token chooses among its own rank's experts; the dispatch is told so, then not."""
+    """Job: every token chooses among its own rank's experts; dispatch with and without `is_local`."""
     world, dispatcher = start(layout)
     size = EXPERTS // layout.expert
     calls, real = [], dist.all_to_all_single
@@ -155,7 +155,7 @@ def home_routing(problem: Problem, rank: int, size: int) -> Routing:
 
 
 def stray(case: Case) -> str:
-    """Job: a pair strays although the routing says that it stays home; the message of what happens."""
+    """Job: return the error if `is_local` is set and a pair's expert is on another rank."""
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
     problem = make_problem(case, world.rank)
@@ -257,7 +257,7 @@ def test_the_exchange_equals_the_loop(exchanged: tuple[Layout, list[dict[str, An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_sent_along_stands_by_its_row(
+def test_extra_columns_arrive_with_their_rows(
     exchanged: tuple[Layout, list[dict[str, Any]]], name: str
 ) -> None:
     layout, all_found = exchanged
@@ -280,7 +280,7 @@ def test_the_local_one_equals_the_loop(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ["top-2", "a rank without tokens", "dropped pairs"])
 @pytest.mark.parametrize("layout", ["EP 2", "EP 2, ETP 2"])
-def test_staying_home_equals_the_exchange_without_any(pool: Pool, case: str, layout: str) -> None:
+def test_a_local_routing_equals_the_all_to_all(pool: Pool, case: str, layout: str) -> None:
     sizes = LAYOUTS[layout]
     sliced = 4 if sizes.expert_tensor > 1 else 0  # rows to the slices and back, forwards and backwards
     for home, away in pool.run(stay_home, CASES[case], sizes, ranks=sizes.ranks):
@@ -290,6 +290,6 @@ def test_staying_home_equals_the_exchange_without_any(pool: Pool, case: str, lay
             assert torch.equal(value, away[name]), name
 
 
-def test_a_pair_that_strays_is_an_error(pool: Pool) -> None:
+def test_a_pair_on_another_rank_is_an_error(pool: Pool) -> None:
     for message in pool.run(stray, CASES["top-2"], ranks=2):
         assert "is_local, but a pair's expert is on another rank" in message

@@ -8,7 +8,7 @@ import torch
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, in_order, small_run, watched_steps
+from tests.distributed.runs import ds_config, in_order, recorded_steps, small_run
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -37,7 +37,7 @@ def run_all(**changes: Any) -> dict[str, Any]:
     """Job: what each step of each run showed on this rank."""
     try:
         return {
-            name: watched_steps(Trainer(small_run(**run, train__global_batch_size=4, **changes)), STEPS)
+            name: recorded_steps(Trainer(small_run(**run, train__global_batch_size=4, **changes)), STEPS)
             for name, run in RUNS.items()
         }
     finally:
@@ -72,11 +72,11 @@ def test_a_layout_trains_as_one_rank_does(
 
 
 def one_run(**changes: Any) -> dict[str, Any]:
-    """Job: the run whose loss looks at all ranks' tokens, in a collective of its own."""
+    """Job: a run whose loss uses all ranks' tokens, in a separate collective."""
     losses = {"switch_balance": {"weight": 0.1, "scope": "global_batch"}}
     run = {**RUNS["inserted sub-layers"], "moe__losses": losses, "parallel__expert": 2, **changes}
     try:
-        return watched_steps(Trainer(small_run(**run, train__global_batch_size=4)), STEPS)
+        return recorded_steps(Trainer(small_run(**run, train__global_batch_size=4)), STEPS)
     finally:
         launch.stop()
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.initial_weights import STEP_1, refusal, weights_of_run
 from tests.distributed.pool import Pool
 from tests.distributed.runs import PLAIN_FILES, ds_config, run_steps
-from tests.distributed.starts import STEP_1, look, refusal
 
 STEPS = 3
 full = pytest.mark.full
@@ -36,7 +36,7 @@ def moe_fp32(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "parallel__deepspeed": ds_config("zero1_fp32"),
         "output": output,
     }
-    pool.run(look, 1, True, **run, ranks=2)
+    pool.run(weights_of_run, 1, True, **run, ranks=2)
     return output / STEP_1
 
 
@@ -44,7 +44,7 @@ def moe_fp32(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(pool: Pool, moe_fp32: Path) -> dict[str, Any]:
     """One rank, fp32, no ZeRO, all frozen."""
     run: dict[str, Any] = {"moe__frozen": BOTH, "checkpoint__init": {"path": str(moe_fp32)}}
-    (found,) = pool.run(look, STEPS, **run, ranks=1)
+    (found,) = pool.run(weights_of_run, STEPS, **run, ranks=1)
     return found
 
 
@@ -61,12 +61,12 @@ def _assert_frozen(here: dict[str, Any], frozen: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("file", "expert"), [*FROZEN_LAYOUTS, *FROZEN_REST])
-def test_what_is_frozen_keeps_its_bits_and_the_rest_trains_as_on_one_rank(
+def test_frozen_weights_do_not_change_and_the_rest_trains_as_on_one_rank(
     pool: Pool, moe_fp32: Path, plain: dict[str, Any], file: str, expert: int
 ) -> None:
     run: dict[str, Any] = {"moe__frozen": BOTH, "checkpoint__init": {"path": str(moe_fp32)}}
     layout: dict[str, Any] = {"parallel__expert": expert, "parallel__deepspeed": ds_config(file)}
-    found = pool.run(look, STEPS, **run, **layout, ranks=2)
+    found = pool.run(weights_of_run, STEPS, **run, **layout, ranks=2)
     tolerance = 3e-2 if "bf16" in file else 1e-5
     for here in found:
         _assert_frozen(here, BOTH)
@@ -79,7 +79,7 @@ def test_what_is_frozen_keeps_its_bits_and_the_rest_trains_as_on_one_rank(
 @pytest.mark.parametrize("file", ["zero0_bf16", "zero1_fp32"])
 def test_one_of_them_is_frozen_by_itself(pool: Pool, file: str, module: str) -> None:
     layout: dict[str, Any] = {"parallel__expert": 2, "parallel__deepspeed": ds_config(file)}
-    for here in pool.run(look, STEPS, moe__frozen=[module], **layout, ranks=2):
+    for here in pool.run(weights_of_run, STEPS, moe__frozen=[module], **layout, ranks=2):
         _assert_frozen(here, [module])
 
 
@@ -88,7 +88,7 @@ def test_one_of_them_is_frozen_by_itself(pool: Pool, file: str, module: str) -> 
     [f if f in ("zero0_bf16", "zero2_fp32") else pytest.param(f, marks=full) for f in PLAIN_FILES],
 )
 def test_a_frozen_run_resumes_bit_for_bit(pool: Pool, moe_fp32: Path, tmp_path: Path, file: str) -> None:
-    """And does not start from its `init` again, which is gone by then."""
+    """It does not load `init` again, which no longer exists."""
     source = tmp_path / "source" / moe_fp32.name
     shutil.copytree(moe_fp32, source)
     run: dict[str, Any] = {

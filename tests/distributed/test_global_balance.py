@@ -73,7 +73,7 @@ def test_the_mean_over_ranks_is_the_loss_of_the_whole(pool: Pool, running: bool,
             torch.testing.assert_close(gradient_TE / RANKS, expected_TE)
 
 
-def test_evaluation_waits_for_nobody(pool: Pool) -> None:
+def test_evaluation_needs_no_other_rank(pool: Pool) -> None:
     scores_TE = scores_of(0, 0)
     expected = EXPERTS * (plain_fraction([scores_TE]) * scores_TE.softmax(-1).mean(0)).sum()
     assert pool.run(evaluated_by_rank_0, ranks=2, timeout_s=20)[0] == pytest.approx(float(expected))

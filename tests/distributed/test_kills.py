@@ -115,7 +115,7 @@ def kill_and_restart(pool: Pool, output: Path, steps: int, kills: int, seed: int
 
 
 def recorded(output: Path) -> list[tuple[Any, ...]]:
-    """What each step of the whole run showed."""
+    """The results of each step of the whole run."""
     lines = (output / "small" / "metrics.jsonl").read_text().splitlines()
     words = ("step", "tokens", "train/lm_loss", "train/loss", "train/grad_norm", "moe/layer_02/load")
     return [tuple(json.loads(line).get(word) for word in words) for line in lines]

@@ -79,7 +79,7 @@ def test_python_alone(script: list[str], tmp_path: Path) -> None:
 
 
 def test_torchrun(script: list[str], tmp_path: Path) -> None:
-    """And what was asked for on the command line was done: two ranks share the experts."""
+    """The overrides of the command line apply: two ranks share the experts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port())]
     code, output = _finish(_start([*torchrun, *script, "parallel.expert=2"], _environment(), tmp_path))
@@ -108,7 +108,7 @@ def test_the_deepspeed_launcher(script: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_srun(script: list[str], tmp_path: Path) -> None:
-    """What Slurm sets for two tasks of one node, with the two variables of examples/slurm."""
+    """The variables that Slurm sets for two tasks of one node, and the two variables of examples/slurm."""
     port = str(free_port())
     processes = []
     for rank in ("0", "1"):
@@ -121,7 +121,7 @@ def test_srun(script: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_mistake_is_told_once_and_ends_all_ranks(script: list[str], tmp_path: Path) -> None:
+def test_a_mistake_is_reported_once_and_ends_all_ranks(script: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port())]
     code, output = _finish(_start([*torchrun, *script, "parallel.expert=3"], _environment(), tmp_path))

@@ -28,7 +28,7 @@ CASES = [(launcher, moments.uniform(0, 10)) for _ in range(KILLS) for launcher i
 
 
 def marked(mark: str) -> dict[int, str]:
-    """The living processes in whose environment `mark` stands, by pid, with what they run."""
+    """Return the running processes with `mark` in their environment: pid -> command line."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -48,7 +48,7 @@ pytestmark = [
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """In the environment of what the test starts, all of which is killed at its end."""
+    """A mark in the environment of all processes of the test, which are killed at its end."""
     monkeypatch.setenv(MARK, text := uuid.uuid4().hex)
     yield text
     for pid in marked(text):
@@ -98,7 +98,7 @@ setattr(where, name, killing)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_wherever_the_start_has_come_to(tmp_path: Path, mark: str, place: str) -> None:
+def test_at_every_point_of_the_start(tmp_path: Path, mark: str, place: str) -> None:
     """One rank may hear signals already, and wait for the end of a step, while they still end the other."""
     (tmp_path / "kills.py").write_text(KILLS_ITS_PARENT.format(place=PLACES[place]))
     launched = Launched(tmp_path, TORCHRUN, "plugins=[kills.py]")

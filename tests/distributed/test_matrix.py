@@ -27,7 +27,7 @@ def few_alone(pool: Pool) -> Found:
 
 @pytest.fixture(scope="module")
 def few(pool: Pool) -> dict[int, list[Found]]:
-    """By the number of ranks, each in one world."""
+    """The results by the number of ranks, each in one world."""
     cases = {ranks: [case for case in FEW if case.ranks == ranks] for ranks in (1, 2, 4)}
     return {n: pool.run(run_cases, mine, FEW_STEPS, ranks=n, timeout_s=600) for n, mine in cases.items()}
 

@@ -1,4 +1,4 @@
-"""A run saved at one layout goes on at any other as it would have gone on at its own."""
+"""A run saved at one layout continues at any other with the same results."""
 
 import gc
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.matrix import covering
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, small_run, watched_steps
+from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, recorded_steps, small_run
 
 BEFORE, AFTER = 2, 3  # steps
 WORDS = ("lm_loss", "loss", "grad_norm")
@@ -38,7 +38,7 @@ RUN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is: a layout, by its name, and a ZeRO stage."""
+    """The layout of a run, by its name, and its ZeRO stage."""
 
     layout: str
     zero: int
@@ -48,7 +48,7 @@ class Place:
         return LAYOUTS[self.layout][0]
 
     def changes(self, folder: Path) -> dict[str, Any]:
-        """For `small_run`; folder: for a DeepSpeed file of its own."""
+        """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
         file = f"zero{self.zero}_fp32"
         path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
         return {**RUN, **LAYOUTS[self.layout][1], "parallel__deepspeed": path}
@@ -112,7 +112,7 @@ def save_and_go_on(places: list[Place], output: Path) -> dict[Place, dict[str, A
             for _ in range(BEFORE):
                 trainer.step()
             trainer.begin_save()  # is written while the next steps change what was copied
-            found[place] = watched_steps(trainer, AFTER)
+            found[place] = recorded_steps(trainer, AFTER)
             trainer.checkpoints.finish()
             gc.collect()
     launch.stop()
@@ -127,7 +127,7 @@ def load_and_go_on(moves: list[Move], output: Path) -> dict[Move, dict[str, Any]
         for move in moves:
             changes = move.target.changes(Path(folder))
             path = str(checkpoint(output, move.source))
-            found[move] = watched_steps(Trainer(small_run(checkpoint__resume=path, **changes)), AFTER)
+            found[move] = recorded_steps(Trainer(small_run(checkpoint__resume=path, **changes)), AFTER)
             gc.collect()
     launch.stop()
     return found
@@ -155,5 +155,5 @@ def test_any_two_choices_together(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_pair(pool: Pool, tmp_path: Path, layout: str) -> None:
-    """By the layout that saved."""
+    """Each layout that saved, with every other."""
     run_moves(pool, tmp_path, [move for move in ALL if move.saved_layout == layout])

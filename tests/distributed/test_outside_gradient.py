@@ -1,4 +1,4 @@
-"""What a run's layers learn outside the gradient, at every ZeRO stage and precision, on two ranks of EP 2."""
+"""What a run's layers learn without gradient, at every ZeRO stage and precision, on two ranks of EP 2."""
 
 from typing import Any
 
@@ -117,7 +117,7 @@ def _light_routers(trainer: Trainer) -> list[dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def found(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
-    """By file: what each rank has found."""
+    """The results of each rank, by DeepSpeed file."""
     folder = tmp_path_factory.mktemp("ds")
     paths = [
         ds_variant(folder, file, zero_optimization=CUT_ALL) if "zero3" in file else ds_config(file)

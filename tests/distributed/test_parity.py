@@ -30,7 +30,7 @@ def one_rank(pool: Pool) -> dict[str, Any]:
     return found
 
 
-def test_the_run_is_one_that_could_tell(one_rank: dict[str, Any]) -> None:
+def test_the_run_can_detect_a_difference(one_rank: dict[str, Any]) -> None:
     """Masks differ between micro batches, clipping acts, and the auxiliary losses count."""
     for masks in one_rank["masks"]:
         assert len(masks) == 8

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megamoe.config import parse_config
-from megamoe.moe.ways_out import provides
+from megamoe.moe.alternatives import provides
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, in_order, small_run, watched_steps
-from tests.moe.neighbours import PART_IDS, PARTS, moe_tree
+from tests.distributed.runs import ds_config, in_order, recorded_steps, small_run
+from tests.moe.part_layers import PART_IDS, PARTS, moe_tree
 
 STEPS = 3
 RANKS = 4
@@ -41,7 +41,7 @@ QUICK = "TP 2, SP, EP 4, ZeRO 1"
 
 
 def on_one_rank(kind: str, name: str, data_parallel: int) -> dict[str, Any]:
-    """What assigns all ranks' tokens at once sees the same where one rank has them in one batch."""
+    """The assignment sees the same tokens if one rank has them in one batch."""
     run = run_of(kind, name)
     moe = parse_config({"moe": moe_tree(kind, name)}).moe
     together = provides("over_all_ranks", moe.router.selector)
@@ -59,7 +59,7 @@ def run_of(kind: str, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def _by_run() -> dict[str, list[tuple[str, str]]]:
-    """The parts that stand among the same company: one run shows all of them."""
+    """Parts that the same layer contains: one run covers all of them."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for part in PARTS:
         found[json.dumps(run_of(*part), sort_keys=True)].append(part)
@@ -72,7 +72,7 @@ DISTINCT = _by_run()
 def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, list[Any]]]:
     """Job: what each step of each run showed on this rank."""
     try:
-        return [watched_steps(Trainer(small_run(**changes)), steps) for changes in several]
+        return [recorded_steps(Trainer(small_run(**changes)), steps) for changes in several]
     finally:
         launch.stop()
 
@@ -82,7 +82,7 @@ def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, li
     params=[pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in LAYOUTS],
 )
 def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, Any]]:
-    """By part: (what the one rank showed, what each of the four did)."""
+    """By part: (the results of one rank, the results of four ranks)."""
     layout = LAYOUTS[request.param]
     one = [on_one_rank(*parts[0], RANKS // layout.get("tensor", 1)) for parts in DISTINCT.values()]
     many = [run_of(*parts[0], parallel=layout) for parts in DISTINCT.values()]
@@ -120,8 +120,8 @@ def save_and_go_on(
             for _ in range(steps):
                 trainer.step()
             trainer.save()
-            went_on = watched_steps(trainer, 2)
-            resumed = watched_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
+            went_on = recorded_steps(trainer, 2)
+            resumed = recorded_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
             shown.append(
                 ([*went_on["loss"], *went_on["grad_norm"]], [*resumed["loss"], *resumed["grad_norm"]])
             )

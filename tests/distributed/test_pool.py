@@ -59,11 +59,11 @@ def test_each_process_is_a_rank_of_the_world(pool: Pool, ranks: int) -> None:
     assert pool.run(total_of_ranks, 10, ranks=ranks) == [(rank, ranks, float(total)) for rank in range(ranks)]
 
 
-def test_a_process_may_leave_a_world_and_enter_another(pool: Pool) -> None:
+def test_a_process_may_leave_a_world_and_join_another(pool: Pool) -> None:
     assert pool.run(several_worlds, [free_port(), free_port()], ranks=2) == [[1.0, 1.0], [1.0, 1.0]]
 
 
-def test_an_exception_is_told_with_its_rank(pool: Pool) -> None:
+def test_an_exception_is_reported_with_its_rank(pool: Pool) -> None:
     with pytest.raises(RankError, match="--- rank 1\n(.|\n)*ValueError: the reason"):
         pool.run(fail_on_rank_1, ranks=2)
 
@@ -74,7 +74,7 @@ def test_a_hang_ends_with_the_stack_of_the_rank(pool: Pool) -> None:
         pool.run(hang_on_rank_0, ranks=2, timeout_s=5)
 
 
-def test_a_death_is_told_with_its_exit_code(pool: Pool) -> None:
+def test_a_dead_process_is_reported_with_its_exit_code(pool: Pool) -> None:
     with pytest.raises(RankError, match="rank 0\nthe process died with exit code 7"):
         pool.run(die_on_rank_0, ranks=1)
 

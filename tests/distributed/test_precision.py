@@ -68,7 +68,9 @@ def test_a_longer_run_learns(pool: Pool, file: str) -> None:
     "stage", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
 )
 def test_offload_follows_a_batch_that_grows(pool: Pool, stage: int) -> None:
-    """DeepSpeed accumulates offloaded gradients by a road of its own; here from 1 micro batch to 4."""
+    """DeepSpeed has a separate code path for offloaded gradients; here the batch grows from 1 to 4 micro
+    batches.
+    """
     ramp = {"start": 2, "increment": 6, "samples": 4}
     growth: dict[str, Any] = {"train__batch_rampup": ramp, "parallel__expert": 2}
     here, offloaded = (

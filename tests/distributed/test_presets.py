@@ -53,7 +53,7 @@ def many(pool: Pool) -> dict[str, tuple[Metrics, Metrics]]:
     return both(pool, FULL_STEPS, [])
 
 
-def test_there_is_a_run_for_every_system_and_three_mixtures() -> None:
+def test_there_is_an_example_for_every_preset_and_three_mixtures() -> None:
     assert set(registry.list_presets()) < set(NAMES)
     assert len(set(NAMES) - set(registry.list_presets())) == 3
 

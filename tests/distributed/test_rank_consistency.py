@@ -14,7 +14,7 @@ from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 from megamoe.parallel import launch, rank_consistency
 from megamoe.parallel.rank_consistency import check_same, refusing_together
-from tests.distributed.exits import endings
+from tests.distributed.entry_script import run_entry_script
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.runs import ROOT
 from tests.tiny import tiny
@@ -65,12 +65,12 @@ def _start(world: launch.World, mine: dict[str, Any], error: Exception | None) -
             if error is not None:
                 raise error
         check_same(world, facts, timeout_minutes=1)
-    except (UserError, ConnectionError, KeyError) as told:
-        return str(told)
+    except (UserError, ConnectionError, KeyError) as message:
+        return str(message)
     return "started"
 
 
-def test_all_ranks_are_told_the_same(pool: Pool) -> None:
+def test_all_ranks_get_the_same_message(pool: Pool) -> None:
     found = pool.run(start_each, [case for case, _ in CASES.values()], ranks=3)
     for place, (name, (_, expected)) in enumerate(CASES.items()):
         assert [rank[place] for rank in found] == expected, name
@@ -93,9 +93,9 @@ def start_late(seconds: float) -> str:
     return refused
 
 
-def test_a_rank_that_never_comes_is_named_and_a_mistake_is_told_without_it(pool: Pool) -> None:
-    told, _ = pool.run(start_late, 2, ranks=2)
-    assert told == "data: no such file; timed out waiting for rank 1 to start"
+def test_a_missing_rank_is_named_and_a_mistake_is_reported_without_it(pool: Pool) -> None:
+    message, _ = pool.run(start_late, 2, ranks=2)
+    assert message == "data: no such file; timed out waiting for rank 1 to start"
 
 
 # Of rank 1; rank 0 is started with train.micro_batch_size=2 train.global_batch_size=8 alone.
@@ -114,12 +114,12 @@ STARTS = {
 
 
 @pytest.mark.parametrize("case", STARTS)
-def test_a_rank_that_is_started_otherwise_ends_all_with_code_2(pool: Pool, tmp_path: Path, case: str) -> None:
-    arguments, told = STARTS[case]
-    found = endings(pool, tmp_path, "train.global_batch_size=8", by_rank={1: arguments})
+def test_a_rank_with_other_arguments_ends_all_with_code_2(pool: Pool, tmp_path: Path, case: str) -> None:
+    arguments, message = STARTS[case]
+    found = run_entry_script(pool, tmp_path, "train.global_batch_size=8", by_rank={1: arguments})
     assert found.codes == [2, 2]
     (first,), (second,) = found.errors()
-    assert first.startswith(f"error: {told.format(tmp_path)}")
+    assert first.startswith(f"error: {message.format(tmp_path)}")
     assert second.partition(": ")[2].removeprefix("rank 1: ") == first.removeprefix("error: ").removeprefix(
         "rank 1: "
     )
@@ -144,7 +144,7 @@ BY_HAND = {
 @pytest.mark.full
 @pytest.mark.parametrize("case", BY_HAND)
 def test_two_ranks_started_by_hand(tmp_path: Path, case: str) -> None:
-    """In folders of their own, where the data and the plugin of each lie."""
+    """Each rank has a separate folder with its own copy of the data and the plugin."""
     settings = {
         "learning rate": "optimizer.lr=0.001",
         "seed": "seed=7",
@@ -184,6 +184,6 @@ def test_two_ranks_started_by_hand(tmp_path: Path, case: str) -> None:
             )
         )
     for process in processes:
-        _, told = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=60)
         assert process.returncode == 2
-        assert BY_HAND[case] in told and told.count("\n") == 1, told
+        assert BY_HAND[case] in message and message.count("\n") == 1, message

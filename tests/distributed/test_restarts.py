@@ -1,4 +1,4 @@
-"""torchrun starts its workers again after a crash: they go on, whatever the command line says."""
+"""torchrun restarts its workers after a crash: they resume, whatever the command line says."""
 
 import json
 import os
@@ -34,9 +34,7 @@ Trainer.begin_save = save
 
 @pytest.mark.full  # torchrun takes most of a minute to start workers again
 @pytest.mark.parametrize("every", [2, 0])
-def test_workers_that_are_started_again_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
-) -> None:
+def test_restarted_workers_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """From the last checkpoint, or from step 0; the old run's folder is overwritten once."""
     from tests.distributed import test_signals
 
@@ -88,14 +86,14 @@ def choose(output: Path, *overrides: str) -> RunFolder:
 
 
 @pytest.mark.parametrize("override", ["overwrite=true", "overwrite=false", "checkpoint.resume=auto"])
-def test_its_own_folder_is_gone_on_with(tmp_path: Path, started_again: Launch, override: str) -> None:
+def test_its_own_folder_is_continued(tmp_path: Path, started_again: Launch, override: str) -> None:
     make_run(tmp_path / "a", started_again, 5)
     expected = tmp_path / "a/checkpoints/step_00000005"
     expected_folder = RunFolder(tmp_path / "a", (expected,), continues=True, restarted=True)
     assert choose(tmp_path, override) == expected_folder
 
 
-def test_its_own_folder_without_a_checkpoint_is_begun_anew_and_kept(
+def test_its_own_folder_without_a_checkpoint_is_restarted_and_kept(
     tmp_path: Path, started_again: Launch
 ) -> None:
     make_run(tmp_path / "a", started_again)
@@ -165,7 +163,7 @@ def test_the_folder_of_another_launch_is_refused(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_process_is_known_by_more_than_its_pid() -> None:
+def test_a_process_is_identified_by_more_than_its_pid() -> None:
     me = Process.of(os.getpid())
     assert me.is_alive()
     assert not Process(me.host, me.machine, me.pid, me.started - 1).is_alive()

@@ -73,10 +73,10 @@ CUT_LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "layout"), CUT_LAYOUTS)
-def test_so_is_one_under_tensor_parallelism(
+def test_a_resume_is_bit_identical_under_tensor_parallelism(
     pool: Pool, tmp_path: Path, ranks: int, layout: dict[str, Any]
 ) -> None:
-    """What is cut draws its dropout for itself, what is not with the others."""
+    """Tensor-parallel activations have a separate dropout on each rank; replicated ones have the same."""
     run = {**RUN, "parallel": layout, "model__attention_dropout": 0.1}
     whole = pool.run(run_steps, STEPS, True, output=tmp_path / "whole", **run, ranks=ranks)
     cut = {**run, "output": tmp_path / "cut", "checkpoint__resume": "auto"}
@@ -104,7 +104,7 @@ def _assert_same_state(one: Path, other: Path, ranks: int) -> None:
     }
 
 
-def test_auto_begins_anew_where_nothing_was_saved_and_saving_disturbs_nothing(
+def test_auto_starts_from_step_0_without_a_checkpoint_and_saving_changes_no_result(
     pool: Pool, tmp_path: Path
 ) -> None:
     auto: dict[str, Any] = {"checkpoint__resume": "auto", "output": tmp_path}

@@ -129,7 +129,7 @@ def save_all(folder: Path) -> None:
 
 
 def resume_all(folder: Path, unchecked: bool) -> list[str]:
-    """Job: what is told of each resume; `unchecked`: by what loads the tensors alone."""
+    """Job: return the message of each resume; `unchecked`: only the tensors are checked."""
     check = mock.patch.object(trainer_module, "check_resume") if unchecked else nullcontext()
     try:
         with check:
@@ -175,42 +175,42 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_part_whose_state_would_be_lost_is_named(pool: Pool, saved: Path) -> None:
     (found,) = pool.run(resume_all, saved, False, ranks=1)
-    for (name, (_, _, told)), message in zip(CASES.items(), found, strict=True):
-        assert told is not None or message == "trains", f"{name}: {message}"
-        assert told is None or ("saved with " in message and told in message), f"{name}: {message}"
+    for (name, (_, _, reported)), message in zip(CASES.items(), found, strict=True):
+        assert reported is not None or message == "trains", f"{name}: {message}"
+        assert reported is None or ("saved with " in message and reported in message), f"{name}: {message}"
         assert "\n" not in message
 
 
 def test_what_is_loaded_is_refused_by_itself(pool: Pool, saved: Path) -> None:
     """Whatever the comparison before may overlook; but not what has the same names and shapes."""
     (found,) = pool.run(resume_all, saved, True, ranks=1)
-    told = dict(zip(CASES, found, strict=True))
-    assert "this model has no place for" in told["fewer parameters"]
+    reported = dict(zip(CASES, found, strict=True))
+    assert "this model has no place for" in reported["fewer parameters"]
     assert (
         "this model has no place for model.decoder.layers.1.mlp.layer.router.score_function.bias"
-        in (told["a bias that vanishes"])
+        in (reported["a bias that vanishes"])
     )
-    assert "layer.router.score_function.bias is missing" in told["a bias that begins"]
-    assert "scorer.weight has shape [4, 32], this model needs [6, 32]" in told["another size"]
+    assert "layer.router.score_function.bias is missing" in reported["a bias that begins"]
+    assert "scorer.weight has shape [4, 32], this model needs [6, 32]" in reported["another size"]
     for name, (_, _, wanted) in CASES.items():
         overlooked = name == "tensors of the same names"
-        assert (told[name] == "trains") == (wanted is None or overlooked), f"{name}: {told[name]}"
+        assert (reported[name] == "trains") == (wanted is None or overlooked), f"{name}: {reported[name]}"
 
 
 def save_and_resume(folder: Path, **changes: Any) -> list[str]:
-    """Job: what is told of a checkpoint of which a tensor is spoilt, of each way to, checksums aside."""
+    """Job: return the message for each way to damage a tensor of a checkpoint, with valid checksums."""
     path = folder / "small" / "checkpoints" / "step_00000001"
     try:
         _save(folder, changes)
         whole = folder / "whole"
         shutil.copytree(path, whole)
-        told = []
+        reported = []
         for name, spoil in SPOILT:
             shutil.rmtree(path)
             shutil.copytree(whole, path)
             rewrite(path, partial(spoil, name=name))
-            told.append(_resume(folder, changes, "again"))
-        return told
+            reported.append(_resume(folder, changes, "again"))
+        return reported
     finally:
         launch.stop()
 
@@ -241,17 +241,17 @@ SPOILT = [
 @pytest.mark.parametrize("config", ["zero0_fp32", "zero2_bf16"])
 def test_no_tensor_too_many_too_few_or_of_another_shape(pool: Pool, tmp_path: Path, config: str) -> None:
     (found,) = pool.run(save_and_resume, tmp_path, parallel__deepspeed=ds_config(config), ranks=1)
-    for (name, spoil), told in zip(SPOILT, found, strict=True):
+    for (name, spoil), reported in zip(SPOILT, found, strict=True):
         what = name.removeprefix("model/")
         if name.startswith("random"):
-            assert "the random states of rank 0 are damaged" in told
+            assert "the random states of rank 0 are damaged" in reported
         elif spoil is _add:
-            assert f"this model has no place for {what}; use the configuration that saved it" in told
+            assert f"this model has no place for {what}; use the configuration that saved it" in reported
         elif spoil is _lose:
-            assert f"{what} is missing; the checkpoint is of another model" in told
+            assert f"{what} is missing; the checkpoint is of another model" in reported
         else:
-            assert f"{what} has shape " in told and "this model needs " in told
-        assert "\n" not in told
+            assert f"{what} has shape " in reported and "this model needs " in reported
+        assert "\n" not in reported
 
 
 HOME: Changes = {
@@ -262,8 +262,8 @@ HOME: Changes = {
 RECUT: Changes = {"train__micro_batch_size": 2, "train__global_batch_size": 8}
 
 
-def test_a_tokens_home_is_its_rank_after_the_batches_were_cut_otherwise(pool: Pool, tmp_path: Path) -> None:
-    """And on one rank it is the same one. 6 samples are no multiple of the 4 of two micro batches."""
+def test_a_tokens_rank_is_right_after_the_batch_size_changed(pool: Pool, tmp_path: Path) -> None:
+    """One rank gives the same result. 6 samples are no multiple of the 4 of two micro batches."""
     two = {**HOME, "output": tmp_path / "two", "parallel__expert": 2}
     one = {**HOME, "output": tmp_path / "one"}
     pool.run(run_steps, 1, True, **two, train__global_batch_size=6, ranks=2)
@@ -287,7 +287,7 @@ def test_a_tokens_home_is_its_rank_after_the_batches_were_cut_otherwise(pool: Po
 
 
 def test_the_count_of_micro_batches_is_that_of_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    """Three steps of one rank with a home among four: a resume goes on with the fourth micro batch."""
+    """Three steps of one rank, with `ranks: 4`; the resume continues with the fourth micro batch."""
     four = {"moe__router": {"masks": [{"name": "gating_dropout", "rate": 1.0, "ranks": 4}]}}
     run = {**HOME, **four, "train__global_batch_size": 3, "output": tmp_path}
     homes = []

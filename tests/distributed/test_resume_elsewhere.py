@@ -1,4 +1,4 @@
-"""A checkpoint saved at one layout, ZeRO stage and precision goes on at any other."""
+"""A checkpoint saved at one layout, ZeRO stage and precision can be resumed at any other."""
 
 import gc
 import math
@@ -92,7 +92,7 @@ def _go_on(first: int, **changes: Any) -> Found:
 
 
 def run_at(place: Place, output: Path, **changes: Any) -> Run:
-    """A run of its own folder."""
+    """Return a run with a separate folder."""
     _, layout, file, other = place
     output.mkdir()
     path = ds_config(file)
@@ -103,7 +103,7 @@ def run_at(place: Place, output: Path, **changes: Any) -> Run:
 
 
 def run_all(pool: Pool, runs: list[tuple[Place, Run]]) -> list[list[Found]]:
-    """What each rank of each showed; those of as many ranks in one world."""
+    """Return each rank's results of each run; runs with equal numbers of ranks share a world."""
     found: dict[int, list[Found]] = {}
     for ranks in sorted({place[0] for place, _ in runs}):
         numbers = [number for number, (place, _) in enumerate(runs) if place[0] == ranks]
@@ -119,7 +119,7 @@ def checkpoint_of(run: Run) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Found]]]:
-    """By name, a checkpoint and what its run showed as it went on."""
+    """By name: a checkpoint, and the results of its run after it."""
     folder = tmp_path_factory.mktemp("sources")
     runs = []
     for number, place in enumerate(SOURCES.values()):
@@ -135,7 +135,7 @@ def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 def move_all(
     pool: Pool, sources: dict[str, tuple[Path, list[Found]]], moves: list[tuple[str, Place]], folder: Path
 ) -> list[tuple[Path, list[Found]]]:
-    """Each is resumed, saved at once, and goes on."""
+    """Resume each checkpoint, save it at once, and continue."""
     runs = [
         (place, run_at(place, folder / str(n), first=0, checkpoint__resume=str(sources[source][0])))
         for n, (source, place) in enumerate(moves)
@@ -147,7 +147,9 @@ def move_all(
 def assert_moved(
     source: str, place: Place, before: tuple[Path, list[Found]], after: tuple[Path, list[Found]]
 ) -> None:
-    """Every weight, buffer and moment is there in every bit, and the run goes on as the other did."""
+    """Check that every weight, buffer and moment is bit-identical, and that the run continues as the other
+    did.
+    """
     (old, expected), (new, found) = before, after
     saved, moved = read_tensors(old), read_tensors(new)
     assert_same_bits(without_random(moved), without_random(saved))
@@ -197,7 +199,7 @@ def moved(
 
 
 @pytest.mark.parametrize("number", range(len(MOVES)), ids=[str(move) for move in MOVES])
-def test_it_goes_on_elsewhere(
+def test_a_run_resumes_at_another_layout(
     sources: dict[str, tuple[Path, list[Found]]], moved: list[tuple[Path, list[Found]]], number: int
 ) -> None:
     source, place = MOVES[number]
@@ -229,7 +231,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_so_at_every_layout_and_file(
+def test_every_layout_and_file(
     pool: Pool,
     sources: dict[str, tuple[Path, list[Found]]],
     tmp_path: Path,

@@ -96,7 +96,7 @@ def test_training_goes_on_and_the_checkpoint_appears_when_all_have_written(
 
 
 def train_where_a_rank_cannot_write(rank: int, **changes: Any) -> str:
-    """Job: what the user is told by a run of which one rank's second save fails in the background."""
+    """Job: return the user's message if one rank's second save fails in the background."""
     calls, original = [0], writer.save_file
 
     def failing(*args: Any, **kwargs: Any) -> None:
@@ -157,11 +157,11 @@ def test_a_renamed_copy_stays_and_what_a_killed_deletion_left_goes(pool: Pool, t
 
 
 class Panic(BaseException):
-    """As a library in Rust raises it."""
+    """An exception like those of libraries in Rust."""
 
 
 def save_where_the_writer_dies(**changes: Any) -> str:
-    """Job: what the user is told where the thread that writes ends without a word."""
+    """Job: return the user's message if the writing thread ends without an error."""
     trainer = Trainer(small_run(**changes))
     trainer.step()
     try:

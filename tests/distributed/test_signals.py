@@ -1,4 +1,4 @@
-"""Told to stop, by whoever and to whichever rank: all save and end together, with the code that says so."""
+"""A signal to any rank makes all ranks save and end together, with its exit code."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import torch
 from megamoe.config import dump_yaml
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
-from tests.distributed.exits import endings
+from tests.distributed.entry_script import run_entry_script
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.runs import ROOT
 from tests.tiny import tiny
@@ -39,7 +39,7 @@ DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerat
 
 
 def tell_rank_1(trainer: Trainer) -> None:
-    """And again when it is saving."""
+    """Send the signal, and again during the save."""
     if trainer.progress.step == 2 and trainer.world.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
         save = trainer.begin_save
@@ -51,17 +51,17 @@ def tell_rank_1(trainer: Trainer) -> None:
         trainer.begin_save = told_again  # type: ignore[method-assign]
 
 
-def test_one_rank_is_told_and_all_save_and_end(pool: Pool, tmp_path: Path) -> None:
-    found = endings(pool, tmp_path, "data.workers=1", trouble=tell_rank_1)
+def test_a_signal_to_one_rank_makes_all_save_and_end(pool: Pool, tmp_path: Path) -> None:
+    found = run_entry_script(pool, tmp_path, "data.workers=1", fault=tell_rank_1)
     assert found.codes == [ExitCode.STOPPED, ExitCode.STOPPED]
     assert found.errors() == [[], []]
-    assert "stopping after step 3: another rank was told to stop; go on with --resume" in found.outputs[0]
+    assert "stopping after step 3: another rank received a signal; go on with --resume" in found.outputs[0]
     assert (tmp_path / "runs/a/checkpoints/latest").read_text() == "step_00000003"
     assert len(list((tmp_path / "runs/a/checkpoints/step_00000003").glob("shard_*"))) == 2
 
 
 class Launched:
-    """The entry script under a launcher, in a folder of its own."""
+    """The entry script under a launcher, in a separate folder."""
 
     def __init__(self, folder: Path, command: list[str], *arguments: str) -> None:
         self.folder = folder
@@ -87,7 +87,7 @@ class Launched:
             time.sleep(0.05)
 
     def send(self, number: int, target: str) -> None:
-        """To the launcher, or to a rank by its number."""
+        """Send a signal to the launcher, or to a rank by its number."""
         launcher = target == "launcher"
         os.kill(self.process.pid if launcher else int((self.folder / f"pid_{target}").read_text()), number)
 
@@ -138,7 +138,7 @@ CASES = {
     "case",
     [pytest.param(case, marks=[full] if case == "torchrun, twice" else [full, gpu]) for case in CASES],
 )
-def test_ranks_save_under_a_launcher_that_is_told_to_stop(tmp_path: Path, case: str) -> None:
+def test_ranks_save_when_their_launcher_gets_a_signal(tmp_path: Path, case: str) -> None:
     command, signals, target, expected = CASES[case]
     launched = Launched(tmp_path, command)
     try:

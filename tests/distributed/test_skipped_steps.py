@@ -84,7 +84,7 @@ def steps_around(breaks: dict[int, str], tried: bool, rank: int, **changes: Any)
     """
     with with_fp16():
         trainer = Trainer(small_run(**changes))
-        found: Found = {"losses": [], "norms": [], "skipped": [], "changed": [], "told": []}
+        found: Found = {"losses": [], "norms": [], "skipped": [], "changed": [], "messages": []}
         for step in range(1, STEPS + 1):
             if step in breaks and not tried:
                 leave_out(trainer)
@@ -95,7 +95,7 @@ def steps_around(breaks: dict[int, str], tried: bool, rank: int, **changes: Any)
             if states(trainer) != before:
                 found["changed"].append(step)
             if step in breaks:
-                found["told"].append(record.told)
+                found["messages"].append(record.message)
             else:
                 found["losses"].append(metrics["train/lm_loss"])
                 found["norms"].append(metrics["train/grad_norm"])
@@ -169,8 +169,8 @@ def test_a_broken_step_is_as_if_never_tried(pool: Pool, tmp_path: Path, ranks: i
 def _assert_as_if_never_tried(case: str, breaks: dict[int, str], found: Found, expected: Found) -> None:
     assert found["changed"] == [step for step in range(1, STEPS + 1) if step not in breaks], case
     assert found["skipped"] == [sum(b <= step for b in breaks) for step in range(1, STEPS + 1)], case
-    for what, told in zip(breaks.values(), found["told"], strict=True):
-        assert ("train/grad_norm is " if what == "gradient" else "train/lm_loss is nan") in told, case
+    for what, message in zip(breaks.values(), found["messages"], strict=True):
+        assert ("train/grad_norm is " if what == "gradient" else "train/lm_loss is nan") in message, case
     for word in ("losses", "norms", "states"):
         assert found[word] == expected[word], f"{case}: {word}"
     assert all(math.isfinite(value) for value in found["norms"]), case
@@ -185,14 +185,14 @@ def norm_with_one_broken(**changes: Any) -> float:
     return float(norm)
 
 
-def test_a_rank_that_is_broken_alone_is_seen_by_all(pool: Pool) -> None:
+def test_a_problem_of_one_rank_is_seen_by_all(pool: Pool) -> None:
     """Else one would skip the step and the others take it."""
     norms = pool.run(norm_with_one_broken, parallel__tensor=2, ranks=2)
     assert not any(map(math.isfinite, norms))
 
 
 def end_of_a_run(first: int, what: str, **changes: Any) -> tuple[int, str]:
-    """Job: a checkpoint of step 1, broken steps from step `first` on; the last step, and what is told."""
+    """Job: save step 1, make steps fail from `first` on; return the last step and the message."""
     with with_fp16():
         trainer = Trainer(small_run(**changes))
         try:
@@ -216,12 +216,12 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(pool: Pool, tmp_path: Path) 
     }
     ends = pool.run(end_of_a_run, 2, "both", **run, parallel__expert=2, ranks=2)
     last = tmp_path / "small" / "checkpoints" / "step_00000001"
-    told = (
+    reported = (
         "step 3: train/lm_loss is nan; samples 16 to 23; not finite: 19 (rank 1, micro batch 2); 2 skipped "
         "in a row (train.max_skipped_in_a_row); no weight was moved. Lower optimizer.lr or lengthen "
         f"optimizer.warmup_steps, and go on from the last good checkpoint, {last}"
     )
-    assert ends == [(3, told)] * 2
+    assert ends == [(3, reported)] * 2
 
 
 @pytest.mark.parametrize(("scale", "step"), [({"loss_scale": 64}, 3), ({"initial_scale_power": 12}, STEPS)])
@@ -230,9 +230,11 @@ def test_an_overflow_counts_where_the_loss_scale_cannot_fall(
 ) -> None:
     path = ds_variant(tmp_path, "zero2_fp16", fp16=scale)
     run: dict[str, Any] = {"output": tmp_path, "train__max_skipped_in_a_row": 2, "parallel__deepspeed": path}
-    for last, told in pool.run(end_of_a_run, 2, "gradient", **run, ranks=2):
+    for last, reported in pool.run(end_of_a_run, 2, "gradient", **run, ranks=2):
         assert last == step
-        assert told.startswith("step 3: train/grad_norm is inf at loss scale 64" if step == 3 else "went on")
+        assert reported.startswith(
+            "step 3: train/grad_norm is inf at loss scale 64" if step == 3 else "went on"
+        )
 
 
 SPIKES: dict[str, Any] = {

@@ -12,9 +12,9 @@ import torch
 from megamoe.parallel.layout import Layout
 from megamoe.train.trainer import Progress, Trainer
 from tests.checkpoint_files import read_tensors
+from tests.distributed.initial_weights import STEP_1, Run, Tensors, refusal, weights_of_runs
 from tests.distributed.pool import Pool
 from tests.distributed.runs import PLAIN_FILES, ds_config, small_run
-from tests.distributed.starts import STEP_1, Run, Tensors, look_each, refusal
 
 DENSE: Run = {"moe__layers": "none", "moe__losses": {}}
 CUT: Run = {
@@ -45,7 +45,7 @@ SOURCES: dict[str, Run] = {
 def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp(name) for name in SOURCES}
     runs = [{"steps": 1, "save": True, "output": folders[n], **run} for n, run in SOURCES.items()]
-    pool.run(look_each, runs, ranks=2)
+    pool.run(weights_of_runs, runs, ranks=2)
     return {name: folder / STEP_1 for name, folder in folders.items()}
 
 
@@ -55,13 +55,13 @@ def moe_fp32(sources: dict[str, Path]) -> Path:
 
 
 def weights_of(checkpoint: Path) -> Tensors:
-    """Of the whole model, by the parameters' names."""
+    """Return the whole model's weights by name."""
     tensors = read_tensors(checkpoint).items()
     return {name.removeprefix("model/"): tensor for name, tensor in tensors if name.startswith("model/")}
 
 
 def own_part(name: str, whole: torch.Tensor, ranks: Layout, rank: int) -> torch.Tensor:
-    """What a rank holds of a weight, by what each weight is."""
+    """Return a rank's part of a weight."""
     tensor, place = ranks.tensor, ranks.tensor_rank(rank)
     if ".experts." in name:
         whole = whole.chunk(ranks.expert)[ranks.expert_rank(rank)]
@@ -125,17 +125,17 @@ def runs_of(cases: list[Case], sources: dict[str, Path]) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def started(pool: Pool, sources: dict[str, Path]) -> dict[str, list[Run]]:
-    """By case, what each rank shows; those of as many ranks in one world."""
+    """The results of each rank by case; cases with equal numbers of ranks share a world."""
     found: dict[str, list[Run]] = {}
     for ranks in (1, 2, 4):
         cases = [case for case in CASES if case[1] == ranks]
-        by_rank = pool.run(look_each, runs_of(cases, sources), ranks=ranks)
+        by_rank = pool.run(weights_of_runs, runs_of(cases, sources), ranks=ranks)
         found |= {str(case): [rank[place] for rank in by_rank] for place, case in enumerate(cases)}
     return found
 
 
 def assert_begins_with(found: list[Run], saved: Path, case: Case) -> None:
-    """Optimiser, step and data begin anew; the fp32 masters are the weights, not what was drawn."""
+    """Check that optimiser, step and data start fresh, and that the fp32 masters are the loaded weights."""
     _, ranks, layout, file = case
     expected = weights_of(saved)
     for rank, here in enumerate(found):
@@ -156,15 +156,15 @@ def test_a_new_run_has_the_weights_whatever_layout_saved_them(
 
 @full
 @pytest.mark.parametrize("layout", FULL_LAYOUTS, ids=str)
-def test_so_at_every_layout_and_file(pool: Pool, sources: dict[str, Path], layout: dict[str, Any]) -> None:
+def test_every_layout_and_file(pool: Pool, sources: dict[str, Path], layout: dict[str, Any]) -> None:
     cases = [(source, 4, layout, file) for source in sources if "moe" in source for file in PLAIN_FILES]
-    by_rank = pool.run(look_each, runs_of(cases, sources), ranks=4, timeout_s=600)
+    by_rank = pool.run(weights_of_runs, runs_of(cases, sources), ranks=4, timeout_s=600)
     for place, case in enumerate(cases):
         assert_begins_with([rank[place] for rank in by_rank], sources[case[0]], case)
 
 
 def test_a_bf16_runs_checkpoint_holds_fp32_masters(sources: dict[str, Path]) -> None:
-    """Of which a run in fp32 takes every bit."""
+    """A run in fp32 loads them bit for bit."""
     for source in ("moe_bf16", "dense_cut"):
         weights = weights_of(sources[source])
         assert {weight.dtype for weight in weights.values()} == {torch.float32}
@@ -176,9 +176,9 @@ def as_experts(dense: Tensors, changes: Run) -> Tensors:
     mlp, experts = "model.decoder.layers.1.mlp.", changes["moe__num_experts"]
     size = changes["moe__expert_ffn_hidden_size"]
     rest = {name: weight for name, weight in dense.items() if not name.startswith(mlp)}
-    score_function, value = dense[f"{mlp}linear_fc1.weight"].chunk(2)
-    starts = [(e * size) % len(score_function) for e in range(experts)]
-    up = torch.stack([torch.cat([half[s : s + size] for half in (score_function, value)]) for s in starts])
+    gate, value = dense[f"{mlp}linear_fc1.weight"].chunk(2)
+    starts = [(e * size) % len(gate) for e in range(experts)]
+    up = torch.stack([torch.cat([half[s : s + size] for half in (gate, value)]) for s in starts])
     down = torch.stack([dense[f"{mlp}linear_fc2.weight"][:, s : s + size] for s in starts])
     return rest | {f"{mlp}layer.experts.up": up, f"{mlp}layer.experts.down": down}
 
@@ -197,7 +197,7 @@ EXPERTS = [
 
 @pytest.fixture(scope="module")
 def mixed(pool: Pool, sources: dict[str, Path]) -> dict[str, tuple[float, list[Run]]]:
-    """By case, the dense run's validation loss, under as much tensor parallelism, and the experts' ranks."""
+    """By case: the dense run's validation loss under the same tensor parallelism, and the experts' ranks."""
     found: dict[str, tuple[float, list[Run]]] = {}
     for ranks in (2, 4):
         cases = [case for case in EXPERTS if case[1] == ranks]
@@ -210,7 +210,7 @@ def mixed(pool: Pool, sources: dict[str, Path]) -> dict[str, tuple[float, list[R
             changes = CUT if experts == "cut" else COPY
             init = {**init, "experts": experts}
             runs.append({"steps": 1, **changes, "parallel": layout, **precise, "checkpoint__init": init})
-        by_rank = pool.run(look_each, runs, ranks=ranks)
+        by_rank = pool.run(weights_of_runs, runs, ranks=ranks)
         for place, case in enumerate(cases):
             dense = by_rank[0][2 * place]["valid"]
             found[str(case)] = dense, [rank[2 * place + 1] for rank in by_rank]
@@ -218,7 +218,7 @@ def mixed(pool: Pool, sources: dict[str, Path]) -> dict[str, tuple[float, list[R
 
 
 @pytest.mark.parametrize("case", EXPERTS, ids=str)
-def test_a_dense_run_goes_on_as_experts(
+def test_a_dense_run_continues_with_experts(
     mixed: dict[str, tuple[float, list[Run]]], sources: dict[str, Path], case: Any
 ) -> None:
     """All chosen with weight 1, or copies with weights of sum 1: the dense run's validation loss."""
@@ -255,12 +255,12 @@ BEFORE_THE_RANKS = {
 }
 
 
-@pytest.mark.parametrize(("changes", "told"), BEFORE_THE_RANKS.values(), ids=BEFORE_THE_RANKS.keys())
+@pytest.mark.parametrize(("changes", "reported"), BEFORE_THE_RANKS.values(), ids=BEFORE_THE_RANKS.keys())
 def test_weights_that_would_mean_something_else_are_refused(
-    pool: Pool, moe_fp32: Path, changes: dict[str, Any], told: str
+    pool: Pool, moe_fp32: Path, changes: dict[str, Any], reported: str
 ) -> None:
     (message,) = pool.run(refusal, **changes, checkpoint__init={"path": str(moe_fp32)}, ranks=1)
-    assert f"{moe_fp32}: {told}" in message
+    assert f"{moe_fp32}: {reported}" in message
 
 
 def test_a_run_does_not_empty_the_folder_that_it_starts_from(
@@ -274,7 +274,7 @@ def test_a_run_does_not_empty_the_folder_that_it_starts_from(
     assert message.startswith(f"checkpoint.init.path: {inside} lies in this run's own folder")
 
 
-def said(**changes: Any) -> str:
+def text_out(**changes: Any) -> str:
     """Job: what is printed while the run is made ready."""
     with redirect_stdout(io.StringIO()) as text:
         Trainer(small_run(**changes)).close()
@@ -285,9 +285,9 @@ def test_the_first_rank_says_what_the_run_starts_from(pool: Pool, sources: dict[
     dense = sources["dense"]
     shared = {**CUT, "moe__num_shared_experts": 1}
     init = {"path": str(dense), "experts": "cut"}
-    printed = pool.run(said, **shared, checkpoint__init=init, moe__frozen=["experts"], ranks=2)
+    printed = pool.run(text_out, **shared, checkpoint__init=init, moe__frozen=["experts"], ranks=2)
     kept = "router.scorer.weight, shared.up, shared.down"
     assert printed == [f"weights from {dense}, experts: cut; of the MoE layers as drawn: {kept}\n", ""]
-    printed = pool.run(said, moe__frozen=["router"], ranks=1)
+    printed = pool.run(text_out, moe__frozen=["router"], ranks=1)
     assert printed == ["moe.frozen: router as drawn, for checkpoint.init.path is not set\n"]
-    assert pool.run(said, ranks=1) == [""]
+    assert pool.run(text_out, ranks=1) == [""]

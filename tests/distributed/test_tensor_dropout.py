@@ -40,7 +40,7 @@ Found = dict[str, Any]
 def train_all() -> dict[str, Found]:
     """Job: by variant, the losses and norms, the masks that were drawn, and the parameters held whole."""
     masks: list[bytes] = []
-    _note_masks(masks)
+    _record_masks(masks)
     found = {}
     try:
         for name, changes in VARIANTS.items():
@@ -65,8 +65,8 @@ def _is_whole(parameter: Tensor) -> bool:
     return not is_moe_param(parameter) and not getattr(parameter, "tensor_model_parallel", False)
 
 
-def _note_masks(masks: list[bytes]) -> None:
-    """Every hidden dropout's mask, whatever it is applied to: drawn once more from the same state."""
+def _record_masks(masks: list[bytes]) -> None:
+    """Record the mask of every hidden dropout, by drawing it again from the same state."""
     real = functional.dropout
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -132,7 +132,7 @@ def test_what_is_computed_again_draws_the_same(ranks: list[dict[str, Found]], va
 
 
 def test_the_losses_are_those_of_dropout(ranks: list[dict[str, Found]]) -> None:
-    """Two variants draw otherwise: equal losses would say that nothing was drawn."""
+    """Two variants with different draws have different losses."""
     whole, sequence = (ranks[0][variant]["losses"] for variant in ("whole", "sequence"))
     assert all(a != b for a, b in zip(whole, sequence, strict=True))
     assert all(a != b for a, b in pairwise(whole))

@@ -9,7 +9,7 @@ from megamoe.model.gpt import GPT
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, small_run, watched_steps
+from tests.distributed.runs import ds_config, recorded_steps, small_run
 
 RANKS, STEPS = 4, 2
 # Into how many parts the experts are cut, and what of the layout makes them as many.
@@ -47,7 +47,7 @@ def run_all(spread: bool) -> dict[str, Found]:
             dispatcher: Any = layer.dispatcher
             expert = dispatcher.expert if spread else None
             calls.clear()
-            found[name] = watched_steps(trainer, STEPS)
+            found[name] = recorded_steps(trainer, STEPS)
             found[name]["sent"] = calls.count(expert) if spread else len(calls)
             found[name]["follows_data"] = layer.router.dims.follows_data
             del trainer, model, dispatcher

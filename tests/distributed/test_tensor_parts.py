@@ -1,4 +1,4 @@
-"""What tensor parallelism is made of, part by part, on the ranks of one world: 4 of them, and 2 and 2."""
+"""The components of tensor parallelism, on the ranks of one world: 4 of them, and 2 and 2."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +138,9 @@ def test_rows_are_gathered_in_order_and_their_gradients_summed(
 
 
 def one_stream(data_rank: int) -> Found:
-    """What is drawn in and beside a fork; the attention's dropout, forwards and computed again."""
+    """Job: return draws inside and outside of a fork, and the attention's dropout in forward and
+    recomputation.
+    """
     use_one_stream()
     stream = OneStream()
     torch.manual_seed(50 + data_rank)
@@ -256,7 +258,7 @@ def test_one_sum_a_parameter_and_step(ranks: list[dict[int, Found]], size: int, 
 
 
 def left_aside(group: Any) -> str:
-    """What is said of a parameter that the last micro batch did not use."""
+    """Job: return the error for a parameter that the last micro batch did not use."""
     model = Marked(torch.float32)
     sums = TensorParallelGradientSync(model, group)
     sums.last = False

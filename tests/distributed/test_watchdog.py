@@ -11,7 +11,7 @@ import pytest
 
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
-from tests.distributed.exits import endings
+from tests.distributed.entry_script import run_entry_script
 from tests.distributed.pool import Pool
 
 HANG = "train.hang_minutes=0.08"  # a busy machine takes seconds for a step
@@ -23,7 +23,7 @@ def stop_rank_0(trainer: Trainer) -> None:
 
 
 def hold_the_lock_on_rank_1(trainer: Trainer) -> None:
-    """In a library's function that keeps the interpreter's lock: no thread of Python's runs."""
+    """Hang in a C function that holds the interpreter lock, so that no Python thread runs."""
     if trainer.progress.step == 3 and trainer.world.rank == 1:
         ctypes.PyDLL(None).sleep(600)
 
@@ -43,7 +43,7 @@ def wait_for_a_lock(trainer: Trainer) -> None:
 def test_a_stopped_rank_is_named_shown_and_ended(pool: Pool, tmp_path: Path) -> None:
     """It is the one that would have ended the others; the next takes its place."""
     saves = ("checkpoint.every=2", "checkpoint.background=false")
-    found = endings(pool, tmp_path, HANG, *saves, trouble=stop_rank_0, ranks=3)
+    found = run_entry_script(pool, tmp_path, HANG, *saves, fault=stop_rank_0, ranks=3)
     assert found.codes == [-signal.SIGKILL, ExitCode.HANG, ExitCode.HANG]
     first, second, third = found.outputs
     assert "error: " not in first + third
@@ -63,22 +63,18 @@ def test_a_stopped_rank_is_named_shown_and_ended(pool: Pool, tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_a_rank_that_holds_the_interpreters_lock(pool: Pool, tmp_path: Path) -> None:
-    found = endings(pool, tmp_path, HANG, trouble=hold_the_lock_on_rank_1)
+    found = run_entry_script(pool, tmp_path, HANG, fault=hold_the_lock_on_rank_1)
     assert found.codes == [ExitCode.HANG, -signal.SIGKILL]
     assert "error: rank 1 (" in found.outputs[0]
     assert "in hold_the_lock_on_rank_1" in found.outputs[0]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("trouble", "place"), [(loop_on_rank_1, "loop_on_"), (wait_for_a_lock, "for_a_lock")]
-)
-def test_a_hang_in_python_shows_in_the_stacks(
-    pool: Pool, tmp_path: Path, trouble: object, place: str
-) -> None:
+@pytest.mark.parametrize(("fault", "place"), [(loop_on_rank_1, "loop_on_"), (wait_for_a_lock, "for_a_lock")])
+def test_a_hang_in_python_shows_in_the_stacks(pool: Pool, tmp_path: Path, fault: object, place: str) -> None:
     """Every watchdog runs, so nobody can be named; the stacks tell."""
-    assert callable(trouble)
-    found = endings(pool, tmp_path, HANG, trouble=trouble)
+    assert callable(fault)
+    found = run_entry_script(pool, tmp_path, HANG, fault=fault)
     assert found.codes == [ExitCode.HANG, ExitCode.HANG]
     assert "made progress for 0.08 minutes (train.hang_minutes); all of them answered" in found.outputs[0]
     assert place in found.outputs[0]
@@ -96,6 +92,6 @@ def suspend_everybody(trainer: Trainer) -> None:
 
 
 @pytest.mark.full
-def test_a_suspended_job_goes_on(pool: Pool, tmp_path: Path) -> None:
-    found = endings(pool, tmp_path, "train.hang_minutes=0.1", trouble=suspend_everybody)
+def test_a_suspended_job_continues(pool: Pool, tmp_path: Path) -> None:
+    found = run_entry_script(pool, tmp_path, "train.hang_minutes=0.1", fault=suspend_everybody)
     assert found.codes == [ExitCode.FINISHED, ExitCode.FINISHED], found.outputs

@@ -8,7 +8,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe.parallel import launch
-from megamoe.train.step import model_inputs, tell
+from megamoe.train.step import model_inputs, set_context
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import CUT_ALL, ds_variant, small_run
@@ -28,7 +28,7 @@ def held_after_forward(**changes: Any) -> dict[str, bool]:
 
             module.register_forward_pre_hook(note)
         batch = next(trainer._stream)
-        tell(trainer.context, batch, 0)
+        set_context(trainer.context, batch, 0)
         losses_BS = trainer.engine.forward(last=True, label_smoothing=0.0, **model_inputs(batch))
         held = {name: not storage.expired() for name, storage in gathered.items()}
         del losses_BS  # and with it the graph, which must have lived until here

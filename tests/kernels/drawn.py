@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Of a normal distribution."""
+    """Return a tensor drawn from a normal distribution."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.kernels.choice import Kernels
-from tests.in_subprocess import checks_of, verdicts_of
+from tests.in_subprocess import checks_of, run_checks
 from tests.kernels import chosen as passes
 from tests.kernels import test_rows
 from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
@@ -111,7 +111,7 @@ def check_outputs_and_gradients_are_the_plain_ones() -> None:
 
 
 def check_numbers_by_hand_and_at_extremes() -> None:
-    """The tests of the other kernels; what `compiled` says is not asked here."""
+    """Run the tests of the other kernels; `compiled` is ignored here."""
     with on_triton() as names:
         for dtype in (torch.float32, torch.bfloat16):
             test_rows.test_combine_by_hand(compiled=False, dtype=dtype)
@@ -134,7 +134,7 @@ def check_rows_by_token() -> None:
 
 
 def check_nothing_is_read_or_written_beside_the_rows() -> None:
-    """NaNs stand around what is read, sevens around what is written."""
+    """The inputs are surrounded by NaN and the outputs by sevens."""
     from megamoe.kernels.triton_rows import TritonKernels
 
     def inside(numbers: Tensor, around: float) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def check_a_nan_stays_in_its_token() -> None:
 
 
 def check_rows_of_more_than_two_billion_numbers() -> None:
-    """In a file that is a hole but for the row that is read; in 32 bits, row 1 would be."""
+    """A sparse file holds only the row that is read; with 32-bit indices, row 1 would be read."""
     from megamoe.kernels.triton_rows import TritonKernels
 
     width, row = 2**10, 2**22 + 1
@@ -254,7 +254,7 @@ CHECKS = checks_of(globals())
 
 
 def main() -> None:
-    verdicts = verdicts_of(CHECKS)
+    verdicts = run_checks(CHECKS)
     print(verdicts)
 
 

@@ -27,7 +27,7 @@ Sides = tuple[Tensor, Tensor, Tensor]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: float) -> Tensor:
-    """In float64, with the whole matrix of scores; a pair of columns is turned as a complex number."""
+    """Compute in float64, with the whole score matrix; a pair of columns is rotated as a complex number."""
     length, _, heads, size = query.shape
 
     def turned(side: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def test_what_the_library_does_not_take(library: Library) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_an_odd_column_cannot_be_turned(compiled: bool) -> None:
+def test_rotary_needs_an_even_width(compiled: bool) -> None:
     use_compiled(compiled)
     with pytest.raises(ValueError, match="found heads of 3"):
         causal_attention(*make((5, 2, 2, 2, 3)), 100.0)

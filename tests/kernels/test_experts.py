@@ -88,7 +88,7 @@ def test_the_formulas(case: str, compiled: bool, threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("case", TILED.values(), ids=TILED)
 def test_the_formulas_in_bf16(case: tuple[list[int], int, int], threads: int, library: Library) -> None:
-    """To a few roundings of what lies between; a second time through the graph too."""
+    """The results are equal up to a few roundings of intermediate values, also in a second backward."""
     if not library.has_tiles:
         pytest.skip("the processor has no AMX")
     before = torch.get_num_threads()

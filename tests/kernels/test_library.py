@@ -35,7 +35,7 @@ def _found_again() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where libraries are kept; sources that take no time; temporary folders that go with the test."""
+    """A cache folder, sources that compile fast, and temporary folders that are deleted with the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "sources").mkdir()
     functions = "".join(f'extern "C" int {name}() {{ return 1; }}\n' for name in NAMES)
@@ -106,7 +106,7 @@ def test_a_folder_that_others_may_write_is_not_used(cache: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("home", ["none", "a file"])
-def test_without_a_home(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_directory(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(uid: int) -> None:
         raise KeyError(uid)
 
@@ -121,7 +121,7 @@ def test_without_a_home(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [folder.name[:8] for folder in (tmp_path / "temporary").iterdir()] == ["megamoe-"]
 
 
-def test_the_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert kernels._built().parent == tmp_path / ".cache" / "megamoe"
@@ -148,26 +148,26 @@ def test_without_a_compiler_layers_are_plain(monkeypatch: pytest.MonkeyPatch, ca
     ],
     ids=["clang", "a wrong option", "no word", "nothing made"],
 )
-def test_a_compiler_of_no_use(
+def test_a_compiler_that_fails(
     script: str, problem: str, compiler: Callable[[str], Path], cache: Path
 ) -> None:
     compiler(script)
-    found, said = find_library()
-    assert found is None and problem in said and len(said.splitlines()) == 1
+    found, output = find_library()
+    assert found is None and problem in output and len(output.splitlines()) == 1
     assert not cache.exists() or not list(cache.iterdir())
 
 
 def test_what_the_compiler_says_is_the_reason(tmp_path: Path) -> None:
     (tmp_path / "sources" / "small.cpp").write_text("int f() {\n  return nothing;\n}\n")
-    found, said = find_library()
-    assert found is None and "small.cpp:2:10: error: " in said and "nothing" in said
-    assert len(said.splitlines()) == 1
+    found, output = find_library()
+    assert found is None and "small.cpp:2:10: error: " in output and "nothing" in output
+    assert len(output.splitlines()) == 1
 
 
 def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    found, said = find_library()
-    assert found is None and said.startswith("/nowhere/g++ cannot be run: ")
+    found, output = find_library()
+    assert found is None and output.startswith("/nowhere/g++ cannot be run: ")
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_a_broken_file_is_built_anew(content: bytes, compiler: Callable[[str], P
 def test_a_compiler_that_makes_broken_files(compiler: Callable[[str], Path]) -> None:
     make_garbage = 'for last; do :; done; echo garbage > "$last"'
     asked = compiler(f'[ "$1" = --version ] && exec {GCC} --version; {make_garbage}')
-    found, said = find_library()
-    assert found is None and len(said.splitlines()) == 1 and ".so" in said
+    found, output = find_library()
+    assert found is None and len(output.splitlines()) == 1 and ".so" in output
     assert builds(asked) == 2
 
 

@@ -71,7 +71,7 @@ def exact(rows_NI: Tensor, weight_EOI: Tensor, sent_NO: Tensor, counts: list[int
 
 
 def check(found: list[Tensor], expected: list[Tensor]) -> None:
-    """To one rounding of the result, and fp32's of the sum."""
+    """Compare up to one rounding of the result and fp32's rounding of the sum."""
     for one, other in zip(found, expected, strict=True):
         size = other.abs().max().item() if other.numel() else 0.0
         rounding = 2**-8 if one.dtype == torch.bfloat16 else 1e-6
@@ -155,7 +155,7 @@ def test_second_derivatives_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "counts", "told"),
+    ("weight", "counts", "message"),
     [
         (torch.zeros(2, 3, 5), [4, 2], "do not fit"),
         (torch.zeros(2, 3, 4, dtype=torch.bfloat16), [4, 2], "do not fit"),
@@ -163,6 +163,6 @@ def test_second_derivatives_are_refused(dtype: torch.dtype) -> None:
         (torch.zeros(3, 3, 4), [4, 2], "expected those of 6 rows of 3 experts"),
     ],
 )
-def test_what_does_not_fit_is_not_read(weight: Tensor, counts: list[int], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_does_not_fit_is_not_read(weight: Tensor, counts: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         grouped_product(torch.zeros(6, 4), weight, torch.tensor(counts))

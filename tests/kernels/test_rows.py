@@ -152,7 +152,7 @@ EXTREMES = [0.0, -0.0, 1e-30, -1.0, 88.5, -87.5, -88.5, 100, -100, 1e4, -1e4, 3e
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_swiglu_at_extremes(compiled: bool, dtype: torch.dtype) -> None:
-    """What float64 gives: NaN stays NaN, and nothing that is infinite becomes a number.
+    """The results are those of float64: NaN stays NaN, and no infinity becomes finite.
 
     Both forms give NaN for a gate of -inf, and 0 for gates below -88.7, whose silu is below 1e-36.
     """
@@ -182,7 +182,7 @@ def _same_kind(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_nan_stays_in_its_token(dtype: torch.dtype, library: Library) -> None:
+def test_a_nan_does_not_spread_to_other_tokens(dtype: torch.dtype, library: Library) -> None:
     rows_NH = torch.ones(3, 40, dtype=dtype)
     rows_NH[1, 33] = NAN
     output_TH = combine(rows_NH, torch.ones(3), row_tokens(torch.tensor([0, 1, 0]), 2))
@@ -190,7 +190,7 @@ def test_a_nan_stays_in_its_token(dtype: torch.dtype, library: Library) -> None:
 
 
 def test_bf16_is_rounded_as_by_pytorch(library: Library) -> None:
-    """Ties go to even, what is too large to infinity; a NaN stays one, whatever its bits."""
+    """Ties round to even and overflow to infinity; NaN stays NaN, whatever its bits."""
     bits = torch.randint(0, 2**31, (4096,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     bits[:1024] = bits[:1024] & ~0xFFFF | 0x8000  # between two of bf16
     bits[-4:] = torch.tensor([0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x7F7FFFFF])

@@ -18,7 +18,7 @@ INTERPRETED = [check for check in CHECKS if check != COMPILED]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def verdicts_of(checks: list[str], **variables: str) -> dict[str, str]:
+def run_checks(checks: list[str], **variables: str) -> dict[str, str]:
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.kernels.on_interpreter", *checks],
         cwd=ROOT,
@@ -35,7 +35,7 @@ def verdicts_of(checks: list[str], **variables: str) -> dict[str, str]:
 def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
     names = [item.name for item in request.session.items]
     asked = [check for check in INTERPRETED if any(f"[{check}]" in name for name in names)]
-    return verdicts_of(asked, TRITON_INTERPRET="1")
+    return run_checks(asked, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("check", INTERPRETED)
@@ -44,5 +44,5 @@ def test_in_the_interpreter(verdicts: dict[str, str], check: str) -> None:
 
 
 def test_compiles_for_gpus(tmp_path: Path) -> None:
-    verdicts = verdicts_of([COMPILED], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    verdicts = run_checks([COMPILED], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert verdicts[COMPILED] == ""

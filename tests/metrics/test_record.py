@@ -101,7 +101,7 @@ POWER_FAILURES = {
 
 
 @pytest.mark.parametrize("case", POWER_FAILURES)
-def test_a_resumed_run_goes_on_with_what_a_power_failure_left_whole(tmp_path: Path, case: str) -> None:
+def test_a_resumed_run_keeps_the_lines_that_a_power_failure_left_whole(tmp_path: Path, case: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(POWER_FAILURES[case])
     check_record(tmp_path, resumed_step=2)
@@ -124,7 +124,7 @@ BROKEN_LINES = {
 
 
 @pytest.mark.parametrize("case", BROKEN_LINES)
-def test_a_broken_line_between_whole_ones_is_told_and_nothing_is_lost(tmp_path: Path, case: str) -> None:
+def test_a_broken_line_between_whole_ones_is_reported_and_nothing_is_lost(tmp_path: Path, case: str) -> None:
     path = tmp_path / "metrics.jsonl"
     content = b'{"step": 1}\n' + BROKEN_LINES[case] + b'\n{"step": 3}\n'
     path.write_bytes(content)
@@ -151,7 +151,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.
         read_metrics(path)
 
 
-def test_a_record_that_is_a_pipe_is_told(tmp_path: Path) -> None:
+def test_a_record_that_is_a_pipe_is_reported(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(UserError, match=r"metrics.jsonl: cannot read the metrics \(a pipe, device or socket"):
         check_record(tmp_path, resumed_step=1)
@@ -181,7 +181,7 @@ def test_tensorboard_holds_scalars_and_loads(tmp_path: Path) -> None:
     assert list(zip(histogram.bucket_limit, histogram.bucket, strict=True))[-3:] == [(1, 6), (2, 0), (3, 2)]
 
 
-def test_a_missing_tensorboard_is_said_before_anything_is_written(
+def test_a_missing_tensorboard_is_reported_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)

@@ -173,7 +173,7 @@ def test_the_tool_writes_reports_and_compares(tmp_path: Path) -> None:
 def test_the_tool_refuses_in_one_line_and_writes_nothing(tmp_path: Path) -> None:
     good = make_run(tmp_path / "good", dense_rows())
     empty = make_run(tmp_path / "empty", [])
-    for bad, said in (
+    for bad, output in (
         (tmp_path / "nowhere", "no such run folder"),
         (empty, "no metrics"),
         (tmp_path, "cannot read"),
@@ -181,7 +181,7 @@ def test_the_tool_refuses_in_one_line_and_writes_nothing(tmp_path: Path) -> None
         done = run_tool(good, bad)
         assert done.returncode == 2 and done.stdout == ""
         assert (
-            done.stderr.startswith(f"error: {bad}") and said in done.stderr and done.stderr.count("\n") == 1
+            done.stderr.startswith(f"error: {bad}") and output in done.stderr and done.stderr.count("\n") == 1
         )
     assert not (good / "report.html").exists()
 

@@ -1,9 +1,9 @@
-"""Checks that run where stand-ins for Transformer Engine and Apex are installed: a process of their own.
+"""Checks that run in a separate process, with fake versions of Transformer Engine and Apex.
 
     PYTHONPATH=tests/fakes:. python -m tests.model.check_fakes
 
-prints, as JSON, each check's name and its traceback, empty where it passed. Megatron-Core decides at its
-import whether Transformer Engine is there, so that no test of the main process can change it.
+prints, as JSON, each check's name and its traceback, empty if it passed. Megatron-Core looks for Transformer
+Engine when it is imported, so a test of the main process cannot change it.
 """
 
 from contextlib import suppress
@@ -24,9 +24,9 @@ from megamoe.moe.router import Router
 from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from tests.distributed.runs import ds_config
-from tests.in_subprocess import checks_of, verdicts_of
+from tests.in_subprocess import checks_of, run_checks
 from tests.model.runs_on_fakes import check_runs_of_two_ranks  # noqa: F401
-from tests.model.with_fakes import calls, say_cuda_is_here
+from tests.model.with_fakes import calls, pretend_cuda
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 from tests.tiny import check_on as refuse
 
@@ -39,7 +39,7 @@ def loss_of(model: GPT, rows: int = 2) -> Tensor:
 
 
 def both(*overrides: str) -> tuple[GPT, GPT]:
-    """The same model over PyTorch and over Transformer Engine, in training."""
+    """Return the same model on PyTorch and on Transformer Engine, in training."""
     models = [tiny_gpt(tiny(f"model.backend={name}", *overrides)) for name in ("torch", "transformer_engine")]
     return models[0].train(), models[1].train()
 
@@ -284,7 +284,7 @@ def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
         assert "Transformer Engine 2.2.1 is older than 2.3; install" in asked, asked
     finally:
         transformer_engine.__version__ = "2.20.2"
-        say_cuda_is_here()
+        pretend_cuda()
     backends.has_cuda = lambda: False
     backends.find_transformer_engine.cache_clear()
     try:
@@ -292,7 +292,7 @@ def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
         assert "there is no CUDA device" in refusal("model.backend=transformer_engine")
         assert "there is no CUDA device" in backends.backend_rows(tiny())["Transformer Engine"]
     finally:
-        say_cuda_is_here()
+        pretend_cuda()
     assert "brings norms of its own" in refusal("model.norm_kernel=apex")
 
 
@@ -328,9 +328,9 @@ CHECKS = checks_of(globals())
 
 
 def main() -> None:
-    say_cuda_is_here()
+    pretend_cuda()
     launch.start(launch.find_world(), timeout_minutes=1)
-    verdicts = verdicts_of(CHECKS)
+    verdicts = run_checks(CHECKS)
     with suppress(Exception):
         launch.stop()
     print(verdicts)

@@ -1,4 +1,4 @@
-"""Whole runs of two ranks where stand-ins for Transformer Engine and Apex are installed; see on_stand_ins."""
+"""Whole runs on two ranks with fake versions of Transformer Engine and Apex; see `check_fakes`."""
 
 import tempfile
 from typing import Any
@@ -8,18 +8,18 @@ import torch
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, small_run, watched_steps
-from tests.model.with_fakes import calls, say_cuda_is_here
+from tests.distributed.runs import ds_config, recorded_steps, small_run
+from tests.model.with_fakes import calls, pretend_cuda
 
 
 def run_all(runs: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
     """Job of one rank: two steps and a checkpoint of each run, one after the other in the same world."""
-    say_cuda_is_here()
+    pretend_cuda()
     results = []
     for changes in runs:
         calls()
         trainer = Trainer(small_run(**changes))
-        results.append(watched_steps(trainer, 2))
+        results.append(recorded_steps(trainer, 2))
         trainer.save()
         results[-1]["products"] = [type(call.module).__name__ for call in calls()]
     launch.stop()

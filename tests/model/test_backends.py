@@ -45,7 +45,7 @@ def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.mark.parametrize(
     "check", [pytest.param(check, marks=pytest.mark.full if check == LONG else ()) for check in CHECKS]
 )
-def test_on_stand_ins(verdicts: dict[str, str], check: str) -> None:
+def test_with_fake_libraries(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""
 
 
@@ -116,7 +116,7 @@ def test_triton_is_refused_where_it_is_not_installed(
 def test_a_run_takes_the_kernels_that_it_names(
     on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as its run folder; on the CPU it keeps freed memory."""
+    """The choice reaches the run folder; on the CPU freed memory is kept."""
     kept: list[bool] = []
     monkeypatch.setattr(resolved, "check_run", lambda config, plan: None)
     monkeypatch.setattr(trainer, "keep_freed_memory", lambda: kept.append(True))

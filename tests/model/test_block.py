@@ -1,4 +1,4 @@
-"""An MoE layer after a block: where it stands, what it reads, what it adds."""
+"""An MoE layer after a block: its position, its input and its output."""
 
 from typing import Any
 

@@ -135,7 +135,7 @@ def test_active_experts_are_those_that_the_selector_counts_with() -> None:
     assert size.total - size.active == 2 * (16 - 4) * 3 * 16 * 12  # blocks, experts not met, each one's size
 
 
-def test_a_losss_parameters_are_counted(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+def test_parameters_of_losses_are_counted(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
     class Learned(Part):
         @dataclass
         class Config:
@@ -169,7 +169,7 @@ def test_vocabulary_is_padded_to_the_next_multiple() -> None:
         ("", []),
     ],
 )
-def test_which_blocks_are_moe(one_rank: None, layers: str, expected: list[int]) -> None:
+def test_numbers_of_the_moe_blocks(one_rank: None, layers: str, expected: list[int]) -> None:
     config = tiny("model.num_layers=4", f"moe.layers={{{layers}}}")
     assert moe_layer_numbers(config.moe, 4) == expected
     assert [number for number, _ in tiny_gpt(config).moe_layers()] == expected
@@ -195,7 +195,7 @@ def test_label_smoothing_shares_evenly_among_the_other_words(one_rank: None) -> 
     torch.testing.assert_close(losses, -(target * log_probs).sum(-1))
 
 
-def test_a_new_model_knows_nothing(one_rank: None) -> None:
+def test_a_new_model_predicts_evenly(one_rank: None) -> None:
     tokens, labels = text(rows=8)
     losses = tiny_gpt(tiny())(tokens, POSITIONS.expand_as(tokens), labels)
     assert float(losses.detach().mean()) == pytest.approx(math.log(VOCABULARY), abs=0.02)
@@ -245,7 +245,7 @@ def test_on_cuda_megatron_core_applies_rotary_positions(
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-def test_a_document_does_not_see_another(one_rank: None, position: str) -> None:
+def test_attention_stops_at_document_boundaries(one_rank: None, position: str) -> None:
     """The second document's losses are those of the same document by itself."""
     model = tiny_gpt(tiny("model.init_std=0.5", f"model.position={position}"))
     tokens, labels = text()
@@ -273,7 +273,7 @@ def test_the_seed_decides_the_weights(one_rank: None) -> None:
 
 
 def test_spread_of_the_weights_at_the_start(one_rank: None) -> None:
-    """What writes into the residual starts smaller: std / sqrt(2 * layers), here 2 blocks."""
+    """Weights that write into the residual are initialised smaller: std / sqrt(2 * layers), here 2 blocks."""
     config = tiny(
         "model.hidden_size=128",
         "model.ffn_hidden_size=256",

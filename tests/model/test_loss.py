@@ -35,7 +35,7 @@ def test_values_and_gradients(one_rank: None, smoothing: float) -> None:
 
 
 def test_smoothing_keeps_to_the_other_words(one_rank: None) -> None:
-    """With all of the target shared out, the label's own logit is pushed down."""
+    """If the whole target is distributed, the label's own logit decreases."""
     logits_SBV = torch.zeros(1, 1, V, requires_grad=True)
     token_losses(logits_SBV * 1, torch.tensor([[2]]), 1.0).sum().backward()
     expected = torch.full((V,), 1 / V - 1 / (V - 1))

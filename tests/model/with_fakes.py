@@ -1,19 +1,19 @@
-"""What the checks on stand-ins have in common."""
+"""Helpers for checks on fake versions of Transformer Engine and Apex."""
 
 from typing import Any
 
 from megamoe.model import backends
 
 
-def say_cuda_is_here() -> None:
-    """Nothing but the choice of backends believes it."""
+def pretend_cuda() -> None:
+    """Make the choice of backends, and nothing else, see a CUDA device."""
     backends.has_cuda = lambda: True
     backends.find_transformer_engine.cache_clear()
     backends.find_apex_norms.cache_clear()
 
 
 def calls() -> list[Any]:
-    """What the stand-in has computed since it was asked last."""
+    """Return the fake library's calls since the previous call of this function."""
     from transformer_engine.pytorch import fp8
 
     found = list(fp8.calls)

@@ -20,7 +20,7 @@ VOCAB = 32
 
 
 def moe_config(**tree: Any) -> MoEConfig:
-    """The section `moe` as the YAML would give it."""
+    """Return the section `moe` with these keys."""
     return parse_config({"moe": tree}).moe
 
 
@@ -31,7 +31,7 @@ def make_layer(
     seed: int = 1,
     kernels: Kernels = DEFAULT_KERNELS,
 ) -> MoELayer:
-    """Weights large enough that experts and router differ clearly from token to token."""
+    """Build a layer with weights so large that experts and router differ clearly between tokens."""
     torch.manual_seed(seed)
     shape = LayerShape(
         HIDDEN, FFN, 1, activation, init_std=0.4, output_std=0.4, seed=seed, vocab_size=VOCAB, kernels=kernels
@@ -47,7 +47,7 @@ def make_part(
     dims: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A part with its options unchecked, on its own; `dims`: more fields of Dims."""
+    """Build a single part without checking its options; `dims`: more fields of Dims."""
     part: Part = build_part(
         PartChoice(kind, name, get_part(kind, name).Config(**options)),
         Dims(HIDDEN, num_experts, layer, **dims or {}),
@@ -56,7 +56,9 @@ def make_part(
 
 
 def make_hidden(num_tokens: int, seed: int = 2, skewed: bool = False) -> Tensor:
-    """[T, H]; skewed: with a large first component, for a router to send all tokens one way by."""
+    """Return [T, H]; skewed: with a large first component, by which a router can send all tokens to one
+    expert.
+    """
     hidden_TH = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
     if skewed:
         hidden_TH[:, 0] = 5.0
@@ -64,19 +66,21 @@ def make_hidden(num_tokens: int, seed: int = 2, skewed: bool = False) -> Tensor:
 
 
 def gradient_of(leaf: Any) -> Tensor:
-    """Its gradient, which it must have; leaf: a tensor, or what a module has under a parameter's name."""
+    """Return the gradient, which must exist; leaf: a tensor, or a module's attribute with a parameter's
+    name.
+    """
     assert isinstance(leaf.grad, Tensor)
     return leaf.grad
 
 
 def losses_of(layer: MoELayer) -> dict[str, Tensor]:
-    """Its losses in the forward pass before, by their names in the configuration."""
+    """Return the layer's losses in the last forward pass, by their names in the configuration."""
     assert layer.observation is not None
     return layer.observation.losses
 
 
 def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = None) -> Pairs:
-    """Pairs from each token's experts in the order of choice."""
+    """Return the pairs of each token's experts in order of choice."""
     flat = [(token, expert, choice) for token, row in enumerate(experts) for choice, expert in enumerate(row)]
     token_N, expert_N, choice_N = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3).unbind(1)
     weight_N = torch.ones(len(flat)) if weights is None else torch.tensor([w for row in weights for w in row])
@@ -84,13 +88,13 @@ def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = Non
 
 
 def make_routing(experts: list[list[int]], scores_TE: Tensor, probs_TE: Tensor) -> Routing:
-    """A Routing in which every wanted pair is computed."""
+    """Return a Routing in which every wanted pair is computed."""
     pairs = make_pairs(experts)
     return Routing(**vars(make_scored(scores_TE, probs_TE)), wanted=pairs, pairs=pairs)
 
 
 class GivenScores(nn.Module):
-    """A scorer that says what it was told, whatever the hidden states."""
+    """A scorer that returns given scores, whatever the hidden states."""
 
     def __init__(self, scores_TE: Tensor, extras: dict[str, Tensor]) -> None:
         super().__init__()
@@ -101,7 +105,7 @@ class GivenScores(nn.Module):
 
 
 def make_router(num_experts: int, preset: str | None = None, **router: Any) -> Router:
-    """A router alone, of these stages or of a preset overridden by them."""
+    """Build a router with these stages, or with a preset that they override."""
     tree = router if preset is None else {"preset": preset, **router}
     return make_layer(moe_config(num_experts=num_experts, router=tree)).router
 
@@ -109,7 +113,7 @@ def make_router(num_experts: int, preset: str | None = None, **router: Any) -> R
 def route_scores(
     router: Router, scores_TE: Tensor, context: StepContext | None = None, **extras: Tensor
 ) -> Routing:
-    """What the router decides on these scores, in place of its scorer's."""
+    """Route with these scores instead of the scorer's."""
     router.scorer = GivenScores(scores_TE, extras)  # type: ignore[assignment]
     routing: Routing = router(torch.zeros(len(scores_TE), HIDDEN), context or StepContext())
     return routing
@@ -118,7 +122,7 @@ def route_scores(
 def make_scored(
     scores_TE: Tensor, probs_TE: Tensor | None = None, candidates_TE: Tensor | None = None, **extras: Tensor
 ) -> Scored:
-    """What a selector sees; without `probs_TE` the scores' softmax over the candidates."""
+    """Build a selector's input; without `probs_TE`, p is the scores' softmax over the candidates."""
     if probs_TE is None:
         masked_TE = scores_TE if candidates_TE is None else scores_TE.masked_fill(~candidates_TE, -torch.inf)
         probs_TE = masked_TE.softmax(-1)

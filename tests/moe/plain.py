@@ -1,4 +1,4 @@
-"""The oracle: an MoE layer as one writes it on paper, token by token, in fp64."""
+"""The oracle: an MoE layer written token by token, as in the papers, in fp64."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class PlainResult:
 def plain_layer(
     weights: dict[str, Tensor], hidden_TH: Tensor, config: MoEConfig, activation: Activation
 ) -> PlainResult:
-    """`weights` by the layer's parameter names; capacity drops by position."""
+    """Compute the layer; `weights` by the layer's parameter names; the capacity drops by position."""
     num_tokens, num_experts = len(hidden_TH), config.num_experts
     chosen = config.router.selector.options
     scores_TE = hidden_TH @ weights["router.scorer.weight"].T
@@ -68,7 +68,7 @@ def _weight(kind: str, scores_E: Tensor, probs_E: Tensor, ranked: list[int], exp
 
 
 def plain_expert(weights: dict[str, Tensor], expert: int, token_H: Tensor, activation: Activation) -> Tensor:
-    """An FFN, or S(x) - x of a stack of sub-layers, each x + FFN(norm(x))."""
+    """Compute an FFN, or S(x) - x of a stack of sub-layers, each x + FFN(norm(x))."""
     if "experts.up" in weights:
         return _ffn(token_H, weights["experts.up"][expert], weights["experts.down"][expert], activation)
     x_H, place = token_H, 0
@@ -93,17 +93,16 @@ def _ffn(token_H: Tensor, up: Tensor, down: Tensor, activation: Activation) -> T
 
 
 def plain_activation(inner: Tensor, activation: str) -> Tensor:
-    """[..., F], or [..., 2F] of [score function | value] -> [..., F], written out (Shazeer 2020, equation
-    5)."""
-    score_function, value = inner, torch.ones_like(inner)
+    """Apply the activation to [..., F], or to [..., 2F] of [gate | value] (Shazeer 2020, equation 5)."""
+    gate, value = inner, torch.ones_like(inner)
     if activation.endswith("glu"):
-        score_function, value = inner.tensor_split(2, dim=-1)
+        gate, value = inner.tensor_split(2, dim=-1)
     if activation in ("relu", "reglu"):
-        return torch.where(score_function > 0, score_function, torch.zeros_like(score_function)) * value
+        return torch.where(gate > 0, gate, torch.zeros_like(gate)) * value
     if activation in ("gelu", "geglu"):
-        return score_function * (1 + torch.special.erf(score_function / math.sqrt(2))) / 2 * value
+        return gate * (1 + torch.special.erf(gate / math.sqrt(2))) / 2 * value
     assert activation == "swiglu"
-    return score_function / (1 + (-score_function).exp()) * value
+    return gate / (1 + (-gate).exp()) * value
 
 
 def _with_shared(

@@ -12,6 +12,6 @@ def mix(z: int) -> int:
 
 
 def unit(draw_key: int, token: int, column: int) -> float:
-    """In [0, 1), 24 bits."""
+    """Return a number in [0, 1) with 24 bits."""
     state = mix((token * GOLDEN + draw_key) & MASK)
     return (mix((state + (column + 1) * GOLDEN) & MASK) >> 40) / 2**24

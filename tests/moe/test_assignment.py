@@ -92,7 +92,7 @@ def test_one_expert_or_no_token() -> None:
     assert balanced_assignment(torch.zeros(0, 4)).tolist() == []
 
 
-def test_broken_scores_end_all_the_same() -> None:
+def test_scores_that_are_not_finite_terminate() -> None:
     scores_TE = random_scores(16, 4)
     scores_TE[3] = torch.nan
     scores_TE[5, 1] = torch.inf

@@ -52,7 +52,7 @@ def twins(own_registry: None) -> None:
 
     @register("selector", "own_groups")
     class OwnGroups(Part):
-        """Of no base class that a selector needs."""
+        """A selector without the base class that it needs."""
 
         @dataclass
         class Config:
@@ -76,7 +76,7 @@ def test_a_mask_that_leaves_one_expert_is_refused_like_its_twin(twins: None) -> 
         check_parts(moe_config(num_experts=8, router=router, losses={"switch_balance": {}}), 1)
 
 
-def test_a_mask_that_draws_stands_once(twins: None) -> None:
+def test_a_random_mask_is_allowed_once(twins: None) -> None:
     router = {"masks": ["own_draw", "own_draw"], "selector": ONE, "score_function": "sigmoid"}
     with pytest.raises(UserError, match="own_draw stands twice in moe.router.masks"):
         check_parts(moe_config(num_experts=8, router=router), 1)
@@ -91,12 +91,12 @@ def test_a_scorer_that_gives_noise_goes_with_load(twins: None) -> None:
     assert gradient is not None and gradient.any()
 
 
-def test_ways_out_name_the_plugins_parts_too(twins: None) -> None:
+def test_messages_suggest_plugins_parts_too(twins: None) -> None:
     with pytest.raises(UserError, match="gives noise_std_TE, .*set scorer: noisy or own_noise$"):
         check_parts(moe_config(losses={"load": 0.1}), 1)
 
 
-def test_what_nothing_provides_is_said(own_registry: None) -> None:
+def test_a_capability_without_provider_is_reported(own_registry: None) -> None:
     @register("loss", "own_wish")
     class OwnWish(Part):
         @dataclass

@@ -16,7 +16,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Objective, StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import make_hidden, make_layer, moe_config
-from tests.moe.neighbours import PARTS
+from tests.moe.part_layers import PARTS
 
 DRAWS = 150
 TOKENS = 24

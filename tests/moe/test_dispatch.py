@@ -86,7 +86,7 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_routing_that_stays_home_exchanges_nothing(
+def test_a_local_routing_sends_nothing(
     alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, case: tuple[list[list[int]], list[list[float]]]
 ) -> None:
     calls = count_collectives(monkeypatch)

@@ -17,7 +17,7 @@ def layer(frozen: list[str]) -> MoELayer:
 
 
 def gradient_of_hidden(made: MoELayer, scale: float) -> Tensor:
-    """Of the auxiliary losses and `scale` times the output, for the tokens' hidden states."""
+    """Return the gradient of the auxiliary losses and `scale` times the output for the hidden states."""
     hidden_TH = make_hidden(24).requires_grad_()
     (made(hidden_TH) * scale).square().sum().backward()
     assert hidden_TH.grad is not None
@@ -34,7 +34,7 @@ def test_what_is_frozen_has_no_gradient_and_all_else_has(frozen: list[str]) -> N
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_the_gradient_of_the_tokens_is_that_of_a_layer_that_learns(scale: float) -> None:
-    """With scale 0 it is the auxiliary losses' alone, through the frozen router."""
+    """With scale 0 it is the gradient of the auxiliary losses alone, through the frozen router."""
     expected_TH = gradient_of_hidden(layer([]), scale)
     assert expected_TH.any()
     assert torch.equal(gradient_of_hidden(layer(BOTH), scale), expected_TH)

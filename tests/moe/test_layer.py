@@ -259,7 +259,7 @@ class Total(Objective):
         return token_losses_T.sum() * routing.scores_TE.mean()
 
 
-def test_while_recomputing_what_was_seen_stays() -> None:
+def test_recomputation_does_not_change_the_observation() -> None:
     layer = make_layer(moe_config(num_experts=4, losses=LOSSES))
     layer.losses["total"] = Total(Objective.Config(), layer.router.dims)
     layer.loss_weights["total"] = 1.0

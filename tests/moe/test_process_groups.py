@@ -9,7 +9,7 @@ from tests.moe.build import gradient_of, make_pairs, make_routing
 
 
 def spread_of(size: int, rank: int) -> TokenSpread:
-    """As one of several ranks has it, without a group: for what asks nobody."""
+    """Return the spread of one of several ranks, without a group, for functions that do not communicate."""
     spread = TokenSpread(None)
     spread.size, spread.rank = size, rank
     return spread
@@ -64,7 +64,7 @@ def test_the_ranks_parts_are_the_whole() -> None:
     assert torch.equal(together_N, routing.wanted.token_N)
 
 
-def test_alone_a_rank_has_it_all() -> None:
+def test_a_single_rank_holds_everything() -> None:
     spread, routing, context = TokenSpread(None), six_tokens(), StepContext()
     assert spread.own(routing) is routing
     assert spread.whole(routing.scores_TE) is routing.scores_TE

@@ -1,4 +1,4 @@
-"""What holds for every registered part: finite, deterministic, the scorer learns, its state survives."""
+"""Properties of every registered part: finite, deterministic, the scorer learns, its state survives."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def step(layer: MoELayer) -> list[Tensor]:
 
 
 def objective(layer: MoELayer) -> Tensor | float:
-    """What waits for the token losses, which differ from token to token."""
+    """Return the objective's value for token losses that differ between tokens."""
     return layer.objective(torch.linspace(1, 3, 24).cos()) if layer.objectives else 0.0
 
 
@@ -142,7 +142,9 @@ def test_evaluation_repeats_itself(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", registry.list_parts("scorer"))
 def test_a_scorer_scores_each_token_by_itself(name: str) -> None:
-    """As tensor parallelism asks of it: a rank that has some of the tokens finds the same for them."""
+    """Tensor parallelism requires this: a rank with some of the tokens must compute the same scores for
+    them.
+    """
     for training in (True, False):
         for layer in layers_with("scorer", name):
             scores_by_itself(layer.train(training))

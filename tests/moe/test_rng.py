@@ -18,7 +18,7 @@ def test_draws_are_uniform_and_uncorrelated() -> None:
     assert correlation_CC.abs().max() < 0.07
 
 
-def test_the_key_tells_every_field_apart() -> None:
+def test_the_key_depends_on_every_field() -> None:
     fields = [(1, 1, 1, "a"), (2, 1, 1, "a"), (1, 2, 1, "a"), (1, 1, 2, "a"), (1, 1, 1, "b"), (1, 11, 1, "a")]
     keys = [rng.key(*field) for field in fields]
     assert len(set(keys)) == len(keys)

@@ -34,7 +34,7 @@ def test_the_weights_of_deepseek_v2_are_its_softmax_over_all_experts() -> None:
 @pytest.mark.parametrize(
     ("preset", "over"), [("deepseek_v2", "all"), ("deepseek_moe", "all"), ("moec", "candidates")]
 )
-def test_what_a_systems_softmax_runs_over(preset: str, over: str) -> None:
+def test_what_a_presets_softmax_runs_over(preset: str, over: str) -> None:
     assert make_router(48, preset).score_function.config.over == over
 
 

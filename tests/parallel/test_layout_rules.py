@@ -1,4 +1,4 @@
-"""Which layouts are refused, each in one line: the key, its value, the reason, and what is legal instead."""
+"""Illegal layouts are refused in one line: the key, its value, the reason, and legal values."""
 
 import re
 
@@ -172,15 +172,15 @@ def test_what_is_called_legal_is(case: str) -> None:
     config = tiny(*WIDE, *overrides)
     with pytest.raises(UserError) as refusal:
         refuse_layout(config, ranks)
-    key, told = str(refusal.value).split(":")[0], str(refusal.value).rsplit(": ", 1)[1]
-    for choice in told.split(", "):
+    key, reported = str(refusal.value).split(":")[0], str(refusal.value).rsplit(": ", 1)[1]
+    for choice in reported.split(", "):
         sizes = choice.split(" x ")
         keys = [key] if len(sizes) == 1 else [f"parallel.{k}" for k in ("tensor", "expert", "expert_tensor")]
         chosen = [f"{k}={size}" for k, size in zip(keys, sizes, strict=True)]
         refuse_layout(tiny(*WIDE, *overrides, *chosen), ranks)
 
 
-def test_every_problem_of_a_layout_is_told() -> None:
+def test_every_problem_of_a_layout_is_reported() -> None:
     config = tiny(*WIDE, "moe.expert_sublayers=2")
     keys = [key for key, _ in layout_problems(config, Layout(6, tensor=4, expert=5, expert_tensor=4), "fp32")]
     assert keys == ["tensor", "expert", "expert", "expert_tensor", "expert_tensor"]
@@ -190,7 +190,7 @@ def test_every_problem_of_a_layout_is_told() -> None:
     ("key", "way_out"),
     [("context", "parallel.tensor with parallel.sequence=true"), ("pipeline", "parallel.expert and ZeRO")],
 )
-def test_what_is_not_supported_says_so(key: str, way_out: str) -> None:
+def test_what_is_not_supported_is_reported(key: str, way_out: str) -> None:
     with pytest.raises(UserError) as refusal:
         unsupported(key)
     where, _, message = str(refusal.value).partition(": ")

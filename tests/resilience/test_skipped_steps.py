@@ -1,4 +1,4 @@
-"""Which steps are refused, by numbers worked by hand; what a message names."""
+"""The rule for skipped steps, with numbers worked out by hand, and its messages."""
 
 import json
 import math
@@ -27,17 +27,17 @@ def test_what_is_not_finite_is_refused_without_a_rule(value: float) -> None:
     assert steps.judge(1.0, value) == Problem(f"train/loss is {value}")  # an auxiliary loss
 
 
-def test_a_spike_is_above_the_mean_by_so_many_standard_deviations() -> None:
-    """Of 2, 4, 4, 6 the mean is 4, the sum of squared deviations 8, and the deviation sqrt(8 / 3)."""
+def test_a_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
+    """The losses 2, 4, 4, 6 have mean 4, sum of squared deviations 8, and deviation sqrt(8 / 3)."""
     limit = 4 + 2 * math.sqrt(8 / 3)  # 7.266
     steps = rule(losses=(2, 4, 4, 6))
     assert steps.limit() == pytest.approx(limit, rel=1e-15)
     assert steps.judge(7.26, 7.26) is None and steps.judge(-99.0, -99.0) is None
-    told = (
+    message = (
         "train/lm_loss is 7.2700, above 7.2660, the mean of the last 4 applied steps + 2 standard deviations "
         "(train.loss_spike)"
     )
-    assert steps.judge(7.27, 7.27) == Problem(told)
+    assert steps.judge(7.27, 7.27) == Problem(message)
 
 
 def test_the_window_holds_the_last_applied_steps_and_must_be_full() -> None:

@@ -50,7 +50,7 @@ def test_a_signal(number: signal.Signals, restored_process: None) -> None:
 
 
 def recorded_steps(folder: Path, config: ProfilerConfig, steps: range) -> tuple[list[int], list[Path]]:
-    """Which of `steps` the trace shows, and the paths that the window said it wrote."""
+    """Return the `steps` in the trace, and the paths that the window returned."""
     window = ProfilerWindow(config, folder, rank=3)
     written = []
     for step in steps:

@@ -33,7 +33,7 @@ def run(output: Path, *overrides: str) -> ExitCode:
 
 
 def test_the_hooks_are_called_in_the_loops_order(own_registry: None, tmp_path: Path) -> None:
-    told: list[str] = []
+    message: list[str] = []
 
     @register("callback", "witness")
     class Witness(Callback):
@@ -43,41 +43,41 @@ def test_the_hooks_are_called_in_the_loops_order(own_registry: None, tmp_path: P
 
         def on_train_begin(self, trainer: Trainer) -> None:
             assert (trainer.folder.path / "config.yaml").is_file()
-            told.append(f"{self.config.mark} begin {trainer.progress.step}")
+            message.append(f"{self.config.mark} begin {trainer.progress.step}")
 
         def on_step_begin(self, trainer: Trainer) -> None:
-            told.append(f"before {trainer.progress.step + 1}")
+            message.append(f"before {trainer.progress.step + 1}")
 
         def on_step_end(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
             assert metrics["step"] == trainer.progress.step and metrics["train/lm_loss"] > 0
             with pytest.raises(TypeError):
                 metrics["mine"] = 1  # type: ignore[index]
-            told.append(f"after {trainer.progress.step}")
+            message.append(f"after {trainer.progress.step}")
 
         def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
             assert list(metrics) == ["val/lm_loss"]
-            told.append(f"evaluated {trainer.progress.step}")
+            message.append(f"evaluated {trainer.progress.step}")
 
         def on_save(self, trainer: Trainer, path: Path) -> None:
             assert (path / "SHA256SUMS").is_file() and path == trainer.last_checkpoint
-            told.append(f"saved {path.name}")
+            message.append(f"saved {path.name}")
 
         def on_train_end(self, trainer: Trainer) -> None:
-            told.append("end")
+            message.append("end")
 
     settings = ["train.steps=3", "checkpoint={every: 2, background: false}", "data.split=[0.9, 0.1, 0]"]
     settings += ["evaluation={every: 2, batches: 1, at_start: true}"]
     callbacks = "train.callbacks=[{name: witness, mark: a}]"
     assert run(tmp_path, *settings, callbacks, "train.exit_after_steps=2") == ExitCode.FINISHED
     first = ["a begin 0", "evaluated 0", "before 1", "after 1", "before 2", "after 2", "evaluated 2"]
-    assert told == [*first, "saved step_00000002", "end"]
-    told.clear()
+    assert message == [*first, "saved step_00000002", "end"]
+    message.clear()
     run(tmp_path, *settings, callbacks, "checkpoint.resume=auto")
-    assert told == ["a begin 2", "before 3", "after 3", "evaluated 3", "saved step_00000003", "end"]
+    assert message == ["a begin 2", "before 3", "after 3", "evaluated 3", "saved step_00000003", "end"]
 
 
 def test_several_are_called_in_the_order_of_the_yaml(own_registry: None) -> None:
-    told: list[int] = []
+    message: list[int] = []
 
     @register("callback", "numbered")
     class Numbered(Callback):
@@ -86,7 +86,7 @@ def test_several_are_called_in_the_order_of_the_yaml(own_registry: None) -> None
             number: int
 
         def on_step_begin(self, trainer: Trainer) -> None:
-            told.append(self.config.number)
+            message.append(self.config.number)
 
     config = tiny("train.callbacks=[{name: numbered, number: 2}, {name: numbered, number: 1}]")
     callbacks = Callbacks(config.train.callbacks)
@@ -94,7 +94,7 @@ def test_several_are_called_in_the_order_of_the_yaml(own_registry: None) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megamoe.train.callbacks.raise_any_error_fast", lambda problem, device: None)
         callbacks.call("on_step_begin", trainer)
-    assert told == [2, 1]
+    assert message == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_ends_the_run_in_one_line(own_registry: None, tmp_path: Path, case: str) -> None:
-    """What was saved before stays."""
+    """An earlier checkpoint is kept."""
     body, line = MISTAKES[case]
     (tmp_path / "mine.py").write_text(HEAD + body)
     plugin = (f"plugins=[{tmp_path}/mine.py]", f"output={tmp_path}", "evaluation.batches=0")

@@ -1,4 +1,4 @@
-"""What cannot run is refused in one line, before anything is allocated."""
+"""Configurations that cannot run are refused in one line, before anything is allocated."""
 
 import re
 

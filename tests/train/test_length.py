@@ -39,14 +39,14 @@ def test_as_many_steps_as_whole_batches_fit(tmp_path: Path, epochs: float, batch
     assert steps_of(config) == expected
 
 
-def test_a_batch_that_grows_and_steps_as_they_are(tmp_path: Path) -> None:
+def test_steps_with_a_growing_batch_and_as_configured(tmp_path: Path) -> None:
     grows = ("train.global_batch_size=6", "train.batch_rampup={start: 2, increment: 2, samples: 8}")
     assert steps_of(run_of(tmp_path, "train.epochs=1", *grows)) == 3  # 2, 2, 4; then 6 do not fit
     assert steps_of(tiny("train.steps=7")) == 7
     assert steps_of(tiny("train.steps=null")) == 100
 
 
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="^train.epochs: 0.1 of 12 training samples are 1, fewer than the first"
     ):

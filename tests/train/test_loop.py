@@ -101,7 +101,7 @@ def test_every_step_is_recorded_with_its_keys(whole: tuple[Path, list[dict[str, 
 
 
 @pytest.mark.parametrize("way", ["exit_after_steps", "signal"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
+def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     stop = []
@@ -164,7 +164,7 @@ def test_a_run_learns(tmp_path: Path) -> None:
     assert last < 0.7 * first
 
 
-def test_launches_of_a_process_do_not_meet(tmp_path: Path) -> None:
+def test_launches_of_a_process_are_independent(tmp_path: Path) -> None:
     """The same run twice in one process gives the same record, and no process group stays."""
     import torch.distributed as dist
 
@@ -197,10 +197,10 @@ def test_a_step_that_breaks_ends_the_run_and_is_not_saved(tmp_path: Path) -> Non
     )
 
 
-def test_broken_steps_are_told_counted_and_not_saved(
+def test_steps_with_a_loss_of_nan_are_reported_counted_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of eight steps, 4 and 5 are broken; a checkpoint that falls due then waits for step 6."""
+    """Of eight steps, 4 and 5 are skipped; a checkpoint that is due then waits for step 6."""
     forward, calls = Engine.forward, iter(range(1, 9))
     monkeypatch.setattr(
         Engine,
@@ -221,15 +221,15 @@ def test_broken_steps_are_told_counted_and_not_saved(
     ]
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
     assert checkpoints(tmp_path / "run") == ["latest", *(f"step_{n:08d}" for n in (2, 6, 8))]
-    told = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
-    assert told == [
+    reported = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    assert reported == [
         f"step {step}: train/lm_loss is nan; samples {a} to {b}; "
         f"not finite: {a}, {b} (rank 0, micro batch 1); skipped"
         for step, a, b in ((4, 6, 7), (5, 8, 9))
     ]
 
 
-def test_a_spike_stops_the_run_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_stops_the_run_if_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, calls = Engine.forward, iter(range(1, 9))
     monkeypatch.setattr(
         Engine, "forward", lambda *args, **inputs: forward(*args, **inputs) * (9 if next(calls) == 4 else 1)
@@ -258,7 +258,7 @@ def test_an_attempt_without_a_checkpoint_is_set_aside_on_resuming(tmp_path: Path
         ("data.sequence_length=16", "saved with data.sequence_length 8, this run has 16"),
     ],
 )
-def test_a_run_goes_on_only_as_what_it_was(tmp_path: Path, change: str, message: str) -> None:
+def test_a_run_resumes_only_with_the_same_model_and_data(tmp_path: Path, change: str, message: str) -> None:
     aligned = ("name=a", "moe.expert_ffn_hidden_size=16")
     run(tmp_path, *aligned, "train.steps=1")
     with pytest.raises(UserError, match=message):

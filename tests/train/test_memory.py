@@ -79,7 +79,7 @@ def test_what_is_available(tmp_path: Path, cgroup: str, files: dict[str, str], e
     assert available_bytes(folder / "proc", folder / "cgroups") == expected
 
 
-def test_a_machine_that_does_not_tell_refuses_nothing(
+def test_a_machine_without_memory_figures_refuses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert available_bytes(tmp_path, tmp_path) is None
@@ -94,7 +94,9 @@ def least(*overrides: str, ranks: int = 1) -> float:
 
 
 def test_the_limit_is_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32 at ZeRO 0: 16 bytes a parameter, and the batch and activations of a model as small as this."""
+    """The limit in fp32 at ZeRO 0: 16 bytes per parameter, and the batch and activations of this small
+    model.
+    """
     size = model_size(tiny(), VOCABULARY)
     assert least() == 16 * size.total
     tokens, width = 2 * 8, 4

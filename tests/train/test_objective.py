@@ -9,7 +9,7 @@ from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from megamoe.train.step import evaluate, model_inputs, num_rollouts, tell, train_step
+from megamoe.train.step import evaluate, model_inputs, num_rollouts, set_context, train_step
 from megamoe.zero.engine import Engine
 from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
@@ -69,7 +69,7 @@ def reference_gradients(config: RunConfig) -> tuple[GPT, float]:
     for number, batch in enumerate(BATCHES):
         routings.clear()
         repeated = batch.repeat(ROLLOUTS)
-        tell(context, repeated, number, ROLLOUTS)
+        set_context(context, repeated, number, ROLLOUTS)
         masked_BS = model(**model_inputs(repeated)) * repeated.loss_mask_BS
         loss = masked_BS.sum() / ROLLOUTS / tokens
         lm_loss += float(loss.detach())

@@ -51,7 +51,7 @@ def leaves(tree: Any, key: str = "", path: tuple[Any, ...] = ()) -> Iterator[tup
 
 
 def changed(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
-    """A copy with another value there, of its own type where it has one."""
+    """Return a copy with another value at that place, of the same type if there is one."""
     tree = copy.deepcopy(tree)
     node: Any = tree
     for step in path[:-1]:
@@ -134,7 +134,7 @@ def test_another_line_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_another_line_of_a_plugin(
     tmp_path: Path, own_registry: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file, or of any file of the plugin's package."""
+    """The line is in a single file, or in any file of the plugin's package."""
     package = tmp_path / "own_parts_of_mine"
     package.mkdir()
     for name in ("__init__.py", "scorers.py", "helper.py"):
@@ -171,8 +171,8 @@ def test_other_data(tmp_path: Path) -> None:
     content = bytearray(index.read_bytes())
     content[-1] ^= 1
     index.write_bytes(content)
-    told = first_difference(shorter, facts_of(config, vocabulary))
-    assert told is not None and told[1] == f"data {prefix}.idx's head and tail (SHA-256)"
+    message = first_difference(shorter, facts_of(config, vocabulary))
+    assert message is not None and message[1] == f"data {prefix}.idx's head and tail (SHA-256)"
 
 
 def test_another_vocabulary_deepspeed_file_or_checkpoint(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_another_vocabulary_deepspeed_file_or_checkpoint(tmp_path: Path) -> None
         (folder / "SHA256SUMS").write_text(sums)
         found.append(facts_of(tiny(), resume_from=folder))
     for other in found[:2]:
-        told = first_difference(other, found[2])
-        assert told is not None and told[:2] == ("checkpoints", "checkpoint to go on from")
+        message = first_difference(other, found[2])
+        assert message is not None and message[:2] == ("checkpoints", "checkpoint to go on from")
     init = [facts_of(tiny(*more)) for more in ((), (f"checkpoint.init.path={folder}",))]
     assert first_difference(*[{"checkpoints": facts["checkpoints"]} for facts in init]) is not None

@@ -1,4 +1,4 @@
-"""What follows from the configuration is worked out once, at the start, and handed down."""
+"""Everything that follows from the configuration is computed once, at the start."""
 
 import ast
 import json
@@ -54,7 +54,7 @@ def test_a_start_reads_the_deepspeed_file_once(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_each_is_worked_out_in_one_place(name: str) -> None:
+def test_each_value_is_computed_in_one_place(name: str) -> None:
     calls = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in sorted(PACKAGE.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the model that it is the start of."""
+"""Checks of a checkpoint's configuration for a run that starts from its weights."""
 
 from pathlib import Path
 
@@ -36,15 +36,17 @@ OTHER_FUNCTIONS = {
 @pytest.mark.parametrize("key", OTHER_FUNCTIONS)
 def test_weights_are_not_the_start_of_another_function(saved: Path, tmp_path: Path, key: str) -> None:
     before, after = OTHER_FUNCTIONS[key]
-    told = f"saved with model.{key} {before}, this run has {after}; start with the model's configuration"
-    with pytest.raises(UserError, match=told):
+    message = f"saved with model.{key} {before}, this run has {after}; start with the model's configuration"
+    with pytest.raises(UserError, match=message):
         init_from(saved, tmp_path / "run", f"model.{key}={after}")
 
 
 def test_experts_keep_the_activation_that_they_learned_with(saved: Path, tmp_path: Path) -> None:
-    """Whether the checkpoint says it of the experts themselves, or of all FFNs."""
-    told = "saved with moe.expert_activation swiglu, this run has relu; start with the model's configuration"
-    with pytest.raises(UserError, match=told):
+    """The checkpoint may name the activation of the experts, or of all FFNs."""
+    message = (
+        "saved with moe.expert_activation swiglu, this run has relu; start with the model's configuration"
+    )
+    with pytest.raises(UserError, match=message):
         init_from(saved, tmp_path / "run", "moe.expert_activation=relu")
     init_from(saved, tmp_path / "run", "moe.expert_activation=swiglu")
     init_from(saved, tmp_path / "run", "moe.expert_activation=relu", "moe.layers=none")
@@ -72,7 +74,7 @@ def test_a_checkpoint_from_before_the_key_has_the_models_activation(tmp_path: Pa
     init_from(old, tmp_path / "run", "model.activation=gelu")
 
 
-def test_another_optimizer_may_go_on_with_the_moments(tmp_path: Path) -> None:
+def test_another_optimizer_may_resume_with_the_moments(tmp_path: Path) -> None:
     """AdamW and Adam keep the same state; a checkpoint from before the key had AdamW."""
     config = to_dict(tiny("moe.layers=none"))
     del config["optimizer"]["name"]

@@ -1,4 +1,4 @@
-"""The run's folder: what is refused, what goes on, and that a refusal touches nothing."""
+"""The run's folder: which ones are refused or continued, and that a refusal changes nothing."""
 
 import json
 import shutil
@@ -109,14 +109,14 @@ DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_and_refused_where_it_is_the_only_one(
+def test_a_damaged_checkpoint_is_skipped_or_refused_if_it_is_the_only_one(
     tmp_path: Path, damage: str
 ) -> None:
-    """By what can be seen before any tensor is read."""
+    """The damage is visible before any tensor is read."""
     make_run(tmp_path / "a", 5, 10)
     newest = tmp_path / "a" / "checkpoints" / "step_00000010"
     older = newest.with_name("step_00000005")
-    file, content, told = DAMAGES[damage]
+    file, content, message = DAMAGES[damage]
     if content is None:
         (newest / file).unlink()
     else:
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_where_it_is_the_only_on
     assert folder.candidates == (newest, older)
     shutil.rmtree(older)
     for resume in ("auto", newest):
-        with pytest.raises(UserError, match=told) as refusal:
+        with pytest.raises(UserError, match=message) as refusal:
             assert choose(tmp_path, f"checkpoint.resume={resume}").resume_from
         assert str(newest) in str(refusal.value) and "\n" not in str(refusal.value)
     assert contents(tmp_path).keys() == {name for name in before if older.name not in name}

@@ -126,6 +126,6 @@ def test_the_samples_of_many_steps_are_those_of_each(start: int, increment: int,
         consumed += schedule.size_at(consumed)
 
 
-def test_the_samples_of_a_billion_steps_are_told_at_once() -> None:
+def test_the_samples_of_a_billion_steps_are_computed_at_once() -> None:
     schedule = BatchSchedule(final=20, unit=2, start=2, increment=2, ramp_samples=10**12)
     assert schedule.total_samples(10**9) == schedule.total_samples(10**9 - 1) + 2

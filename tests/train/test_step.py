@@ -11,7 +11,7 @@ from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
-from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, tell, train_step
+from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, set_context, train_step
 from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import adamw_options, parameter_groups
 from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
@@ -113,7 +113,7 @@ def test_token_index_follows_the_order_of_a_block() -> None:
     tokens_BS = torch.tensor([[1, 2, 3], [4, 5, 6]])
     batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7]))
     context = StepContext()
-    tell(context, batch, number=5)
+    set_context(context, batch, number=5)
     assert context.token_index(6, torch.device("cpu")).tolist() == [18, 21, 19, 22, 20, 23]
     assert context.token_ids_T is not None and context.token_ids_T.tolist() == [1, 4, 2, 5, 3, 6]
     assert context.sequence(6, torch.device("cpu")).tolist() == [0, 1, 0, 1, 0, 1]
@@ -124,7 +124,7 @@ def test_every_rollout_of_a_sequence_draws_for_itself() -> None:
     tokens_BS = torch.tensor([[1, 2], [4, 5]])
     batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7])).repeat(2)
     context = StepContext()
-    tell(context, batch, number=5, rollouts=2)
+    set_context(context, batch, number=5, rollouts=2)
     assert batch.tokens_BS.tolist() == [[1, 2], [4, 5], [1, 2], [4, 5]]
     second = 1 << 48
     expected = [12, 14, second + 12, second + 14, 13, 15, second + 13, second + 15]

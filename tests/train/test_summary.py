@@ -1,4 +1,4 @@
-"""What is said before a run begins: its MoE layers, and the memory of a micro batch's activations."""
+"""The summary before a run: its MoE layers, and the memory of a micro batch's activations."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,7 +46,7 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
     assert found["auxiliary losses"] == "none"
 
 
-def test_the_run_is_told_in_steps(one_rank: None) -> None:
+def test_the_run_is_given_in_steps(one_rank: None) -> None:
     config = tiny("train.steps=null", "train.epochs=1.5", "optimizer.warmup_share=0.1", "optimizer.name=adam")
     rows = dict(summary_rows(run_of(config, steps=1234), find_world(), rollouts=1, first_step=0)["run"])
     assert rows["steps"] == "1,234 (1.5 epochs), from the start"

@@ -193,7 +193,7 @@ def test_precision(content: dict[str, Any], asked: str, expected: str | None) ->
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_engine_is_told_the_precision(stage: int, precision: str) -> None:
+def test_the_engine_gets_the_precision(stage: int, precision: str) -> None:
     """bf16 accumulates gradients in fp32; at stage 0 the optimiser, not the engine, keeps bf16's masters."""
     filled = fill({"zero_optimization": {"stage": stage}}, precision)
     engine_bf16 = precision == "bf16" and stage > 0

@@ -82,7 +82,7 @@ def _loss(engine: Engine, step: int) -> torch.Tensor:
 def test_an_offloaded_optimizer_is_deepspeeds_of_the_same_kind(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """What it is built with where there is CUDA; the op itself is compiled for that."""
+    """The options on CUDA; the op itself is compiled for it."""
     built: dict[str, Any] = {}
     monkeypatch.setattr(
         deepspeed.ops.adam, "DeepSpeedCPUAdam", lambda groups, **options: built.update(options)

@@ -40,7 +40,7 @@ def by_hand(name: str) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def references(one_rank: None) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights after PyTorch's steps, each parameter in a group of its own."""
+    """Return the weights after PyTorch's steps, with each parameter in a separate group."""
     return {kind: reference(kind) for kind in KINDS}
 
 
@@ -175,7 +175,7 @@ def test_adams_decay_of_a_group_is_refused_where_deepspeed_takes_adamw() -> None
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_run_goes_on_with_other_groups(stage: int, tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_parameter_groups(stage: int, tmp_path: Path) -> None:
     """Moments go by the parameter's name: with groups that change nothing, the steps are the same ones."""
     path = f"parallel.deepspeed={ROOT}/ds_configs/zero{stage}_fp32.json"
     common = [f"output={tmp_path}", path, "evaluation.batches=0", "train.steps=4"]

@@ -103,7 +103,7 @@ def test_masters_go_with_the_model(one_rank: None) -> None:
 
 
 def test_a_gradient_is_summed_before_and_after_the_reduction_reads_it(one_rank: None) -> None:
-    """What the engine is handed are the sums themselves, and reading them twice changes nothing."""
+    """The engine gets the sums themselves, and reading them twice changes nothing."""
     model = nn.Linear(2, 1, bias=False).bfloat16()
     config = tiny().optimizer
     optimizer = MasterWeightAdamW(parameter_groups(model, config), grad_clip=0.0, **adamw_options(config))

@@ -102,7 +102,7 @@ def _as_png(figure: Figure) -> bytes:
 
 
 def drawn(rows: Rows, key: str) -> tuple[list[int], list[float]]:
-    """`series` of numbers, within what can be drawn."""
+    """Return the series as numbers, clipped to the range that can be drawn."""
     steps, values = series(rows, key)
     return steps, np.clip(np.asarray(values, dtype=float), -LARGEST, LARGEST).tolist()
 
@@ -137,7 +137,7 @@ def auxiliary_losses(rows: Rows) -> list[str]:
 
 
 def draw_auxiliary(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """One small chart per auxiliary loss: their scales have nothing in common."""
+    """Draw one small chart per auxiliary loss, since their scales are unrelated."""
     names = auxiliary_losses(rows)[:MOST_CURVES]
     for axes, name in zip(_small_axes(figure, len(names)), names, strict=True):
         steps, values_R = drawn(rows, f"train/{name}")
@@ -193,7 +193,9 @@ def draw_imbalance(figure: FigureBase, rows: Rows, theme: Theme) -> None:
 
 
 def draw_load(figure: FigureBase, rows: Rows, theme: Theme) -> None:
-    """A heat map per MoE layer: steps to the right, experts upwards, share of the load as colour."""
+    """Draw a heat map per MoE layer: steps on the x axis, experts on the y axis, share of the load as
+    colour.
+    """
     layers = moe_layers(rows)[:MOST_MAPS]
     maps = [(layer, *load_shares(rows, layer)) for layer in layers]
     finite = [shares_EB[np.isfinite(shares_EB)] for _, _, shares_EB in maps]

@@ -81,9 +81,9 @@ $config
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `report.html` and `report.png` into the run folder; returns the path of the page.
+    """Write `report.html` and `report.png` into the run folder; return the path of the page.
 
-    Reads `metrics.jsonl`, and `summary.json` and `config.yaml` where they exist.
+    Reads `metrics.jsonl`, and `summary.json` and `config.yaml` if they exist.
 
     Raises:
         UserError: if the folder or its metrics are missing, empty or broken.
@@ -119,7 +119,7 @@ def _page(run: Run, charts: list[Chart]) -> str:
 
 
 def _configuration(path: Path) -> str:
-    """As it was resolved; empty where the file is missing, or is none that a run writes."""
+    """Return the resolved configuration; empty if the file is missing or not one that a run writes."""
     try:
         return read_plain(path, LARGEST_CONFIG).decode("utf-8", errors="replace").rstrip()
     except (OSError, ValueError):

@@ -58,7 +58,7 @@ class RunStatistics:
 
     @property
     def val_fall_percent(self) -> float | None:
-        """By how many percent the validation loss fell from its first to its last value."""
+        """The fall of the validation loss from its first to its last value, in percent."""
         if self.val_loss_first is None or self.val_loss_last is None or self.val_loss_first == 0:
             return None
         return 100.0 * (self.val_loss_first - self.val_loss_last) / self.val_loss_first
@@ -113,17 +113,17 @@ def series(rows: Rows, key: str) -> tuple[list[int], list[Any]]:
 
 
 def moe_layers(rows: Rows) -> list[str]:
-    """The MoE layers of the record (`layer_02`, ...), in the order of the blocks."""
+    """Return the MoE layers of the record (`layer_02`, ...), in the order of the blocks."""
     return sorted(_named_by(LOAD, rows), key=lambda name: (len(name), name))
 
 
 def further_sets(rows: Rows) -> list[str]:
-    """The validation sets beside the main one."""
+    """Return the validation sets other than the main one."""
     return sorted(_named_by(FURTHER_LOSS, rows))
 
 
 def _named_by(pattern: re.Pattern[str], rows: Rows) -> set[str]:
-    """What the keys with a value have at the pattern's place for a name."""
+    """Return the names at the pattern's place in the keys that have a value."""
     keys = {key for row in rows for key, value in row.items() if value is not None}
     return {found[1] for key in keys if (found := pattern.fullmatch(key))}
 

@@ -1,1 +1,1 @@
-"""Capacity: which of the wanted pairs survive, [N] bool."""
+"""Capacity: which of the wanted pairs are kept, [N] bool."""

@@ -1,4 +1,4 @@
-"""`device`: every device has a budget of pairs, whichever of its experts they go to."""
+"""`device`: every device has a budget of pairs over all of its experts."""
 
 from dataclasses import dataclass
 
@@ -15,27 +15,29 @@ from megamoe.registry import register
 
 @register("capacity", "device")
 class DeviceCapacity(Part):
-    """Each of D devices, of E / D neighbouring experts, computes at most B = ceil(factor * k * T / D) pairs.
+    """Each of D devices, with E / D neighbouring experts, computes at most B = ceil(factor * k * T / D)
+    pairs.
 
-    Over budget, the pairs of lowest affinity are dropped, of equal ones the later. The affinity is the
-    score function's value over all experts, before any mask, as the paper's s; a sigmoid's are compared by
-    the scores, which have the same order. In training a share of the sequences, drawn anew at every step and
-    the same in all layers, is never dropped: their pairs take their places first, count against the budget,
-    and keep them even beyond it. The model thus meets both, and may be used with drops or without
-    (evaluation's default).
+    Above the budget, the pairs of lowest affinity are dropped; of equal ones, the later. The affinity is the
+    score function's value over all experts, before any mask, as the paper's s. Sigmoid affinities are
+    compared by the scores, which have the same order. In training a share of the sequences is never dropped;
+    it is drawn in every step and is the same in all layers. Their pairs come first, count against the budget,
+    and are kept even beyond it. So the model sees both cases, and may be evaluated with drops or without (the
+    default).
 
-    Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.2.4 (factor 1.0, about 10 % of the training
-    sequences) and 3.1.2 (no drops in evaluation). Chosen here: T is the micro batch of one data-parallel
-    rank, each of which fills its share of a device's budget; k is 1 where it varies by token. What is dropped
-    depends on D: set `devices` for a run whose layout may change.
+    Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.2.4 (factor 1.0, about 10 % of the training sequences)
+    and 3.1.2 (no drops in evaluation).
+
+    Our choices: T is the micro batch of one data-parallel rank, and each such rank fills its share of a
+    device's budget; k is 1 if it varies by token. What is dropped depends on D: set `devices` for a run whose
+    layout may change.
     """
 
     @dataclass
     class Config:
-        """devices: D; default: the expert-parallel ranks. factor: of the average budget.
-
-        eval_factor: in evaluation, where no sequence is spared; default: nothing is dropped there.
-        spare: the share of sequences that are never dropped in training.
+        """devices: D; default: the expert-parallel ranks. factor: multiple of the average budget.
+        eval_factor: the factor in evaluation, where no sequence is spared; default: no drops. spare: the
+        share of sequences that are never dropped in training.
         """
 
         devices: int | None = None
@@ -53,12 +55,10 @@ class DeviceCapacity(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Few and many drops, whatever the layout."""
         return [Example({"devices": 8}), Example({"devices": 4, "factor": 0.5})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Several devices, of whole experts."""
         devices = options.devices or expert_parallel
         if devices == 1:
             raise ValueError("one device computes every pair, and nothing would be dropped; set devices")
@@ -70,13 +70,13 @@ class DeviceCapacity(Part):
 
     @property
     def num_devices(self) -> int:
-        """D."""
+        """The number of devices D."""
         return int(self.config.devices or self.dims.expert_parallel)
 
     def budget(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor | None:
-        """B, the pairs of each device; None: no limit.
+        """Return B, the pairs of each device; None: no limit.
 
-        D counts all devices but those whose experts a mask of the whole step closes (open_E, see `Scored`).
+        D counts the devices with an expert that the step-wide masks leave open (open_E, see `Scored`).
         """
         factor = self.config.factor if self.training else self.config.eval_factor
         if factor is None:
@@ -85,7 +85,7 @@ class DeviceCapacity(Part):
         return share_of_pairs(factor, num_pairs, num_open(open_E, self.num_devices))
 
     def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
-        """bool [N]: which pairs are computed; None where there is no limit."""
+        """Return which pairs are computed, bool [N]; None if there is no limit."""
         budget = self.budget(scored.num_tokens, scored.open_E)
         if budget is None:
             return None
@@ -98,7 +98,7 @@ class DeviceCapacity(Part):
         return (place_N < budget) | spared_N
 
     def _spared_T(self, num_tokens: int, device: torch.device, context: StepContext) -> Tensor:
-        """bool [T]: the tokens of this step's spared sequences."""
+        """Return the tokens of this step's spared sequences, bool [T]."""
         sample_B = context.sample_index_B
         sample_B = torch.zeros(1, dtype=torch.int64) if sample_B is None else sample_B
         draw_key = rng.key(context.seed, context.step, 0, "spared sequences")  # layer 0: the same in all

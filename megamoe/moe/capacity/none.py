@@ -9,12 +9,11 @@ from megamoe.registry import register
 
 @register("capacity", "none")
 class Dropless(Part):
-    """Every pair survives."""
+    """Every pair is kept."""
 
     @classmethod
     def provides(cls, options: Any) -> set[str]:
-        """Nothing is dropped."""
         return {"dropless"}
 
     def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> None:
-        """None: no pair is dropped."""
+        """Return None: no pair is dropped."""

@@ -1,19 +1,19 @@
 """`per_expert`: every expert has C = ceil(factor * k * T / E) places.
 
-A pair that finds none is dropped: its token passes through the residual alone (Lepikhin et al. 2021;
-Fedus et al. 2021, eq. 3). T is the micro batch of one data-parallel rank, so that a drop never depends on
-how the experts are spread over ranks. k is the selector's; 1 where it varies by token, which gives XMoE's
-C = gamma * T / E (Yang et al. 2024, eq. 3). Megatron-Core and DeepSpeed count the same way; where a paper
-counts tokens for k = 2, its factor is twice ours (GShard: 2.0 there is 1.0 here).
+A pair without a place is dropped: its token passes through the residual alone (Lepikhin et al. 2021; Fedus et
+al. 2021, eq. 3). T is the micro batch of one data-parallel rank, so a drop never depends on how the experts
+are spread over ranks. k is the selector's, or 1 if it varies by token, which gives XMoE's C = gamma * T / E
+(Yang et al. 2024, eq. 3). Megatron-Core and DeepSpeed count the same way. If a paper counts tokens for k = 2,
+its factor is twice ours (GShard: 2.0 there is 1.0 here).
 
-Experts of another size (XMoE eq. 6): the layer's cost is gamma * T * (an expert's), so that experts of 1/n
-of the size keep it with n times the `factor`, as the paper trains them. That is the configuration's to say.
+Experts of another size (XMoE eq. 6): the layer's cost is gamma * T * (an expert's cost). Experts of 1/n of
+the size keep that cost with n times the `factor`, as the paper trains them; the configuration must set it.
 With factor = E and k = 1 nothing is dropped (its section 3.6 on dense models).
 
-E counts all experts but those that a mask of the whole step closes: half of them (expert dropout), or all
-but a rank's own (gating dropout). The others' places then grow, and `factor` stays the slack that it is
-without; the papers do not say. A mask that goes by token (`group_limit`, `entropy_prune`) leaves E as it is,
-so that a router that sends all tokens to a few experts does not raise their capacity.
+E counts the experts that the step-wide masks leave open: half of them under expert dropout, or one rank's own
+under gating dropout. The places of the others then grow, and `factor` keeps its meaning; the papers do not
+say. A mask that depends on the token (`group_limit`, `entropy_prune`) does not change E, so a router that
+sends all tokens to a few experts does not raise their capacity.
 """
 
 from dataclasses import dataclass
@@ -34,21 +34,21 @@ BY_CHOICE = ("choice_then_probability", "batch_prioritised", "choice_then_positi
 
 @register("capacity", "per_expert")
 class PerExpertCapacity(Part):
-    """At most C pairs an expert, the first by priority; ties go to the earlier pair (token, then choice).
+    """At most C pairs per expert, the first by priority; ties go to the earlier pair (token, then choice).
 
     position: the first tokens of the micro batch (Switch).
-    probability: the largest p of the pair. DeepSpeed's `probs`, and Megatron-Core's where weights are raw:
-        its own go by the weight after normalisation.
-    choice_then_probability: all first choices before all second ones, the larger p first. XMoE's p - i
-        (section 3.2, algorithm 1), as two keys: the sum would round p away.
-    batch_prioritised: first choices first, then the tokens whose largest p is the largest (Riquelme et
-        al. 2021, V-MoE, section 4.1).
+    probability: the largest p of the pair. This is DeepSpeed's `probs`, and Megatron-Core's if weights are
+    raw: its own compares the weights after normalisation.
+    choice_then_probability: all first choices before all second ones, the larger p first. This is XMoE's p -
+    i (section 3.2, algorithm 1) as two keys: the sum would round p away.
+    batch_prioritised: first choices first, then the tokens whose largest p is the largest (Riquelme et al.
+    2021, V-MoE, section 4.1).
     choice_then_position: first choices first, then token order (Lepikhin et al. 2021, GShard, algorithm 1).
-    random: an order drawn by token and choice; anew at every step in training, always the same in
-        evaluation, which must repeat itself and should not favour early tokens either.
+    random: an order drawn by token and choice, in training anew in every step; in evaluation always the same,
+    so that it is reproducible and does not favour early tokens.
 
-    A sigmoid's p are compared by the scores, which have the same order and do not round to 1 or 0 in fp32. A
-    softmax's scores say nothing across tokens, so that its p themselves are compared.
+    Sigmoid p are compared by the scores, which have the same order and do not round to 1 or 0 in fp32.
+    Softmax p are compared themselves, because scores of different tokens do not compare.
 
     Only `position` is causal: in the other orders a later token can take an earlier one's place.
 
@@ -58,8 +58,10 @@ class PerExpertCapacity(Part):
 
     @dataclass
     class Config:
-        """factor: gamma. eval_factor: in evaluation; default: the same. min_capacity: C's floor, which none
-        of the papers has; DeepSpeed's is 4 by default. priority: who keeps a place, see the class."""
+        """factor: gamma. eval_factor: the factor in evaluation; default: the same. min_capacity: the least C,
+        which none of the papers has; DeepSpeed's default is 4. priority: which pairs keep a place, see the
+        class.
+        """
 
         factor: float = 1.25
         eval_factor: float | None = None
@@ -81,13 +83,12 @@ class PerExpertCapacity(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Every kind of priority, and many drops."""
         priorities = ("position", *BY_VALUE, "random")
         several = [Example({"priority": priority}) for priority in priorities]
         return [*several, Example({"factor": 0.75, "min_capacity": 0})]
 
     def places(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor:
-        """C, the places of each expert; open_E: see `Scored`."""
+        """Return C, the places of each expert; open_E: see `Scored`."""
         factor = self.config.factor
         if not self.training and self.config.eval_factor is not None:
             factor = self.config.eval_factor
@@ -97,14 +98,14 @@ class PerExpertCapacity(Part):
         return wanted.clamp_min(floor) if isinstance(wanted, Tensor) else max(wanted, floor)
 
     def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor:
-        """bool [N]: which pairs keep their place."""
+        """Return which pairs are kept, bool [N]."""
         rank_N = pairs.choice_N if self.config.priority in BY_CHOICE else None
         value_N = self._values(pairs, scored, context)
         place_N = place_in_group(pairs.expert_N, self.dims.num_experts, rank_N, value_N)
         return place_N < self.places(scored.num_tokens, scored.open_E)
 
     def _values(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
-        """fp32 [N], the larger the better; None: the list's order decides."""
+        """Return the values to compare, fp32 [N], the larger the better; None: the list's order decides."""
         match self.config.priority:
             case "probability" | "choice_then_probability":
                 return value_of_pairs(scored.across_tokens_TE(scored.probs_TE), pairs)

@@ -1,4 +1,4 @@
-"""Places under a limit, given out by priority."""
+"""Limited places, assigned by priority."""
 
 from fractions import Fraction
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.moe.routing import Pairs, count
 
-# One integer key sorts several times as fast as fp32 values or two sorts in a row do, and never rounds.
+# One sort of an integer key is several times as fast as a sort of fp32 values, or as two sorts.
 GROUP_SHIFT, RANK_SHIFT = 48, 32
 MAX_GROUPS = 1 << 15
 
@@ -15,10 +15,10 @@ MAX_GROUPS = 1 << 15
 def place_in_group(
     group_N: Tensor, num_groups: int, rank_N: Tensor | None = None, value_N: Tensor | None = None
 ) -> Tensor:
-    """int64 [N]: how many pairs of the same group (an expert, a device) come before each.
+    """Return how many pairs of the same group (an expert, a device) come before each, int64 [N].
 
-    A group's pairs stand by rank_N (int64, from 0 to 2^16 - 1, the lower first), then by value_N (fp32, the
-    larger first), then as they are listed. group_N: int64, from 0 to num_groups - 1.
+    A group's pairs are ordered by rank_N (int64, from 0 to 2^16 - 1, the lower first), then by value_N (fp32,
+    the larger first), then as listed. group_N: int64, from 0 to num_groups - 1.
     """
     assert num_groups <= MAX_GROUPS, f"{num_groups} groups, expected at most {MAX_GROUPS}"
     key_N = group_N << GROUP_SHIFT
@@ -34,9 +34,10 @@ def place_in_group(
 
 
 def share_of_pairs(factor: float, num_pairs: int, num_groups: int | Tensor) -> int | Tensor:
-    """ceil(factor * num_pairs / num_groups), the factor as written: in floats 1.1 * 100 / 10 exceeds 11.
+    """Return ceil(factor * num_pairs / num_groups), with the factor as a decimal: in floats 1.1 * 100 / 10
+    exceeds 11.
 
-    num_groups: a number, or int64 scalar where it is counted on the device.
+    num_groups: a number, or an int64 scalar if it was counted on the device.
     """
     exact = Fraction(str(factor))
     divisor = exact.denominator * num_groups
@@ -44,10 +45,11 @@ def share_of_pairs(factor: float, num_pairs: int, num_groups: int | Tensor) -> i
 
 
 def num_open(open_E: Tensor | None, num_groups: int) -> int | Tensor:
-    """How many groups of neighbouring experts are open in this step, at least 1; int64 scalar, or all.
+    """Return how many groups of neighbouring experts are open in this step, at least 1; an int64 scalar, or
+    all.
 
-    open_E: bool, the experts that the masks of the whole step left (`Scored.open_E`). Masks that go by token
-    are left out: what they close is the router's doing, and a limit must not grow as the router collapses.
+    open_E: bool, the experts that the step-wide masks left (`Scored.open_E`). Masks that depend on the token
+    are ignored: the router decides what they close, and a limit must not grow as the router collapses.
     """
     if open_E is None:
         return num_groups
@@ -55,14 +57,15 @@ def num_open(open_E: Tensor | None, num_groups: int) -> int | Tensor:
 
 
 def value_of_pairs(values_TE: Tensor, pairs: Pairs) -> Tensor:
-    """fp32 [N] without gradient: each pair's entry of [T, E]."""
+    """Return each pair's entry of [T, E], fp32 [N] without gradient."""
     return values_TE.detach().reshape(-1)[pairs.token_N * values_TE.shape[1] + pairs.expert_N]
 
 
 def _descending(value_N: Tensor) -> Tensor:
-    """int64 from 0 to 2^32 - 1: the smaller, the larger the value; equal values have equal ones.
+    """Return int64 keys from 0 to 2^32 - 1, smaller for larger values and equal for equal ones.
 
-    The bits of floats, read as integers, stand in their order, backwards below 0.
+    The bits of a positive float, read as an integer, have the float's order; those of a negative one the
+    reverse.
     """
     bits_N = (value_N.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     ascending_N = bits_N ^ ((bits_N >> 31) & 0x7FFFFFFF)

@@ -1,6 +1,7 @@
-"""The activations of dense FFNs and experts: pointwise ones, and gated ones (Shazeer 2020, section 2).
+"""The activations of dense FFNs and experts: elementwise ones, and gated ones (Shazeer 2020, section 2).
 
-A gated activation takes [gate | value] halves and gives f(gate) * value; its first weight has twice the rows.
+A gated activation takes [gate | value] halves and returns f(gate) * value; its first weight has twice the
+rows.
 """
 
 from collections.abc import Callable
@@ -22,12 +23,12 @@ UNGATED: dict[str, Pointwise] = {"gelu": functional.gelu, "relu": functional.rel
 
 
 def is_gated(activation: Activation) -> bool:
-    """Whether it multiplies a value by an activated gate."""
+    """Whether the activation multiplies a value by an activated gate."""
     return activation in GATED
 
 
 def pointwise(activation: Activation) -> Pointwise:
-    """What is applied to each number; of a gated one, to the gate's. GELU is exact, by the error function."""
+    """Return the elementwise function, which a gated activation applies to its gate. GELU is exact."""
     return (GATED | UNGATED)[activation]
 
 
@@ -37,7 +38,7 @@ def activate(rows: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
 
 
 def activate_plainly(rows: Tensor, activation: Activation) -> Tensor:
-    """`activate` by PyTorch's operators alone."""
+    """`activate` in PyTorch's operators alone."""
     function = pointwise(activation)
     if not is_gated(activation):
         return function(rows)
@@ -46,10 +47,10 @@ def activate_plainly(rows: Tensor, activation: Activation) -> Tensor:
 
 
 def num_halves(activation: Activation) -> int:
-    """How many times the FFN size the first weight's rows are: 2 with a gate, 1 without."""
+    """Return the first weight's rows as a multiple of the FFN size: 2 with a gate, 1 without."""
     return 2 if is_gated(activation) else 1
 
 
 def up_width(ffn_size: int, activation: Activation) -> int:
-    """Rows of the first weight."""
+    """Return the number of rows of the first weight."""
     return num_halves(activation) * ffn_size

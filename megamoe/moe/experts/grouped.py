@@ -1,8 +1,7 @@
-"""Experts: many FFNs of one shape over rows grouped by expert.
+"""Experts: FFNs of one shape over rows grouped by expert.
 
-Weights are stacked, [experts, out, in] as in nn.Linear; the product is `kernels.products`, or another that is
-handed in as `Products`. `loop_experts` computes the same by a plain loop; the tests hold the two
-against each other.
+Weights are stacked, [experts, out, in] as in nn.Linear. The product is `kernels.products`, or another one
+passed as `Products`. `loop_experts` computes the same in a plain loop; the tests compare the two.
 """
 
 import functools
@@ -21,8 +20,8 @@ from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, activate_plainly, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
 
-# Of PyTorch's product in bf16 on the CPU: oneDNN prepares its kernel anew for every row count, and the counts
-# change at every step; groups padded to a multiple of this meet only a few.
+# For PyTorch's bf16 product on the CPU: oneDNN prepares a kernel for every new row count, and the counts
+# change in every step. Groups padded to a multiple of this have only a few row counts.
 PADDED_ROWS = 64
 
 # (rows [N, in] grouped by expert, weight [experts, out, in], counts [experts] int64) -> [N, out]: each row
@@ -32,7 +31,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Products:
-    """How the products of grouped experts are worked out.
+    """How the products of grouped experts are computed.
 
     make: from (experts, in, out) to the product of one stacked weight, a function, or a module that holds no
     parameters; None: `grouped_product`. row_multiple: each expert's rows are filled up with zeros to a
@@ -50,24 +49,24 @@ OWN_PRODUCTS = Products()
 
 @dataclass(frozen=True)
 class Slice:
-    """Number `index` of `count` equal slices of a size."""
+    """Slice number `index` of `count` equal slices of a dimension."""
 
     index: int = 0
     count: int = 1
 
     def of(self, size: int) -> slice:
-        """Its place in a dimension of that size."""
+        """Return the slice of a dimension of this size."""
         return slice(self.index * size // self.count, (self.index + 1) * size // self.count)
 
 
 class GroupedExperts(nn.Module):
     """E_local experts of hidden size H and FFN size F, without biases.
 
-    cut: the slice of F that is here; what `forward` gives is then its part of a sum over all slices.
+    cut: this rank's slice of F; `forward` then returns a partial result, to be summed over all slices.
 
     An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
     expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
-    init_scale: see `rng.start_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
+    init_scale: see `rng.init_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
     two products are worked out. kernels: the model's choice.
     """
 
@@ -112,12 +111,12 @@ class GroupedExperts(nn.Module):
                 (whole_up, std, whose),
                 (whole_down, output_std, f"{whose}, down"),
             ):
-                rng.start_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
+                rng.init_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
             self.up.data[local] = cut_up(whole_up, ffn_size, cut)
             self.down.data[local] = whole_down[:, cut.of(ffn_size)]
 
     def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
-        """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
+        """[N, H] rows grouped by expert and their counts, int64 [E_local] -> [N, H]."""
         multiple = self.products.row_multiple
         padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
         if padded_alike and not takes_any_count(rows_NH, (self.up, self.down), self.kernels):
@@ -143,12 +142,12 @@ class GroupedExperts(nn.Module):
 
 
 def cut_up(weight: Tensor, ffn_size: int, cut: Slice) -> Tensor:
-    """A first weight, [F or 2F, H] -> that slice of each of its halves."""
+    """Return a slice of each half of a first weight, [F or 2F, H]."""
     return weight.view(-1, ffn_size, weight.shape[-1])[:, cut.of(ffn_size)].reshape(-1, weight.shape[-1])
 
 
 def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Where rows grouped by expert stand when each group is padded to a multiple of `unit`.
+    """Return the places of rows grouped by expert if each group is padded to a multiple of `unit`.
 
     counts_E: int64 -> (each row's place, int64 [N]; the padded counts, int64 [E]).
     """
@@ -159,7 +158,7 @@ def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
 
 
 def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
-    """The oracle of `GroupedExperts.forward`: one expert after the other, by PyTorch's operators."""
+    """The oracle of `GroupedExperts.forward`: a loop over the experts in PyTorch's operators."""
     outputs = []
     for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
         outputs.append(activate_plainly(rows @ up.T, experts.activation) @ down.T)

@@ -1,7 +1,7 @@
-"""The shared experts, which every token visits, and how their output joins the routed ones'.
+"""The shared experts, which compute every token, and how their output is combined with the routed experts'.
 
-They need the layer's input alone: on CUDA they are computed on a stream of their own, while the rows travel
-to the routed experts and back.
+They need only the layer's input. On CUDA they run on their own stream, while the rows are sent to the routed
+experts and back.
 """
 
 from functools import cache
@@ -20,15 +20,15 @@ SharedMode = Literal["sum", "gated", "residual"]
 
 
 class SharedExperts(nn.Module):
-    """Experts that every token visits, as one FFN of their joint size, in one of three modes.
+    """Experts that compute every token, as one FFN of their joint size, in one of three modes.
 
     sum       routed + shared (Dai et al. 2024, DeepSeekMoE, eq. 9)
-    gated     routed + sigmoid(w . x) shared, as in Qwen's models; w starts at 0
+    gated     routed + sigmoid(w . x) shared, as in Qwen's models; w is initialised to 0
     residual  c_0 routed + c_1 shared, c = softmax(W x + b) (Rajbhandari et al. 2022, DeepSpeed-MoE,
-              Residual-MoE). The paper adds the two; the coefficients are those of its authors' code.
+              Residual-MoE). The paper adds the two; the coefficients are from its authors' code.
 
-    Gates are worked out in fp32. std, output_std: of the first and the second weight at the start;
-    init_scale: see `rng.start_weight`; the start depends on (seed, layer) alone.
+    Gates are computed in fp32. std, output_std: of the first and the second initial weight; init_scale: see
+    `rng.init_weight`. The initial weights depend on (seed, layer) alone.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class SharedExperts(nn.Module):
             self.mix_bias = nn.Parameter(torch.zeros(2))
             starts.append((self.mix, std, "shared experts, mix"))
         for weight, weight_std, purpose in starts:
-            rng.start_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
+            rng.init_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """[T, H] -> what the shared experts make of it, [T, H]; on CUDA it is ready for `join` alone."""
+        """Return the shared experts' output, [T, H]; on CUDA only `join` may use it."""
         if not hidden_TH.is_cuda:
             return self._ffn(hidden_TH)
-        # Backward runs on forward's streams, and a weight's gradient is complete on the one that first met
-        # the weight: the engine, which collects gradients as they come, must find them all on its own.
-        met_here = [weight.view_as(weight) for weight in (self.up, self.down)]
+        # Backward runs on forward's streams, and a weight's gradient is complete on the stream that first
+        # used the weight. The engine collects gradients on the current stream, so it must be the first.
+        used_here = [weight.view_as(weight) for weight in (self.up, self.down)]
         side = _side_stream(hidden_TH.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             shared_TH = self._ffn(hidden_TH)
-        # ZeRO 3 takes the weights' memory back at once, and the input's may be free: not while `side` reads.
-        for read in (hidden_TH, *met_here):
+        # ZeRO 3 frees the weights at once, and the input may be freed too: not while `side` reads them.
+        for read in (hidden_TH, *used_here):
             read.record_stream(side)
         return shared_TH
 
@@ -82,7 +82,7 @@ class SharedExperts(nn.Module):
         return functional.linear(rows_TF, self.down)
 
     def join(self, hidden_TH: Tensor, shared_TH: Tensor, routed_TH: Tensor) -> Tensor:
-        """The input, what `forward` and what the routed experts made of it -> both together, [T, H]."""
+        """Combine the shared experts' output (from `forward`) with the routed experts' output, [T, H]."""
         if shared_TH.is_cuda:
             torch.cuda.current_stream().wait_stream(_side_stream(shared_TH.device))
             shared_TH.record_stream(torch.cuda.current_stream())
@@ -98,5 +98,5 @@ class SharedExperts(nn.Module):
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all layers: the allocator keeps memory for each stream."""
+    """Return one stream for all layers: the allocator keeps separate memory for each stream."""
     return torch.cuda.Stream(device)

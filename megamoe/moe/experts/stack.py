@@ -15,12 +15,14 @@ NormKind = Literal["rmsnorm", "layernorm"]
 class ExpertStack(nn.Module):
     """E_local experts S, each S(x) = x_n with x_i = x_(i-1) + FFN_i(norm_i(x_(i-1))), x_0 = x.
 
-    `forward` gives S(x) - x: combined with weight w and added to x by whoever called the layer, that is
-    x + w (S(x) - x), in which the identity counts once. Source: Lewis et al. 2021 (BASE) and its authors'
-    code, whose w is sigmoid(s); Chi et al. 2022 (X-MoE), section 4.1: "sparse layer with 3 FFN sub-layers".
+    `forward` returns S(x) - x. The layer multiplies it by the weight w, and the block adds x: x + w (S(x) -
+    x), so the identity counts once.
 
-    Caveats: BASE's norms are LayerNorms; here each is of the model's own kind. BASE starts the second weight
-    of a sub-layer at 0; here it starts as any weight that writes into the residual.
+    Source: Lewis et al. 2021 (BASE) and its authors' code, whose w is sigmoid(s); Chi et al. 2022 (X-MoE),
+    section 4.1: "sparse layer with 3 FFN sub-layers".
+
+    Caveats: BASE's norms are LayerNorms; here they are of the model's kind. BASE initialises the second
+    weight of a sub-layer to 0; here it is initialised like any weight that writes into the residual.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class ExpertStack(nn.Module):
         norm_eps: float,
         **options: Any,
     ) -> None:
-        """options: the keywords of `GroupedExperts`, but for its `sublayer`."""
+        """options: the keyword arguments of `GroupedExperts` other than `sublayer`."""
         super().__init__()
         self.norms = nn.ModuleList(
             ExpertNorm(norm, len(expert_ids), hidden_size, norm_eps) for _ in range(num_sublayers)
@@ -45,7 +47,7 @@ class ExpertStack(nn.Module):
         )
 
     def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
-        """rows_NH grouped by expert, counts_E int64 their numbers -> S(x) - x, [N, H]."""
+        """[N, H] rows grouped by expert and their counts, int64 [E_local] -> S(x) - x, [N, H]."""
         experts_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_N = torch.repeat_interleave(experts_E, counts_E, output_size=len(rows_NH))
         change_NH = torch.zeros_like(rows_NH)
@@ -56,7 +58,7 @@ class ExpertStack(nn.Module):
 
 
 class ExpertNorm(nn.Module):
-    """RMSNorm or LayerNorm with a weight (and a bias) of each expert's own, stacked [experts, H]."""
+    """RMSNorm or LayerNorm with separate weights (and biases) for each expert, stacked [experts, H]."""
 
     def __init__(self, kind: NormKind, num_experts: int, hidden_size: int, eps: float) -> None:
         super().__init__()

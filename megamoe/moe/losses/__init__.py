@@ -1,1 +1,1 @@
-"""Auxiliary losses: small functions of a Routing, each with a weight, any set at once."""
+"""Auxiliary losses: functions of a Routing, each with a weight; any number of them can be set."""

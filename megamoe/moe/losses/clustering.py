@@ -1,4 +1,4 @@
-"""`clustering`: neighbouring experts come to share their tokens."""
+"""`clustering`: makes neighbouring experts have similar probabilities for a token."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,26 +16,26 @@ from megamoe.registry import get_part, register
 
 @register("loss", "clustering")
 class Clustering(Part):
-    """E * C_intra * C_inter over clusters of L neighbouring experts, for each token; then the mean.
+    """E * C_intra * C_inter over clusters of L neighbouring experts, averaged over tokens.
 
-    C_intra: the mean over the clusters of the variance (divided by the number) of p inside each. C_inter =
-    exp(-mu (max - max2) / max), of the two largest cluster means of p; 1 where mu = 0, the default.
-    `form: difference`: E * (C_intra - mu (max - max2) / max). Only candidates count: an expert that a
-    mask took away enters neither variance nor mean, and a cluster without any is no cluster, with
-    mean 0.
+    C_intra: the mean over the clusters of the (population) variance of p inside each. C_inter = exp(-mu (max
+    - max2) / max), with the two largest cluster means of p; 1 if mu = 0, the default. `form: difference`: E *
+    (C_intra - mu (max - max2) / max). Only candidates count: an expert that a mask removed is part of neither
+    variance nor mean, and a cluster without candidates has mean 0 and does not count as a cluster.
 
     Source: Xie et al. 2022 (MoEC), eq. 6; the difference: equation 6 of its Vietnamese rendering.
 
     Scope: a mean over tokens, so it does not depend on how the global batch is cut into micro batches.
 
-    Caveats: the paper's beta is this loss's weight. With experts dropped E still counts them all. The paper
-    does not say outright whether its p is one token's or a mean over tokens; ours is one token's.
+    Caveats: the paper's beta is this loss's weight. E counts dropped experts too. The paper does not say
+    clearly whether p belongs to one token or is a mean over tokens; ours belongs to one token.
     """
 
     @dataclass
     class Config:
-        """weight: factor in the total loss, beta. cluster_size: L. mu: strength of C_inter; above 0 helps
-        where few experts of a cluster are kept. form: see the class."""
+        """weight: factor in the total loss, beta. cluster_size: L. mu: strength of C_inter; values above 0
+        help if few experts of a cluster are kept. form: see the class.
+        """
 
         weight: float = 0.01
         cluster_size: int = 8
@@ -50,17 +50,15 @@ class Clustering(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Several clusters."""
         return [Example({"cluster_size": min(8, num_experts // 4)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Whole clusters, each on one rank; two of them for C_inter; several experts left of each."""
         check_clusters(options.cluster_size, moe, expert_parallel)
         if options.mu > 0 and options.cluster_size == moe.num_experts:
             raise ValueError(
-                f"mu is {options.mu}, but cluster_size {options.cluster_size} makes one cluster, without "
-                "a second to be told from; set mu: 0 or a smaller cluster_size"
+                f"mu is {options.mu}, but cluster_size {options.cluster_size} makes one cluster, and "
+                "mu compares two; set mu: 0 or a smaller cluster_size"
             )
         for choice in moe.router.masks:
             left, step_wide = candidates_of(choice, moe.num_experts), get_part("mask", choice.name).step_wide
@@ -78,14 +76,14 @@ class Clustering(Part):
                 )
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
+        """Return a scalar, fp32; 0 if there are no tokens."""
         num_clusters = routing.num_experts // self.config.cluster_size
         probs_TCL = by_group(routing.probs_TE, num_clusters)
         kept_TCL = torch.ones_like(probs_TCL, dtype=torch.bool)
         if routing.candidates_TE is not None:
             kept_TCL = by_group(routing.candidates_TE, num_clusters)
         kept_TC = kept_TCL.sum(dim=-1)
-        mean_TC = probs_TCL.sum(dim=-1) / kept_TC.clamp_min(1)  # p of an expert that is not kept is 0
+        mean_TC = probs_TCL.sum(dim=-1) / kept_TC.clamp_min(1)  # p is 0 for experts that are not kept
         square_TCL = (probs_TCL - mean_TC[..., None]).square().masked_fill(~kept_TCL, 0.0)
         variance_TC = square_TCL.sum(dim=-1) / kept_TC.clamp_min(1)
         loss_T = variance_TC.sum(dim=-1) / (kept_TC > 0).sum(dim=-1).clamp_min(1)

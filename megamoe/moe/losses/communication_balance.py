@@ -1,4 +1,4 @@
-"""`communication_balance`: every device is sent the same number of tokens."""
+"""`communication_balance`: makes every device receive the same number of tokens."""
 
 from dataclasses import dataclass
 
@@ -15,21 +15,23 @@ from megamoe.registry import register
 
 @register("loss", "communication_balance")
 class CommunicationBalance(Part):
-    """sum_i f''_i P''_i over D groups of E/D neighbouring experts; 1 where all get M/D of the tokens.
+    """sum_i f''_i P''_i over D groups of E/D neighbouring experts; 1 if every device gets M/D of the tokens.
 
-    f''_i = D / (M T) times the tokens sent to device i, each counted once however many of its experts it
-    wants (a constant: no gradient); M: the devices that a token may go to. P''_i: the sum over the group of
-    P_j, as in `device_balance`.
+    f''_i = D / (M T) times the tokens sent to device i, without gradient; each token counts once, however
+    many of its experts it wants. M: the number of devices that a token may go to. P''_i: the sum over the
+    group of P_j, as in `device_balance`.
 
     Source: DeepSeek-V2, section 2.2.3, communication balance loss.
 
-    Scope: sequence, as all of V2's balance losses: T counts a sequence's tokens, and the loss is the mean
+    Scope: sequence, as for all of V2's balance losses: T counts a sequence's tokens, and the loss is the mean
     over sequences, so it does not depend on how the global batch is cut into micro batches.
     """
 
     @dataclass
     class Config:
-        """weight: factor in the total loss, alpha_3. num_groups: D, devices. keep: M, as `group_limit`'s."""
+        """weight: factor in the total loss, alpha_3. num_groups: D, devices. keep: M, the same as in
+        `group_limit`.
+        """
 
         weight: float = 0.02
         num_groups: int = 8
@@ -45,13 +47,11 @@ class CommunicationBalance(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """As the masks that limit groups have it."""
         groups = min(8, num_experts // 4)
         return [Example({"num_groups": groups, "keep": min(3, groups // 2)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of one size; the M of a limit over the same groups; counts that the router can change."""
         check_groups(options.num_groups, moe)
         refuse_all_chosen(moe, by_candidates=False)
         for choice in moe.router.masks:
@@ -64,7 +64,7 @@ class CommunicationBalance(Part):
                 )
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
+        """Return a scalar, fp32; 0 if there are no tokens."""
         num_groups, wanted = self.config.num_groups, routing.wanted
         sent_TD = routing.affinities_TE.new_zeros(routing.num_tokens, num_groups)
         sent_TD[wanted.token_N, wanted.expert_N // (routing.num_experts // num_groups)] = 1.0

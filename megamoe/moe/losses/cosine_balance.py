@@ -1,4 +1,4 @@
-"""`cosine_balance`: the load-balancing loss of X-MoE, on cosines at a constant temperature."""
+"""`cosine_balance`: the load-balancing loss of X-MoE, on cosines with a constant temperature."""
 
 from dataclasses import dataclass
 
@@ -16,20 +16,23 @@ from megamoe.registry import register
 
 @register("loss", "cosine_balance")
 class CosineBalance(Part):
-    """E * sum_i f_i P_i over the micro batch, P_i the mean over tokens of softmax(cos / tau_0)_i.
+    """E * sum_i f_i P_i over the micro batch, with P_i the mean over tokens of softmax(cos / tau_0)_i.
 
-    tau_0 is a constant, so that the learned temperature of the scores gets no gradient from here; the softmax
-    stands whatever the score function is. Under a mask it runs over the candidates. f_i: the fraction of the
-    wanted pairs that go to expert i, without gradient; with `first_choice`, of first choices alone: the
-    paper's "how many tokens are routed to the i-th expert" is for one choice, where both agree. Source: Chi
-    et al. 2022 (X-MoE) eq. 9; weight and tau_0: appendices A and B. Scope: micro batch; the run's loss is
-    the mean of its values on the micro batches.
+    tau_0 is constant, so the learned temperature of the scores gets no gradient from this loss. The softmax
+    is used with every score function; under a mask it runs over the candidates. f_i: the fraction of the
+    wanted pairs that go to expert i, without gradient; with `first_choice`, of first choices only. The
+    paper's "how many tokens are routed to the i-th expert" assumes one choice, for which both are the same.
+
+    Source: Chi et al. 2022 (X-MoE) eq. 9; weight and tau_0: appendices A and B.
+
+    Scope: micro batch; the run's loss is the mean over its micro batches.
     """
 
     @dataclass
     class Config:
-        """weight: factor in the total loss. temperature: tau_0; null: 0.07 with a score function that is
-        elementwise (`sigmoid`), otherwise 0.3. first_choice: count only each token's first choice."""
+        """weight: factor in the total loss. temperature: tau_0; null: 0.07 with an elementwise score function
+        (`sigmoid`), otherwise 0.3. first_choice: count only each token's first choice.
+        """
 
         weight: float = 0.01
         temperature: float | None = None
@@ -41,12 +44,10 @@ class CosineBalance(Part):
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """Cosines."""
         return {"cosine_TE": "the cosines whose softmax is balanced"}
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Counts that the router can change."""
         refuse_even_selector(moe, options.first_choice)
         refuse_all_chosen(moe, options.first_choice)
 
@@ -55,7 +56,7 @@ class CosineBalance(Part):
         self.temperature = config.temperature or default_temperature(dims.score_function)
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
+        """Return a scalar, fp32; 0 if there are no tokens."""
         fraction_E = fractions(wanted_counts(routing, self.config.first_choice))
         mean_prob_E = self._probs_TE(routing).sum(dim=0) / max(routing.num_tokens, 1)
         return routing.num_experts * (fraction_E * mean_prob_E).sum()

@@ -1,4 +1,4 @@
-"""`device_balance`: the same number of pairs for every device, whatever its single experts get."""
+"""`device_balance`: makes every device get the same number of pairs, without balancing its own experts."""
 
 from dataclasses import dataclass
 
@@ -18,15 +18,15 @@ from megamoe.registry import register
 class DeviceBalance(Part):
     """sum_i f'_i P'_i over D groups of E/D neighbouring experts; 1 at perfect balance.
 
-    f'_i: the mean over the group's experts of f_j = E / (K T) times the tokens that chose j; so D times the
-    group's share of the wanted pairs, which serves any number of experts a token (a constant: no gradient).
-    P'_i: the sum over the group of P_j, the mean over tokens of s_j, the score function's values over all
-    experts, before any mask. For a score function whose values do not sum to 1 they are divided by their sum,
-    as in DeepSeek-V3 eq. 19.
+    f'_i: the mean over the group's experts of f_j = E / (K T) times the tokens that chose j, without
+    gradient. It is computed as D times the group's share of the wanted pairs, for any number of experts per
+    token. P'_i: the sum over the group of P_j, the mean over tokens of s_j, the score function's values over
+    all experts, before any mask. If these do not sum to 1, they are divided by their sum, as in DeepSeek-V3
+    eq. 19.
 
     Source: DeepSeek-V2, section 2.2.3, device-level balance loss.
 
-    Scope: sequence, as all of V2's balance losses: T counts a sequence's tokens, and the loss is the mean
+    Scope: sequence, as for all of V2's balance losses: T counts a sequence's tokens, and the loss is the mean
     over sequences, so it does not depend on how the global batch is cut into micro batches.
     """
 
@@ -43,17 +43,15 @@ class DeviceBalance(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Several experts a device."""
         return [Example({"num_groups": min(8, num_experts // 4)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of one size, and counts that the router can change."""
         check_groups(options.num_groups, moe)
         refuse_all_chosen(moe, by_candidates=False)
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
+        """Return a scalar, fp32; 0 if there are no tokens."""
         num_groups, num_sequences = self.config.num_groups, context.num_sequences
         wanted, size = routing.wanted, routing.num_experts // num_groups
         sequence_N = context.sequence(routing.num_tokens, wanted.token_N.device)[wanted.token_N]

@@ -10,34 +10,38 @@ from megamoe.moe.part import Objective, StepContext
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.registry import register
 
-EPSILON = 1e-4  # beside the standard deviation: rollouts whose losses differ by less hardly count
+EPSILON = 1e-4  # added to the standard deviation: rollouts whose losses differ by less hardly count
 MOST_ROLLOUTS = 1000
-NOWHERE = -1e30  # the score of an expert that is no candidate: as good as -inf, with finite gradients
+LOG_ZERO = (
+    -1e30
+)  # log p of an expert that is no candidate; finite, unlike -inf, so that gradients are finite too
 
 
 @register("loss", "grpo")
 class GRPO(Objective):
     """-J, J = mean over rollouts and tokens of min(r A, clip(r, 1 - c, 1 + c) A) - kl * KL(pi || reference).
 
-    Every sequence passes G times, each time with its own draws. A: a token's reward, its negative loss,
-    less the mean over its G rollouts, over their (population) standard deviation; 0 where no loss is taken.
-    r = pi(o) / pi_old(o), o the experts drawn for the token: for k > 1 the probability of the sequence drawn
-    without replacement, the product of p_j / (1 - those before it) (Plackett-Luce). KL: exact, the sum
-    over the candidates of pi log(pi / reference) for a single draw, where GRPO, with a vocabulary to draw
-    from, estimates it (k3). All three policies have the step's candidates. Where pi is pi_old, the A of
-    a group cancel: the value logged is that of the KL term alone, the gradient is not.
+    Every sequence is routed G times, with separate draws. A: a token's reward (its negative loss) minus the
+    mean over its G rollouts, divided by their population standard deviation; 0 for masked tokens. r = pi(o) /
+    pi_old(o), where o are the experts drawn for the token. For k > 1, pi(o) is the probability of the draw
+    without replacement, the product of p_j / (1 - the p before it) (Plackett-Luce). KL: the exact sum over
+    the candidates of pi log(pi / reference) for a single draw; GRPO, which draws from a vocabulary, estimates
+    it (k3). All three policies have the step's candidates. If pi is pi_old, the A of a group cancel: the
+    logged value is the KL term alone, but the gradient is not.
 
-    Source: the slides' "RL-based expert routing"; Shao et al. 2024 (GRPO) eq. 3, clip 0.2, kl 0.04. Caveats:
-    the slides ascribe this to DeepSeek-R1, whose paper describes no such thing, and they leave open what
-    the reward is: the token's own loss is our reading. What a routing does to the losses of later tokens, or
-    other layers' draws to this one's, is noise to it. A step costs G times as much. Experimental.
+    Source: the slides' "RL-based expert routing"; Shao et al. 2024 (GRPO) eq. 3, clip 0.2, kl 0.04.
+
+    Caveats: the slides ascribe this to DeepSeek-R1, whose paper does not describe it, and they do not define
+    the reward; the token's own loss is our reading. Effects on the losses of later tokens, and other layers'
+    draws, are noise to this loss. A step costs G times as much. Experimental.
+
     Scope: a mean over tokens, so it does not depend on how the global batch is cut into micro batches of
     equal size.
     """
 
     @dataclass
     class Config:
-        """weight: factor in the total loss. rollouts: G. clip: c. kl: factor of the divergence."""
+        """weight: factor in the total loss. rollouts: G. clip: c. kl: factor of the KL divergence."""
 
         weight: float = 0.01
         rollouts: int = 4
@@ -56,17 +60,16 @@ class GRPO(Objective):
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """A policy, and a selector that draws from it."""
         policy = "which the ratio and the divergence are taken from"
         return {"sampling_scores_TE": policy, "reference_scores_TE": policy, "drawn": "as a policy's are"}
 
     @property
     def num_rollouts(self) -> int:
-        """G."""
+        """The number of rollouts G."""
         return int(self.config.rollouts)
 
     def forward(self, routing: Routing, context: StepContext, token_losses_T: Tensor) -> Tensor:
-        """Scalar fp32; token_losses_T: fp32 [T], 0 where no loss is taken.
+        """Return a scalar, fp32; token_losses_T: fp32 [T], 0 for masked tokens.
 
         Raises:
             UserError: if the routing carries no gradient, as under activation recomputation.
@@ -90,26 +93,26 @@ class GRPO(Objective):
 
 
 def _log_policy_TE(scores_TE: Tensor, routing: Routing) -> Tensor:
-    """fp32 [T, E]: log softmax over the candidates, NOWHERE for the others, to which no gradient leads."""
+    """Return the log softmax over the candidates, fp32 [T, E]; LOG_ZERO, without gradient, elsewhere."""
     if routing.candidates_TE is None:
         return scores_TE.log_softmax(dim=-1)
     banned_TE = ~routing.candidates_TE
-    return scores_TE.masked_fill(banned_TE, NOWHERE).log_softmax(dim=-1).masked_fill(banned_TE, NOWHERE)
+    return scores_TE.masked_fill(banned_TE, LOG_ZERO).log_softmax(dim=-1).masked_fill(banned_TE, LOG_ZERO)
 
 
 def _log_drawn_T(log_TE: Tensor, wanted: Pairs, num_choices: int) -> Tensor:
-    """fp32 [T]: log probability of drawing these experts in this order, without replacement.
+    """Return the log probability of drawing these experts in this order without replacement, fp32 [T].
 
-    What remained before each draw is added up from the last draw to the first, beginning with all that was
-    never drawn: 1 - those before it would cancel where pi is sharp. A draw that found no candidate left
-    counts NOWHERE - NOWHERE, exactly 0.
+    The probability left before each draw is summed from the last draw to the first, starting with the experts
+    never drawn: 1 - the p before it would cancel for a sharp pi. A draw without a remaining candidate counts
+    LOG_ZERO - LOG_ZERO, which is exactly 0.
     """
     drawn_N = log_TE[wanted.token_N, wanted.expert_N]
-    nowhere_TK = log_TE.new_full((log_TE.shape[0], num_choices), NOWHERE)
-    drawn_TK = nowhere_TK.index_put((wanted.token_N, wanted.choice_N), drawn_N)
+    log_zero_TK = log_TE.new_full((log_TE.shape[0], num_choices), LOG_ZERO)
+    drawn_TK = log_zero_TK.index_put((wanted.token_N, wanted.choice_N), drawn_N)
     taken_TE = torch.zeros_like(log_TE, dtype=torch.bool)
     taken_TE[wanted.token_N, wanted.expert_N] = True
-    remaining_T = log_TE.masked_fill(taken_TE, NOWHERE).logsumexp(dim=-1)
+    remaining_T = log_TE.masked_fill(taken_TE, LOG_ZERO).logsumexp(dim=-1)
     total_T = torch.zeros_like(remaining_T)
     for choice in reversed(range(num_choices)):
         remaining_T = torch.logaddexp(remaining_T, drawn_TK[:, choice])
@@ -118,10 +121,10 @@ def _log_drawn_T(log_TE: Tensor, wanted: Pairs, num_choices: int) -> Tensor:
 
 
 def _advantage_T(token_losses_T: Tensor, context: StepContext) -> Tensor:
-    """fp32 [T]; tokens stand s * B + b, and the rollouts of a sequence B / G apart."""
+    """Return the advantages, fp32 [T]; token s * B + b, with a sequence's rollouts B / G apart."""
     num_rollouts = context.num_rollouts
     reward_SGb = -token_losses_T.reshape(-1, num_rollouts, context.num_sequences // num_rollouts)
-    reward_SGb = reward_SGb - reward_SGb[:, :1]  # equal losses are exactly 0, whatever their mean rounds to
+    reward_SGb = reward_SGb - reward_SGb[:, :1]  # equal losses give exactly 0, however their mean is rounded
     centred_SGb = reward_SGb - reward_SGb.mean(dim=1, keepdim=True)
     deviation_S1b = centred_SGb.square().mean(dim=1, keepdim=True).sqrt()
     return (centred_SGb / (deviation_S1b + EPSILON)).reshape(-1)

@@ -1,4 +1,4 @@
-"""`importance`: every expert shall get the same sum of gating values."""
+"""`importance`: balances the sum of gating values of every expert."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,16 @@ from megamoe.registry import register
 
 @register("loss", "importance")
 class Importance(Part):
-    """CV(Importance)^2, Importance_i = sum over tokens of G_i(x); 0 at perfect balance, E - 1 at worst.
+    """CV(Importance)^2, Importance_i = sum over tokens of G_i(x); 0 at perfect balance, at most E - 1.
 
-    G: the sparse gate, a wanted pair's weight and 0 where an expert was not chosen; SGMoE's is the
-    softmax over the k scores kept (selector `top_k` with weights `kept_softmax`), and whatever the selector's
-    weights are here. An expert that no token might choose counts as a 0. Source: Shazeer et al. 2017
-    (SGMoE) eq. 6 and 7; variance as in tensor2tensor, of the population (divided by E); the PyTorch port in
-    circulation divides by E - 1. Scope: micro batch; the run's loss is the mean of its values on the micro
-    batches.
+    G: the sparse gate, which is a wanted pair's weight, and 0 for experts that were not chosen. SGMoE's G is
+    the softmax over the k kept scores (selector `top_k` with weights `kept_softmax`); here G is the
+    selector's weights, whichever they are. An expert that no token may choose counts as 0.
+
+    Source: Shazeer et al. 2017 (SGMoE) eq. 6 and 7; variance as in tensor2tensor, of the population (divided
+    by E); a common PyTorch port divides by E - 1.
+
+    Scope: micro batch; the run's loss is the mean over its micro batches.
     """
 
     @dataclass
@@ -30,13 +32,12 @@ class Importance(Part):
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """Weights that are not learned."""
         return {"fixed_weights": "whose sum teaches nothing"}
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
+        """Return a scalar, fp32; 0 if there are no tokens."""
         wanted, num_experts = routing.wanted, routing.num_experts
-        # Through [T, E]: sums straight into [E] would add up in another order each time on a GPU.
+        # Through [T, E]: index_add into [E] has no fixed order of summation on a GPU.
         score_function_TE = wanted.weight_N.new_zeros(routing.num_tokens * num_experts)
         score_function_TE = score_function_TE.scatter_add(
             0, wanted.token_N * num_experts + wanted.expert_N, wanted.weight_N

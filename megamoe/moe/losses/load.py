@@ -1,4 +1,4 @@
-"""`load`: every expert shall get the same number of tokens, by a smooth estimate of that number."""
+"""`load`: balances a smooth estimate of the number of tokens of every expert."""
 
 from dataclasses import dataclass
 
@@ -18,15 +18,17 @@ from megamoe.registry import register
 class Load(Part):
     """CV(Load)^2, Load_i = sum over tokens of P_i(x); 0 at perfect balance.
 
-    P_i(x) = Phi((clean_i - kth_excluding(H(x), k, i)) / std_i): the probability that expert i is among the
-    k best when its own noise is drawn anew and that of the others stays. H: the noisy scores, through which
-    the gradient also runs; kth_excluding: the k-th largest of H without component i; std_i: the noise's
-    standard deviation with its floor, at least 1e-6. In evaluation H is the clean score, and P what noise
-    would make of it; public code counts the pairs there instead.
-    Under a mask both k-th score and P are of the candidates: the others have P = 0, and all candidates
-    have P = 1 where there are no more than k. A score function's bias is not seen. Source: Shazeer et al.
-    2017 (SGMoE) appendix A, eq. 8-11; variance of the population, see `importance`. Scope: micro batch; the
-    run's loss is the mean of its values on the micro batches.
+    P_i(x) = Phi((clean_i - kth_excluding(H(x), k, i)) / std_i): the probability that expert i is among the k
+    best if its own noise is drawn again and the others' noise stays. H: the noisy scores, which also carry
+    gradient; kth_excluding: the k-th largest of H without component i; std_i: the noise's standard deviation
+    with its floor, at least 1e-6. In evaluation H is the clean score, and P is the probability under noise;
+    public code counts the pairs there instead. Under a mask the k-th score and P are those of the candidates:
+    the others have P = 0, and all candidates have P = 1 if there are at most k. A score function's bias is
+    ignored.
+
+    Source: Shazeer et al. 2017 (SGMoE) appendix A, eq. 8-11; population variance, see `importance`.
+
+    Scope: micro batch; the run's loss is the mean over its micro batches.
     """
 
     @dataclass
@@ -37,7 +39,6 @@ class Load(Part):
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """Noisy scores, and a choice of the best of them."""
         return {
             "noise_std_TE": "the noise by which the load is estimated",
             "clean_TE": "the scores without noise",
@@ -46,7 +47,6 @@ class Load(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """A number of choices that leaves some experts out."""
         k, most = experts_wanted(moe), most_candidates(moe)
         if k >= most:
             raise ValueError(
@@ -55,7 +55,7 @@ class Load(Part):
             )
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
+        """Return a scalar, fp32; 0 if there are no tokens."""
         scores_TE, candidates_TE = routing.scores_TE, routing.candidates_TE
         if candidates_TE is not None:
             scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)

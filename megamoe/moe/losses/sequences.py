@@ -1,4 +1,4 @@
-"""Means within each sequence of a micro batch, for the losses that DeepSeek-V2 defines so."""
+"""Means over each sequence of a micro batch, for the losses that DeepSeek-V2 defines per sequence."""
 
 from torch import Tensor
 
@@ -9,16 +9,17 @@ from megamoe.moe.routing import Routing
 
 
 def mean_over_sequences(values_TG: Tensor, context: StepContext) -> Tensor:
-    """fp32 [T, G] -> [B, G]: the mean over each sequence's tokens; 0 without tokens."""
+    """Return the mean over each sequence's tokens, fp32 [T, G] -> [B, G]; 0 if there are no tokens."""
     length = values_TG.shape[0] // context.num_sequences
     values_SBG = values_TG.unflatten(0, (length, context.num_sequences))  # token s * B + b
     return values_SBG.sum(dim=0) / max(length, 1)
 
 
 def group_probs(routing: Routing, num_groups: int, context: StepContext) -> Tensor:
-    """fp32 [B, G]: P of each group: over its experts the sum, over the sequence the mean, of s_i / sum_j s_j.
+    """Return P of each group, fp32 [B, G]: s_i / sum_j s_j, summed over its experts, averaged over the
+    sequence.
 
-    s: the score function's values over all experts, unrestricted; a softmax's sum to 1 already.
+    s: the score function's values over all experts, before any mask; a softmax's already sum to 1.
     """
     by_expert_BE = mean_over_sequences(shares(routing.affinities_TE), context)
     return by_group(by_expert_BE, num_groups).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""`stable_balance`: StableMoE's own balance loss, of phase 1."""
+"""`stable_balance`: StableMoE's balance loss for phase 1."""
 
 from dataclasses import dataclass
 
@@ -13,16 +13,19 @@ from megamoe.registry import register
 
 @register("loss", "stable_balance")
 class StableBalance(Part):
-    """1/T sum_i (|A_i| - n) / n * sum_{t in A_i} p_ti; 0 at perfect balance, and below 0 at some others.
+    """1/T sum_i (|A_i| - n) / n * sum_{t in A_i} p_ti; 0 at perfect balance; may be negative.
 
-    A_i: the tokens whose selector chose expert i (a constant: no gradient). n: their mean over experts,
-    T/E at k = 1. p: the score function's values, sigmoid(s) in the paper. So an expert above the mean lowers
-    its tokens' values, one below raises them. 0 in phase 2 of the scorer `stable`; with another scorer,
-    phase 1 never ends.
+    A_i: the tokens whose selector chose expert i, without gradient. n: the mean of |A_i| over experts, T/E at
+    k = 1. p: the score function's values, sigmoid(s) in the paper. An expert above the mean lowers its
+    tokens' values; one below the mean raises them. The loss is 0 in phase 2 of the scorer `stable`; with
+    another scorer, phase 1 never ends.
 
-    Source: Dai et al. 2022 (StableMoE), section 3.1, alpha 0.3. Caveat: the paper's loss is a sum over
-    tokens beside a task loss that is one too; ours are means, which leaves alpha's meaning as it is.
-    Scope: micro batch; the run's loss is the mean of its values on the micro batches.
+    Source: Dai et al. 2022 (StableMoE), section 3.1, alpha 0.3.
+
+    Caveat: the paper's loss and its task loss are sums over tokens; ours are means, so alpha has the same
+    meaning.
+
+    Scope: micro batch; the run's loss is the mean over its micro batches.
     """
 
     @dataclass
@@ -33,12 +36,11 @@ class StableBalance(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Counts that the router can change."""
         refuse_even_selector(moe)
         refuse_all_chosen(moe, by_candidates=sums_to_1(moe))  # other sums are free
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
+        """Return a scalar, fp32; 0 if there are no tokens."""
         wanted = routing.wanted
         mean = max(wanted.expert_N.numel(), 1) / routing.num_experts
         excess_E = routing.wanted_counts_E() / mean - 1

@@ -1,4 +1,4 @@
-"""`switch_balance`: the load-balancing loss of the Switch Transformer, over three scopes."""
+"""`switch_balance`: the load-balancing loss of the Switch Transformer, with three scopes."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,26 +17,25 @@ from megamoe.registry import register
 
 @register("loss", "switch_balance")
 class SwitchBalance(Part):
-    """E * sum_i f_i P_i; 1 at perfect balance. f is a constant: the gradient flows through P.
+    """E * sum_i f_i P_i; 1 at perfect balance. f has no gradient; P has.
 
-    f_i: the fraction of the pairs that go to expert i, so that f sums to 1 for any number of experts a
-    token (Megatron-Core, DeepSpeed, DeepSeek); with `first_choice`, of first choices alone (Switch eq. 5;
-    XMoE). In every scope the run's loss is the mean over micro batches and data-parallel ranks.
+    f_i: the fraction of the pairs that go to expert i, so f sums to 1 for any number of experts per token
+    (Megatron-Core, DeepSpeed, DeepSeek); with `first_choice`, of first choices only (Switch eq. 5; XMoE). In
+    every scope the run's loss is the mean over micro batches and data-parallel ranks.
 
-    micro_batch: f of the wanted pairs, P_i the mean p_i, both over the micro batch; p_i over the token's sum
-        where this is not 1: the score function is no softmax, or one over all experts under a mask. XMoE's
-        text sums the p of first choices alone (`probs: first_choice`), its authors' code takes the mean of
-        all.
+    micro_batch: f of the wanted pairs and P_i, the mean of p_i, both over the micro batch. p_i is divided by
+    the token's sum if that is not 1 (no softmax, or one over all experts under a mask). XMoE's text sums the
+    p of first choices only (`probs: first_choice`); its authors' code takes the mean of all.
     sequence: the mean over the micro batch's B sequences of E * sum_i f_bi P_bi, each over its own tokens.
-        P_bi: the mean of s_i / sum_j s_j, with s the score function's values over all experts, unrestricted.
-        f_bi: of the k largest s, without bias and masks (the largest one with `first_choice`). Does not
-        depend on how a batch is cut into micro batches. With `restricted`, f_bi is of the
-        wanted pairs, as DeepSeek-V2 counts within its device limit.
-    global_batch: f of the wanted pairs of all data-parallel ranks' micro batches together, P of this one:
-        the ranks' mean is E * sum_i f_i P_i of their whole. With `running`, f of all pairs of the
-        step so far, the micro batches before this one too, as in Megatron-Core, where it is the mean of their
-        f: the same for equally many pairs. Depends on how a batch is cut. In evaluation f is of
-        this rank's micro batch: ranks need not evaluate in step with each other.
+    P_bi: the mean of s_i / sum_j s_j, with s the score function's values over all experts, before any mask.
+    f_bi: of the k largest s, without bias and masks (only the largest with `first_choice`). It does not
+    depend on how a batch is cut into micro batches. With `restricted`, f_bi is of the wanted pairs, as
+    DeepSeek-V2 counts within its device limit.
+    global_batch: f of the wanted pairs of all data-parallel ranks' micro batches together, and P of this one;
+    the mean over ranks is E * sum_i f_i P_i of them all. With `running`, f of all pairs of the step so far,
+    including earlier micro batches; Megatron-Core takes the mean of their f, which is the same for equal
+    numbers of pairs. It depends on how a batch is cut. In evaluation f is of this rank's micro batch, because
+    ranks may evaluate different numbers of batches.
 
     Source: Fedus et al. 2021 (Switch) eq. 4-6; Yang et al. 2024 (XMoE) A.2; DeepSeek-V3 eq. 17-20 (sequence);
     Qiu et al. 2025 (global batch).
@@ -44,11 +43,10 @@ class SwitchBalance(Part):
 
     @dataclass
     class Config:
-        """weight: factor in the total loss. scope: see the class; DeepSeek-V3 has weight 1e-4 there.
-
-        first_choice: count only each token's first choice. running: let f of the global batch grow over the
-        micro batches of a step. restricted: in the scope `sequence`, count what was wanted. probs: whether P
-        takes every p_i, or p_i of the tokens whose first choice is i.
+        """weight: factor in the total loss. scope: see the class; DeepSeek-V3 uses `sequence` with weight
+        1e-4. first_choice: count only each token's first choice. running: accumulate f of the global batch
+        over the micro batches of a step. restricted: in the scope `sequence`, count the wanted pairs.
+        probs: whether P takes every p_i, or only the p_i of tokens whose first choice is i.
         """
 
         weight: float = 0.01
@@ -68,7 +66,6 @@ class SwitchBalance(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Every scope."""
         return [
             Example(),
             Example({"scope": "sequence"}),
@@ -77,7 +74,6 @@ class SwitchBalance(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Counts that the router can change."""
         if options.scope != "sequence":
             refuse_even_selector(moe, options.first_choice)
             refuse_all_chosen(moe, options.first_choice)
@@ -89,12 +85,11 @@ class SwitchBalance(Part):
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__(config, dims)
         self._step: int | None = None
-        # Of the present step: micro batch -> the counts up to and with it. A micro batch that is computed
-        # again in backward finds its own.
+        # For the current step: micro batch -> the counts up to and including it, for recomputation.
         self._so_far: dict[int, Tensor] = {}
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
+        """Return a scalar, fp32; 0 if there are no tokens."""
         if self.config.scope == "sequence":
             return self._over_sequences(routing, context)
         counts_E = wanted_counts(routing, self.config.first_choice)
@@ -106,7 +101,7 @@ class SwitchBalance(Part):
         return routing.num_experts * (fractions(counts_E) * probs_E).sum() / max(routing.num_tokens, 1)
 
     def _shares_TE(self, routing: Routing) -> Tensor:
-        """p that sum to 1 in a token: others would let the loss fall by shrinking all of them."""
+        """Return p that sum to 1 for each token; otherwise the loss could fall by shrinking all of them."""
         over_all = (
             routing.score_function is not None
             and routing.score_function.over_all
@@ -148,7 +143,7 @@ class SwitchBalance(Part):
 
 
 def _first_choice_probs(routing: Routing, probs_TE: Tensor) -> Tensor:
-    """[E]: the sum of p_i over the tokens whose first choice is expert i."""
+    """Return the sum of p_i over the tokens whose first choice is expert i, [E]."""
     first_N = routing.wanted.choice_N == 0
     token_N, expert_N = routing.wanted.token_N[first_N], routing.wanted.expert_N[first_N]
     prob_N = probs_TE[token_N, expert_N]

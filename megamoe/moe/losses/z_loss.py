@@ -1,4 +1,4 @@
-"""`z_loss`: keeps the scores small."""
+"""`z_loss`: penalises large scores."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,9 @@ from megamoe.registry import register
 class ZLoss(Part):
     """Mean over tokens of logsumexp(s)^2.
 
-    Source: Zoph et al. 2022 (ST-MoE) eq. 5. Scope: a mean over tokens, so it does not depend on how
-    the global batch is cut into micro batches.
+    Source: Zoph et al. 2022 (ST-MoE) eq. 5.
+
+    Scope: a mean over tokens, so it does not depend on how the global batch is cut into micro batches.
     """
 
     @dataclass
@@ -25,12 +26,11 @@ class ZLoss(Part):
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """Scores of a size that the router cannot change."""
         return {"log_probs": "whose logsumexp is always 0, and the loss teaches nothing"}
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32; 0 without tokens."""
-        # Not torch.logsumexp, which goes over [T, E] twice as often: it computes exp again in backward.
+        """Return a scalar, fp32; 0 if there are no tokens."""
+        # Not torch.logsumexp, which computes exp again in backward.
         top_T1 = routing.scores_TE.detach().amax(dim=-1, keepdim=True)
         total_T = (routing.scores_TE - top_T1).exp_().sum(dim=-1)
         return (total_T.log() + top_T1.squeeze(-1)).square().sum() / max(routing.num_tokens, 1)

@@ -1,4 +1,4 @@
-"""`expert_dropout`: some experts are out of the choice for a step."""
+"""`expert_dropout`: some experts cannot be chosen in a step."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,17 +18,17 @@ from megamoe.registry import get_part, register
 
 @register("mask", "expert_dropout")
 class ExpertDropout(Mask):
-    """In training, each step, exactly round(rate * L) random experts of every cluster of L are no candidates.
+    """In each training step, exactly round(rate * L) random experts of every cluster of L are removed.
 
     The experts form E/L clusters of L neighbours. The score function is then computed over the E (1 - rate)
-    experts left; in evaluation all are there. At level `global` as many experts in all are dropped from
-    anywhere, so that a cluster may lose all of its own (MoEC's ablation, worse). The draw depends on (seed,
-    step, layer) alone: one mask for all tokens, ranks and micro batches of a step.
+    remaining experts. Evaluation uses all experts. With level `global` the same total number is drawn from
+    all experts, so a cluster may lose all of its own (MoEC's ablation, which is worse). The draw depends on
+    (seed, step, layer) alone: one mask for all tokens, ranks and micro batches of a step.
 
     Source: Xie et al. 2022 (MoEC), section "Cluster-level expert dropout" and table 3.
 
-    Caveats: the paper gives no rounding, ours takes halves to the even number; it does not say how often the
-    experts are drawn anew, ours are each step.
+    Caveats: the paper gives no rounding; ours rounds halves to even. It does not say how often the experts
+    are drawn; ours are drawn in each step.
     """
 
     step_wide = True
@@ -36,7 +36,9 @@ class ExpertDropout(Mask):
 
     @dataclass
     class Config:
-        """level: drop within every cluster, or anywhere. rate: gamma, the share dropped. cluster_size: L."""
+        """level: drop within every cluster, or among all experts. rate: gamma, the share dropped.
+        cluster_size: L.
+        """
 
         level: Literal["cluster", "global"] = "cluster"
         rate: float = 0.5
@@ -56,17 +58,19 @@ class ExpertDropout(Mask):
 
         @property
         def num_dropped(self) -> int:
-            """Experts dropped of each cluster; at level `global`, on average."""
-            exact = Fraction(str(self.rate)) * self.cluster_size  # as written: in floats halves get lost
+            """The number of experts dropped in each cluster; with level `global`, on average."""
+            exact = (
+                Fraction(str(self.rate)) * self.cluster_size
+            )  # the decimal as written: floats may miss a half
             return round(exact)
 
         def num_left(self, num_experts: int) -> int:
-            """Of all the experts, those that a training step leaves."""
+            """Return the number of experts that a training step leaves."""
             return num_experts - num_experts // self.cluster_size * self.num_dropped
 
     @classmethod
     def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
-        """As many of every cluster; at level `global`, of all experts."""
+        """The same number in every cluster; with level `global`, of all experts."""
         if options.level == "global":
             left = options.num_left(num_experts)
             return Candidates(num_experts, each=(left, left))
@@ -75,12 +79,10 @@ class ExpertDropout(Mask):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Several clusters."""
         return [Example({"cluster_size": min(8, num_experts // 4)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Whole clusters, each on one rank where they matter; at least k experts left; some on every rank."""
         check_clusters(options.cluster_size, moe, expert_parallel if options.level == "cluster" else 1)
         left, wanted = options.num_left(moe.num_experts), experts_wanted(moe)
         if left < wanted:
@@ -94,13 +96,13 @@ class ExpertDropout(Mask):
                 _refuse_empty_ranks(options, choice.name, left_by.groups, moe)
 
     def forward(self, scored: Scored, context: StepContext) -> Tensor | None:
-        """bool [T, E], every row the same; None where nothing is dropped."""
+        """Return the candidates, bool [T, E], with equal rows; None if nothing is dropped."""
         if not self.training or self.config.num_dropped == 0:
             return None
         return self._draw_E(context, scored.scores_TE.device).expand_as(scored.scores_TE)
 
     def closed_E(self, context: StepContext) -> Tensor | None:
-        """bool [E]: those dropped in this step."""
+        """Return the experts dropped in this step, bool [E]."""
         if not self.training or self.config.num_dropped == 0:
             return None
         return ~self._draw_E(context, torch.device("cpu"))
@@ -119,7 +121,7 @@ class ExpertDropout(Mask):
 
 
 def _refuse_empty_ranks(options: ExpertDropout.Config, other: str, ranks: int, moe: MoEConfig) -> None:
-    """ValueError where all experts of a rank might be dropped, on which another mask keeps its tokens."""
+    """Raise ValueError if a rank could lose all experts while another mask keeps its tokens there."""
     if options.num_dropped == 0:
         return
     if options.level == "global":

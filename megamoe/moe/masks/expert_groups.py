@@ -1,6 +1,6 @@
 """Groups of neighbouring experts: the clusters of MoEC, the devices and nodes of DeepSeek.
 
-Group g of G holds the experts g*E/G .. (g+1)*E/G - 1.
+Group g of G holds the experts g*E/G to (g+1)*E/G - 1.
 """
 
 from torch import Tensor
@@ -9,12 +9,12 @@ from megamoe.config.schema import MoEConfig
 
 
 def by_group(values_TE: Tensor, num_groups: int) -> Tensor:
-    """[T, E] -> [T, G, E/G], a view where the strides allow it."""
+    """Reshape [T, E] to [T, G, E/G], as a view if the strides allow it."""
     return values_TE.unflatten(1, (num_groups, values_TE.shape[1] // num_groups))
 
 
 def check_groups(num_groups: int, moe: MoEConfig) -> None:
-    """Raises ValueError unless the groups are of one size."""
+    """Raise ValueError unless the groups have one size."""
     if moe.num_experts % num_groups:
         legal = [n for n in range(2, moe.num_experts + 1) if moe.num_experts % n == 0]
         raise ValueError(
@@ -24,7 +24,7 @@ def check_groups(num_groups: int, moe: MoEConfig) -> None:
 
 
 def check_clusters(cluster_size: int, moe: MoEConfig, expert_parallel: int) -> None:
-    """Raises ValueError unless clusters fill the experts and each lies on one rank, as MoEC has it."""
+    """Raise ValueError unless clusters divide the experts and each cluster is on one rank, as in MoEC."""
     if moe.num_experts % cluster_size:
         raise ValueError(
             f"cluster_size is {cluster_size}, which does not divide the {moe.num_experts} experts "

@@ -1,4 +1,4 @@
-"""`gating_dropout`: in some steps every token stays on its own rank, and nothing is sent."""
+"""`gating_dropout`: in some steps every token stays on its own rank, without an all-to-all."""
 
 from dataclasses import dataclass
 
@@ -16,19 +16,19 @@ from megamoe.registry import register
 class GatingDropout(Mask):
     """With probability `rate`, a training step's tokens may choose only the experts of their own rank.
 
-    One draw a step, by (seed, step): the same on all ranks, in all micro batches and all layers. A rank's
-    experts are E/ranks neighbours; a token's own rank is its micro batch's number modulo `ranks`, since
-    micro batches are dealt to the ranks in turn. So the outcome depends on `ranks`, not on the layout; where
-    `ranks` is the real number of expert-parallel ranks, a dropped step does no all-to-all. In evaluation
-    nothing is dropped.
+    There is one draw per step, from (seed, step): the same on all ranks, in all micro batches and all layers.
+    A rank's experts are E/ranks neighbours. A token's own rank is its micro batch's number modulo `ranks`,
+    since ranks take micro batches in turn. So the result depends on `ranks` and not on the layout. If `ranks`
+    is the real number of expert-parallel ranks, a dropped step has no all-to-all. In evaluation nothing is
+    dropped.
 
-    Source: Liu et al. 2022, Gating Dropout, section 3 ("Gate-Drop"; Gate-Expert-Drop, which skips the
-    experts too, is not built).
+    Source: Liu et al. 2022, Gating Dropout, section 3 ("Gate-Drop"; Gate-Expert-Drop, which skips the experts
+    too, is not implemented).
 
-    Caveats: in the paper a coordinator broadcasts the decision, ours needs no message; one decision for all
-    layers is a reading. Among several experts of a rank the score function, computed over them, chooses. A
-    rank with fewer experts than k gives its tokens fewer pairs. It stands before `group_limit`, which then
-    looks for groups at home.
+    Caveats: in the paper a coordinator broadcasts the decision; ours needs no message. One decision for all
+    layers is our reading. The score function, computed over a rank's experts, chooses among them. A rank with
+    fewer experts than k gives its tokens fewer pairs. The mask comes before `group_limit`, which then chooses
+    among the rank's groups.
     """
 
     step_wide = True
@@ -36,8 +36,9 @@ class GatingDropout(Mask):
 
     @dataclass
     class Config:
-        """rate: p, the share of steps dropped. ranks: into how many parts the experts are cut; default:
-        the expert-parallel ranks of the run."""
+        """rate: p, the share of dropped steps. ranks: the number of parts that the experts are cut into;
+        default: the run's expert-parallel ranks.
+        """
 
         rate: float = 0.3
         ranks: int | None = None
@@ -50,19 +51,18 @@ class GatingDropout(Mask):
 
     @classmethod
     def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
-        """All experts of one rank, or of all: the steps that are not dropped leave all."""
+        """All experts of one rank, or all experts in a step that is not dropped."""
         ranks = options.ranks or expert_parallel
         size = num_experts // ranks
         return Candidates(num_experts, ranks, (1, ranks), (size, size))
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """On so many ranks whatever the layout."""
+        """With a fixed number of ranks, whatever the layout."""
         return [Example({"ranks": min(8, num_experts // 4), "rate": 0.5})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """More than one rank, and as many experts on each."""
         ranks = options.ranks or expert_parallel
         if ranks == 1:
             raise ValueError(
@@ -76,7 +76,7 @@ class GatingDropout(Mask):
             )
 
     def forward(self, scored: Scored, context: StepContext) -> Tensor | None:
-        """bool [T, E], every row the same; None in a step that is not dropped."""
+        """Return the candidates, bool [T, E], with equal rows; None in a step that is not dropped."""
         if not self._dropped(context):
             return None
         expert_E = torch.arange(self.dims.num_experts, device=scored.scores_TE.device)
@@ -84,7 +84,7 @@ class GatingDropout(Mask):
         return allowed_E.expand_as(scored.scores_TE)
 
     def keeps_tokens_local(self, context: StepContext) -> bool:
-        """Whether this step is dropped and the ranks are the real ones."""
+        """Whether this step is dropped and `ranks` is the real number of ranks."""
         real = self._ranks == self.dims.expert_parallel and self.dims.follows_data
         return real and self._dropped(context)
 
@@ -95,7 +95,7 @@ class GatingDropout(Mask):
     def _dropped(self, context: StepContext) -> bool:
         if not self.training:
             return False
-        # Drawn on the host, which must know; layer 0: the same in all layers.
+        # Drawn on the CPU, since the host branches on it; layer 0: the same in all layers.
         first = torch.zeros(1, dtype=torch.int64, device="cpu")
         draw_key = context.draw_key(0, "gating dropout")
         return rng.uniform(draw_key, first, 1, kernels=self.dims.kernels).item() < self.config.rate

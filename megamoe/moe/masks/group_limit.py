@@ -1,4 +1,4 @@
-"""`group_limit`: each token's experts lie in few groups, so that it travels to few devices or nodes."""
+"""`group_limit`: each token's experts lie in few groups, so it is sent to few devices or nodes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,29 +16,28 @@ from megamoe.registry import register
 
 @register("mask", "group_limit")
 class GroupLimit(Mask):
-    """For each token, the `keep` groups with the highest scores remain.
+    """For each token, the `keep` groups with the highest group scores remain.
 
-    A group's score is made of its experts' gating values over all experts, with the score function's bias
-    where it has one: `max`, the largest, or `sum`, over its `best` largest. Without a bias, score functions
-    that are monotone are compared by their scores: `max` by the largest score, `sum` in fp64 by what the
-    scores make of p, so that values which fp32 rounds to 1 or 0 do not tie. An expert that an earlier mask
-    took away counts in a sum as the token's least that is left, and a group without any other comes last.
+    A group's score is computed from its experts' affinities plus the score function's bias: `max`, the
+    largest, or `sum`, the sum of the `best` largest. With a monotone score function without bias, `max`
+    compares the scores themselves, and `sum` computes p from them in fp64, so that values which fp32 rounds
+    to 1 or 0 do not tie. An expert that an earlier mask removed counts in a sum as the token's smallest
+    remaining value, and a group without candidates comes last.
 
     Source: DeepSeek-V2, section 2.2.2, device-limited routing (max, keep 3); DeepSeek-V3, section 2.1.2,
     node-limited routing (sum, 4 of 8).
 
-    Caveats: DeepSeek-V2's weights are of a softmax over all experts, which this limit does not renormalise:
-    set score_function: {name: softmax, over: all}, as the system deepseek_v2 does. V3's text sums the k /
-    keep largest (and so does Megatron-Core), the default; V3's released code always sums two, which at its
-    own k = 8, keep = 4 is the same. Where the selector's k varies by token, the default sums 1.
+    Caveats: DeepSeek-V2's weights come from a softmax over all experts, which the limit does not renormalise:
+    set score_function: {name: softmax, over: all}, as the preset deepseek_v2 does. V3's text sums the k /
+    keep largest (as does Megatron-Core), which is the default. V3's released code always sums two, which is
+    the same at its k = 8, keep = 4. If the selector's k varies by token, the default sums 1.
     """
 
     @dataclass
     class Config:
-        """num_groups: devices or nodes, E/num_groups neighbours each. keep: M, groups a token may go to.
-
-        score: how experts make a group's score. best: experts summed by `sum`; default: k / keep,
-        rounded down, at least 1.
+        """num_groups: devices or nodes, with E/num_groups neighbouring experts each. keep: M, the groups that
+        a token may go to. score: how a group's score is computed. best: the number of experts summed by
+        `sum`; default: k / keep, rounded down, at least 1.
         """
 
         num_groups: int = 8
@@ -58,19 +57,16 @@ class GroupLimit(Mask):
 
     @classmethod
     def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
-        """All experts of `keep` groups."""
         size, kept = num_experts // options.num_groups, options.keep
         return Candidates(num_experts, options.num_groups, (kept, kept), (size, size))
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Less than half of the groups, or half of few."""
         groups = min(8, num_experts // 4)
         return [Example({"num_groups": groups, "keep": min(3, groups // 2)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of one size, large enough for what is asked of them."""
         check_groups(options.num_groups, moe)
         size = moe.num_experts // options.num_groups
         k = experts_wanted(moe)
@@ -83,7 +79,7 @@ class GroupLimit(Mask):
             raise ValueError(f"best is {options.best}, but a group has {size} experts; choose best <= {size}")
 
     def forward(self, scored: Scored, context: StepContext) -> Tensor:
-        """bool [T, E]: `keep` groups a token."""
+        """Return the candidates, bool [T, E]: `keep` groups for each token."""
         ranking_TGL = by_group(scored.ranking_TE, self.config.num_groups)
         if self.config.score == "sum" and self._best > 1:
             score_TG = _sums(ranking_TGL.topk(self._best, dim=-1).values, scored)
@@ -99,7 +95,10 @@ class GroupLimit(Mask):
 
 
 def _sums(best_TGB: Tensor, scored: Scored) -> Tensor:
-    """[T, G]: the sum over each group's best, given by their ranking; -inf for a group without candidates."""
+    """Return the sum over each group's best experts, [T, G]; -inf for a group without candidates.
+
+    best_TGB: the largest ranking values of each group.
+    """
     absent_TGB = best_TGB == float("-inf")
     value_TGB, least_T11 = best_TGB, None
     if scored.candidates_TE is not None:
@@ -107,13 +106,13 @@ def _sums(best_TGB: Tensor, scored: Scored) -> Tensor:
         least_T11 = scored.ranking_TE.masked_fill(absent_TE, float("inf")).amin(dim=-1)[:, None, None]
     score_function = scored.monotone_score_function
     if scored.ranked_by_scores and score_function is not None:
-        # p over the token's largest: fp64 holds it where fp32 would round it to 1 or 0.
+        # p divided by the token's largest, in fp64: fp32 would round it to 1 or 0.
         log_TGB = score_function.log_values(best_TGB).double()
         top_T11 = log_TGB.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float32).min)
         value_TGB = (log_TGB - top_T11).exp()
         least_T11 = (
             None if least_T11 is None else (score_function.log_values(least_T11).double() - top_T11).exp()
         )
-    if least_T11 is not None:  # over the token's least, so that one that is absent, with 0, never wins
+    if least_T11 is not None:  # minus the token's least, so that an absent expert (0) never wins
         value_TGB = (value_TGB - least_T11).masked_fill(absent_TGB, 0.0)
     return value_TGB.sum(dim=-1).masked_fill(absent_TGB.all(dim=-1), float("-inf"))

@@ -1,1 +1,1 @@
-"""Score functions: scores [T, E] -> gating values p [T, E]."""
+"""Score functions: scores [T, E] -> probabilities p [T, E]."""

@@ -1,4 +1,4 @@
-"""`sigmoid`: each expert's gating value by itself."""
+"""`sigmoid`: the probability of each expert on its own."""
 
 from torch import Tensor
 from torch.nn import functional
@@ -12,17 +12,18 @@ from megamoe.registry import register
 class SigmoidScoreFunction(BiasedScoreFunction):
     """p = sigmoid(s / temperature) for candidates, 0 for the others.
 
-    Options: see `BiasedScoreFunction`. Source: Lewis et al. 2021 (BASE); Chi et al. 2022 (X-MoE) eq. 3;
-    DeepSeek-V3.
+    For the options see `BiasedScoreFunction`.
+
+    Source: Lewis et al. 2021 (BASE); Chi et al. 2022 (X-MoE) eq. 3; DeepSeek-V3.
     """
 
     elementwise = True
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value in (0, 1)."""
-        probs_TE = self._cooled(scores_TE).sigmoid()
+        probs_TE = self._scaled(scores_TE).sigmoid()
         return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0, self.dims.kernels)
 
     def log_values(self, scores: Tensor) -> Tensor:
-        """log p; precise near 0 and 1."""
-        return functional.logsigmoid(self._cooled(scores))
+        """Return log p; precise near 0 and 1."""
+        return functional.logsigmoid(self._scaled(scores))

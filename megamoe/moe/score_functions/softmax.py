@@ -1,4 +1,4 @@
-"""`softmax`: gating values that compete and sum to 1."""
+"""`softmax`: probabilities that compete and sum to 1."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,49 +15,46 @@ from megamoe.registry import register
 class SoftmaxScoreFunction(BiasedScoreFunction):
     """p = softmax(s / temperature) over the candidates or all experts; an expert that is no candidate has 0.
 
-    `over` matters where masks take experts away. candidates: the softmax runs over those left, and
-    their p sum to 1, as in MoEC's expert dropout. all: it runs over all experts, and the masks mask
-    the choice alone, so that the p of the candidates sum to less than 1, as in DeepSeek-V2's device limit.
-    Raw weights and the capacity's priorities are then these p. What takes shares of a token's p is the same
-    for both: renormalised weights, a threshold, draws, and the loss `switch_balance`.
+    `over` matters if masks remove experts. candidates: the softmax runs over the candidates, whose p sum to
+    1, as in MoEC's expert dropout. all: it runs over all experts, and the masks only restrict the choice, so
+    that the p of the candidates sum to less than 1, as in DeepSeek-V2's device limit. Raw weights and the
+    capacity's priorities use these p. Whatever uses shares of a token's p is the same for both: renormalised
+    weights, a threshold, draws, and the loss `switch_balance`.
 
     Source: Shazeer et al. 2017 eq. 2; Chi et al. 2022 (X-MoE) eq. 3; over all: DeepSeek-V2, section 2.2.1.
     """
 
     @dataclass
     class Config(BiasedScoreFunction.Config):
-        """temperature: divides the scores. bias_update: u, the bias's change a step; 0: no bias.
-
-        bias_until: the last step at which the bias moves; null: to the end. over: what the softmax runs over
-        where masks take experts away, see the class.
+        """temperature: divides the scores. bias_update: u, the bias's change per step; 0: no bias.
+        bias_until: the last step that changes the bias; null: all steps do. over: the experts that the
+        softmax runs over if masks remove some, see the class.
         """
 
         over: Literal["candidates", "all"] = "candidates"
 
     @classmethod
     def provides(cls, options: Any) -> set[str]:
-        """Also which softmax it is."""
         plain = {"plain_softmax"} if options.temperature == 1 else set()
         whole = {"sums_to_1"} if options.over == "candidates" else set()
         return super().provides(options) | {"softmax_of_scores"} | plain | whole
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Also over all experts."""
         plain, *biased = super().examples(num_experts, num_choices)
         return [plain, Example({"over": "all"}), *biased]
 
     @property
     def over_all(self) -> bool:
-        """Whether masks mask the choice alone."""
+        """Whether masks restrict the choice alone."""
         return bool(self.config.over == "all")
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
-        """[T, E] fp32 -> [T, E] fp32, rows summing to 1, over candidates alone to at most 1 with over: all.
+        """[T, E] fp32 -> [T, E] fp32; rows sum to 1, or to at most 1 over the candidates with over: all.
 
-        A row without any candidate is 0.
+        A row without candidates is 0.
         """
-        scores_TE, kernels = self._cooled(scores_TE), self.dims.kernels
+        scores_TE, kernels = self._scaled(scores_TE), self.dims.kernels
         if candidates_TE is None:
             return softmax(scores_TE, kernels)
         if self.over_all:
@@ -66,5 +63,5 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
         return masked(probs_TE, candidates_TE, 0.0, kernels)  # NaN where there is no candidate
 
     def log_values(self, scores: Tensor) -> Tensor:
-        """log p, less the logarithm of the token's sum of exponentials."""
-        return self._cooled(scores)
+        """Return log p plus the logarithm of the token's sum of exponentials."""
+        return self._scaled(scores)

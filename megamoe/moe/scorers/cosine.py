@@ -12,39 +12,42 @@ from megamoe.moe.scorers.temperature import default_temperature
 from megamoe.registry import register
 
 EMBEDDING_NORM = 0.1  # Chi et al. 2022, section 3.1, "Implementation Tips"
-SHORTEST = 1e-12  # a shorter vector has no direction that fp32 could tell
+SHORTEST = 1e-12  # a shorter vector has no direction in fp32
 
 
 @register("scorer", "cosine")
 class CosineScorer(Part):
     """s_i = cos(W x, e_i) / tau; W: [D, H], expert embeddings e: [E, D], tau a learned positive scalar.
 
-    Both sides are L2-normalised. The embeddings start at norm 0.1 and return to it after each step, so
-    that only their angle learns, at a speed that does not drift. A vector W x without a direction (all 0)
-    scores 0 and gets no gradient. Source: Chi et al. 2022 (X-MoE) eq. 7 and 8, section 3.1 and appendix A;
-    options `reduction` and `normalise`: table 3.
+    Both sides are L2-normalised. The embeddings are initialised with norm 0.1 and projected to it after each
+    step, so only their direction is learned, at a constant rate. A zero vector W x scores 0 and gets no
+    gradient.
 
-    reduction false: s_i = cos(x, e_i) / tau with e: [E, H], and no W.
-    normalise false: s_i = (W x) . e_i. The embeddings start as any weight and their norm is free, since its
-    effect on the score is what the paper's normalisation takes away. There is no tau, which the paper
-    introduces because cosines lie in [-1, 1]; `temperature` brings it back.
-    Both false: the scorer `linear`; with the score function `sigmoid` that is the last row of table 3, whose
-    numbers are those of the baseline in table 1.
+    Source: Chi et al. 2022 (X-MoE) eq. 7 and 8, section 3.1 and appendix A; options `reduction` and
+    `normalise`: table 3.
 
-    The paper does not say how tau stays positive: here exp(log_temperature), which a step changes in
-    proportion and cannot bring to 0; as a vector of one it gets no weight decay, which would pull tau to 1.
-    tau stands in the score and not in the score function, so that any score function and selector can follow.
-    Public code differs: torchscale's gate leaves W x unnormalised, keeps the embeddings' norm at
-    1.5, fixes D = 16 and uses no temperature.
-    Hands on cosine_TE, the cosines themselves, for the loss `cosine_balance`; not without normalisation.
+    reduction false: s_i = cos(x, e_i) / tau with e: [E, H], without W.
+    normalise false: s_i = (W x) . e_i. The embeddings are initialised like other weights and have no fixed
+    norm. There is no tau, which the paper introduces because cosines lie in [-1, 1]; `temperature` adds it.
+    Both false: the scorer `linear`. With the score function `sigmoid` this is the last row of table 3, whose
+    numbers are the baseline of table 1.
+
+    The paper does not say how tau stays positive. Here tau = exp(log_temperature), which no step can bring to
+    0. It is a vector of one element, so it gets no weight decay, which would pull tau to 1. tau belongs to
+    the score, not the score function, so any score function and selector can follow. torchscale's gate
+    differs: it does not normalise W x, keeps the embeddings' norm at 1.5, fixes D = 16 and has no
+    temperature.
+    With normalisation it returns the extra cosine_TE, the cosines, for the loss `cosine_balance`.
     """
 
     @dataclass
     class Config:
-        """routing_dim: D; null: half the number of experts, at least 2. temperature: tau at the start;
-        null: 0.07 with a score function that is elementwise (`sigmoid`), otherwise 0.3; without `normalise`,
-        no tau. reduction: project tokens to D dimensions; false: score in the hidden size. normalise: divide
-        tokens and embeddings by their L2 norm, and keep the embeddings' at 0.1; false: plain dot products."""
+        """routing_dim: D; null: half the number of experts, at least 2. temperature: initial tau; null: 0.07
+        with an elementwise score function (`sigmoid`), otherwise 0.3; without `normalise`, no tau.
+        reduction: project tokens to D dimensions; false: score in the hidden size. normalise: divide
+        tokens and embeddings by their L2 norm and keep the embeddings' norm at 0.1; false: plain dot
+        products.
+        """
 
         routing_dim: int | None = None
         temperature: float | None = None
@@ -68,7 +71,6 @@ class CosineScorer(Part):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """The cosines, where tokens and embeddings are normalised."""
         return {"cosine_TE"} if options.normalise else set()
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -77,9 +79,9 @@ class CosineScorer(Part):
         if config.reduction:
             size = config.routing_dim or max(dims.num_experts // 2, 2)
             self.weight = nn.Parameter(torch.empty(size, dims.hidden_size))
-            dims.start(self.weight, "router")
+            dims.init_weight(self.weight, "router")
         self.embedding = nn.Parameter(torch.empty(dims.num_experts, size))
-        dims.start(self.embedding, "router_embedding")
+        dims.init_weight(self.embedding, "router_embedding")
         if config.normalise:
             self.embedding.data.copy_(_at_norm(self.embedding.data))
         self.has_temperature = config.normalise or config.temperature is not None
@@ -89,7 +91,7 @@ class CosineScorer(Part):
             self.log_temperature = nn.Parameter(torch.full((1,), math.log(temperature)))
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] fp32 -> scores [T, E] fp32; and, normalised, cosine_TE by name, fp32 in [-1, 1]."""
+        """[T, H] fp32 -> scores [T, E] fp32, and with normalisation the extra cosine_TE, fp32 in [-1, 1]."""
         token_TD, embedding_ED = hidden_TH, self.embedding.float()
         if self.config.reduction:
             token_TD = functional.linear(hidden_TH, self.weight.float())
@@ -104,12 +106,12 @@ class CosineScorer(Part):
         return scores_TE, extras
 
     def constraints(self) -> list[Constraint]:
-        """The embeddings go back to their norm, where scores are normalised."""
+        """Return the projection of the embeddings to their norm if scores are normalised."""
         return [(self.embedding, _at_norm)] if self.config.normalise else []
 
 
 def _direction(vector_XD: Tensor) -> Tensor:
-    """Each row over its L2 norm; 0, without gradient, where it is too short for that."""
+    """Return each row divided by its L2 norm; 0, without gradient, if the row is too short."""
     norm_X1 = torch.linalg.vector_norm(vector_XD, dim=-1, keepdim=True)
     return vector_XD / norm_X1.masked_fill(norm_X1 < SHORTEST, float("inf"))
 

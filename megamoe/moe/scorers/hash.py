@@ -1,4 +1,4 @@
-"""`hash`: a fixed random table says which expert a token id goes to; nothing is learned."""
+"""`hash`: a fixed random table maps token ids to experts; nothing is learned."""
 
 import heapq
 from dataclasses import dataclass
@@ -21,26 +21,28 @@ _WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside 
 
 @register("scorer", "hash")
 class HashScorer(Part):
-    """K tables token id -> expert, drawn once from (seed, layer): selector `table` follows them.
+    """K tables token id -> expert, drawn once from (seed, layer); the selector `table` reads them.
 
-    The table, int64 [K, V], is saved in checkpoints; V counts the embedding's rows. The scores, which only
-    logs and score functions read, are 1 for the table's experts of a token and 0 elsewhere. They carry no
-    gradient, so that a loss on them teaches nothing.
+    The table, int64 [K, V], is saved in checkpoints; V is the number of the embedding's rows. The scores are
+    1 for a token's experts in the tables and 0 elsewhere. They carry no gradient, so a loss on them has no
+    effect.
 
-    random: every id an expert drawn for itself. frequency: the most frequent ids first, each to the expert
-    with the fewest tokens so far, ties as drawn; ids that never occur are dealt out in turn. Source: Roller
-    et al. 2021 (Hash Layers), section 3, random hash and balanced assignment; a baseline of Yang et al.
-    2024 (XMoE).
+    random: each id has an expert drawn independently. frequency: ids in order of falling frequency, each to
+    the expert with the fewest tokens so far, with random ties; ids that never occur are assigned round-robin.
+
+    Source: Roller et al. 2021 (Hash Layers), section 3, random hash and balanced assignment; a baseline of
+    Yang et al. 2024 (XMoE).
 
     Caveats. The paper's MultiHash cuts each expert into segments; here, K > 1 sums K whole experts. Greedy
-    tables of the same counts would group the frequent ids alike, and K of them would be one wider expert:
-    from the second on, ids change places with those of about the same frequency, E at a time.
+    tables from the same counts would put the same frequent ids together, and K of them would act as one wider
+    expert. So from the second table on, the ids are permuted among E neighbours in the order of frequency.
     """
 
     @dataclass
     class Config:
-        """balance: see the class. counts: for frequency, a .npy of int64 [vocabulary], the tokens of each id
-        in the training data, as tools/prepare_data.py writes it (PREFIX.counts.npy)."""
+        """balance: see the class. counts: for frequency, a .npy file, int64 [vocabulary], with the number of
+        tokens of each id in the training data; tools/prepare_data.py writes it (PREFIX.counts.npy).
+        """
 
         balance: Literal["random", "frequency"] = "random"
         counts: str | None = None
@@ -55,26 +57,23 @@ class HashScorer(Part):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """The extra."""
         return {"table_TK"}
 
     @classmethod
     def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
-        """By a selector."""
         return {("selector", "table_TK"): "since the scores say no more than the tables"}
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Counts that can be read, and no loss to learn from."""
         if options.counts is not None:
             _open_counts(options.counts)
         for name in (name for name, choice in moe.losses.items() if choice.options.weight > 0):
             raise ValueError(f"moe.losses.{name} has no score to teach; leave it out, or log it by weight: 0")
 
     def __init__(self, config: Config, dims: Dims) -> None:
-        """Raises UserError where the model has no token ids, or the counts are not of its vocabulary."""
+        """Raise UserError if the model has no token ids, or if the counts do not fit its vocabulary."""
         super().__init__(config, dims)
-        if torch.get_default_device().type == "meta":  # only the sizes are asked for
+        if torch.get_default_device().type == "meta":  # only the sizes are needed
             table_KV = torch.empty(dims.num_choices, dims.vocab_size or 0, dtype=torch.int64)
         elif dims.vocab_size is None:
             raise UserError(
@@ -86,15 +85,13 @@ class HashScorer(Part):
         self.register_buffer("table_KV", table_KV)
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] -> [T, E] fp32, and `table_TK`, int64: each token's expert by each table.
+        """[T, H] -> [T, E] fp32, and the extra `table_TK`, int64: each token's expert in each table.
 
         Raises:
             UserError: if the context has no token ids.
         """
         if context.token_ids_T is None:
-            raise UserError(
-                "scorer hash needs token ids, but the layers were told none; choose another scorer"
-            )
+            raise UserError("scorer hash needs token ids, but the layers got none; choose another scorer")
         table_TK = self.table_KV[:, context.token_ids_T.to(self.table_KV.device)].T.contiguous()
         scores_TE = hidden_TH.new_zeros(len(table_TK), self.dims.num_experts).scatter_(1, table_TK, 1.0)
         return scores_TE, {"table_TK": table_TK}
@@ -105,7 +102,7 @@ class HashScorer(Part):
         word_V = torch.arange(vocab_size, device="cpu")
         uniform_VK = rng.uniform(draw_key, word_V, num_tables, kernels=self.dims.kernels)
         if self.config.balance == "random":
-            return (uniform_VK.T * num_experts).long()  # uniform < 1 stays below E, rounding included
+            return (uniform_VK.T * num_experts).long()  # uniform < 1, so this is below E even when rounded
         counts_V = _read_counts(self.config.counts, vocab_size)
         tables = [
             _balanced_V(counts_V, num_experts, tie_V.numpy(), exact=number == 0)
@@ -115,14 +112,14 @@ class HashScorer(Part):
 
 
 def _balanced_V(counts_V: np.ndarray, num_experts: int, tie_V: np.ndarray, exact: bool) -> Tensor:
-    """int64 [V]: the greedy assignment; not `exact`: with ids of about equal rank in the order of `tie_V`."""
+    """Return the greedy assignment, int64 [V]; not `exact`: ids of similar rank are ordered by `tie_V`."""
     order_V = np.lexsort((tie_V, -counts_V))
     num_seen = int(np.count_nonzero(counts_V))
     order_S, unseen = order_V[:num_seen], order_V[num_seen:]
     if not exact:
         order_S = order_S[np.lexsort((tie_V[order_S], np.arange(num_seen) // num_experts))]
     table_V = np.empty(len(counts_V), dtype=np.int64)
-    heap = [(0, expert) for expert in range(num_experts)]  # the tokens of each so far
+    heap = [(0, expert) for expert in range(num_experts)]  # (tokens so far, expert)
     for word, count in zip(order_S.tolist(), counts_V[order_S].tolist(), strict=True):
         load, table_V[word] = heap[0]
         heapq.heapreplace(heap, (load + count, int(table_V[word])))
@@ -131,9 +128,9 @@ def _balanced_V(counts_V: np.ndarray, num_experts: int, tie_V: np.ndarray, exact
 
 
 def _open_counts(path: str) -> np.ndarray:
-    """The counts, mapped and not read; ValueError where they are none."""
+    """Memory-map the counts; raise ValueError if the file does not hold counts."""
     try:
-        open_plain(Path(path)).close()  # a pipe would keep NumPy waiting
+        open_plain(Path(path)).close()  # NumPy would wait on a pipe
         counts_V = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         reason = getattr(error, "strerror", None) or "no .npy of numbers"
@@ -144,7 +141,7 @@ def _open_counts(path: str) -> np.ndarray:
 
 
 def _read_counts(path: str, vocab_size: int) -> np.ndarray:
-    """int64 [V]; the ids that only pad the vocabulary have none."""
+    """Return the counts, int64 [V]; the ids that only pad the vocabulary have 0."""
     try:
         counts_V = np.array(_open_counts(path))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`hierarchical`: first a group of experts, then an expert of the group."""
+"""`hierarchical`: scores of two levels, for groups of experts and for the experts of a group."""
 
 from dataclasses import dataclass
 
@@ -14,20 +14,23 @@ from megamoe.registry import register
 
 @register("scorer", "hierarchical")
 class HierarchicalScorer(Part):
-    """p(i) = p(group) p(i given group) over G groups of S = E/G neighbours, each level with its own scores.
+    """p(i) = p(group) p(i given group) over G groups of S = E/G neighbouring experts, each level with its own
+    scores.
 
-    The score is log p(i), so that a softmax gives back p; the losses and any selector may read it.
-    Selector `hierarchical_top_k` chooses level by level. Each level is linear, H = x W_g, or, with
-    `noisy`, H = x W_g + N(0, 1) softplus(x W_noise), with noise in training only; W_g and W_noise then
-    start at 0, which gives every expert about the same load. Source: Shazeer et al. 2017 (SGMoE),
-    appendix B; noise: eq. 3-5; start: appendix A. The secondary gating networks of all groups are one matrix
-    [E, hidden].
+    The score is log p(i), so that a softmax returns p; losses and any selector may read it. The selector
+    `hierarchical_top_k` chooses level by level. Each level is linear, H = x W_g, or, with `noisy`, H = x W_g
+    + N(0, 1) softplus(x W_noise), with noise in training only. With `noisy`, W_g and W_noise are initialised
+    to 0, so that every expert has about the same load at first. The secondary gating networks of all groups
+    form one matrix [E, hidden].
+
+    Source: Shazeer et al. 2017 (SGMoE), appendix B; noise: eq. 3-5; initialisation: appendix A.
     """
 
     @dataclass
     class Config:
-        """groups: G, a divisor of the experts; null: the one nearest to their square root (16 for 256, as in
-        the paper). noisy: see the class."""
+        """groups: G, a divisor of the number of experts; null: the divisor closest to its square root (16 for
+        256, as in the paper). noisy: see the class.
+        """
 
         groups: int | None = None
         noisy: bool = False
@@ -37,34 +40,29 @@ class HierarchicalScorer(Part):
                 raise ValueError("groups must be at least 1")
 
         def num_groups(self, num_experts: int) -> int:
-            """G."""
+            """Return the number of groups G."""
             divisors = [groups for groups in range(1, num_experts + 1) if num_experts % groups == 0]
             return self.groups or min(divisors, key=lambda groups: abs(groups - num_experts // groups))
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """The extras, and the scores' meaning."""
         noise = {"group_clean_TG", "inner_clean_TE", "group_std_TG", "inner_std_TE"}
         return {"log_probs", "group_scores_TG", "inner_scores_TE"} | (noise if options.noisy else set())
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """A score function that makes p of log p."""
         return {"softmax_of_scores": "since the scores are log p"}
 
     @classmethod
     def sizes(cls, options: Config, num_experts: int) -> dict[str, int]:
-        """G."""
         return {"G": options.num_groups(num_experts)}
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """With noise, for the losses."""
         return [Example({"noisy": True})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Groups of equal size."""
         groups = options.num_groups(moe.num_experts)
         if moe.num_experts % groups:
             raise ValueError(
@@ -82,15 +80,15 @@ class HierarchicalScorer(Part):
             self.noise_weight = self._weight(dims.num_experts, "router noise")
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] fp32 -> log p [T, E] fp32, and, all fp32, what the levels were made of.
+        """[T, H] fp32 -> log p [T, E] fp32, and the scores of both levels as extras, all fp32.
 
-        group_scores_TG, inner_scores_TE: H of each level. With `noisy` also group_clean_TG,
-        inner_clean_TE: x W_g, and group_std_TG, inner_std_TE: the noise's standard deviation.
+        group_scores_TG, inner_scores_TE: H of each level. With `noisy` also group_clean_TG, inner_clean_TE: x
+        W_g, and group_std_TG, inner_std_TE: the noise's standard deviation.
         """
         inner_TE = functional.linear(hidden_TH, self.weight.float())
         extras: dict[str, Tensor] = {}
         if self.config.noisy:
-            # The groups are few: a product of their own for the noise would cost nearly as much again.
+            # There are few groups: a second product for the noise would cost nearly as much again.
             both_weights = torch.cat([self.group_weight, self.group_noise_weight])
             group_TG, raw_TG = functional.linear(hidden_TH, both_weights.float()).chunk(2, dim=1)
             raw_TE = functional.linear(hidden_TH, self.noise_weight.float())
@@ -111,11 +109,11 @@ class HierarchicalScorer(Part):
     def _weight(self, rows: int, purpose: str) -> nn.Parameter:
         weight = nn.Parameter(torch.zeros(rows, self.dims.hidden_size))
         if not self.config.noisy:
-            self.dims.start(weight, purpose)
+            self.dims.init_weight(weight, purpose)
         return weight
 
     def _noise(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, Tensor]:
-        """N(0, 1): [T, G] and [T, E]."""
+        """Draw N(0, 1) for both levels: [T, G] and [T, E]."""
         draw_key = context.draw_key(self.dims.layer, "noise")
         token_index_T = context.token_index(len(hidden_TH), hidden_TH.device)
         columns = self.num_groups + self.dims.num_experts

@@ -15,13 +15,14 @@ from megamoe.registry import register
 class LinearScorer(Part):
     """s = W x, computed in fp32 whatever the model's dtype.
 
-    With `jitter` e, in training, x is first multiplied element by element by draws from
-    U(1 - e, 1 + e). Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), section 2.4.
+    With `jitter` e, in training, x is first multiplied element by element by draws from U(1 - e, 1 + e).
+
+    Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), section 2.4.
     """
 
     @dataclass
     class Config:
-        """jitter: half-width e of the multiplicative input noise; 0 is none."""
+        """jitter: half-width e of the multiplicative input noise; 0: none."""
 
         jitter: float = 0.0
 
@@ -31,13 +32,12 @@ class LinearScorer(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Without and with jitter."""
         return [Example(), Example({"jitter": 0.01})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        dims.start(self.weight, "router")
+        dims.init_weight(self.weight, "router")
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         """[T, H] fp32 -> [T, E] fp32."""

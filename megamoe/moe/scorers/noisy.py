@@ -1,4 +1,4 @@
-"""`noisy`: a linear score plus normal noise, whose size is learned for each token and expert."""
+"""`noisy`: a linear score plus normal noise with a learned scale for each token and expert."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,17 +16,19 @@ from megamoe.registry import register
 class NoisyScorer(Part):
     """s = x W_g + eps * (softplus(x W_noise) + floor), eps ~ N(0, 1) for each token and expert.
 
-    The noise is of training only; it is keyed by token. Source: Shazeer et al. 2017 (SGMoE) eq. 4, and
-    its appendix A for the start: W_g and W_noise all zero, "no signal and some noise", so that the load
-    starts even. Public code (tensor2tensor) adds a floor of 1e-2 to the noise's scale; the paper has none.
-    Hands on, for the loss `load`: clean_TE, x W_g, and noise_std_TE, the noise's standard deviation, in
-    evaluation too.
+    There is noise in training only; its draws are keyed by token. As the extras for the loss `load` it
+    returns clean_TE, x W_g, and noise_std_TE, the noise's standard deviation, in evaluation too.
+
+    Source: Shazeer et al. 2017 (SGMoE) eq. 4, and appendix A for the initialisation: W_g and W_noise are 0,
+    "no signal and some noise", so that the load is even at first. tensor2tensor adds a floor of 1e-2 to the
+    noise's scale; the paper has none.
     """
 
     @dataclass
     class Config:
-        """noise_floor: added to the noise's standard deviation. start: of W_g and W_noise; `zero` as in
-        the paper, or `normal`: drawn as the other weights are."""
+        """noise_floor: added to the noise's standard deviation. start: the initial W_g and W_noise; `zero` as
+        in the paper, or `normal` as for other weights.
+        """
 
         noise_floor: float = 0.0
         start: Literal["zero", "normal"] = "zero"
@@ -37,7 +39,6 @@ class NoisyScorer(Part):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """The extras."""
         return {"clean_TE", "noise_std_TE"}
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -45,11 +46,11 @@ class NoisyScorer(Part):
         self.weight = nn.Parameter(torch.zeros(dims.num_experts, dims.hidden_size))
         self.noise_weight = nn.Parameter(torch.zeros(dims.num_experts, dims.hidden_size))
         if config.start == "normal":
-            dims.start(self.weight, "router")
-            dims.start(self.noise_weight, "router_noise")
+            dims.init_weight(self.weight, "router")
+            dims.init_weight(self.noise_weight, "router_noise")
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] fp32 -> scores [T, E] fp32, and clean_TE and noise_std_TE by name, both fp32."""
+        """[T, H] fp32 -> scores [T, E] fp32, and the extras clean_TE and noise_std_TE, both fp32."""
         clean_TE = functional.linear(hidden_TH, self.weight.float())
         raw_TE = functional.linear(hidden_TH, self.noise_weight.float())
         noise_std_TE = functional.softplus(raw_TE)

@@ -12,22 +12,27 @@ from megamoe.registry import register
 
 @register("scorer", "policy")
 class PolicyScorer(Part):
-    """pi(e | u) = softmax(W u); in training the experts are drawn from pi_old, else the likeliest are taken.
+    """pi(e | u) = softmax(W u); in training the experts are drawn from pi_old, otherwise the k largest are
+    taken.
 
-    pi_old and pi_reference are the same map with the weights of an earlier step, kept in buffers [E, H]:
-    pi_old draws (selector `sample`), so that the loss can tell how pi has moved since; pi_reference is
-    what `grpo` holds pi close to. Both look at the hidden states of the model as it is now. A pair's weight
-    is pi, so that the scorer learns from the language model's loss as well.
+    pi_old and pi_reference are the same map with the weights of an earlier step, in buffers [E, H]. The
+    selector `sample` draws from pi_old, so that the loss can measure how pi has changed since. `grpo` keeps
+    pi close to pi_reference. Both read the hidden states of the current model. A pair's weight is pi, so the
+    scorer also learns from the language model's loss.
 
-    Source: the slides' "RL-based expert routing" g = pi(e | u), with GRPO (Shao et al. 2024) as
-    its objective. Caveats: the slides ascribe this to DeepSeek-R1, whose paper describes no such thing; it
-    gives no architecture of the policy, for which a linear map is our reading. Experimental.
+    Source: the slides' "RL-based expert routing" g = pi(e | u), with GRPO (Shao et al. 2024) as its
+    objective.
+
+    Caveats: the slides ascribe this to DeepSeek-R1, whose paper does not describe it. They give no
+    architecture of the policy; a linear map is our reading. Experimental.
     """
 
     @dataclass
     class Config:
-        """old_every: steps between copies of the weights into pi_old; 1: pi_old is pi as the step begins,
-        and the ratio is 1. reference_every: steps between copies into pi_reference; 0: it stays the start."""
+        """old_every: steps between copies of the weights into pi_old; 1: pi_old is pi at the start of the
+        step, and the ratio is 1. reference_every: steps between copies into pi_reference; 0: it keeps the
+        initial weights.
+        """
 
         old_every: int = 1
         reference_every: int = 0
@@ -40,37 +45,36 @@ class PolicyScorer(Part):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """The extras of training."""
         return {"sampling_scores_TE", "reference_scores_TE"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """Draws, and pi nothing but the softmax of the scores."""
         why = "since the policy is the plain softmax of its scores over the candidates"
         return {"drawn": "as a policy's experts are", "plain_softmax": why, "sums_to_1": why}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """What a bias adds to pi."""
         return {"bias": "but the policy is the plain softmax of its scores"}
 
     @classmethod
     def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
-        """By a loss."""
         return {("loss", "reference_scores_TE"): "which teaches the policy"}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        dims.start(self.weight, "router")
+        dims.init_weight(self.weight, "router")
         self.old_weight: Tensor
         self.reference_weight: Tensor
         self.register_buffer("old_weight", self.weight.detach().clone())
         self.register_buffer("reference_weight", self.weight.detach().clone())
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] fp32 -> [T, E] fp32; in training also `sampling_scores_TE` of pi_old, which the selector
-        draws from, and `reference_scores_TE`, both fp32 without gradient."""
+        """[T, H] fp32 -> [T, E] fp32; in training also two extras, both fp32 without gradient.
+
+        `sampling_scores_TE`: the scores of pi_old, from which the selector draws. `reference_scores_TE`:
+        those of pi_reference.
+        """
         scores_TE = functional.linear(hidden_TH, self.weight.float())
         if not self.training:
             return scores_TE, {}
@@ -80,7 +84,7 @@ class PolicyScorer(Part):
         return scores_TE, {"sampling_scores_TE": sampling_TE, "reference_scores_TE": reference_TE}
 
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
-        """Bring the copies up to date where their time has come."""
+        """Update the copies whose interval has passed."""
         if context.step % self.config.old_every == 0:
             self.old_weight.copy_(self.weight)
         if self.config.reference_every and context.step % self.config.reference_every == 0:

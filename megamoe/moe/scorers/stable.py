@@ -1,4 +1,4 @@
-"""`stable`: a scorer learns the routing, a light router learns it by heart, then chooses for good."""
+"""`stable`: a scorer learns the routing, a light router learns to imitate it, and then replaces it."""
 
 from dataclasses import dataclass
 
@@ -14,27 +14,29 @@ from megamoe.registry import register
 
 @register("scorer", "stable")
 class StableScorer(Part):
-    """Two phases. s = h . centroid in both: with the score function `sigmoid`, a pair's weight is sigmoid(s).
+    """s = h . centroid, in two phases; with the score function `sigmoid`, a pair's weight is sigmoid(s).
 
-    Phase 1, the steps 1 to `phase_1_steps`: a token goes where s is largest, and the loss
-    `stable_distillation` teaches this choice to a light router, light = D(token id) . light centroid,
-    which has a word embedding D [V, routing_dim] of its own. Phase 2: the light router, frozen, chooses
-    alone, while the centroids go on learning through the weights. Which phase it is, is saved in
-    checkpoints, and holds in evaluation too.
+    Phase 1, steps 1 to `phase_1_steps`: a token goes to the experts with the largest s. The loss
+    `stable_distillation` teaches this choice to a light router, light = D(token id) . light centroid, with
+    its own word embedding D [V, routing_dim]. Phase 2: the frozen light router chooses alone; the centroids
+    still learn through the weights. Checkpoints save the phase, and evaluation follows it too.
 
-    Freezing copies the light router into buffers: the optimiser's momentum and weight decay would still
-    move a parameter whose gradient is 0. Phase 1 has a balance loss of its own, `stable_balance`.
+    Freezing copies the light router into buffers: the optimiser's momentum and weight decay would still move
+    a parameter whose gradient is 0. Phase 1 has its own balance loss, `stable_balance`.
 
-    Source: Dai et al. 2022 (StableMoE), section 3. Caveats: with k > 1 (the paper has 1), the further
-    experts of phase 2 are the light router's next, though it was taught first choices alone. The public
-    code lets the light router choose in evaluation during phase 1 already; here phase 1 evaluates what it
-    trains. D starts as N(0, 1), as in the public code; the paper does not say.
+    Source: Dai et al. 2022 (StableMoE), section 3.
+
+    Caveats: with k > 1 (the paper has 1), the further experts of phase 2 are the light router's next ones,
+    though it learned from first choices alone. In the public code the light router already chooses in
+    evaluation during phase 1; here it does not. D is initialised with N(0, 1), as in the public code; the
+    paper does not specify it.
     """
 
     @dataclass
     class Config:
-        """phase_1_steps: the last step of phase 1; the paper's 6000 are a tenth of its run.
-        routing_dim: width of the light router."""
+        """phase_1_steps: the last step of phase 1; the paper's 6000 are a tenth of its run. routing_dim:
+        width of the light router.
+        """
 
         phase_1_steps: int = 6000
         routing_dim: int = 50
@@ -47,17 +49,14 @@ class StableScorer(Part):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """The extras."""
         return {"light_TE", "ranking_TE", "phase_1"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """The light router must be the only one that chooses."""
         return {"by_ranking": "which the frozen light router gives: p goes on learning"}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """What would move the frozen choice."""
         return {
             "by_probs": "and p goes on learning, which would move the frozen choice",
             "bias": "which goes on learning and would move the frozen choice",
@@ -65,16 +64,14 @@ class StableScorer(Part):
 
     @classmethod
     def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
-        """By a loss."""
         return {("loss", "light_TE"): "without which the light router learns nothing"}
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """With a short first phase."""
         return [Example({"phase_1_steps": 2})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
-        """Raises UserError where the model has no token ids."""
+        """Raise UserError if the model has no token ids."""
         super().__init__(config, dims)
         if dims.vocab_size is None:
             raise UserError(
@@ -84,10 +81,10 @@ class StableScorer(Part):
         self.centroids = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
         self.light_embedding = nn.Parameter(torch.empty(dims.vocab_size, width))
         self.light_centroids = nn.Parameter(torch.empty(dims.num_experts, width))
-        dims.start(self.centroids, "router")
+        dims.init_weight(self.centroids, "router")
         key = rng.key(dims.seed, 0, dims.layer, "light embedding")
-        rng.start_weight(self.light_embedding, key, std=1.0, scale=None)
-        dims.start(self.light_centroids, "light router")
+        rng.init_weight(self.light_embedding, key, std=1.0, scale=None)
+        dims.init_weight(self.light_centroids, "light router")
         self.frozen: Tensor
         self.frozen_embedding: Tensor
         self.frozen_centroids: Tensor
@@ -96,23 +93,21 @@ class StableScorer(Part):
         self.register_buffer("frozen_centroids", torch.zeros(dims.num_experts, width))
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] fp32 -> s [T, E] fp32, and the extras
+        """[T, H] fp32 -> s [T, E] fp32, and the extras.
 
-        light_TE: fp32, the light router's scores while it learns. ranking_TE: fp32 without gradient, what
-        this phase chooses by. phase_1: fp32 scalar, 1 in phase 1 and 0 in phase 2.
+        light_TE: fp32, the light router's scores while it learns. ranking_TE: fp32 without gradient, what the
+        current phase chooses by. phase_1: fp32 scalar, 1 in phase 1 and 0 in phase 2.
 
         Raises:
             UserError: if the context has no token ids.
         """
         if context.token_ids_T is None:
-            raise UserError(
-                "scorer stable needs token ids, but the layers were told none; choose another scorer"
-            )
+            raise UserError("scorer stable needs token ids, but the layers got none; choose another scorer")
         token_ids_T = context.token_ids_T.to(hidden_TH.device)
         scores_TE = functional.linear(hidden_TH, self.centroids.float())
         light_TE = _light_TE(token_ids_T, self.light_embedding, self.light_centroids)
         frozen_TE = _light_TE(token_ids_T, self.frozen_embedding, self.frozen_centroids)
-        # The phase stays on the device: to ask for it would make the host wait.
+        # The phase stays on the device: reading it would make the host wait.
         ranking_TE = torch.where(self.frozen, frozen_TE, scores_TE.detach())
         return scores_TE, {
             "light_TE": light_TE,
@@ -121,7 +116,7 @@ class StableScorer(Part):
         }
 
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
-        """After the last step of phase 1, freeze the light router as it is."""
+        """Freeze the light router after the last step of phase 1."""
         if context.step >= self.config.phase_1_steps and not bool(self.frozen):
             self.frozen_embedding.copy_(self.light_embedding)
             self.frozen_centroids.copy_(self.light_centroids)

@@ -2,7 +2,7 @@
 
 
 def default_temperature(score_function: frozenset[str]) -> float:
-    """tau_0: 0.07 for a score function that takes each score by itself (sigmoid), 0.3 for others (softmax).
+    """Return tau_0: 0.07 for an elementwise score function (sigmoid), 0.3 for others (softmax).
 
     score_function: what it provides, see `Dims`.
     """

@@ -1,1 +1,1 @@
-"""Selectors: gating values [T, E] -> (token, expert) pairs."""
+"""Selectors: probabilities [T, E] -> (token, expert) pairs."""

@@ -1,4 +1,4 @@
-"""`balanced`: in training, the tokens are shared out evenly at the largest total score."""
+"""`balanced`: in training, tokens are assigned evenly with the largest total score."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,21 @@ from megamoe.registry import register
 
 @register("selector", "balanced")
 class Balanced(Selector):
-    """In training a linear assignment: every expert gets T / E tokens, the sum of their scores is maximal.
+    """In training a linear assignment: every expert gets T / E tokens, and the sum of their scores is
+    maximal.
 
-    T are here the tokens of all data-parallel ranks' micro batches together, whose scores every rank
-    gathers, puts in the order of the data and solves alike, so that how they were dealt out does not
-    matter. Where E does not divide T an expert gets floor(T / E) or ceil(T / E). Evaluation is greedy: each
-    token's best expert. The weight is p, sigmoid(s) with the score function that `check` asks for. Source:
-    Lewis et al. 2021, BASE Layers.
+    T counts the tokens of all data-parallel ranks' micro batches. Every rank gathers their scores, sorts them
+    by the order of the data and solves the same problem, so the result does not depend on how tokens are
+    distributed. If E does not divide T, an expert gets floor(T / E) or ceil(T / E) tokens. Evaluation sends
+    each token to its best expert. The weight is p, which is sigmoid(s), since `requires` asks for an
+    elementwise score function. In training the choice depends on all tokens of the batch, including later
+    ones.
 
-    The solution is exact to a tolerance (see `assignment`); BASE's code stops after 100 iterations of its
-    auction and then takes what comes. BASE first shuffles tokens between ranks, to solve a smaller problem on
-    each; here there is one, of them all. In training the choice looks at all tokens of the
-    batch, later ones too.
+    Source: Lewis et al. 2021, BASE Layers.
+
+    The solution is exact up to a tolerance (see `assignment`). BASE's code stops its auction after 100
+    iterations and takes the result so far. BASE first shuffles tokens between ranks and solves a smaller
+    problem on each; here there is one problem for all tokens.
     """
 
     @dataclass
@@ -34,12 +37,10 @@ class Balanced(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """An even load, of first choices too."""
         return {"assigned", "over_all_ranks", "even_load", "even_first_choices"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """BASE's sigmoid, and no second balance."""
         return {
             "elementwise": "since a token is often sent to an expert that is not its best",
             "dropless": "since the loads are even already",
@@ -47,14 +48,13 @@ class Balanced(Selector):
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """What would undo the balance, or be a second one."""
         return {
             "mask": "but every token must be free to go to every expert for the loads to be even",
             "bias": "but the loads are even already",
         }
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """T pairs."""
+        """Return T pairs."""
         if self.training:
             expert_T = _assign(scored.scores_TE.detach(), context)
         else:
@@ -64,7 +64,7 @@ class Balanced(Selector):
 
 
 def _assign(scores_TE: Tensor, context: StepContext) -> Tensor:
-    """int64 [T]: the experts of this rank's tokens; all ranks of the data group must call it."""
+    """Return the experts of this rank's tokens, int64 [T]; all ranks of the data group must call it."""
     num_tokens = len(scores_TE)
     index_T = context.token_index(num_tokens, scores_TE.device)
     first = 0
@@ -78,7 +78,7 @@ def _assign(scores_TE: Tensor, context: StepContext) -> Tensor:
 
 
 def _gather(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, in the order of their numbers; every rank has as many."""
+    """Return the rows of all ranks in order of rank; every rank has the same number."""
     together = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
     dist.all_gather_into_tensor(together, rows.contiguous(), group=group)
     return together

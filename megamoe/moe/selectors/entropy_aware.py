@@ -15,22 +15,21 @@ from megamoe.registry import register
 
 @register("selector", "entropy_aware")
 class EntropyAware(Selector):
-    """A token's best m experts, m the perplexity of its probabilities: round(exp(H(p))) within [min_k,
-    max_k].
+    """A token's best m experts, where m is the perplexity of its p: round(exp(H(p))) within [min_k, max_k].
 
-    H is the entropy in nats of p over the candidates, divided by their sum where they do not sum to 1
-    (sigmoid, or a softmax over all experts under a mask). exp(H) is the effective number of experts:
-    1 where p is all on one, n where it is even over n. Weights: raw, p itself;
-    renormalised, p over the sum of the m chosen, which is 1 and gives the router no gradient for tokens of
-    one expert.
+    H is the entropy in nats of p over the candidates, divided by their sum if it is not 1 (sigmoid, or a
+    softmax over all experts under a mask). exp(H) is the effective number of experts: 1 if one expert has all
+    of p, n if p is even over n experts. Weights: raw, p itself; renormalised, p over the sum of the m chosen,
+    which is 1 for a token of one expert and then gives the router no gradient. The capacity counts with k =
+    1.
 
     Source: Dubois 2025, lecture slides on mixture of experts, "Entropy Aware Gating"; they give no formula,
-    and the perplexity, rounded to the nearest, is the reading chosen here. Capacity counts with k = 1.
+    and the perplexity, rounded to the nearest integer, is our reading.
     """
 
     @dataclass
     class Config:
-        """min_k, max_k: bounds of the experts a token. weights: see the class."""
+        """min_k, max_k: bounds on the experts per token. weights: see the class."""
 
         min_k: int = 1
         max_k: int = 4
@@ -47,26 +46,22 @@ class EntropyAware(Selector):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts."""
         refuse_more_than_experts("max_k", options.max_k, moe)
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """Whether the weights sum to 1."""
         return {"normalised"} if options.weights == "renormalised" else set()
 
     @classmethod
     def wanted(cls, options: Config, num_experts: int) -> int:
-        """At least min_k."""
         return int(options.min_k)
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Several a token."""
         return [Example({"max_k": max(num_choices, 4)})]
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """min_k to max_k pairs a token; fewer where it has fewer candidates."""
+        """Return min_k to max_k pairs per token, fewer if it has fewer candidates."""
         probs_TE = scored.probs_TE.detach()
         share_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
         perplexity_T = torch.special.entr(share_TE).sum(dim=-1).exp()

@@ -21,21 +21,25 @@ from megamoe.registry import register
 class ExpertChoice(Selector):
     """Each expert takes its C = ceil(k * T / E) best tokens by p; the weight is p.
 
-    The load is even by construction, and a token has from none to E experts, k on average. Its first
-    choice is the one of them with the largest p. T is the micro batch of one data-parallel rank. An expert
-    with fewer than C candidates takes them all. Source: Zhou et al. 2022, Mixture-of-Experts with Expert
-    Choice Routing (their e, n, c and k are E, T, k and C; how C is rounded is not said).
+    The load is even by construction. A token has between 0 and E experts, k on average. Its first choice is
+    the expert with the largest p among those that took it. T is the micro batch of one data-parallel rank. An
+    expert with fewer than C candidates takes all of them.
 
-    An expert compares tokens by p with a softmax, whose scores say nothing across tokens, and by the scores
-    with a sigmoid, whose p have the same order but round to 1 or 0 in fp32.
+    Source: Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing (their e, n, c and k are E, T, k
+    and C; the paper does not say how C is rounded).
 
-    Not causal: whether a token is taken depends on the tokens after it and on the other sequences, so that
-    a decoder sees the future in training and cannot generate token by token as it was trained.
+    With a softmax an expert compares tokens by p, because the scores of different tokens do not compare. With
+    a sigmoid it compares them by the scores, which have the same order but do not round to 1 or 0 in fp32.
+
+    Not causal: whether an expert takes a token depends on later tokens and on other sequences. A decoder sees
+    the future in training and cannot generate token by token as it was trained.
     """
 
     @dataclass
     class Config:
-        """k: experts a token on average, the paper's capacity factor c. allow_non_causal: take the risk."""
+        """k: mean experts per token, the paper's capacity factor c. allow_non_causal: accept that the choice
+        is not causal.
+        """
 
         k: float = 2.0
         allow_non_causal: bool = False
@@ -46,27 +50,22 @@ class ExpertChoice(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """An even load, and tokens without a pair."""
         return {"even_load", "by_experts"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """No second balance."""
         return {"dropless": "since each expert takes a fixed number of tokens"}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """No second balance."""
         return {"bias": "but it would be the same for all tokens among which an expert chooses"}
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """As many choices as asked for."""
         return [Example({"k": num_choices, "allow_non_causal": True})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Only where the user knows that it is not causal."""
         if not options.allow_non_causal:
             raise ValueError(
                 "the models here are decoders, and expert choice lets a token's experts depend on later "
@@ -77,11 +76,11 @@ class ExpertChoice(Selector):
 
     @property
     def mean_choices(self) -> float:
-        """The k that a token has on average."""
+        """The mean number of experts per token."""
         return float(self.config.k)
 
     def places(self, num_tokens: int) -> int:
-        """C, the tokens of each expert."""
+        """Return C, the number of tokens of each expert."""
         exact = Fraction(str(self.config.k)) * num_tokens / self.dims.num_experts
         return min(math.ceil(exact), num_tokens)
 

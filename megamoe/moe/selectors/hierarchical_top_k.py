@@ -1,6 +1,6 @@
 """`hierarchical_top_k`: the best groups of experts, then the best experts of each.
 
-Beside the legend of `routing`: G groups, A groups chosen, S experts of a group, C chosen of those, K = A * C.
+Further shape suffixes: G groups, A groups chosen, S experts of a group, C chosen of those, K = A * C.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from megamoe.registry import register
 
 @register("selector", "hierarchical_top_k")
 class HierarchicalTopK(Selector):
-    """The `groups` groups with the largest primary scores, and in each the k largest of its experts.
+    """The `groups` groups with the largest primary scores, and in each the k experts with the largest scores.
 
-    The weight is G_primary(x)_i G_i(x)_j, each a softmax over the kept scores of its level, so that a
-    token's weights sum to 1; the choices stand in the order of their weights. Source: Shazeer et al. 2017
-    (SGMoE), appendix B, eq. 12, with eq. 3 at each level; 2 and 2 are its appendix C.1.
+    The weight is G_primary(x)_i G_i(x)_j. Each factor is a softmax over the kept scores of its level, so a
+    token's weights sum to 1. Choices are ordered by weight. A mask removes experts from their groups before
+    the softmax, and a group without candidates is chosen only if no other is left.
 
-    A mask takes experts out of their groups before the softmax, and a group without any candidate
-    is not chosen while another is left.
+    Source: Shazeer et al. 2017 (SGMoE), appendix B, eq. 12, with eq. 3 at each level; 2 and 2 are from its
+    appendix C.1.
     """
 
     @dataclass
     class Config:
-        """groups: chosen by a token. k: experts chosen in each of them."""
+        """groups: the number of groups that a token chooses. k: experts chosen in each of them."""
 
         groups: int = 2
         k: int = 2
@@ -44,28 +44,23 @@ class HierarchicalTopK(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """The extra for the losses; weights that sum to 1."""
         return {"chosen_groups_TA", "normalised"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """Two levels of scores."""
         why = "by which groups are chosen, and then their experts"
         return {"group_scores_TG": why, "inner_scores_TE": why}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """What would not reach the levels."""
         return {"bias": "which does not reach a choice made by levels"}
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Two groups."""
         return [Example({"groups": 2, "k": max(num_choices // 2, 2)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """Enough groups and experts."""
         num_groups = size_of_extra(moe, "group_scores_TG")
         size = moe.num_experts // num_groups
         if options.groups > num_groups or options.k > size:
@@ -76,18 +71,18 @@ class HierarchicalTopK(Selector):
 
     @property
     def num_choices(self) -> int:
-        """The k that capacity counts with: of all groups together."""
+        """The k that the capacity counts with: choices in all groups together."""
         return int(self.config.groups * self.config.k)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """T * groups * k pairs; fewer where a token has fewer candidates.
+        """Return T * groups * k pairs, fewer if a token has fewer candidates.
 
         Adds the extra chosen_groups_TA, int64 [T, groups], for the losses.
         """
         group_TG = scored.extras["group_scores_TG"]
         inner_TGS = scored.extras["inner_scores_TE"].unflatten(1, (group_TG.shape[1], -1))
         if scored.candidates_TE is not None:
-            # Not -inf: a token may have no candidate, whose softmax would be NaN.
+            # Not -inf: the softmax of a token without candidates would be NaN.
             lowest = torch.finfo(torch.float32).min
             candidates_TGS = scored.candidates_TE.unflatten(1, (group_TG.shape[1], -1))
             inner_TGS = inner_TGS.masked_fill(~candidates_TGS, lowest)
@@ -99,13 +94,13 @@ class HierarchicalTopK(Selector):
         return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
 
     def _choices(self, kept_TA: Tensor, group_TA: Tensor, inner_TGS: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and weights [T, groups * k] in the order of choice."""
+        """Return experts and weights, [T, groups * k], in order of choice."""
         size = inner_TGS.shape[2]
         inner_TAS = inner_TGS.gather(1, group_TA[:, :, None].expand(-1, -1, size))
         kept_TAC, place_TAC = inner_TAS.topk(self.config.k, dim=2)
         weight_TK = (kept_TA.softmax(dim=1)[:, :, None] * kept_TAC.softmax(dim=2)).flatten(1)
         expert_TK = (group_TA[:, :, None] * size + place_TAC).flatten(1)
-        # By their logarithms: products that underflow would all be 0.
+        # Sorted by logarithms: products may underflow to 0.
         log_TAC = kept_TA.detach().log_softmax(dim=1)[:, :, None] + kept_TAC.detach().log_softmax(dim=2)
         order_TK = log_TAC.flatten(1).argsort(dim=1, descending=True, stable=True)
         return expert_TK.gather(1, order_TK), weight_TK.gather(1, order_TK)

@@ -1,4 +1,4 @@
-"""`sample`: every token draws its experts."""
+"""`sample`: every token draws its experts at random."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,19 +18,19 @@ from megamoe.registry import register
 
 @register("selector", "sample")
 class Sample(Selector):
-    """In training k experts drawn without replacement, in proportion to p; in evaluation the k largest.
+    """In training k experts drawn without replacement in proportion to p; in evaluation the k largest.
 
-    The k largest of log p + Gumbel noise are such a draw, in its order (Gumbel top-k: Kool et al. 2019),
-    that of a Plackett-Luce model. With a monotone score function log p comes from the scores, so that p too
-    small for fp32 are still drawn in proportion. Where the scorer gives `sampling_scores_TE`, softmax of
-    these takes p's place in the draw (`policy`: pi_old). Weights: raw p, renormalised to sum 1 over the
-    chosen, or one. Source: the slides' policy o ~ pi_old; Shazeer et al. and GShard draw their second expert
-    alike.
+    The k largest of log p + Gumbel noise are such a draw, in its order (Gumbel top-k: Kool et al. 2019), from
+    a Plackett-Luce model. With a monotone score function log p comes from the scores, so that p too small for
+    fp32 are still drawn in proportion. If the scorer gives `sampling_scores_TE`, their softmax replaces p in
+    the draw (`policy`: pi_old). Weights: raw p, renormalised to sum 1 over the chosen, or one.
+
+    Source: the slides' policy o ~ pi_old; Shazeer et al. and GShard draw their second expert in this way.
     """
 
     @dataclass
     class Config:
-        """k: experts a token. weights: see the class."""
+        """k: experts per token. weights: see the class."""
 
         k: int = 1
         weights: Literal["raw", "renormalised", "one"] = "raw"
@@ -46,32 +46,27 @@ class Sample(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """The draw, and of what kind the weights are."""
         kinds = {"renormalised": {"normalised"}, "one": {"fixed_weights"}}
         return {"drawn"} | kinds.get(options.weights, set())
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """What would not reach the draw."""
         return {"bias": "which does not reach the p that experts are drawn from"}
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """As many choices as asked for."""
         return [Example({"k": num_choices})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts."""
         refuse_more_than_experts("k", options.k, moe)
 
     @property
     def num_choices(self) -> int:
-        """The k that capacity counts with."""
         return int(self.config.k)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """T*k pairs in the order drawn; fewer where a token has fewer candidates."""
+        """Return T * k pairs in the order drawn, fewer if a token has fewer candidates."""
         keys_TE = self._drawn_TE(scored, context) if self.training else scored.ranking_TE
         expert_TK = keys_TE.topk(self.config.k, dim=-1).indices
         weight_TK = self._weights_TK(scored.probs_TE.gather(1, expert_TK))
@@ -79,7 +74,7 @@ class Sample(Selector):
         return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
 
     def _drawn_TE(self, scored: Scored, context: StepContext) -> Tensor:
-        """fp32 [T, E]: logarithms of what to draw from, plus the noise; -inf where no candidate."""
+        """Return the log probabilities plus the noise, fp32 [T, E]; -inf for non-candidates."""
         logs_TE = scored.extras.get("sampling_scores_TE")
         score_function = scored.monotone_score_function
         if logs_TE is None and score_function is not None:

@@ -1,4 +1,4 @@
-"""`sinkhorn`: top-k of scores that a few Sinkhorn iterations have balanced."""
+"""`sinkhorn`: top-k of scores balanced by a few Sinkhorn iterations."""
 
 from dataclasses import dataclass
 
@@ -17,22 +17,26 @@ MOST_ITERATIONS = 10_000
 
 @register("selector", "sinkhorn")
 class Sinkhorn(Selector):
-    """In training the k largest of a_t exp(s_te) b_e, a and b such that rows and columns sum alike.
+    """In training the k largest of a_t exp(s_te) b_e, with a and b such that rows and columns have equal
+    sums.
 
     Sinkhorn's iterations scale rows (to 1 / T) and columns (to 1 / E) in turn, over the micro batch of one
-    data-parallel rank; a row's factor does not change what its token chooses, so that b is what counts. The
-    weight is p of the unbalanced score function; evaluation is plain top-k, as `top_k` has it. Source: Clark
-    et al. 2022, Unified Scaling Laws for Routed Language Models (S-BASE); Megatron-Core's `sinkhorn`.
+    data-parallel rank. A row's factor does not change its token's choice, so only b matters. The weight is p
+    of the unbalanced score function; evaluation is plain top-k, as in `top_k`. In training the choice depends
+    on all tokens of the micro batch, including later ones.
 
-    Megatron iterates until b moves by less than 1e-4 in the mean, which a GPU would have to be asked after
-    each iteration; here their number is fixed. It takes sigmoid(s) as p at k = 1 and a softmax above: here
-    that is the score function's choice. Megatron refuses auxiliary losses beside it; here they may be added.
-    In training the choice looks at all tokens of the micro batch, later ones too.
+    Source: Clark et al. 2022, Unified Scaling Laws for Routed Language Models (S-BASE); Megatron-Core's
+    `sinkhorn`.
+
+    Megatron iterates until the mean change of b is below 1e-4, which makes the host wait for the GPU after
+    each iteration; here the number of iterations is fixed. Megatron takes sigmoid(s) as p at k = 1 and a
+    softmax above; here the score function decides. Megatron refuses auxiliary losses with it; here they are
+    allowed.
     """
 
     @dataclass
     class Config:
-        """k: experts a token. iterations: of rows and columns each."""
+        """k: experts per token. iterations: the number of Sinkhorn iterations, rows and columns each."""
 
         k: int = 1
         iterations: int = 10
@@ -47,31 +51,26 @@ class Sinkhorn(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """How it chooses."""
         return {"assigned"}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """A second balance by selection."""
         return {"bias": "which the iterations would undo"}
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """As many choices as asked for."""
         return [Example({"k": num_choices})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts."""
         refuse_more_than_experts("k", options.k, moe)
 
     @property
     def num_choices(self) -> int:
-        """The k that capacity counts with."""
         return int(self.config.k)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """T*k pairs; fewer where a token has fewer candidates."""
+        """Return T * k pairs, fewer if a token has fewer candidates."""
         ranking_TE, candidates_TE = scored.ranking_TE, scored.candidates_TE
         if self.training:
             scores_TE = scored.scores_TE.detach()
@@ -84,11 +83,11 @@ class Sinkhorn(Selector):
 
 
 def log_column_factors_E(scores_TE: Tensor, iterations: int) -> Tensor:
-    """log b, fp32 [E], after so many iterations on exp(scores_TE); -inf stands for no candidate."""
+    """Return log b, fp32 [E], after this many iterations on exp(scores_TE); -inf marks a non-candidate."""
     tiny = torch.finfo(scores_TE.dtype).tiny
     num_tokens, num_experts = scores_TE.shape
     top_T1 = scores_TE.amax(dim=-1, keepdim=True).nan_to_num(neginf=0.0)
-    cost_TE = (scores_TE - top_T1).exp()  # a takes up a row's factor, exp cannot overflow
+    cost_TE = (scores_TE - top_T1).exp()  # a absorbs a row's factor; exp cannot overflow
     factor_E = cost_TE.new_ones(num_experts)
     for _ in range(iterations):
         row_T = 1 / (num_tokens * (cost_TE @ factor_E).clamp_min(tiny))

@@ -1,4 +1,4 @@
-"""`table`: every token goes where the scorer's tables say."""
+"""`table`: every token goes to the experts in the scorer's tables."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,16 @@ from megamoe.registry import register
 
 @register("selector", "table")
 class Table(Selector):
-    """The k experts of scorer `hash`, each with weight 1.
+    """The k experts of the scorer `hash`, each with weight 1.
 
-    A token whose independent tables agree has that expert twice: two pairs of weight 1. Source: Roller et
-    al. 2021 (Hash Layers), section 3, whose output is the expert's own, without a gate.
+    If independent tables agree on a token's expert, it has that expert twice: two pairs of weight 1.
+
+    Source: Roller et al. 2021 (Hash Layers), section 3, where the output is the expert's own, without a gate.
     """
 
     @dataclass
     class Config:
-        """k: tables, and so experts a token."""
+        """k: the number of tables, and so of experts per token."""
 
         k: int = 1
 
@@ -30,17 +31,14 @@ class Table(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """Weights of 1."""
         return {"fixed_weights"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """The tables."""
         return {"table_TK": "by which each token goes"}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """What would move the choice."""
         return {
             "bias": "which moves no choice made by a table",
             "mask": "but a token whose expert is taken away has no other",
@@ -48,16 +46,14 @@ class Table(Selector):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """As many choices as asked for."""
         return [Example({"k": num_choices})]
 
     @property
     def num_choices(self) -> int:
-        """The k that capacity counts with."""
         return int(self.config.k)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """T*k pairs of weight 1."""
+        """Return T * k pairs of weight 1."""
         expert_TK = scored.extras["table_TK"]
         weight_TK: Tensor = torch.ones_like(expert_TK, dtype=torch.float32)
         return Pairs.of_choices(expert_TK, weight_TK)

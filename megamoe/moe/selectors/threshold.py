@@ -1,4 +1,4 @@
-"""`threshold`: each token goes to as many experts as it takes to gather a share of its gating values."""
+"""`threshold`: each token goes to the fewest experts whose probabilities reach a given sum."""
 
 from dataclasses import dataclass
 
@@ -9,21 +9,22 @@ from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import first_choices, num_candidates_T
 from megamoe.registry import register
 
-HEAD = 8  # an eighth of the experts is enough for most tokens: only the others' are all sorted
+HEAD = 8  # an eighth of the experts is enough for most tokens; all are sorted for the others only
 
 
 @register("selector", "threshold")
 class Threshold(Selector):
     """The smallest m of a token's best experts with p_1 + ... + p_m >= t; the weight is p.
 
-    m varies by token and is at least 1: t = 0 behaves as top-1, t = 1 sends a token to all of its
-    candidates. Source: Yang et al. 2024 (XMoE) section 3.2, eq. 5, algorithm 1.
+    m varies by token and is at least 1: t = 0 behaves as top-1, t = 1 sends a token to all of its candidates.
 
-    The sum is measured against the sum over all candidates: 1 with a softmax, as in the paper; with a
-    sigmoid, or a softmax over all experts under a mask, t is a share of it. t = 1 is a case of its
-    own, for in fp32 a running sum reaches 1 early. A score function's bias shifts the order in which the p
-    are summed, not the p. The priority p - i, which the paper names together with the threshold, is an option
-    of the capacity; capacity counts with k = 1 (eq. 3).
+    Source: Yang et al. 2024 (XMoE) section 3.2, eq. 5, algorithm 1.
+
+    t is a share of the sum over all candidates: of 1 with a softmax, as in the paper; of less or more with a
+    sigmoid or with a softmax over all experts under a mask. t = 1 is a separate case, because in fp32 a
+    running sum may reach 1 early. A score function's bias shifts the order in which the p are summed, not the
+    p. The priority p - i, which the paper combines with the threshold, is an option of the capacity; the
+    capacity counts with k = 1 (eq. 3).
     """
 
     @dataclass
@@ -41,16 +42,14 @@ class Threshold(Selector):
 
     @classmethod
     def takes_all(cls, options: Config, num_candidates: int) -> bool:
-        """With t = 1, or where there is one candidate."""
         return options.threshold == 1 or num_candidates <= 1
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Among p as sure as those of a trained router."""
         return [Example(beside={"router": {"score_function": {"name": "softmax", "temperature": 0.1}}})]
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
-        """At least one pair a token, at most its candidates; none for a token without any."""
+        """Return at least one pair per token and at most one per candidate."""
         head = -(-scored.num_experts // HEAD)
         head_TK = scored.ranking_TE.topk(head, dim=-1).indices
         count_T = self._count(scored, head_TK, slice(None))
@@ -65,7 +64,9 @@ class Threshold(Selector):
         return first_choices(expert_TE, count_T, scored.probs_TE)
 
     def _count(self, scored: Scored, expert_SK: Tensor, token_S: Tensor | slice) -> Tensor:
-        """int64 [S]: m of these tokens, of which the first K experts are given; above K where m may be."""
+        """Return m of each token, int64 [S], given its best K experts; a number above K if more may be
+        needed.
+        """
         probs_SE = scored.probs_TE.detach()[token_S]
         candidates_SE = None if scored.candidates_TE is None else scored.candidates_TE[token_S]
         most_S = num_candidates_T(candidates_SE, probs_SE)

@@ -18,30 +18,28 @@ from megamoe.registry import register
 
 @register("selector", "top_k")
 class TopK(Selector):
-    """The k largest of p, with one of four weights.
+    """The k largest of p, with one of four kinds of weights.
 
-    The choice is by the scores where the score function is monotone and has no bias, by p plus the bias where
-    it has one (`Scored.ranking_TE`).
+    The choice is by the scores if the score function is monotone and has no bias, otherwise by p plus the
+    bias (`Scored.ranking_TE`).
 
-    raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard,
-    DeepSeek-V3). kept_softmax: softmax over the k chosen scores (Shazeer et al. 2017 eq. 3-5,
-    Softmax(KeepTopK)). one: 1. At k = 1 the two normalised kinds are always 1 and would give the
-    router no gradient: they are refused there.
+    raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard, DeepSeek-V3).
+    kept_softmax: softmax over the k chosen scores (Shazeer et al. 2017 eq. 3-5, Softmax(KeepTopK)). one: 1.
+    At k = 1 the two normalised kinds are refused: they are always 1 and give the router no gradient.
 
-    `second`, for k = 2 and in training: best, the second largest of p. random: it is sent only where
-    2 g_2 > u, g_2 = p_2 / (p_1 + p_2), u from U(0, 1); the first keeps its weight (GShard: Lepikhin et al.
-    2021, algorithm 1). sampled: the second is drawn from the rest in proportion to p, as GShard's
-    alternative. Evaluation sends the best two.
+    `second`, for k = 2 and in training: best, the second largest of p. random: it is sent only if 2 g_2 > u,
+    g_2 = p_2 / (p_1 + p_2), u from U(0, 1); the first keeps its weight (GShard: Lepikhin et al. 2021,
+    algorithm 1). sampled: the second is drawn from the rest in proportion to p, GShard's alternative.
+    Evaluation sends the best two.
 
     Source: Shazeer et al. 2017 eq. 3-5; Lepikhin et al. 2021 (GShard), algorithm 1; Fedus et al. 2021.
     """
 
     @dataclass
     class Config:
-        """k: experts a token. weights, second: see the class. scale: a constant factor on the weights.
-
-        renormalise: whether the weights sum to `scale` over the k chosen, or over those of them that the
-        capacity left (a token of one pair then has weight `scale`, without gradient).
+        """k: experts per token. weights, second: see the class. scale: a constant factor on the weights.
+        renormalise: whether the weights sum to `scale` over the k chosen experts, or over those that the
+        capacity kept (a token of one pair then has weight `scale`, without gradient).
         """
 
         k: int = 2
@@ -71,20 +69,17 @@ class TopK(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        """How it chooses, and of what kind the weights are."""
         kind = {"renormalised": "normalised", "kept_softmax": "normalised", "one": "fixed_weights"}
         words = {"best_k", "by_ranking", kind.get(options.weights, "best_k")}
         return words - {"by_ranking"} if options.second == "sampled" else words
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        """For weights of the scores themselves."""
         why = "since weights: kept_softmax is taken from the scores themselves"
         return {"plain_softmax": why} if options.weights == "kept_softmax" else {}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        """What would leave an option without effect."""
         drawn = {"bias": "which does not reach the p that the second expert is drawn from"}
         after = {"dropless": "so that renormalise: after_drops would do nothing"}
         return (drawn if options.second == "sampled" else {}) | (
@@ -93,22 +88,18 @@ class TopK(Selector):
 
     @classmethod
     def takes_all(cls, options: Config, num_candidates: int) -> bool:
-        """Not where the second is sent at random."""
         return options.second != "random" and options.k >= num_candidates
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """As many choices as asked for."""
         return [Example({"k": num_choices})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        """No more choices than experts."""
         refuse_more_than_experts("k", options.k, moe)
 
     @property
     def num_choices(self) -> int:
-        """The k that capacity counts with."""
         return int(self.config.k)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
@@ -126,27 +117,33 @@ class TopK(Selector):
         return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
 
     def after_drops(self, pairs: Pairs) -> Pairs:
-        """The pairs that the capacity left, renormalised if this is the time for it."""
+        """Return the pairs that the capacity kept, renormalised if the options say so."""
         if self.config.renormalise == "before_drops":
             return pairs
-        # A token's pairs are neighbours: runs are counted, for the number of tokens is not known here.
+        # The pairs are sorted by token: runs are counted, since the number of tokens is not known here.
         run_N = (pairs.token_N.diff(prepend=pairs.token_N[:1]) != 0).cumsum(0)
         total_N = torch.zeros_like(pairs.weight_N).index_add(0, run_N, pairs.weight_N)
         total_N = total_N.index_select(0, run_N).clamp_min(SMALLEST_TOTAL)
         return replace(pairs, weight_N=self.config.scale * pairs.weight_N / total_N)
 
     def _send_second(self, probs_T2: Tensor, context: StepContext) -> Tensor:
-        """bool [T, 2]: the first always, the second where 2 p_2 > u (p_1 + p_2)."""
+        """Return which choices are sent, bool [T, 2]: always the first, and the second if 2 p_2 > u (p_1 +
+        p_2).
+        """
         bound_T = self._uniform_T(probs_T2, context) * probs_T2.sum(dim=-1)
         return torch.stack([torch.ones_like(bound_T, dtype=torch.bool), 2 * probs_T2[:, 1] > bound_T], dim=1)
 
     def _sample_second(self, expert_T2: Tensor, probs_TE: Tensor, context: StepContext) -> Tensor:
-        """int64 [T, 2]: the first, and one drawn from the rest; the second best where the rest is all 0."""
+        """Return the first expert and one drawn from the rest, int64 [T, 2]; the second best if all others
+        are 0.
+        """
         rest_TE = probs_TE.scatter(1, expert_T2[:, :1], 0.0)
         sum_TE = rest_TE.cumsum(dim=-1)
         total_T = sum_TE[:, -1]
         target_T = self._uniform_T(probs_TE, context) * total_T
-        drawn_T = torch.searchsorted(sum_TE, target_T[:, None], right=True)[:, 0]  # of positive p: u < 1
+        drawn_T = torch.searchsorted(sum_TE, target_T[:, None], right=True)[
+            :, 0
+        ]  # its p is positive, since u < 1
         is_drawn_T = total_T > torch.finfo(total_T.dtype).tiny
         return torch.stack([expert_T2[:, 0], torch.where(is_drawn_T, drawn_T, expert_T2[:, 1])], dim=1)
 

@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def patience() -> Iterator[None]:
-    """What hangs fails."""
+    """A test that hangs fails."""
 
     def give_up(*_: Any) -> None:
         raise TimeoutError("it hangs")

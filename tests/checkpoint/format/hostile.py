@@ -1,4 +1,4 @@
-"""What all must do with a checkpoint made to do harm: refuse it in one line."""
+"""A malicious checkpoint must be refused in one line."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ SHARD = "shard_00000.safetensors"
 
 
 def read_all(folder: Path) -> None:
-    """What loading does, without a model."""
+    """Read everything that loading reads, without a model."""
     problem = integrity.first_of(integrity.problems(folder))
     if problem is not None:
         raise UserError(problem)
@@ -24,11 +24,11 @@ def read_all(folder: Path) -> None:
 
 
 def assert_refused(folder: Path) -> str:
-    """By verify and by loading; what verify says."""
-    told = list(verify.problems(folder))
-    assert told
+    """Check that verify and loading refuse it; return verify's message."""
+    message = list(verify.problems(folder))
+    assert message
     with pytest.raises(UserError) as refusal:
         read_all(folder)
-    for line in (*told, str(refusal.value), integrity_of(folder)):
+    for line in (*message, str(refusal.value), integrity_of(folder)):
         assert line.isprintable() and len(line) < 1000, line
-    return told[0]
+    return message[0]

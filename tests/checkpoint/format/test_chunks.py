@@ -28,7 +28,7 @@ def numbered(shape: Shape) -> Tensor:
 
 
 def taken(whole: Tensor, cut: DimShard) -> Tensor:
-    """What a cut leaves of a tensor: of each of its blocks the part of that index."""
+    """Return a slice of a tensor: of each of its blocks the part with that index."""
     blocks = whole.chunk(cut.stride, cut.dim) if cut.stride > 1 else (whole,)
     return torch.cat([block.chunk(cut.count, cut.dim)[cut.index] for block in blocks], cut.dim)
 

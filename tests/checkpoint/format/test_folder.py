@@ -13,8 +13,8 @@ def test_where_nothing_is_there_are_no_checkpoints(tmp_path: Path) -> None:
     assert candidates(tmp_path / "none") == candidates(tmp_path / "runs/a/checkpoints") == []
 
 
-def test_a_file_in_its_place_is_told(tmp_path: Path) -> None:
-    """A run would begin anew otherwise."""
+def test_a_file_in_its_place_is_reported(tmp_path: Path) -> None:
+    """Otherwise a run would start from step 0."""
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(UserError, match=r"checkpoints: cannot be read \(Not a directory\)"):
         candidates(tmp_path / "checkpoints")

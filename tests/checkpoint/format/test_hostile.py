@@ -1,5 +1,4 @@
-"""Checkpoints whose files say what does harm, with checksums that fit: each is refused in one line, before
-anything is waited for or allocated."""
+"""Checkpoints with malicious content and valid checksums are refused in one line, before anything is done."""
 
 import json
 import shutil
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("patience")
 Harm = Callable[[Path], object]
 
 
-def test_the_one_by_hand_is_intact(folder: Path) -> None:
+def test_the_handmade_checkpoint_is_intact(folder: Path) -> None:
     assert list(verify.problems(folder)) == []
     with CheckpointReader(folder) as reader:
         assert reader.index["shardings"].keys() == checkpoint.SHAPES.keys()
@@ -249,7 +248,7 @@ CONFIGS: list[Any] = [
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_configuration_that_is_none_is_refused_by_a_resume(folder: Path, config: Any) -> None:
+def test_an_invalid_configuration_is_refused_by_a_resume(folder: Path, config: Any) -> None:
     setting(config=config, vocabulary=VOCABULARY)(folder)
     start = tiny(f"checkpoint.init.path={folder}")
     for check in (

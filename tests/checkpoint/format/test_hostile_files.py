@@ -82,7 +82,7 @@ def test_what_is_no_plain_file_is_refused_unread(
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("0" * 64 + "  ../../outside.json", "expected lines"),
         ("0" * 64 + "  /etc/passwd", "expected lines"),
@@ -93,15 +93,15 @@ def test_what_is_no_plain_file_is_refused_unread(
         ("", "expected lines"),
     ],
 )
-def test_the_list_names_files_of_the_folder_alone(folder: Path, line: str, told: str) -> None:
+def test_the_list_names_files_of_the_folder_alone(folder: Path, line: str, message: str) -> None:
     (folder.parent.parent / "outside.json").write_text("{}")
     lines = [*(folder / SUMS).read_text().splitlines(), line]
     (folder / SUMS).write_text("".join(f"{it}\n" for it in sorted(lines, key=lambda it: it[66:])))
-    assert told in assert_refused(folder)
+    assert message in assert_refused(folder)
 
 
 @pytest.mark.parametrize("size", range(0, 330, 30))
-def test_a_list_cut_short(folder: Path, size: int) -> None:
+def test_a_truncated_list(folder: Path, size: int) -> None:
     os.truncate(folder / SUMS, size)
     assert_refused(folder)
 

@@ -45,8 +45,8 @@ def test_a_digest_is_that_of_the_bytes(tmp_path: Path, size: int) -> None:
 def test_ranks_deal_out_the_tensors_and_share_the_rest(folder: Path) -> None:
     for name in SHARDS:
         flip(folder / name, 100)
-    told = [list(integrity.problems(folder, rank, 2)) for rank in range(2)]
-    assert [[line.split(":")[0] for line in lines] for lines in told] == [[SHARDS[0]], [SHARDS[1]]]
+    message = [list(integrity.problems(folder, rank, 2)) for rank in range(2)]
+    assert [[line.split(":")[0] for line in lines] for lines in message] == [[SHARDS[0]], [SHARDS[1]]]
     assert list(integrity.problems_outside_tensors(folder)) == []
     flip(folder / INDEX, 3)
     assert all(next(integrity.problems(folder, rank, 5)).startswith(INDEX) for rank in range(5))
@@ -54,7 +54,7 @@ def test_ranks_deal_out_the_tensors_and_share_the_rest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [META, INDEX, *SHARDS, SUMS])
-def test_each_file_is_missed(folder: Path, name: str) -> None:
+def test_each_missing_file_is_reported(folder: Path, name: str) -> None:
     (folder / name).unlink()
     assert name in integrity_of(folder)
 
@@ -99,7 +99,7 @@ def of_another_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [swap, grow, out_of_order, of_another_step])
-def test_whole_files_that_are_not_these(folder: Path, harm: Callable[[Path], None]) -> None:
+def test_intact_files_of_another_checkpoint(folder: Path, harm: Callable[[Path], None]) -> None:
     assert integrity_of(folder) == INTACT
     harm(folder)
     assert integrity_of(folder).startswith("damaged: ")

@@ -1,4 +1,4 @@
-"""Pruning deletes what it says, and never what a resume needs."""
+"""Pruning deletes the checkpoints that it names, and never one that a resume needs."""
 
 import os
 import shutil
@@ -48,9 +48,9 @@ def damage(run: Path, step: int) -> None:
 
 
 def pruned(run: Path, keep: int, damaged: bool = False, dry_run: bool = False) -> Said:
-    said: Said = []
-    prune(run, keep, damaged, dry_run, said.append)
-    return said
+    output: Said = []
+    prune(run, keep, damaged, dry_run, output.append)
+    return output
 
 
 def weight(paths: Iterable[Path]) -> int:
@@ -58,18 +58,18 @@ def weight(paths: Iterable[Path]) -> int:
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints"])
-def test_the_newest_stay_and_what_goes_is_said(run: Path, place: str) -> None:
+def test_the_newest_stay_and_deletions_are_reported(run: Path, place: str) -> None:
     folder = run / "checkpoints"
     sizes = {step: weight((folder / f"step_{step:08d}").iterdir()) for step in range(1, 6)}
     promised = pruned(run / place, 2, dry_run=True)
     assert steps(run) == [1, 2, 3, 4, 5]
-    said = pruned(run / place, 2)
+    output = pruned(run / place, 2)
     assert steps(run) == [4, 5]
     assert [
         line.replace("would delete", "deleted").replace("would free", "freed") for line in promised
-    ] == said
-    assert said[0] == f"deleted {run / 'checkpoints' / 'step_00000001'} (old): {sizes[1]:,} bytes"
-    assert said[-1].startswith(f"freed {sizes[1] + sizes[2] + sizes[3]:,} bytes")
+    ] == output
+    assert output[0] == f"deleted {run / 'checkpoints' / 'step_00000001'} (old): {sizes[1]:,} bytes"
+    assert output[-1].startswith(f"freed {sizes[1] + sizes[2] + sizes[3]:,} bytes")
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000004", "step_00000005"]
     assert pruned(run / place, 2) == ["freed 0 bytes (0 B)"]
 
@@ -80,13 +80,13 @@ def test_what_latest_names_stays_and_so_does_the_newest(run: Path) -> None:
     assert steps(run) == [2, 5]
 
 
-def test_damaged_ones_count_for_nothing_and_go_when_told_to(run: Path) -> None:
+def test_damaged_checkpoints_do_not_count_and_are_deleted_on_request(run: Path) -> None:
     damage(run, 5)
     damage(run, 4)
     damage(run, 1)
-    said = pruned(run, 1)
+    output = pruned(run, 1)
     assert steps(run) == [1, 3, 4, 5]  # 3 is what a resume takes
-    assert sum("; --damaged deletes it" in line for line in said) == 3
+    assert sum("; --damaged deletes it" in line for line in output) == 3
     pruned(run, 1, damaged=True)
     assert steps(run) == [3]
 
@@ -151,13 +151,13 @@ def test_links_are_left_alone(run: Path, tmp_path: Path) -> None:
     outside = _write(tmp_path / "outside", 1)
     (run / "checkpoints" / "step_00000000").symlink_to(outside)
     (run / "checkpoints" / ".saving_step_00000006").symlink_to(outside)
-    said = pruned(run, 1, damaged=True)
-    assert any(line.endswith("step_00000000: a link") for line in said)
+    output = pruned(run, 1, damaged=True)
+    assert any(line.endswith("step_00000000: a link") for line in output)
     assert steps(run) == [0, 5] and len(list(outside.iterdir())) == 5
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_one_must_stay(run: Path, keep: int) -> None:
+def test_at_least_one_checkpoint_stays(run: Path, keep: int) -> None:
     with pytest.raises(UserError, match="would leave no checkpoint"):
         pruned(run, keep)
     assert steps(run) == [1, 2, 3, 4, 5]

@@ -1,1 +1,1 @@
-"""A stand-in for NVIDIA's Apex in plain PyTorch; `amp_C`, `fused_layer_norm_cuda`: for its kernels."""
+"""A fake of NVIDIA's Apex in plain PyTorch; `amp_C`, `fused_layer_norm_cuda`: its kernels' modules."""

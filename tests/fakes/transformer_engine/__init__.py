@@ -1,4 +1,4 @@
-"""A stand-in for NVIDIA's Transformer Engine in plain PyTorch, for tests on machines without CUDA.
+"""A fake of NVIDIA's Transformer Engine in plain PyTorch, for tests on machines without CUDA.
 
 It has the names that Megatron-Core's wrapper and megamoe use, with the call signatures of version 2.20, and
 is strict where the original is: dtypes, sizes under FP8, splits. It computes in the inputs' dtype: FP8 is a

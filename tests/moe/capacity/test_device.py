@@ -58,11 +58,11 @@ def test_affinities_are_those_before_masks() -> None:
     assert not keep_N.requires_grad
 
 
-def test_evaluation_drops_nothing_unless_told() -> None:
+def test_evaluation_drops_nothing_by_default() -> None:
     pairs = make_pairs(WANTED)
     assert make_device().eval()(pairs, SCORED, StepContext()) is None
-    told = make_device(eval_factor=0.4, spare=0.99).eval()
-    assert told(pairs, SCORED, StepContext()).int().tolist() == [0, 0, 1, 0, 1, 1]
+    message = make_device(eval_factor=0.4, spare=0.99).eval()
+    assert message(pairs, SCORED, StepContext()).int().tolist() == [0, 0, 1, 0, 1, 1]
 
 
 def random_problem(sequences: int, length: int) -> tuple[Pairs, Scored, StepContext]:
@@ -154,7 +154,7 @@ def test_a_limit_by_token_leaves_the_budget_as_the_router_collapses(masks: list[
 
 
 def test_a_mask_of_the_whole_step_leaves_fewer_devices() -> None:
-    """At home on one of four ranks, two of eight devices: k T / 2."""
+    """Tokens stay on one of four ranks, with two of eight devices: k T / 2."""
     router = make_router(
         16,
         masks=[{"name": "gating_dropout", "ranks": 4, "rate": 1.0}, {**LIMIT, "keep": 1}],
@@ -167,7 +167,7 @@ def test_a_mask_of_the_whole_step_leaves_fewer_devices() -> None:
     assert routing.counts_E().view(8, 2).sum(1).max() == 64
 
 
-def test_affinities_that_round_to_1_are_told_apart_by_the_scores() -> None:
+def test_affinities_that_round_to_1_are_ordered_by_the_scores() -> None:
     """Device 0 has one place for three pairs; by equal p it would be the first token's."""
     capacity = {"name": "device", "devices": 2, "factor": 0.5, "spare": 0.0}
     router = make_router(2, score_function="sigmoid", selector={"k": 1, "weights": "raw"}, capacity=capacity)

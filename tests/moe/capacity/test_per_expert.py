@@ -20,7 +20,7 @@ TWO = {"num_choices": 2}
 
 
 def keep(priority: str, factor: float = 1.0, context: StepContext | None = None) -> list[int]:
-    """Of the pairs of expert 1, in token order: which keep a place. C = 2 factor."""
+    """Return which pairs of expert 1 keep a place, in token order. C = 2 factor."""
     part = make_part("capacity", "per_expert", factor=factor, min_capacity=0, priority=priority, dims=TWO)
     pairs = make_pairs(WANTED, [[1.0, 1.0]] * 4)  # weights are not what counts
     keep_N = part(pairs, SCORED, context or StepContext())
@@ -181,7 +181,7 @@ def test_min_capacity_is_a_floor_and_eval_factor_is_of_evaluation() -> None:
 
 
 def test_there_is_no_floor_where_the_papers_have_none() -> None:
-    """By default, and in every preset: C = ceil(factor * k * T / E), 1 where that is under 1."""
+    """By default and in every preset, C = ceil(factor * k * T / E), and at least 1."""
     part = make_part("capacity", "per_expert", num_experts=8, factor=1.0)
     assert [part.places(num_tokens) for num_tokens in (1, 8, 9, 24)] == [1, 1, 2, 3]
     for name in registry.list_presets():
@@ -229,9 +229,7 @@ def test_masks_of_the_whole_step_give_the_others_more_places() -> None:
 
 @pytest.mark.parametrize("priority", ["probability", "choice_then_probability", "batch_prioritised"])
 @pytest.mark.parametrize("masks", [[], [{"name": "group_limit", "num_groups": 2, "keep": 1}]], ids=len)
-def test_values_that_round_to_1_are_told_apart_by_the_scores(
-    priority: str, masks: list[dict[str, Any]]
-) -> None:
+def test_values_that_round_to_1_are_ordered_by_the_scores(priority: str, masks: list[dict[str, Any]]) -> None:
     """One place at expert 0; by equal p it would be the first token's."""
     capacity = {"name": "per_expert", "factor": 0.5, "min_capacity": 0, "priority": priority}
     one = {"k": 1, "weights": "raw"}

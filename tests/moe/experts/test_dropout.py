@@ -68,14 +68,16 @@ def test_every_purpose_step_sub_layer_and_row_draws_for_itself() -> None:
     assert torch.equal(dropout.on_output(ones), drawn[0])
 
 
-def test_a_row_draws_the_same_wherever_it_stands() -> None:
+def test_a_rows_draws_do_not_depend_on_its_position() -> None:
     dropout, place_N = make_dropout(5, 0.5), torch.tensor([7, 1, 2, 0, 5])
     spread = dropout.spread(place_N, 9)
     assert torch.equal(spread.on_output(torch.ones(9, 30))[place_N], dropout.on_output(torch.ones(5, 30)))
 
 
 def test_the_layer_keys_by_token_and_expert() -> None:
-    """Four experts, all chosen: the masks follow the tokens' indices, whatever their order in the batch."""
+    """All four experts are chosen: the dropout depends on the tokens' indices, not on their order in the
+    batch.
+    """
     context = StepContext(token_index_T=torch.tensor([5, 3, 1 << 48, 11]))
     layer = make_layer(moe_config(num_experts=4, expert_output_dropout=0.5, router=ALL_WITH_ONE), context)
     hidden_TH = make_hidden(4)
@@ -147,7 +149,7 @@ def test_in_bf16s_padded_groups_the_same_elements_are_dropped() -> None:
     assert (bf16_TH.float() - fp32_TH).norm() < 0.02 * fp32_TH.norm()
 
 
-def test_it_costs_nothing_where_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_costs_nothing_if_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(moe_config(num_experts=4))
     monkeypatch.setattr(layer.dispatcher, "send_along", None)
     assert layer(make_hidden(4)).shape == (4, HIDDEN)

@@ -90,7 +90,7 @@ def test_products_are_handed_in(counts: list[int], multiple: int) -> None:
 
 @pytest.mark.parametrize("counts", [[30, 64, 1, 70], [0, 130, 0, 0], [0, 0, 0, 0]], ids=str)
 def test_padded_bf16_equals_the_loop_in_fp32(counts: list[int]) -> None:
-    """To bf16's 8 bits: each product is rounded once, sums are fp32."""
+    """The results are equal to bf16's 8 bits: each product is rounded once, sums are fp32."""
     rows_NH, counts_E = make_hidden(sum(counts)), torch.tensor(counts)
     weight_H = torch.linspace(-1, 2, HIDDEN)
     found = {}
@@ -120,7 +120,7 @@ def test_loop_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_an_expert_starts_alike_whatever_the_split(num_ranks: int) -> None:
+def test_initial_weights_do_not_depend_on_the_split(num_ranks: int) -> None:
     whole, size = make_experts(range(8)), 8 // num_ranks
     torch.manual_seed(num_ranks)  # the start must not depend on it
     parts = [make_experts(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]

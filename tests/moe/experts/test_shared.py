@@ -91,23 +91,25 @@ def test_all_weights_start_small_where_asked() -> None:
 
 
 def test_on_cuda_they_wait_for_their_input_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the streams, on a CPU that says it is a GPU; results and gradients are as without them."""
+    """Check the order of the streams on a CPU that pretends to be a GPU; results and gradients do not
+    change.
+    """
     hidden_TH, routed_TH = make_hidden(5), make_hidden(5, seed=9)
     expected = gradients(make_shared("sum"), hidden_TH, routed_TH)
-    told: list[str] = []
+    message: list[str] = []
 
     class Stream:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def wait_stream(self, other: "Stream") -> None:
-            told.append(f"{self.name} waits for {other.name}")
+            message.append(f"{self.name} waits for {other.name}")
 
     @contextmanager
     def inside(stream: Stream) -> Iterator[None]:
-        told.append(f"on {stream.name}")
+        message.append(f"on {stream.name}")
         yield
-        told.append(f"off {stream.name}")
+        message.append(f"off {stream.name}")
 
     main, side = Stream("main"), Stream("side")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
@@ -115,11 +117,11 @@ def test_on_cuda_they_wait_for_their_input_and_are_waited_for(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr("megamoe.moe.experts.shared._side_stream", lambda device: side)
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: told.append(f"kept for {stream.name}")
+        torch.Tensor, "record_stream", lambda tensor, stream: message.append(f"kept for {stream.name}")
     )
     found = gradients(make_shared("sum"), hidden_TH, routed_TH)
     monkeypatch.undo()
-    assert told == [
+    assert message == [
         "side waits for main",
         "on side",
         "off side",

@@ -132,11 +132,11 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
     [
         ({"cluster_size": 3}, 1, "cluster_size is 3, which does not divide the 16 experts"),
         ({"cluster_size": 8}, 4, "puts 4 experts on a rank and would cut a cluster"),
-        ({"cluster_size": 16, "mu": 1.0}, 1, "makes one cluster, without a second"),
+        ({"cluster_size": 16, "mu": 1.0}, 1, "makes one cluster, and mu compares two"),
         ({"cluster_size": 8}, 1, "cluster_size is 8, but the mask expert_dropout has clusters of 4"),
     ],
 )
-def test_refused_company(options: dict[str, Any], expert_parallel: int, message: str) -> None:
+def test_refused_combinations(options: dict[str, Any], expert_parallel: int, message: str) -> None:
     router: dict[str, Any] = {"masks": [{"name": "expert_dropout", "cluster_size": 4}]}
     config = moe_config(num_experts=16, router=router, losses={"clustering": options})
     with pytest.raises(UserError, match=f"moe.losses.clustering: .*{message}"):

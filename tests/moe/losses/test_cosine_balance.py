@@ -114,7 +114,7 @@ def test_the_learned_temperature_gets_no_gradient_from_it() -> None:
         assert torch.equal(losses_of(layer)["cosine_balance"], before)
 
 
-def test_a_layer_tells_it_the_score_function() -> None:
+def test_a_layer_passes_the_score_functions_capabilities() -> None:
     for score_function, tau in (("softmax", 0.3), ("sigmoid", 0.07)):
         router = {"scorer": "cosine", "score_function": score_function}
         layer = make_layer(moe_config(num_experts=4, router=router, losses={"cosine_balance": 1.0}))
@@ -125,7 +125,7 @@ def test_without_tokens_it_is_0() -> None:
     assert value([], torch.zeros(0, 4)).item() == 0
 
 
-def test_its_weight_and_its_company() -> None:
+def test_its_weight_and_refused_combinations() -> None:
     config = moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": None})
     assert config.losses["cosine_balance"].options.weight == 0.01
     check_parts(config, 1)

@@ -23,7 +23,9 @@ def make(name: str, num_experts: int = 4, **options: Any) -> Any:
 
 
 def routing_of(experts: list[list[int]], affinities_TE: Tensor) -> Routing:
-    """With restricted probabilities that differ from the score function's values over all experts."""
+    """Return a routing whose masked probabilities differ from the score function's values over all
+    experts.
+    """
     routing = make_routing(experts, affinities_TE, affinities_TE * 0.3)
     routing.affinities_TE = affinities_TE
     return routing
@@ -48,7 +50,7 @@ def test_communication_balance_by_hand() -> None:
 def plain(
     name: str, experts: list[list[int]], affinities_TE: Tensor, sequences: int, groups: int, keep: int
 ) -> Tensor:
-    """Section 2.2.3 as it stands, with K choices of every token; token s * B + b is of sequence b."""
+    """Compute section 2.2.3 literally, with K choices of every token; token s * B + b is of sequence b."""
     num_experts, k = affinities_TE.shape[1], len(experts[0])
     size = num_experts // groups
     total: Any = 0

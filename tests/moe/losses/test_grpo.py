@@ -147,7 +147,7 @@ def test_equal_losses_give_exactly_no_advantage(num_rollouts: int) -> None:
     assert scores_TE.grad is not None and not scores_TE.grad.any()
 
 
-def test_a_token_without_candidates_is_harmless() -> None:
+def test_a_token_without_candidates_gives_finite_results() -> None:
     scores_TE = SCORES.clone().requires_grad_()
     candidates_TE = torch.ones(TOKENS, EXPERTS, dtype=torch.bool)
     candidates_TE[0] = False
@@ -175,7 +175,7 @@ def test_sharp_policies_stay_finite_and_exact() -> None:
 
 
 def test_grpo_raises_the_probability_of_the_better_expert() -> None:
-    """The token's loss is smallest at expert 2, and nothing else teaches the policy."""
+    """The token's loss is smallest at expert 2, and no other loss trains the policy."""
     tree = {
         "num_experts": 4,
         "router": {"scorer": "policy", "selector": {"name": "sample", "weights": "one"}},

@@ -81,8 +81,8 @@ def plain_loss(extras: Pieces, groups: int, k: int) -> Tensor:
     return ((load_E - load_E.mean()) ** 2).mean() / load_E.mean() ** 2
 
 
-def test_chances_by_hand() -> None:
-    """Of 4, 3, 1 without noise's draw and k = 2: the first two must beat 1, the last one 3."""
+def test_probabilities_by_hand() -> None:
+    """The clean scores are 4, 3, 1 and k = 2: the first two must exceed 1, the last one 3."""
     clean, std = torch.tensor([2.0, 2.0, 2.0]), torch.tensor([1.0, 0.5, 0.5])
     chance = choice_probability([clean, torch.tensor([4.0, 3.0, 1.0]), std], 2)
     torch.testing.assert_close(chance, torch.tensor([0.8413447, 0.9772499, 0.0227501]))
@@ -90,7 +90,7 @@ def test_chances_by_hand() -> None:
 
 @pytest.mark.parametrize(("groups", "k"), [(2, 2), (3, 2), (4, 3), (2, 4)])
 def test_value_and_gradients_against_the_formula(groups: int, k: int) -> None:
-    """Of 4 groups of 4; (4, 3) and (2, 4) choose everything at one level."""
+    """There are 4 groups of 4; (4, 3) and (2, 4) choose everything at one level."""
     results = []
     for formula in (loss_of, plain_loss):
         extras = {name: part.requires_grad_() for name, part in pieces(7, 4, 16).items()}
@@ -106,7 +106,7 @@ def test_value_and_gradients_against_the_formula(groups: int, k: int) -> None:
 
 
 def test_only_the_tokens_of_a_group_count_for_its_experts() -> None:
-    """What another group's expert scores for a token that did not choose it changes nothing."""
+    """An expert's score does not count for a token that did not choose its group."""
     extras = pieces(5, 3, 9)
     left_out_T = extras["group_scores_TG"].argmin(1)
     before = loss_of(extras, 2, 2)

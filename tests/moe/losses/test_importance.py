@@ -106,7 +106,7 @@ def test_in_a_layer_it_balances_the_scorer() -> None:
     assert values[-1] < 0.2 * values[0]
 
 
-def test_its_weight_and_its_company() -> None:
+def test_its_weight_and_refused_combinations() -> None:
     config = moe_config(losses={"importance": None})
     assert config.losses["importance"].options.weight == 0.1
     check_parts(config, 1)

@@ -148,7 +148,7 @@ def sgmoe(losses: dict[str, float | None], **router: object) -> dict[str, object
     return {"num_experts": 4, "router": {"scorer": "noisy", "selector": selector, **router}, "losses": losses}
 
 
-def test_a_layer_has_it_from_its_router_in_training_and_evaluation() -> None:
+def test_a_layer_passes_the_loss_its_routing_in_training_and_evaluation() -> None:
     layer = make_layer(moe_config(**sgmoe({"load": 0.1}, scorer={"name": "noisy", "start": "normal"})))
     hidden_TH = make_hidden(24)
     for mode in (True, False):
@@ -178,7 +178,7 @@ def test_without_tokens_it_is_0() -> None:
     assert value(empty_TE, empty_TE, empty_TE, 2).item() == 0
 
 
-def test_its_weight_and_its_company() -> None:
+def test_its_weight_and_refused_combinations() -> None:
     config = moe_config(**sgmoe({"importance": 0.1, "load": None}))
     assert config.losses["load"].options.weight == 0.1
     check_parts(config, 1)
@@ -202,7 +202,7 @@ def test_its_weight_and_its_company() -> None:
         ),
     ],
 )
-def test_company_that_makes_no_sense_is_refused(router: dict[str, object], message: str) -> None:
+def test_invalid_combinations_are_refused(router: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=f"^moe.losses.load: .*{message}"):
         check_parts(moe_config(**sgmoe({"load": 0.1}, **router)), 1)
 

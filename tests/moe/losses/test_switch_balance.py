@@ -79,7 +79,7 @@ def plain_sequence_loss(affinities_TE: Tensor, k: int, num_sequences: int) -> Te
 
 
 def sequence_routing(affinities_TE: Tensor) -> Routing:
-    """What was chosen and p, under a bias and a mask, are all expert 2: nothing that counts here."""
+    """The chosen expert and p, under a bias and a mask, are all expert 2, which must not count here."""
     routing = make_routing([[2]] * 6, affinities_TE, torch.tensor([[0.0, 0.0, 1.0]] * 6))
     routing.affinities_TE = affinities_TE
     return routing
@@ -174,7 +174,7 @@ def test_evaluation_leaves_no_trace_in_the_running_f() -> None:
     assert not loss.state_dict()
 
 
-def test_running_counts_first_choices_if_told() -> None:
+def test_running_counts_first_choices_if_configured() -> None:
     loss = global_balance(running=True, first_choice=True)
     probs_TE = torch.tensor([[0.8, 0.2]])
     for number, expected in enumerate([2 * 0.8, 2 * 0.8]):

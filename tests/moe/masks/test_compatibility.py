@@ -79,7 +79,7 @@ def test_a_sum_over_more_experts_than_a_group_has_is_refused() -> None:
 
 
 def test_which_masks_have_one_mask_for_all_tokens() -> None:
-    """As they say, and as they do."""
+    """The declarations agree with the masks' results."""
     wide = {"expert_dropout", "gating_dropout"}
     assert not Mask.step_wide
     for options in (DROPOUT, HOME, LIMIT, PRUNE):

@@ -68,7 +68,7 @@ def test_what_an_earlier_mask_took_away_is_absent() -> None:
     assert allowed_TE.sum() == 2
 
 
-def test_an_improbable_group_is_judged_like_any_other() -> None:
+def test_the_entropy_does_not_depend_on_the_groups_probability() -> None:
     scores_TE = torch.tensor([[0.0, -0.1, -1.0, -5.0]])
     both_TE = torch.cat([scores_TE, scores_TE - 70], dim=1)
     first, second = prune(both_TE, bound=0.8, num_groups=2).view(2, 4).tolist()
@@ -107,7 +107,7 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
         ({"num_groups": 8}, r"the entropy over a group of 2 experts is at most ln 2 = 0.693"),
     ],
 )
-def test_refused_company(options: dict[str, Any], message: str) -> None:
+def test_refused_combinations(options: dict[str, Any], message: str) -> None:
     router = {"masks": [{"name": "entropy_prune", **options}]}
     with pytest.raises(UserError, match=f"moe.router.masks.0: entropy_prune: .*{message}"):
         check_parts(moe_config(num_experts=16, router=router), 1)
@@ -167,7 +167,9 @@ def test_in_a_router_it_goes_by_the_score_functions_values(score_function: str, 
 
 
 def test_experts_whose_p_round_alike_go_by_their_scores() -> None:
-    """Of four equal p two are within ln 2: those of the largest scores. So is a group of p 0 judged."""
+    """Of four equal p two have entropy ln 2: those of the largest scores. A group of p 0 is treated
+    equally.
+    """
     prune_half = {"name": "entropy_prune", "bound": 0.7}
     router = make_router(4, score_function="sigmoid", masks=[prune_half])
     candidates_TE = route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).candidates_TE

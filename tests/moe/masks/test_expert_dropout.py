@@ -116,13 +116,13 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
         ({"rate": 0.75}, 1, "rate 0.75 leaves 4 of 16 experts, but the selector's k is 5"),
     ],
 )
-def test_refused_company(options: dict[str, Any], expert_parallel: int, message: str) -> None:
+def test_refused_combinations(options: dict[str, Any], expert_parallel: int, message: str) -> None:
     router = {"masks": [{"name": "expert_dropout", **options}], "selector": {"k": 5}}
     with pytest.raises(UserError, match=f"moe.router.masks.0: expert_dropout: .*{message}"):
         check_parts(moe_config(num_experts=16, router=router), expert_parallel)
 
 
-def test_accepted_company() -> None:
+def test_accepted_combinations() -> None:
     for options, expert_parallel in (({}, 2), ({"level": "global"}, 4), ({"cluster_size": 2}, 8)):
         router = {"masks": [{"name": "expert_dropout", **options}]}
         check_parts(moe_config(num_experts=16, router=router), expert_parallel)

@@ -35,7 +35,7 @@ def dropped_steps(part: Mask, steps: int, seed: int = 0, micro_batch: int = 0) -
 
 
 @pytest.mark.parametrize("micro_batch", range(6))
-def test_home_is_by_the_number_of_the_micro_batch(micro_batch: int) -> None:
+def test_a_tokens_rank_follows_the_number_of_its_micro_batch(micro_batch: int) -> None:
     home = micro_batch % 4
     allowed_E = mask(make(rate=1.0, ranks=4), StepContext(micro_batch=micro_batch))
     assert allowed_E.nonzero().flatten().tolist() == [2 * home, 2 * home + 1]
@@ -66,7 +66,7 @@ def test_never_in_evaluation() -> None:
     assert not part.keeps_tokens_local(StepContext())
 
 
-def test_home_is_kept_in_dropped_steps_of_the_real_ranks() -> None:
+def test_tokens_stay_local_in_dropped_steps_of_the_real_ranks() -> None:
     for part in (make(2), make(2, ranks=2), make(ranks=2), make(4, ranks=2)):
         homes = [part.keeps_tokens_local(StepContext(step=step)) for step in range(30)]
         real = part.dims.expert_parallel == 2
@@ -74,7 +74,7 @@ def test_home_is_kept_in_dropped_steps_of_the_real_ranks() -> None:
         assert any(dropped_steps(part, 30))
 
 
-def test_a_step_that_is_not_dropped_has_no_candidates_to_compute_a_score_function_over() -> None:
+def test_a_step_that_is_not_dropped_has_no_mask() -> None:
     router = {"masks": [{"name": "gating_dropout", "rate": 1.0, "ranks": 2}]}
     layer = make_layer(moe_config(num_experts=8, router=router))
     assert layer.router(make_hidden(4), layer.context).candidates_TE is not None
@@ -82,7 +82,7 @@ def test_a_step_that_is_not_dropped_has_no_candidates_to_compute_a_score_functio
     assert routing.candidates_TE is None and routing.probs_TE is routing.affinities_TE
 
 
-def test_the_score_function_chooses_among_those_at_home() -> None:
+def test_the_score_function_chooses_among_the_ranks_own_experts() -> None:
     router = {"masks": [{"name": "gating_dropout", "rate": 1.0, "ranks": 2}], "selector": {"k": 3}}
     layer = make_layer(moe_config(num_experts=8, router=router), StepContext(micro_batch=3))
     routing = layer.router(make_hidden(10), layer.context)
@@ -92,7 +92,7 @@ def test_the_score_function_chooses_among_those_at_home() -> None:
     assert not routing.is_local
 
 
-def test_a_limit_after_it_looks_for_groups_at_home() -> None:
+def test_a_limit_after_it_chooses_among_the_ranks_own_groups() -> None:
     home = {"name": "gating_dropout", "rate": 1.0, "ranks": 2}
     limit = {"name": "group_limit", "num_groups": 4, "keep": 1}
     router = {"masks": [home, limit], "selector": {"k": 2}}
@@ -122,7 +122,7 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
         ({"ranks": 3}, "ranks is 3, which does not divide the 8 experts"),
     ],
 )
-def test_refused_company(options: dict[str, Any], message: str) -> None:
+def test_refused_combinations(options: dict[str, Any], message: str) -> None:
     config = moe_config(num_experts=8, router={"masks": [{"name": "gating_dropout", **options}]})
     with pytest.raises(UserError, match=f"moe.router.masks.0: gating_dropout: {message}"):
         check_parts(config, 1)

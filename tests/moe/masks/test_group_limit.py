@@ -52,7 +52,7 @@ def test_by_hand(options: dict[str, Any], k: int, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("score", ["max", "sum"])
-def test_a_loop_says_the_same(score: str) -> None:
+def test_it_equals_a_loop(score: str) -> None:
     probs_TE = torch.rand(40, 24, generator=torch.Generator().manual_seed(3))
     options: dict[str, Any] = {"score": score, **({"best": 3} if score == "sum" else {})}
     found = groups_of(limit(probs_TE, num_groups=6, keep=2, **options), 6)
@@ -131,7 +131,7 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
         ({"score": "sum", "best": 3}, "best is 3, but a group has 2 experts"),
     ],
 )
-def test_refused_company(options: dict[str, Any], message: str) -> None:
+def test_refused_combinations(options: dict[str, Any], message: str) -> None:
     router = {"masks": [{"name": "group_limit", **options}], "selector": {"k": 5}}
     with pytest.raises(UserError, match=f"moe.router.masks.0: group_limit: {message}"):
         check_parts(moe_config(num_experts=16, router=router), 1)
@@ -146,7 +146,7 @@ def test_refused_company(options: dict[str, Any], message: str) -> None:
         ("softmax", [1.0, 2.0, 20.0, 3.0, 19.0, 9.0, 150.0, 0.0], [1, 3]),  # all but the first to 0
     ],
 )
-def test_groups_whose_p_round_alike_are_told_apart_by_their_scores(
+def test_groups_with_equal_rounded_p_are_ordered_by_their_scores(
     score_function: str, scores: list[float], groups: list[int], options: dict[str, Any]
 ) -> None:
     router = make_router(
@@ -163,7 +163,7 @@ def test_groups_whose_p_round_alike_are_told_apart_by_their_scores(
     "score_function", [{"name": "softmax", "temperature": 0.7}, {"name": "sigmoid"}], ids=str
 )
 def test_a_sum_is_one_of_p_and_not_of_scores(score_function: dict[str, Any], dropped: bool) -> None:
-    """In a router, against a loop over p in fp64; of an absent expert the token's least counts."""
+    """Compare a router with a loop over p in fp64; an absent expert counts as the token's least."""
     dropout = [{"name": "expert_dropout", "cluster_size": 12, "rate": 0.25}] if dropped else []
     limit = {"name": "group_limit", "num_groups": 6, "keep": 2, "score": "sum", "best": 3}
     router = make_router(24, score_function=score_function, masks=[*dropout, limit])

@@ -119,7 +119,7 @@ def test_it_is_a_buffer_that_checkpoints_hold(score_function: str) -> None:
 
 
 @both_score_functions
-def test_without_it_there_is_none(score_function: str) -> None:
+def test_without_the_option_there_is_none(score_function: str) -> None:
     part = make_part("score_function", score_function)
     assert part.bias_E is None and not part.state_dict()
     part.after_step(torch.tensor([4, 0, 0, 0]), StepContext())

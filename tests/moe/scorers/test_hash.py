@@ -41,7 +41,7 @@ def loads_of(table_V: Tensor, counts: Any, num_experts: int) -> list[int]:
     return sorted(loads)
 
 
-def test_a_token_goes_where_its_id_says_whatever_its_hidden_state() -> None:
+def test_a_tokens_expert_depends_on_its_id_alone() -> None:
     scorer = make_hash(num_experts=3, vocab_size=4, tables=2)
     scorer.table_KV.copy_(torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]]))
     context = StepContext(token_ids_T=torch.tensor([3, 1, 0, 3]))
@@ -132,7 +132,7 @@ def test_only_sizes_on_the_meta_device() -> None:
 def test_without_token_ids_it_is_refused() -> None:
     with pytest.raises(UserError, match="hash needs token ids.*knows no vocabulary"):
         make_hash(vocab_size=None)
-    with pytest.raises(UserError, match="hash needs token ids.*told none"):
+    with pytest.raises(UserError, match="hash needs token ids.*got none"):
         make_hash()(make_hidden(3), StepContext())
 
 

@@ -39,7 +39,7 @@ def test_scores_of_the_three() -> None:
     assert set(scorer.eval()(hidden_TH, StepContext())[1]) == set()
 
 
-def test_they_begin_alike() -> None:
+def test_both_copies_start_alike() -> None:
     _, extras = make_part("scorer", "policy")(make_hidden(6), StepContext())
     assert torch.equal(extras["sampling_scores_TE"], extras["reference_scores_TE"])
 
@@ -52,7 +52,7 @@ def test_they_begin_alike() -> None:
         ({"reference_every": 3}, [1, 2, 3, 4], [0, 0, 3, 3]),
     ],
 )
-def test_copies_are_made_when_their_time_has_come(
+def test_copies_are_updated_at_their_intervals(
     options: dict[str, Any], old: list[int], reference: list[int]
 ) -> None:
     scorer = make_part("scorer", "policy", **options)
@@ -117,7 +117,7 @@ def test_options_out_of_range_are_refused() -> None:
         ),
     ],
 )
-def test_company_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_combinations_are_refused(change: dict[str, Any], message: str) -> None:
     check_parts(moe_config(**TREE), 1)
     with pytest.raises(UserError, match=message):
         check_parts(moe_config(**{**TREE, **change}), 1)

@@ -33,13 +33,13 @@ def make_router(seed: int = 1, **router: Any) -> Router:
     return Router(config.router, Dims(HIDDEN, EXPERTS, init_std=0.4, seed=seed, vocab_size=VOCABULARY))
 
 
-def told(step: int = 1, ids_T: Tensor = IDS) -> StepContext:
+def reported(step: int = 1, ids_T: Tensor = IDS) -> StepContext:
     return StepContext(step=step, token_ids_T=ids_T)
 
 
 def end_step(router: Router, step: int) -> None:
     with torch.no_grad():
-        router.scorer.after_step(torch.zeros(EXPERTS, dtype=torch.int64), told(step))
+        router.scorer.after_step(torch.zeros(EXPERTS, dtype=torch.int64), reported(step))
 
 
 def in_phase_2(seed: int = 1, **router: Any) -> Router:
@@ -54,13 +54,13 @@ def scorer_of(router: Router) -> StableScorer:
 
 
 def light_VE(scorer: StableScorer) -> Tensor:
-    """What the light router says of each word, in fp64."""
+    """Return the light router's scores of each token id, in fp64."""
     return (scorer.light_embedding.double() @ scorer.light_centroids.double().T).detach()
 
 
 def test_phase_1_chooses_by_the_centroids() -> None:
     router, hidden_TH = make_router(), make_hidden(36)
-    routing = router(hidden_TH, told())
+    routing = router(hidden_TH, reported())
     plain_TE = hidden_TH.double() @ scorer_of(router).centroids.double().T
     torch.testing.assert_close(routing.scores_TE.double(), plain_TE, rtol=1e-5, atol=1e-5)
     assert torch.equal(routing.pairs.expert_N, plain_TE.argmax(1))
@@ -77,7 +77,7 @@ def test_phase_2_chooses_by_the_words_alone_and_weighs_by_the_centroids(training
     assert len(choice_T.unique()) > 2
     for seed in (2, 3):
         hidden_TH = make_hidden(36, seed)
-        routing = router(hidden_TH, told())
+        routing = router(hidden_TH, reported())
         assert torch.equal(routing.pairs.expert_N, choice_T)
         plain_TE = hidden_TH.double() @ scorer_of(router).centroids.double().T
         weight_T = 1 / (1 + (-plain_TE.gather(1, choice_T[:, None])[:, 0]).exp())
@@ -89,17 +89,17 @@ def test_phase_1_ends_after_its_last_step() -> None:
     router = make_router()
     for step in (1, 2):
         end_step(router, step)
-        assert router(make_hidden(36), told()).extras["phase_1"].item() == 1
+        assert router(make_hidden(36), reported()).extras["phase_1"].item() == 1
     end_step(router, 3)
-    assert router(make_hidden(36), told()).extras["phase_1"].item() == 0
+    assert router(make_hidden(36), reported()).extras["phase_1"].item() == 0
     # A run that goes on with fewer steps of phase 1 than it has made is in phase 2 after its next.
     late = make_router()
     end_step(late, 7)
-    assert late(make_hidden(36), told()).extras["phase_1"].item() == 0
+    assert late(make_hidden(36), reported()).extras["phase_1"].item() == 0
 
 
 def loss_of(router: Router, routing: Routing, *names: str) -> Tensor:
-    losses = [make_part("loss", name)(routing, told()) for name in names]
+    losses = [make_part("loss", name)(routing, reported()) for name in names]
     return torch.stack([routing.pairs.weight_N.sum() / 36, *losses]).sum()
 
 
@@ -110,7 +110,7 @@ def test_frozen_is_exact_under_momentum_and_weight_decay() -> None:
     rankings: list[Tensor] = []
     for step in range(1, 8):
         optimizer.zero_grad()
-        routing = router(make_hidden(36), told(step))
+        routing = router(make_hidden(36), reported(step))
         loss_of(router, routing, "stable_balance", "stable_distillation").backward()
         before_EH = scorer_of(router).centroids.detach().clone()
         light_VD = scorer_of(router).light_embedding.detach().clone()
@@ -119,7 +119,7 @@ def test_frozen_is_exact_under_momentum_and_weight_decay() -> None:
         assert not torch.equal(scorer_of(router).light_embedding, light_VD)  # what the buffers are for
         end_step(router, step)
         if step >= 3:
-            after = router.eval()(make_hidden(36, seed=step), told(step))
+            after = router.eval()(make_hidden(36, seed=step), reported(step))
             choices.append(after.pairs.expert_N)
             rankings.append(after.ranking_TE)
             router.train()
@@ -130,11 +130,11 @@ def test_frozen_is_exact_under_momentum_and_weight_decay() -> None:
 def test_the_light_router_learns_from_the_distillation_alone_and_nobody_else_does() -> None:
     def learned(loss: str) -> dict[str, bool]:
         router = make_router()
-        routing = router(make_hidden(36).requires_grad_(), told())
+        routing = router(make_hidden(36).requires_grad_(), reported())
         values = {
             "weights": routing.pairs.weight_N.sum(),
-            "balance": make_part("loss", "stable_balance")(routing, told()),
-            "distillation": make_part("loss", "stable_distillation")(routing, told()),
+            "balance": make_part("loss", "stable_balance")(routing, reported()),
+            "distillation": make_part("loss", "stable_distillation")(routing, reported()),
         }
         values[loss].backward()
         return {n: p.grad is not None and bool(p.grad.any()) for n, p in router.scorer.named_parameters()}
@@ -146,8 +146,10 @@ def test_the_light_router_learns_from_the_distillation_alone_and_nobody_else_doe
 
 def test_phase_2_teaches_the_centroids_alone() -> None:
     router = in_phase_2()
-    routing = router(make_hidden(36), told())
-    losses = [make_part("loss", name)(routing, told()) for name in ("stable_balance", "stable_distillation")]
+    routing = router(make_hidden(36), reported())
+    losses = [
+        make_part("loss", name)(routing, reported()) for name in ("stable_balance", "stable_distillation")
+    ]
     assert [loss.item() for loss in losses] == [0, 0]
     loss_of(router, routing, "stable_balance", "stable_distillation").backward()
     scorer = scorer_of(router)
@@ -157,26 +159,26 @@ def test_phase_2_teaches_the_centroids_alone() -> None:
 
 
 def test_the_light_router_learns_what_the_words_decide() -> None:
-    """Where a word's hidden state is its own, phase 2 goes on where phase 1 was."""
+    """If a token id determines the hidden state, phase 2 starts with the choices of phase 1."""
     router = make_router()
     hidden_TH = make_hidden(VOCABULARY)[IDS]
     light = [scorer_of(router).light_embedding, scorer_of(router).light_centroids]
     optimizer = torch.optim.Adam(light, lr=0.1)
     for _ in range(40):
         optimizer.zero_grad()
-        make_part("loss", "stable_distillation")(router(hidden_TH, told()), told()).backward()
+        make_part("loss", "stable_distillation")(router(hidden_TH, reported()), reported()).backward()
         optimizer.step()
-    first = router(hidden_TH, told()).pairs.expert_N
+    first = router(hidden_TH, reported()).pairs.expert_N
     end_step(router, 3)
     assert len(first.unique()) > 2
-    assert torch.equal(router(make_hidden(36, seed=8), told()).pairs.expert_N, first)
+    assert torch.equal(router(make_hidden(36, seed=8), reported()).pairs.expert_N, first)
 
 
 def test_the_phase_survives_a_checkpoint() -> None:
     router, other = in_phase_2(), make_router(seed=5)
     other.load_state_dict(router.state_dict())
     torch.nn.init.zeros_(scorer_of(other).light_embedding)
-    found, expected = (r.eval()(make_hidden(36), told()) for r in (other, router))
+    found, expected = (r.eval()(make_hidden(36), reported()) for r in (other, router))
     assert torch.equal(found.pairs.expert_N, expected.pairs.expert_N)
     assert found.extras["phase_1"].item() == 0
 
@@ -197,13 +199,13 @@ def test_masks_hold_in_phase_2() -> None:
 
     router.masks.append(Without())
     second_T = light_VE(scorer_of(router))[IDS].argsort(1, descending=True)[:, 1]
-    assert torch.equal(router(make_hidden(36), told()).pairs.expert_N, second_T)
+    assert torch.equal(router(make_hidden(36), reported()).pairs.expert_N, second_T)
 
 
 def test_bf16_parameters_are_scored_in_fp32() -> None:
     scorer = make_part("scorer", "stable", dims={"vocab_size": VOCABULARY, "init_std": 0.4}).bfloat16()
     hidden_TH = make_hidden(36)
-    scores_TE, extras = scorer(hidden_TH, told())
+    scores_TE, extras = scorer(hidden_TH, reported())
     assert scores_TE.dtype == extras["light_TE"].dtype == extras["ranking_TE"].dtype == torch.float32
     torch.testing.assert_close(extras["light_TE"].double(), light_VE(scorer)[IDS], rtol=1e-5, atol=1e-5)
 
@@ -220,11 +222,11 @@ def test_sizes_and_start() -> None:
         assert not torch.equal(parameter, other.get_parameter(name))
 
 
-def test_without_token_ids_it_says_so() -> None:
+def test_without_token_ids_it_is_refused() -> None:
     with pytest.raises(UserError, match="knows no vocabulary"):
         make_part("scorer", "stable")
     scorer = make_part("scorer", "stable", dims={"vocab_size": VOCABULARY})
-    with pytest.raises(UserError, match="were told none"):
+    with pytest.raises(UserError, match="layers got none"):
         scorer(make_hidden(3), StepContext())
 
 
@@ -237,7 +239,7 @@ def test_options_out_of_range_are_refused(options: dict[str, int], message: str)
         moe_config(router={"scorer": {"name": "stable", **options}})
 
 
-def test_company_that_makes_no_sense_is_refused() -> None:
+def test_invalid_combinations_are_refused() -> None:
     check_parts(moe_config(**TREE), 1)
     with pytest.raises(UserError, match="scorer: stable: moe.losses lacks .* add stable_distillation"):
         check_parts(moe_config(**{**TREE, "losses": {"stable_balance": 0.3}}), 1)

@@ -1,4 +1,4 @@
-"""balanced: the best even sharing in training, greedy in evaluation, whatever order the tokens are in."""
+"""`balanced`: the best even assignment in training, greedy in evaluation, for any order of the tokens."""
 
 import pytest
 import torch
@@ -75,13 +75,13 @@ def test_tokens_keep_their_experts_in_any_order_of_the_batch() -> None:
         ),
     ],
 )
-def test_company_that_is_refused(router: dict[str, object], message: str) -> None:
+def test_refused_combinations(router: dict[str, object], message: str) -> None:
     config = moe_config(router={"selector": "balanced", "score_function": "sigmoid", **router})
     with pytest.raises(UserError, match=f"^moe.router.selector: balanced: {message}$"):
         check_parts(config, 1)
 
 
-def test_the_papers_company_is_welcome() -> None:
+def test_the_papers_combination_is_accepted() -> None:
     check_parts(moe_config(router={"selector": "balanced", "score_function": "sigmoid"}), 1)
 
 

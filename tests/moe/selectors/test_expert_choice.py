@@ -123,7 +123,7 @@ def test_with_a_softmax_an_expert_compares_tokens_by_p() -> None:
 
 
 def test_with_a_sigmoid_an_expert_compares_tokens_by_scores() -> None:
-    """Of p that fp32 rounds to 1 the largest score's is taken; a closed expert takes none."""
+    """Among p that fp32 rounds to 1 the largest score wins; a closed expert takes none."""
     scores_TE = torch.tensor([[18.0, 0.0, 1.0, 0.0], [19.0, 30.0, 0.0, 0.0], [20.0, 0.0, 0.0, 0.0]])
     scores_TE = torch.cat([scores_TE, torch.full((1, 4), -9.0)])
     found = choose(scores_TE, k=1, score_function="sigmoid")

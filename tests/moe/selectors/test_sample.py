@@ -46,12 +46,12 @@ def test_two_experts_are_drawn_without_replacement_in_order() -> None:
     torch.testing.assert_close(found, expected, atol=0.012, rtol=0)
 
 
-def test_all_of_them_are_drawn_when_k_is_e() -> None:
+def test_all_experts_are_drawn_if_k_is_e() -> None:
     assert torch.equal(draw(4).sort(1).values, torch.arange(4).expand(DRAWS, 4))
 
 
 def test_values_that_do_not_sum_to_1_are_drawn_in_proportion() -> None:
-    """A sigmoid's, say."""
+    """A sigmoid's values do not sum to 1."""
     found_E = torch.bincount(draw(1, PROBS * 1.8)[:, 0], minlength=4) / DRAWS
     torch.testing.assert_close(found_E, PROBS, atol=0.012, rtol=0)
 
@@ -110,7 +110,7 @@ def test_draws_follow_the_token_and_change_with_seed_step_layer_and_token() -> N
 
 @pytest.mark.parametrize("weights", ["raw", "renormalised"])
 def test_weights_and_gradients_are_of_the_score_functions_values(weights: str) -> None:
-    """Of one token, down to its scores, whatever it was drawn from."""
+    """Check one token's gradient down to its scores, whatever distribution it was drawn from."""
     scores_E, plain_E = (torch.tensor([0.3, -0.4, 1.0, 0.1]).double().requires_grad_() for _ in range(2))
     scored = make_scored(scores_E[None], scores_E.softmax(0)[None], sampling_scores_TE=torch.zeros(1, 4))
     pairs = make_part("selector", "sample", k=2, weights=weights)(scored, StepContext(seed=2))

@@ -25,7 +25,7 @@ def scored_by(probs_TE: Tensor) -> Scored:
 
 
 def algorithm_1(probs: list[float], threshold: float) -> list[int]:
-    """As appendix A.1 has it."""
+    """Compute the algorithm of appendix A.1."""
     ranked = sorted(range(len(probs)), key=lambda expert: -probs[expert])
     chosen: list[int] = []
     total = 0.0
@@ -71,7 +71,7 @@ def test_evaluation_may_have_its_own() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.9, 1.0])
-def test_masked_experts_never(threshold: float) -> None:
+def test_masked_experts_are_never_chosen(threshold: float) -> None:
     candidates_TE = torch.tensor([[True, False, True, False], [False] * 4, [False, False, True, False]])
     probs_TE = torch.tensor([[0.4, 0.0, 0.6, 0.0], [0.0] * 4, [0.0, 0.0, 1.0, 0.0]])
     pairs = route(make_scored(torch.zeros(3, 4), probs_TE, candidates_TE), threshold=threshold)

@@ -83,7 +83,7 @@ def one_kept_softmax(p: Tensor, s: Tensor) -> Tensor:
     [("raw", one_raw), ("renormalised", one_renormalised), ("kept_softmax", one_kept_softmax)],
 )
 def test_gradients_of_the_weights(kind: str, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Of one token that chooses the experts 0 and 2, down to the scores under a sigmoid."""
+    """Check one token that chooses the experts 0 and 2, down to the scores under a sigmoid."""
     selector = make_part("selector", "top_k", k=2, weights=kind, scale=1.5)
     gradients = []
     for plain in (False, True):
@@ -200,7 +200,7 @@ def test_draws_follow_seed_step_and_token_and_rest_in_evaluation(second: str) ->
 
 
 @pytest.mark.parametrize("second", ["random", "sampled"])
-def test_a_second_that_is_no_candidate_or_has_no_value(second: str) -> None:
+def test_a_second_choice_without_candidate_or_probability(second: str) -> None:
     candidates_TE = torch.tensor([[False, False, False, True], [True] * 4, [False] * 4])
     probs_TE = torch.tensor([[0, 0, 0, 1.0], [0, 0, 0, 1.0], [0.0] * 4])
     selector = make_part("selector", "top_k", second=second)
@@ -296,7 +296,7 @@ def test_saturated_values_choose_as_exact_ones_would(
 
 
 def test_equal_scores_are_chosen_in_the_order_of_the_experts() -> None:
-    """As equal p were, by the compiled kernel; PyTorch's promises no order."""
+    """The compiled kernel does this as for equal p; PyTorch's kernel promises no order."""
     if kernels.find_library()[0] is None:
         pytest.skip("no compiled kernels")
     router = make_router(8, score_function="sigmoid", selector={"k": 3})

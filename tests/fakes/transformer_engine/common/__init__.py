@@ -1,4 +1,4 @@
-"""What is common to the frameworks: recipes."""
+"""Recipes, which all frameworks share."""
 
 from . import recipe
 

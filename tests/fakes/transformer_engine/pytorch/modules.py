@@ -12,7 +12,7 @@ from .fp8 import Call, FP8GlobalStateManager, calls
 
 
 class Base(nn.Module):
-    """As the original, every module has an extra state: a tensor of bytes."""
+    """Every module has an extra state, a tensor of bytes, like the original."""
 
     def get_extra_state(self) -> Tensor:
         return torch.zeros(3, dtype=torch.uint8)

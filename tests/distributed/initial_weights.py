@@ -1,4 +1,4 @@
-"""Jobs of runs that start from a checkpoint's weights: what a rank holds of them."""
+"""Jobs for runs that start from a checkpoint's weights; they return the weights of a rank."""
 
 import gc
 from pathlib import Path
@@ -17,25 +17,27 @@ Run = dict[str, Any]
 STEP_1 = Path("small", "checkpoints", "step_00000001")
 
 
-def look(steps: int = 0, save: bool = False, **changes: Any) -> dict[str, Any]:
-    """Job: a run's weights at its start and after some steps, and what its optimiser has of them.
+def weights_of_run(steps: int = 0, save: bool = False, **changes: Any) -> dict[str, Any]:
+    """Job: return a run's weights and its optimiser's, at its start and after some steps.
 
     save: write a checkpoint at the end.
     """
-    (found,) = look_each([{"steps": steps, "save": save, **changes}])
+    (found,) = weights_of_runs([{"steps": steps, "save": save, **changes}])
     return found
 
 
-def look_each(runs: list[Run]) -> list[dict[str, Any]]:
-    """Job: the same of several, one after the other in one world; `steps`, `save` among the changes."""
-    gc.freeze()  # what is imported need not be searched after each run
+def weights_of_runs(runs: list[Run]) -> list[dict[str, Any]]:
+    """Job: the same for several runs, one after the other in one world; `steps` and `save` are among the
+    changes.
+    """
+    gc.freeze()  # so that collections after each run skip the imported objects
     try:
-        return [_look(**run) for run in runs]
+        return [_weights_of_run(**run) for run in runs]
     finally:
         launch.stop()
 
 
-def _look(steps: int = 0, save: bool = False, **changes: Any) -> dict[str, Any]:
+def _weights_of_run(steps: int = 0, save: bool = False, **changes: Any) -> dict[str, Any]:
     trainer = Trainer(small_run(**changes))
     engine = trainer.engine
     found: dict[str, Any] = {
@@ -54,7 +56,7 @@ def _look(steps: int = 0, save: bool = False, **changes: Any) -> dict[str, Any]:
     found["steps"] = [[s[f"train/{word}"] for word in words] for s in steps_taken]
     found["after"] = _weights(engine)
     del trainer, engine
-    gc.collect()  # an engine and its parameters know each other
+    gc.collect()  # an engine and its parameters are in a reference cycle
     return found
 
 
@@ -64,7 +66,7 @@ def _weights(engine: Any) -> Tensors:
 
 
 def _masters(engine: Any) -> Tensors:
-    """The fp32 weight of every parameter that the optimiser has."""
+    """Return the fp32 weight of every parameter in the optimiser."""
     trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
     if engine.stage > 0:
         return {name: safe_get_full_fp32_param(p).clone() for name, p in trained}
@@ -75,7 +77,7 @@ def _masters(engine: Any) -> Tensors:
 
 
 def refusal(**changes: Any) -> str:
-    """Job: what the user is told."""
+    """Job: return the message that the user gets."""
     try:
         Trainer(small_run(**changes)).close()
     except UserError as error:

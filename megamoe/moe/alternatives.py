@@ -1,4 +1,4 @@
-"""What parts declare, and which registered parts and options have a capability: the end of a message."""
+"""What parts declare, and which registered parts have a capability; used to end error messages."""
 
 import dataclasses
 import json
@@ -18,37 +18,37 @@ Fits = Callable[[PartChoice], bool]
 
 
 def capabilities(choice: PartChoice) -> set[str]:
-    """What a part provides with its options; every mask provides `mask`."""
+    """Return what a part provides with its options; every mask also provides `mask`."""
     provided: set[str] = get_part(choice.kind, choice.name).provides(choice.options)
     return provided | {choice.kind} if choice.kind == "mask" else provided
 
 
 def requirements(choice: PartChoice) -> dict[str, str]:
-    """What a part requires with its options: capability -> why."""
+    """Return what a part requires with its options: capability -> reason."""
     found: dict[str, str] = get_part(choice.kind, choice.name).requires(choice.options)
     return found
 
 
 def provides(word: str, choice: PartChoice) -> bool:
-    """Whether a part has this capability."""
+    """Whether the part has this capability."""
     return word in capabilities(choice)
 
 
 def needs(word: str, kind: str, choice: PartChoice) -> bool:
-    """Whether it is a part of this kind that requires this capability of another."""
+    """Whether the part is of this kind and requires this capability of another part."""
     return choice.kind == kind and word in requirements(choice)
 
 
 def phrase(word: str) -> str:
-    """A capability as the end of a sentence that begins with the part."""
+    """Return a verb phrase for a capability; the message puts the part before it."""
     return CAPABILITIES.get(word, f"gives {word}" if word[-1:].isupper() else f"provides {word}")
 
 
 def parts_that(fits: Fits, sizes: tuple[int, int] | None = None) -> list[PartChoice]:
-    """Every registered part that fits, each with the first options with which it does.
+    """Return every registered part that fits, each with the first options with which it fits.
 
-    They are its defaults, then those of its examples in a small layer; with `sizes`, experts and choices of
-    a token, first those of its examples in such a layer.
+    It tries the defaults, then the part's examples in a small layer. With `sizes` (experts, choices of a
+    token) it tries the examples in such a layer first.
     """
     found: list[PartChoice] = []
     part: Any
@@ -75,12 +75,12 @@ def _built(kind: str, name: str, part: Any, several: list[dict[str, Any]]) -> It
 
 
 def named(choices: list[PartChoice]) -> str:
-    """The parts as the YAML would name them: `noisy or {name: hierarchical, noisy: true}`."""
+    """Return the parts as YAML would name them: `noisy or {name: hierarchical, noisy: true}`."""
     return " or ".join(_yaml(choice) for choice in choices)
 
 
 def _yaml(choice: PartChoice) -> str:
-    """Only options that are not the defaults."""
+    """Return the part's name with the options that differ from the defaults."""
     own = [
         f"{field.name}: {_value(value)}"
         for field in dataclasses.fields(choice.options)
@@ -94,7 +94,7 @@ def _value(value: Any) -> str:
 
 
 def another_option(choice: PartChoice, fits: Fits) -> str | None:
-    """`selector.weights: raw`: the first other value of one option with which the part fits."""
+    """Return the first change of one option with which the part fits, such as `selector.weights: raw`."""
     part = get_part(choice.kind, choice.name)
     examples = _variants(choice.kind, choice.name, part, None)
     for field in dataclasses.fields(choice.options):
@@ -110,7 +110,7 @@ def another_option(choice: PartChoice, fits: Fits) -> str | None:
 
 
 def without(choice: PartChoice, word: str) -> str:
-    """How a layer gets rid of a capability that this part of it provides."""
+    """Return how to remove a capability that this part provides."""
 
     def fits(other: PartChoice) -> bool:
         return word not in capabilities(other)

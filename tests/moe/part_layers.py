@@ -1,4 +1,4 @@
-"""Every registered part with neighbours among which it makes sense: those of the first preset that has it."""
+"""A layer for every registered part, with parts that fit it: those of the first preset that contains it."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ PART_IDS = [f"{kind}-{name}" for kind, name in PARTS]
 
 
 def moe_tree(kind: str, name: str, num_experts: int = NUM_EXPERTS) -> dict[str, Any]:
-    """The section `moe` of a layer with this part."""
+    """Return the section `moe` of a layer with this part."""
     own = _options(kind, name)
     for preset in registry.list_presets().values():
         if not _has(preset.tree, kind, name):
@@ -33,7 +33,7 @@ def moe_tree(kind: str, name: str, num_experts: int = NUM_EXPERTS) -> dict[str, 
 
 
 def _sized(preset: dict[str, Any]) -> dict[str, Any]:
-    """A preset with small sizes, and choices that do not depend on how many ranks share the experts."""
+    """Return a preset with small sizes and fixed numbers of groups, independent of the ranks."""
     tree = copy.deepcopy(preset)
     router = tree["router"]
     for kind in registry.STAGES:
@@ -54,13 +54,17 @@ def _has(tree: dict[str, Any], kind: str, name: str) -> bool:
 
 
 def _with_options(kind: str, choice: Any) -> dict[str, Any]:
-    """Of a selector and a score function, what the preset says stays."""
+    """Return the choice with a part's example options; a selector's and a score function's from the preset
+    stay.
+    """
     options = choice if isinstance(choice, dict) else {"name": choice}
     own = {} if kind == "score_function" else _options(kind, options["name"])
     return {**own, **options} if kind == "selector" else {**options, **own}
 
 
 def _options(kind: str, name: str, number: int = -1) -> dict[str, Any]:
-    """Of one of the part's examples: the last shows most of it, the first suits every preset."""
+    """Return the options of one of the part's examples: the last shows most of it, the first fits every
+    preset.
+    """
     options: dict[str, Any] = registry.get_part(kind, name).examples(NUM_EXPERTS, 2)[number].options
     return options

@@ -1,8 +1,8 @@
-"""A cache of what reading a whole file has found, so that the file is read again only if it has changed.
+"""A cache of the results of reading a whole file, so that the file is read again only if it has changed.
 
-The facts (the file's SHA-256, its largest token id) are stored with the file's size, inode and times, and are
-valid while these are the same. One of the times is that of the last status change (ctime), which no program
-can set back.
+The results (the file's SHA-256, its largest token id) are stored with the file's size, inode and times, and
+are valid while these are the same. One of the times is that of the last status change (ctime), which no
+program can set back.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ import numpy as np
 from megamoe.errors import UserError
 
 CHUNK_BYTES = 1 << 22
-# A file may change twice within one tick of its file system's clock, so a file that young is read again.
+# A file may change twice within one tick of its file system's clock, so a recent file is read again.
 SETTLED_S = 2.0
-MOST_BYTES_OF_FACTS = 1 << 16
+MOST_BYTES_OF_RESULTS = 1 << 16
 
-Facts = dict[str, Any]
+Results = dict[str, Any]
 
 
-class FileFacts:
-    """The facts of files, stored as a small JSON file for each in `folder`. None: nothing is stored."""
+class ScanCache:
+    """The results for files, stored as a small JSON file for each in `folder`. None: nothing is stored."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def of(self, path: Path, wanted: Iterable[str], find: Callable[[], Facts]) -> Facts:
-        """Return at least the `wanted` facts of `path`: the stored ones if the file has not changed, else
-        `find()`.
+    def of(self, path: Path, wanted: Iterable[str], find: Callable[[], Results]) -> Results:
+        """Return at least the `wanted` results for `path`: the stored ones if the file has not changed,
+        otherwise those of `find()`.
 
         Raises:
             UserError: if the file cannot be read, or changes while it is read.
@@ -45,39 +45,39 @@ class FileFacts:
         if known is not None and set(wanted) <= known.keys():
             return known
         begun = time.time()
-        facts = find()
+        results = find()
         if _state(path) != state:
             raise UserError(f"data file {str(path)!r} changed while it was read; start again")
         if max(state["changed_ns"], state["modified_ns"]) < (begun - SETTLED_S) * 1e9:
-            self._keep(path, state, facts)
-        return facts
+            self._keep(path, state, results)
+        return results
 
     def has(self, path: Path) -> bool:
-        """Return whether facts are stored for the file's present state."""
+        """Return whether results are stored for the file's current state."""
         return self._read(path, _state(path)) is not None
 
     def _place(self, path: Path) -> Path | None:
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
         return self._folder and self._folder / f"{path.name}.{name}.json"
 
-    def _read(self, path: Path, state: Facts) -> Facts | None:
+    def _read(self, path: Path, state: Results) -> Results | None:
         place = self._place(path)
         if place is None:
             return None
         try:
             with open(place, "rb") as file:
-                content = json.loads(file.read(MOST_BYTES_OF_FACTS))
+                content = json.loads(file.read(MOST_BYTES_OF_RESULTS))
             if content["checksum"] == _checksum(state, content["facts"]):
                 return dict(content["facts"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             pass  # missing or damaged: the file is read again
         return None
 
-    def _keep(self, path: Path, state: Facts, facts: Facts) -> None:
+    def _keep(self, path: Path, state: Results, results: Results) -> None:
         place = self._place(path)
         if place is None:
             return
-        content = {"state": state, "facts": facts, "checksum": _checksum(state, facts)}
+        content = {"state": state, "facts": results, "checksum": _checksum(state, results)}
         partial = place.with_name(f".{place.name}.{os.getpid()}.tmp")
         with suppress(OSError):  # an unwritable cache is reported by the code that needs it
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class FileFacts:
             os.replace(partial, place)
 
 
-def _state(path: Path) -> Facts:
+def _state(path: Path) -> Results:
     try:
         status = path.stat()
     except OSError as error:
@@ -99,8 +99,8 @@ def _state(path: Path) -> Facts:
     }
 
 
-def _checksum(state: Facts, facts: Facts) -> str:
-    return hashlib.sha256(json.dumps([state, facts], sort_keys=True).encode()).hexdigest()
+def _checksum(state: Results, results: Results) -> str:
+    return hashlib.sha256(json.dumps([state, results], sort_keys=True).encode()).hexdigest()
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
@@ -110,7 +110,7 @@ def unreadable(path: Path, error: OSError) -> UserError:
 
 def scan(
     path: Path, *, dtype: str | None = None, hashed: bool = True, stop: threading.Event | None = None
-) -> Facts:
+) -> Results:
     """Read a file once; return its `sha256` if `hashed`, and its smallest and largest number under the key
     `dtype`.
 
@@ -140,10 +140,10 @@ def scan(
                     largest.append(int(numbers_N.max(initial=0)))
     except OSError as error:
         raise unreadable(path, error) from error
-    facts: Facts = {"sha256": digest.hexdigest()} if hashed else {}
+    results: Results = {"sha256": digest.hexdigest()} if hashed else {}
     if dtype is not None:
-        facts[dtype] = [min(smallest, default=0), max(largest, default=0)]
-    return facts
+        results[dtype] = [min(smallest, default=0), max(largest, default=0)]
+    return results
 
 
 def _fill(file: Any, buffer: memoryview) -> int:
