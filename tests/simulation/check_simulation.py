@@ -94,8 +94,8 @@ def check_attention() -> None:
     """Flash attention computes half of what its formula counts, as the mask is causal; backward 2.5 times."""
 
     def program() -> None:
-        heads = [cuda(2, 4, 128, 16).requires_grad_() for _ in range(3)]
-        functional.scaled_dot_product_attention(*heads, is_causal=True).sum().backward()
+        query, key, value = (cuda(2, 4, 128, 16).requires_grad_() for _ in range(3))
+        functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
     counter = counted(program)
     forward = total_of(counter, "aten::_scaled_dot_product_flash_attention")

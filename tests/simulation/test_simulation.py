@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from megamoe.config import load_config
+from megamoe.model.size import model_size
 from megamoe.train.trainer import Trainer
 from tests.simulation.one_rank import ONE_RANK
 
@@ -89,6 +90,16 @@ def test_a_real_rank_holds_the_same_bytes(
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Of memory that tensors share, once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "vocabulary", "billions"),
+    [("moe_1b", 32768, 0.93), ("mixtral_like", 32000, 46.7), ("experts_256", 65536, 29.7)],
+)
+def test_models_have_the_parameters_that_they_name(model: str, vocabulary: int, billions: float) -> None:
+    config = load_config(str(ROOT / f"benchmarks/rooflines/models/{model}.yaml"), [])
+    dense, experts = model_size(config, vocabulary).on_rank(1, 1)
+    assert (dense + experts) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 @pytest.mark.full
