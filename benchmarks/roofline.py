@@ -53,8 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.all:
         return run_all(options.store)
     with mistakes_told(parser):
-        if not options.load >= 1:
-            parser.exit(2, f"error: --load: found {options.load:g}, expected at least 1\n")
         cuda_device.load()
         print(figures_of_one(options))
     return 0

@@ -16,9 +16,11 @@ from megamoe.compat.fake_cuda import (
     fused_operators,
     join_fake_group,
     modules_move_fakes,
+    unknown_sizes_raise,
 )
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
+from megamoe.errors import UserError
 from megamoe.kernels.library import use_compiled
 from megamoe.kernels.rows import use_triton
 from megamoe.model.gpt import GPT, build_gpt
@@ -35,6 +37,11 @@ from megamoe.train.resolved import resolve_run
 from megamoe.train.step import train_step
 from megamoe.zero.engine import Engine
 from megamoe.zero.expert_host import hosted_layer_factory
+
+UNKNOWN_SIZES = (
+    "simulation: the router's number of pairs depends on the tokens, which have no values here; take a "
+    "selector of a fixed number, such as top_k, and capacity: none"
+)
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,12 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
     run = resolve_run(config, ranks)
     use_compiled(False)
     use_triton(config.model.gpu_kernels == "triton")
+    if load != 1 and not 1 < load <= run.plan.layout.expert:
+        most = f"1 to {run.plan.layout.expert}, the ranks of parallel.expert"
+        raise UserError(f"load: found {load:g}, expected {most}: one of them cannot have more than all rows")
     join_fake_group(0, ranks)
     with ExitStack() as stack:
+        stack.enter_context(unknown_sizes_raise(UserError(UNKNOWN_SIZES)))
         # In this thread, whose settings for fakes the threads of the autograd engine do not have.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for each in (fake_torch_cuda(), modules_move_fakes(), fused_operators(), fake_mode()):

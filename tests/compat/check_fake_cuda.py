@@ -25,6 +25,7 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
     schema_of,
     sequence_number,
     storage_key,
+    unknown_sizes_raise,
 )
 from tests.in_subprocess import checks_of, verdicts_of  # noqa: E402
 
@@ -131,6 +132,15 @@ def check_storage_key() -> None:
     with FakeTensorMode():
         tensor = torch.empty(4)
         assert storage_key(tensor) == storage_key(tensor[1:]) != storage_key(tensor.clone())
+
+
+def check_unknown_sizes_raise() -> None:
+    try:
+        with FakeTensorMode(), unknown_sizes_raise(KeyError("told")):
+            torch.ones(3).nonzero()
+    except KeyError:
+        return
+    raise AssertionError("nonzero of a fake tensor has a size now")
 
 
 def check_schema() -> None:

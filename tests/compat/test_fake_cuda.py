@@ -19,6 +19,7 @@ NAMES = [
     "backward_nodes_are_found",
     "storage_key",
     "schema",
+    "unknown_sizes_raise",
 ]
 
 
@@ -68,3 +69,7 @@ def test_storage_key(verdicts: dict[str, str]) -> None:
 
 def test_schema(verdicts: dict[str, str]) -> None:
     assert not verdicts["schema"]
+
+
+def test_unknown_sizes_raise(verdicts: dict[str, str]) -> None:
+    assert not verdicts["unknown_sizes_raise"]

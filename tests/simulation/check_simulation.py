@@ -22,6 +22,7 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
 )
 from megamoe.config import load_config  # noqa: E402
 from megamoe.costs.memory import Share, state_bytes  # noqa: E402
+from megamoe.errors import UserError  # noqa: E402
 from megamoe.kernels.operators import kernel_operator  # noqa: E402
 from megamoe.model.size import model_size  # noqa: E402
 from megamoe.simulation.counter import CostCounter, OperatorTotal  # noqa: E402
@@ -302,6 +303,21 @@ def check_recomputation_is_counted() -> None:
 def check_evenly() -> None:
     assert evenly(7, 3) == [3, 2, 2]
     assert evenly(0, 2) == [0, 0]
+
+
+def check_bad_input_is_told() -> None:
+    """A load that no rank can have, and a router whose sizes depend on values."""
+    for overrides, load, said in (
+        (["parallel.expert=4"], 5.0, "load: found 5, expected 1 to 4"),
+        ([], 2.0, "load: found 2, expected 1 to 1"),
+        (["moe.router.selector=threshold"], 1.0, "number of pairs depends on the tokens"),
+    ):
+        try:
+            simulated(*overrides, load=load)
+        except UserError as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(overrides)
 
 
 def states_of_one_rank() -> dict[str, int]:

@@ -32,6 +32,7 @@ QUICK = [
     "parts_of_both_passes",
     "step_of_expert_parallel_ranks",
     "evenly",
+    "bad_input_is_told",
 ]
 FULL = ["states_of_a_layout", "recomputation_is_counted"]
 
