@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "checkpoint": SHARDING | {"zero", "resilience"},
     "train": SHARDING | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe"},
     "analysis": SHARDING | {"data", "model", "zero", "checkpoint", "train"},
+    "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
 }
 # Each vendor's modules, and the packages that may import them.

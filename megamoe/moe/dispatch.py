@@ -8,6 +8,7 @@ made of them. A rank or an expert with no rows is an ordinary case of both. A ro
 the first, sizes too. Rows travel in the model's dtype; the weighted sum is fp32.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,11 @@ class Plan:
     by_expert_M: Order | None = None
 
 
+def read_counts(counts: Sequence[Tensor]) -> list[list[int]]:
+    """Copy int64 vectors to the host in one copy, for which it waits."""
+    return [part.tolist() for part in torch.cat([*counts]).cpu().split([*map(len, counts)])]
+
+
 class LocalDispatch:
     """All experts are here."""
 
@@ -60,7 +66,11 @@ class LocalDispatch:
 
 
 class AllToAllDispatch:
-    """The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`."""
+    """The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`.
+
+    read_counts: reads the numbers of rows that are sent to each rank of `expert`, received from each, and
+    held by each rank of `expert_tensor`. A simulation, whose tensors have no values, gives its own.
+    """
 
     def __init__(
         self,
@@ -75,6 +85,7 @@ class AllToAllDispatch:
         self.rank = rank_in(expert)
         self.num_slices = size_of(expert_tensor)
         self.slice = rank_in(expert_tensor)
+        self.read_counts: Callable[[Sequence[Tensor]], list[list[int]]] = read_counts
 
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
         """-> rows_MH of all ranks for this rank's experts, grouped by expert, their counts, the plan.
@@ -116,9 +127,7 @@ class AllToAllDispatch:
         # The host needs them, and waits for the device once.
         sums = [sent_RL.sum(1), counts_SL.sum(1), counts_XSL.sum((1, 2))]
         if exchanges or self.expert_tensor is not None:
-            sent, received, gathered = (
-                part.tolist() for part in torch.cat(sums).cpu().split([*map(len, sums)])
-            )
+            sent, received, gathered = self.read_counts(sums)
             plan.sent_R, plan.received_R = (sent, received) if exchanges else (None, None)
             plan.gathered_X = gathered if self.expert_tensor is not None else None
         return counts_XSL

@@ -84,7 +84,9 @@ def _start_megatron(layout: Layout, timeout_minutes: float) -> None:
             return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor, distributed_timeout_minutes=math.ceil(timeout_minutes)
+        tensor_model_parallel_size=layout.tensor,
+        distributed_timeout_minutes=math.ceil(timeout_minutes),
+        create_gloo_process_groups=False,  # for collectives on the CPU, which nothing here needs
     )
 
 

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/roofline.py`: models, figures, the page."""

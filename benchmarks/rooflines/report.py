@@ -1,0 +1,85 @@
+"""The figures of a simulated step, as a dictionary and as a page."""
+
+from collections import Counter
+from typing import Any
+
+from megamoe.simulation.hardware import ASSUMED, GPUS
+from megamoe.simulation.rank import StepCosts
+from megamoe.simulation.roofline import BOUNDS, Roofline, roofline
+
+
+def figures(costs: StepCosts) -> dict[str, Any]:
+    """Counts of the step, and its time on every GPU of the table."""
+    operators, collectives = costs.counts.operators, costs.counts.collectives
+    found: dict[str, Any] = {
+        "kernels": sum(total.launches for total in operators.values()),
+        "bytes": sum(total.bytes for total in operators.values()),
+        "flops": sum(total.flops for total in operators.values()),
+        "peak_bytes": costs.peak.bytes,
+        "collective_bytes": sum(t.bytes for key, t in collectives.items() if len(key.ranks) > 1),
+        "host_waits": (costs.counts.syncs + costs.counts.uploads).total(),
+        "parameters": costs.parameters,
+        "tokens": costs.tokens,
+        "peak_by_category": costs.peak.by_category,
+    }
+    for name, gpu in GPUS.items():
+        times = roofline(costs, gpu)
+        parts = {part: round(time.total * 1e3, 2) for part, time in sorted(times.parts.items())}
+        found[name] = {
+            "ms": round(times.seconds * 1e3, 2),
+            "utilisation": round(times.utilisation, 4),
+            "parts_ms": parts,
+        }
+    return found
+
+
+def page(costs: StepCosts, gpu: str, config: str, ranks: int) -> str:
+    """What was simulated, the assumptions, time by part, memory, collectives and waits."""
+    times = roofline(costs, GPUS[gpu])
+    card = GPUS[gpu]
+    lines = [f"{config} on {ranks} x {card.name}; the fullest rank has {costs.load:g} times the mean load"]
+    lines += [f"{costs.parameters / 1e6:,.1f} M parameters and {costs.tokens:,} tokens on this rank", ""]
+    lines += ["assumed, not measured:"]
+    lines += [
+        f"  peaks: bf16 {card.bf16 / 1e12:g}, fp32 {card.fp32 / 1e12:g} TFLOP/s; "
+        f"memory {card.memory / 1e12:g} TB/s; NVLink {card.nvlink / 1e9:g}, "
+        f"network {card.network / 1e9:g} GB/s one way"
+    ]
+    lines += [f"  {line}" for line in ASSUMED.lines()]
+    lines += ["", *_parts(times), "", *_memory(costs), "", *_collectives(costs), ""]
+    waits = (costs.counts.syncs + costs.counts.uploads).most_common()
+    lines += ["the host waits: " + (", ".join(f"{name} {count}" for name, count in waits) or "never")]
+    return "\n".join(lines)
+
+
+def _parts(times: Roofline) -> list[str]:
+    heads = " ".join(f"{bound:>8}" for bound in BOUNDS)
+    lines = [f"{'part':22} {'ms':>8} {heads}  {'kernels':>7} {'GB':>7} {'TFLOP':>7}  bound by"]
+    for name, part in sorted(times.parts.items(), key=lambda item: -item[1].total):
+        row = " ".join(f"{part.seconds[bound] * 1e3:8.2f}" for bound in BOUNDS)
+        counts = f"{part.launches:7} {part.bytes / 1e9:7.2f} {part.flops / 1e12:7.2f}"
+        lines.append(f"{name:22} {part.total * 1e3:8.2f} {row}  {counts}  {part.bound}")
+    total = f"{times.seconds * 1e3:.1f} ms a step, model FLOP utilisation {times.utilisation:.1%}"
+    return [*lines, total]
+
+
+def _memory(costs: StepCosts) -> list[str]:
+    peak = costs.peak
+    shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in _largest(peak.by_category))
+    kept = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in _largest(peak.activations_by_part))
+    return [f"peak memory {peak.bytes / 1e9:.2f} GB: {shown}", f"activations by part, GB: {kept}"]
+
+
+def _largest(sizes: dict[str, int]) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in Counter(sizes).most_common() if size >= 5e6]
+
+
+def _collectives(costs: StepCosts) -> list[str]:
+    lines = ["collectives of more than one rank:"]
+    for key, total in costs.counts.collectives.items():
+        if len(key.ranks) > 1:
+            name = f"{key.part}, {key.phase}: {key.kind}"
+            lines.append(
+                f"  {name:48} {len(key.ranks):4} ranks {total.calls:5} calls {total.bytes / 1e6:9.1f} MB"
+            )
+    return lines

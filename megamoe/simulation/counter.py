@@ -1,0 +1,150 @@
+"""Counts operators, bytes, FLOPs, collectives, host synchronisations and memory while code runs on fakes."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megamoe.compat.fake_cuda import ranks_of_collective
+from megamoe.simulation.memory import ACTIVATIONS, BATCH, TEMPORARY, MemoryTimeline
+from megamoe.simulation.operators import dtype_of, name_of, operator_cost, tensor_bytes, tensors_in
+from megamoe.simulation.parts import Parts
+
+CATEGORY_OF_PHASE = {"forward": ACTIVATIONS, "step": BATCH}  # of what is allocated then
+
+
+@dataclass
+class OperatorTotal:
+    """Calls of one operator in one part and phase, with one dtype."""
+
+    calls: int = 0
+    launches: int = 0
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class OperatorKey:
+    """shape: of the first tensors, so that calls of one size are together."""
+
+    part: str
+    phase: str
+    name: str
+    dtype: str
+    shape: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class CollectiveKey:
+    """kind: the operator of torch.ops.c10d. ranks: the global ranks of the group."""
+
+    part: str
+    phase: str
+    kind: str
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class CollectiveTotal:
+    """bytes: of the largest of input and output on this rank."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Counts:
+    """Of one step. syncs: reads of device values by the host, by part. uploads: blocking copies to the
+    device."""
+
+    operators: dict[OperatorKey, OperatorTotal] = field(default_factory=lambda: defaultdict(OperatorTotal))
+    collectives: dict[CollectiveKey, CollectiveTotal] = field(
+        default_factory=lambda: defaultdict(CollectiveTotal)
+    )
+    syncs: Counter[str] = field(default_factory=Counter)
+    uploads: Counter[str] = field(default_factory=Counter)
+
+
+class CostCounter(TorchDispatchMode):
+    """Counts what runs on fake CUDA tensors; enter it inside a FakeTensorMode.
+
+    phase: forward, backward or optimizer, set by the caller. A read of a fake scalar gives 1.0, of an integer
+    or bool 0.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.parts = parts
+        self.phase = "step"
+        self.counts = Counts()
+        self.memory = MemoryTimeline()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and count one operator."""
+        kwargs = kwargs or {}
+        name = name_of(function)
+        if name.startswith("prim::"):
+            return function(*args, **kwargs)
+        part = self.parts.current()
+        if name == "aten::_local_scalar_dense":
+            return self._read(args[0], part)
+        if name == "aten::record_stream":
+            return None
+        result = function(*args, **kwargs)
+        if name.startswith("c10d::"):
+            self._count_collective(function, args, part)
+        else:
+            self._count(function, args, kwargs, result, part)
+        for tensor in tensors_in(result):
+            if tensor.is_cuda:
+                self.memory.add(tensor, CATEGORY_OF_PHASE.get(self.phase, TEMPORARY), part)
+        return result
+
+    def _read(self, tensor: Tensor, part: str) -> float | int | bool:
+        if tensor.is_cuda:
+            self.counts.syncs[part] += 1
+        if tensor.dtype == torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() else 0
+
+    def _count(self, function: Any, args: Any, kwargs: Any, result: Any, part: str) -> None:
+        given, made = list(tensors_in((args, kwargs))), list(tensors_in(result))
+        on_device = [tensor.is_cuda for tensor in [*given, *made]]
+        if not any(on_device):
+            return
+        name = name_of(function)
+        if name in ("aten::_to_copy", "aten::copy_") and not all(
+            tensor.is_cuda for tensor in [*given[:2], *made]
+        ):
+            self._count_copy(given, made, kwargs, args, part)
+        cost = operator_cost(function, args, kwargs, result)
+        if not cost.launches:
+            return
+        shape = tuple(tuple(tensor.shape) for tensor in given[:2])
+        key = OperatorKey(part, self.phase, name, str(dtype_of(args)).removeprefix("torch."), shape)
+        total = self.counts.operators[key]
+        total.calls += 1
+        total.launches += cost.launches
+        total.bytes += cost.bytes
+        total.flops += cost.flops
+
+    def _count_copy(self, given: list[Tensor], made: list[Tensor], kwargs: Any, args: Any, part: str) -> None:
+        """A copy between host and device. The host waits for one from the device."""
+        target = made[0] if made else given[0]
+        blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
+        if not target.is_cuda:
+            self.counts.syncs[part] += 1
+        elif blocking:
+            self.counts.uploads[part] += 1
+
+    def _count_collective(self, function: Any, args: Any, part: str) -> None:
+        kind = name_of(function).removeprefix("c10d::").strip("_")
+        if "barrier" in kind:
+            return
+        ranks = tuple(ranks_of_collective(function, args))
+        total = self.counts.collectives[CollectiveKey(part, self.phase, kind, ranks)]
+        total.calls += 1
+        total.bytes += max(sum(map(tensor_bytes, tensors_in(arg))) for arg in args)

@@ -1,0 +1,197 @@
+"""One rank of a training run on fake tensors: the real model, engine and step, counted."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.compat.fake_cuda import (
+    FakeCudaMode,
+    fake_torch_cuda,
+    fused_operators,
+    join_fake_group,
+    modules_move_fakes,
+    unknown_sizes_raise,
+)
+from megamoe.config import RunConfig
+from megamoe.data.batches import Batch
+from megamoe.errors import UserError
+from megamoe.model.gpt import GPT, build_gpt
+from megamoe.moe.part import StepContext
+from megamoe.parallel import launch
+from megamoe.parallel.groups import data_group, start_groups
+from megamoe.simulation.counter import CostCounter, Counts
+from megamoe.simulation.expert_load import CountedDispatch
+from megamoe.simulation.memory import GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY, Peak
+from megamoe.simulation.operators import tensors_in
+from megamoe.simulation.parts import GRADIENTS as PART_OF_GRADIENTS
+from megamoe.simulation.parts import Parts
+from megamoe.train.resolved import resolve_run
+from megamoe.train.step import train_step
+from megamoe.zero.engine import Engine
+from megamoe.zero.expert_host import hosted_layer_factory
+
+UNKNOWN_SIZES = (
+    "simulation: the router's number of pairs depends on the tokens, which have no values here; take a "
+    "selector of a fixed number, such as top_k, and capacity: none"
+)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Of one optimiser step on one rank, after the first. Bytes of states are those between two steps.
+
+    parameters: their number on this rank. tokens: of this rank's micro batches. load: see `simulate_step`.
+    """
+
+    counts: Counts
+    peak: Peak
+    parameters: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+    tokens: int
+    load: float
+
+
+class CountedEngine(Engine):
+    """An engine that tells the counter which phase of the step runs."""
+
+    counter: CostCounter
+
+    def forward(self, last: bool, **inputs: Any) -> Any:
+        """See `Engine`."""
+        self.counter.memory.begin_forward()
+        with self._phase("forward"):
+            return super().forward(last, **inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine`."""
+        self.counter.memory.end_forward()
+        with self._phase("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
+            super().backward(loss)
+        # What a backward pass leaves are gradients, under whatever name DeepSpeed holds them.
+        self.counter.memory.name_rest(GRADIENTS, of=TEMPORARY)
+
+    def step(self, lr: float, rest: bool = False) -> float:
+        """See `Engine`."""
+        with self._phase("optimizer"), self.counter.parts.inside("optimizer"):
+            return super().step(lr, rest)
+
+    def name_states(self) -> None:
+        """Say what weights, masters and moments are; the other states are buffers of gradients."""
+        memory = self.counter.memory
+        memory.name_rest(GRADIENTS, of=TEMPORARY)
+        masters = [tensor for shard in self.optimizer_shards() for tensor in shard.tensors]
+        moments = tensors_in(list(self.inner_optimizer.state.values()))
+        memory.name((tensor.detach() for tensor in [*masters, *moments]), OPTIMIZER)
+        memory.name((tensor.data for tensor in self.model.parameters()), PARAMETERS)
+
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        before, self.counter.phase = self.counter.phase, phase
+        try:
+            yield
+        finally:
+            self.counter.phase = before
+
+
+def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batches: int = 1) -> StepCosts:
+    """Count the second step of rank 0 of so many ranks, on a fake CUDA device.
+
+    load: rows that the experts of this rank get, over the mean of all ranks. `cuda_device.load` comes first.
+    The process may not be in a process group.
+
+    Raises:
+        UserError: for a configuration that training would refuse.
+    """
+    world = launch.World(0, ranks, 0, torch.device("cuda", 0), "fake")
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    config.model.cpu_kernels = "plain"
+    run = resolve_run(config, ranks)
+    if load != 1 and not 1 < load <= run.plan.layout.expert:
+        most = f"1 to {run.plan.layout.expert}, the ranks of parallel.expert"
+        raise UserError(f"load: found {load:g}, expected {most}: one of them cannot have more than all rows")
+    join_fake_group(0, ranks)
+    with ExitStack() as stack:
+        stack.enter_context(unknown_sizes_raise(UserError(UNKNOWN_SIZES)))
+        # In this thread, whose settings for fakes the threads of the autograd engine do not have.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        for each in (fake_torch_cuda(), modules_move_fakes(), fused_operators(), fake_mode()):
+            stack.enter_context(each)
+        stack.callback(launch.stop)
+        launch.start(world, config.parallel.timeout_minutes)
+        groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
+        context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
+        factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
+        with torch.device("cuda"):
+            model = build_gpt(config, run.vocabulary.size, factory)
+        parts = Parts(model)
+        for _, layer in model.moe_layers():
+            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[arg-type]
+        counter = CostCounter(parts)
+        stack.enter_context(parts.followed())
+        stack.enter_context(counter)
+        return _count(config, run, world, model, context, counter, micro_batches, load)
+
+
+@cache
+def fake_mode() -> FakeCudaMode:
+    """One for all simulations of a process: caches of the program may keep fakes from one to the next."""
+    return FakeCudaMode()
+
+
+def _count(
+    config: RunConfig,
+    run: Any,
+    world: launch.World,
+    model: GPT,
+    context: StepContext,
+    counter: CostCounter,
+    micro_batches: int,
+    load: float,
+) -> StepCosts:
+    memory = counter.memory
+    for tensor in [*model.parameters(), *model.buffers()]:
+        memory.add(tensor.data, PARAMETERS, "model")
+    counter.phase = "start"
+    engine = CountedEngine(config, model, world, run.plan, run.filled)
+    engine.counter = counter
+    engine.train(True)
+    counter.phase = "step"
+    batch = _batch(config)
+    for number in (1, 2):
+        context.step = number
+        if number == 2:
+            counter.counts = Counts()
+            memory.start()
+        train_step(
+            engine, context, [batch] * micro_batches, config.optimizer.lr, config.train.label_smoothing
+        )
+        engine.name_states()
+    parameters = list(model.parameters())
+    return StepCosts(
+        counter.counts,
+        memory.peak(),
+        sum(parameter.numel() for parameter in parameters),
+        memory.live_bytes(PARAMETERS),
+        memory.live_bytes(OPTIMIZER),
+        memory.live_bytes(GRADIENTS),
+        micro_batches * batch.tokens_BS.numel(),
+        load,
+    )
+
+
+def _batch(config: RunConfig) -> Batch:
+    shape = config.train.micro_batch_size, config.data.sequence_length
+    tokens_BS = torch.zeros(shape, dtype=torch.int64)
+    mask = None
+    if config.data.document_aware:
+        mask = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
+    sample_B = torch.zeros(shape[0], dtype=torch.int64)
+    return Batch(tokens_BS, tokens_BS, tokens_BS, torch.ones(shape), mask, sample_B)

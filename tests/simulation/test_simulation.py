@@ -1,0 +1,111 @@
+"""The simulation on fake tensors: its own counting, and that a simulated rank holds what a real one does."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from megamoe.config import load_config
+from megamoe.model.size import model_size
+from megamoe.train.trainer import Trainer
+from tests.simulation.one_rank import ONE_RANK
+
+ROOT = Path(__file__).parents[2]
+QUICK = [
+    "product",
+    "grouped_product",
+    "attention",
+    "views_are_free",
+    "what_is_expanded_is_read_once",
+    "in_place",
+    "gather_reads_chosen_rows",
+    "fused_norm",
+    "declared_kernel",
+    "host_waits",
+    "collectives",
+    "peak_memory",
+    "parts_of_both_passes",
+    "step_of_expert_parallel_ranks",
+    "evenly",
+    "bad_input_is_told",
+]
+FULL = ["states_of_a_layout", "recomputation_is_counted"]
+
+
+def run_checks(names: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:
+    """Run checks in a process -> bytes of the simulated states of ONE_RANK, and what each check found."""
+    if not shutil.which("g++"):
+        pytest.skip("no g++ to build the fake CUDA device")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation.check_simulation", *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    states, found = done.stdout.splitlines()[-2:]
+    return json.loads(states), json.loads(found)
+
+
+@pytest.fixture(scope="module")
+def quick() -> tuple[dict[str, int], dict[str, str]]:
+    """One process for all quick checks."""
+    return run_checks(QUICK)
+
+
+@pytest.mark.parametrize("check", QUICK)
+def test_counts(quick: tuple[dict[str, int], dict[str, str]], check: str) -> None:
+    assert not quick[1][check]
+
+
+@pytest.mark.full
+def test_counts_of_layouts() -> None:
+    assert run_checks(FULL)[1] == dict.fromkeys(FULL, "")
+
+
+def test_a_real_rank_holds_the_same_bytes(
+    quick: tuple[dict[str, int], dict[str, str]], tmp_path: Path
+) -> None:
+    """Weights, masters and moments after a step of the trainer on the CPU."""
+    trainer = Trainer(load_config(None, [*ONE_RANK, f"output={tmp_path}"]))
+    try:
+        trainer.step()
+        engine = trainer.engine
+        masters = [tensor for shard in engine.optimizer_shards() for tensor in shard.tensors]
+        moments = [
+            value
+            for state in engine.inner_optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        found = {
+            "parameters": storage_bytes(list(engine.model.parameters())),
+            "optimizer": storage_bytes([*masters, *moments]),
+        }
+    finally:
+        trainer.close()
+    assert quick[0] == found
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of memory that tensors share, once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "vocabulary", "billions"),
+    [("moe_1b", 32768, 0.93), ("mixtral_like", 32000, 46.7), ("experts_256", 65536, 29.7)],
+)
+def test_models_have_the_parameters_that_they_name(model: str, vocabulary: int, billions: float) -> None:
+    config = load_config(str(ROOT / f"benchmarks/rooflines/models/{model}.yaml"), [])
+    dense, experts = model_size(config, vocabulary).on_rank(1, 1)
+    assert (dense + experts) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.full
+def test_stored_figures_hold() -> None:
+    """Kernels, bytes, FLOPs, peak memory, collectives and waits of the models of benchmarks/roofline.py."""
+    command = [sys.executable, "-W", "ignore", "benchmarks/roofline.py", "--all"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
