@@ -3,6 +3,9 @@
 At the sequence lengths of small models PyTorch's CPU kernel spends more time around its matrix products than
 in them. It also needs queries and keys rotated and laid out by heads before. The library reads the heads
 where the projection wrote them, rotates them while it reads, and multiplies with PyTorch's own BLAS.
+
+A sequence may be packed with documents that do not see each other. No matrix of S x S exists for them: the
+library visits the keys of a query's own document only, and the other ways take the documents' lengths.
 """
 
 from typing import Any
@@ -13,7 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megamoe.kernels.block import angles, rotary
+from megamoe.kernels.documents import Documents, rotary_in_documents
 from megamoe.kernels.library import Library, library_on
+from megamoe.kernels.varlen import fits_varlen, varlen_attention
 
 
 def causal_attention(
@@ -22,24 +27,30 @@ def causal_attention(
     value_SBGD: Tensor,
     rotary_base: float | None = None,
     scale: float | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Causal attention: return each position's weighted mean of the values up to it, [S, B, N * D].
 
     N / G query heads share a key head. rotary_base: rotate queries and keys by their positions, see `rotary`;
-    None: do not. scale: the factor of the scores, by default 1 / sqrt(D).
+    None: do not. scale: the factor of the scores, by default 1 / sqrt(D). documents: a position sees those of
+    its own document only, and rotary positions begin at 0 in each; None: each sequence is one document.
 
     Raises:
-        ValueError: if heads of odd size are to be rotated.
+        ValueError: if heads of odd size are to be rotated, or the documents are of other sequences.
     """
+    if documents is not None and documents.start_BS.shape != query_SBND.shape[1::-1]:
+        found, expected = tuple(documents.start_BS.shape), tuple(query_SBND.shape[1::-1])
+        raise ValueError(f"documents: found those of [B, S] = {found}, the queries have {expected}")
     library = _library_for(query_SBND, key_SBGD, value_SBGD)
     if library is None:
-        return plain_causal_attention(query_SBND, key_SBGD, value_SBGD, rotary_base, scale)
+        return plain_causal_attention(query_SBND, key_SBGD, value_SBGD, rotary_base, scale, documents)
     size = query_SBND.shape[-1]
     scale = size**-0.5 if scale is None else scale
     turns: tuple[Tensor | None, Tensor | None] = (None, None)
     if rotary_base is not None:
         turns = angles(len(query_SBND), size, float(rotary_base), query_SBND.device)
-    output_SBH: Tensor = _Attention.apply(query_SBND, key_SBGD, value_SBGD, *turns, scale, library)
+    start_BS = None if documents is None else documents.start_BS
+    output_SBH: Tensor = _Attention.apply(query_SBND, key_SBGD, value_SBGD, *turns, scale, start_BS, library)
     return output_SBH
 
 
@@ -49,20 +60,47 @@ def plain_causal_attention(
     value_SBGD: Tensor,
     rotary_base: float | None = None,
     scale: float | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
-    """Compute `causal_attention` by PyTorch's operator."""
+    """Compute `causal_attention` by PyTorch's operators."""
     if rotary_base is not None:
-        query_SBND, key_SBGD = rotary(query_SBND, rotary_base), rotary(key_SBGD, rotary_base)
-    return attend(query_SBND, key_SBGD, value_SBGD, is_causal=True, scale=scale)
+        query_SBND = rotated(query_SBND, rotary_base, documents)
+        key_SBGD = rotated(key_SBGD, rotary_base, documents)
+    if documents is not None and fits_varlen(query_SBND):
+        return varlen_attention(query_SBND, key_SBGD, value_SBGD, documents, scale)
+    return attend(query_SBND, key_SBGD, value_SBGD, documents, is_causal=True, scale=scale)
 
 
-def attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:
-    """Apply scaled_dot_product_attention to heads in Megatron's order; return [S, B, N * D]."""
-    query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query_SBND, key_SBGD, value_SBGD))
-    grouped = query.shape[1] != key.shape[1]
-    context_BNSD = functional.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
-    context_SBND = context_BNSD.permute(2, 0, 1, 3)
-    return context_SBND.flatten(2)
+def rotated(heads_SBND: Tensor, base: float, documents: Documents | None) -> Tensor:
+    """Rotate queries or keys by their positions in the sequence or, where given, in the documents."""
+    if documents is None:
+        return rotary(heads_SBND, base)
+    return rotary_in_documents(heads_SBND, base, documents)
+
+
+def attend(
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    documents: Documents | None = None,
+    **options: Any,
+) -> Tensor:
+    """Apply scaled_dot_product_attention to heads in Megatron's order; return [S, B, N * D].
+
+    documents: it is applied to each of them by itself.
+    """
+    sides = (query_SBND, key_SBGD, value_SBGD)
+    if documents is None:
+        query, key, value = (heads.permute(1, 2, 0, 3) for heads in sides)
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+        context_BNSD = functional.scaled_dot_product_attention(query, key, value, **options)
+        return context_BNSD.permute(2, 0, 1, 3).flatten(2)
+    columns = []
+    # Slices would each have a gradient as large as the whole; what `split` cuts is put together once.
+    for lengths, *sequence in zip(documents.lengths(), *(side.split(1, 1) for side in sides), strict=True):
+        pieces = zip(*(side_S1ND.split(lengths) for side_S1ND in sequence), strict=True)
+        columns.append(torch.cat([attend(*piece, **options) for piece in pieces]))
+    return torch.cat(columns, dim=1)
 
 
 def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -105,12 +143,13 @@ class _Attention(torch.autograd.Function):
         cosine: Tensor | None,
         sine: Tensor | None,
         scale: float,
+        start_BS: Tensor | None,
         library: Library,
     ) -> Tensor:
         length, batch, heads, size = query.shape
         output = query.new_empty(length, batch, heads * size)
         log_sum_BNS = query.new_empty(batch, heads, length)
-        ctx.settings = (length, batch, heads, key.shape[2], size, cosine, sine, scale)
+        ctx.settings = (length, batch, heads, key.shape[2], size, cosine, sine, scale, start_BS)
         sides = (*_heads(query), *_heads(key), *_heads(value))
         library.call("attention", query.dtype, library.sgemm, *sides, *ctx.settings, output, log_sum_BNS)
         ctx.save_for_backward(query, key, value, output, log_sum_BNS)
@@ -126,7 +165,7 @@ class _Attention(torch.autograd.Function):
         gradients = (*_heads(to_query), *_heads(to_key), *_heads(to_value))
         passed = (*sides, *ctx.settings, output, log_sum_BNS, gradient.contiguous(), *gradients)
         ctx.library.call("attention_backward", query.dtype, ctx.library.sgemm, *passed)
-        return to_query, to_key, to_value, None, None, None, None
+        return to_query, to_key, to_value, None, None, None, None, None
 
 
 def _gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,5 @@
-"""Attention through PyTorch's scaled_dot_product_attention: no s x s matrix in memory."""
+"""Causal attention in Megatron-Core's blocks: no s x s matrix in memory, with documents or without."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import head_norm
-from megamoe.kernels.attention import attend, causal_attention, split_heads
-from megamoe.kernels.block import rotary
+from megamoe.kernels.attention import attend, causal_attention, rotated, split_heads
+from megamoe.kernels.documents import Documents
 
 
 @dataclass
@@ -26,7 +25,7 @@ class BlockConfig(TransformerConfig):
 
 
 class SDPAttention(nn.Module):
-    """Megatron-Core's core attention, causal or under an explicit mask.
+    """Megatron-Core's core attention, causal, over whole sequences or over the documents in them.
 
     Takes the place of `DotProductAttention` in a layer spec; grouped-query attention by broadcasting
     the key and value heads. Rotary positions are applied here, in one pass (`BlockConfig`).
@@ -45,24 +44,23 @@ class SDPAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        documents: Documents | None,
         *unused: Any,
         **also_unused: Any,
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
 
-        attention_mask: bool, True where attention is masked out (Megatron's convention), or None: causal.
+        documents: stands where Megatron-Core's blocks hand on their attention mask; None: each sequence is
+        one document.
         """
         dropout = self.dropout if self.training else 0.0
-        if attention_mask is None and not dropout:
-            return causal_attention(query, key, value, self.rotary_base, self.scale)
+        if not dropout:
+            return causal_attention(query, key, value, self.rotary_base, self.scale, documents)
         if self.rotary_base is not None:
-            query, key = rotary(query, self.rotary_base), rotary(key, self.rotary_base)
+            query, key = (rotated(side, self.rotary_base, documents) for side in (query, key))
         # Each tensor-parallel rank has other heads, whose dropout is their own.
-        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
-            visible = None if attention_mask is None else ~attention_mask
-            options = {"is_causal": visible is None, "dropout_p": dropout, "scale": self.scale}
-            return attend(query, key, value, attn_mask=visible, **options)
+        with get_cuda_rng_tracker().fork():
+            return attend(query, key, value, documents, is_causal=True, dropout_p=dropout, scale=self.scale)
 
 
 class SplittingSelfAttention(SelfAttention):

@@ -12,7 +12,8 @@ from megamoe import registry
 from megamoe.checkpoint.placements import shardings
 from megamoe.config.schema import Activation
 from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size
-from megamoe.data.mock import document_masks
+from megamoe.data.documents import document_items
+from megamoe.kernels.documents import Documents
 from megamoe.model.size import mean_choices, model_size
 from megamoe.moe.part import Dims, Part
 from tests.moe.plain import plain_activation
@@ -235,15 +236,17 @@ def test_a_document_does_not_see_another(one_rank: None, position: str) -> None:
     tokens, labels = text()
     tokens = torch.where(tokens == 0, 1, tokens)
     tokens[0, 2] = 0  # ends the first document, three tokens long
-    masks = document_masks(tokens[0], eod=0)
-    together = model(tokens, masks["position_ids"][None], labels, masks["attention_mask"][None])[0]
+    items = document_items(tokens[0], eod=0)
+    documents = Documents.of(items["document_start"][None])
+    assert documents.lengths() == [[3, S - 3]]
+    together = model(tokens, items["position_ids"][None], labels, documents)[0]
     other = tokens.clone()
     other[0, :2] = (other[0, :2] + 3) % VOCABULARY
-    assert torch.equal(document_masks(other[0], eod=0)["attention_mask"], masks["attention_mask"])
-    beside_another = model(other, masks["position_ids"][None], labels, masks["attention_mask"][None])[0]
+    assert torch.equal(document_items(other[0], eod=0)["document_start"], items["document_start"])
+    beside_another = model(other, items["position_ids"][None], labels, documents)[0]
     alone = model(tokens[:, 3:], POSITIONS[:, : S - 3], labels[:, 3:])[0]
     torch.testing.assert_close(together[3:], beside_another[3:], rtol=0, atol=1e-5)
-    torch.testing.assert_close(together[3:], alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(together[3:], alone, rtol=0, atol=1e-6)
     causal = model(tokens, POSITIONS, labels)[0]
     assert not torch.allclose(causal[3:], alone, atol=1e-3)
 
