@@ -68,7 +68,7 @@ def plain_causal_attention(
         key_SBGD = rotated(key_SBGD, rotary_base, documents)
     if documents is not None and fits_varlen(query_SBND):
         return varlen_attention(query_SBND, key_SBGD, value_SBGD, documents, scale)
-    return attend(query_SBND, key_SBGD, value_SBGD, documents, is_causal=True, scale=scale)
+    return attend(query_SBND, key_SBGD, value_SBGD, documents, scale=scale)
 
 
 def rotated(heads_SBND: Tensor, base: float, documents: Documents | None) -> Tensor:
@@ -85,22 +85,33 @@ def attend(
     documents: Documents | None = None,
     **options: Any,
 ) -> Tensor:
-    """Apply scaled_dot_product_attention to heads in Megatron's order; return [S, B, N * D].
+    """Apply scaled_dot_product_attention, causal, to heads in Megatron's order; return [S, B, N * D].
 
-    documents: it is applied to each of them by itself.
+    documents: it is applied to each long one by itself and to short neighbours together, under a small mask.
+    options: `dropout_p` and `scale`.
     """
     sides = (query_SBND, key_SBGD, value_SBGD)
     if documents is None:
-        query, key, value = (heads.permute(1, 2, 0, 3) for heads in sides)
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-        context_BNSD = functional.scaled_dot_product_attention(query, key, value, **options)
-        return context_BNSD.permute(2, 0, 1, 3).flatten(2)
+        return _attend(*sides, is_causal=True, **options)
     columns = []
     # Slices would each have a gradient as large as the whole; what `split` cuts is put together once.
-    for lengths, *sequence in zip(documents.lengths(), *(side.split(1, 1) for side in sides), strict=True):
-        pieces = zip(*(side_S1ND.split(lengths) for side_S1ND in sequence), strict=True)
-        columns.append(torch.cat([attend(*piece, **options) for piece in pieces]))
+    sequences = zip(documents.runs(), *(side.split(1, 1) for side in sides), strict=True)
+    for number, (runs, *sequence) in enumerate(sequences):
+        outputs, first = [], 0
+        pieces = zip(*(side_S1ND.split([run.length for run in runs]) for side_S1ND in sequence), strict=True)
+        for run, piece in zip(runs, pieces, strict=True):
+            visible = None if run.is_one else documents.visible(number, first, run.length)
+            outputs.append(_attend(*piece, is_causal=run.is_one, attn_mask=visible, **options))
+            first += run.length
+        columns.append(torch.cat(outputs))
     return torch.cat(columns, dim=1)
+
+
+def _attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:
+    query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query_SBND, key_SBGD, value_SBGD))
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
+    context_BNSD = functional.scaled_dot_product_attention(query, key, value, **options)
+    return context_BNSD.permute(2, 0, 1, 3).flatten(2)
 
 
 def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:

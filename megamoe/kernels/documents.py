@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.kernels.block import angles, plain_rotary
+from megamoe.kernels.block import angles, turned
+
+RUN = 256  # tokens: shorter documents are taken together, by a mask of at most this size
 
 
 class Documents(NamedTuple):
@@ -51,13 +53,30 @@ class Documents(NamedTuple):
         """The number of tokens of the longest document; 0 without tokens."""
         return max((last - first for first, last in pairwise(self.bounds)), default=0)
 
-    def lengths(self) -> list[list[int]]:
-        """Return the lengths of each sequence's documents, in order."""
+    def runs(self, tokens: int = RUN) -> list[list["Run"]]:
+        """Return each sequence cut into runs: one document, or several of at most `tokens` together."""
         size = self.start_BS.shape[1]
-        found: list[list[int]] = [[] for _ in self.start_BS]
+        found: list[list[Run]] = [[] for _ in self.start_BS]
         for first, last in pairwise(self.bounds):
-            found[first // size].append(last - first)
+            runs = found[first // size]
+            if runs and runs[-1].length + last - first <= tokens:
+                runs[-1] = Run(runs[-1].length + last - first, is_one=False)
+            else:
+                runs.append(Run(last - first, is_one=True))
         return found
+
+    def visible(self, sequence: int, first: int, length: int) -> Tensor:
+        """Return what the positions of a run see in it: bool [length, length], on the documents' device."""
+        start_S = self.start_BS[sequence, first : first + length]
+        place_S = torch.arange(first, first + length, device=start_S.device)
+        return (place_S >= start_S[:, None]) & (place_S <= place_S[:, None])
+
+
+class Run(NamedTuple):
+    """Neighbouring documents of a sequence. length: in tokens. is_one: whether it is one document."""
+
+    length: int
+    is_one: bool
 
 
 def rotary_in_documents(heads_SBND: Tensor, base: float, documents: Documents) -> Tensor:
@@ -66,5 +85,5 @@ def rotary_in_documents(heads_SBND: Tensor, base: float, documents: Documents) -
     tables_SD = angles(length, size, float(base), heads_SBND.device)
     place_SB = torch.arange(length, device=heads_SBND.device)[:, None] - documents.start_BS.T
     cosine_TD, sine_TD = (table_SD[place_SB.flatten()] for table_SD in tables_SD)
-    turned = plain_rotary(heads_SBND.reshape(length * batch, 1, heads, size), cosine_TD, sine_TD)
-    return turned.view(length, batch, heads, size)
+    one_sequence = heads_SBND.reshape(length * batch, 1, heads, size)
+    return turned(one_sequence, cosine_TD, sine_TD).reshape(length, batch, heads, size)

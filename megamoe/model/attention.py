@@ -60,7 +60,7 @@ class SDPAttention(nn.Module):
             query, key = (rotated(side, self.rotary_base, documents) for side in (query, key))
         # Each tensor-parallel rank has other heads, whose dropout is their own.
         with get_cuda_rng_tracker().fork():
-            return attend(query, key, value, documents, is_causal=True, dropout_p=dropout, scale=self.scale)
+            return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
 
 
 class SplittingSelfAttention(SelfAttention):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from megamoe.kernels import attention, varlen
 from megamoe.kernels.attention import attend, causal_attention, plain_causal_attention
 from megamoe.kernels.block import rotary
-from megamoe.kernels.documents import Documents, rotary_in_documents
+from megamoe.kernels.documents import Documents, Run, rotary_in_documents
 from megamoe.kernels.library import Library, use_compiled
 from tests.kernels.drawn import draw
 from tests.kernels.test_attention import Sides, each, make
@@ -25,6 +25,7 @@ LENGTHS = {
     "long and short": ([100, 1, 1, 1, 27], [1, 129]),
     "ends in a block": ([70, 60, 70], [190, 5, 5]),
     "one token": ([1], [1]),
+    "longer than a run": ([300, 200, 56, 1, 3], [20, 260, 260, 20]),
 }
 BASE = 100.0
 
@@ -45,7 +46,8 @@ def visible_to(documents: Documents) -> Tensor:
 def separately(sides: Sides, documents: Documents, base: float | None) -> Tensor:
     """Each document as a batch of its own, without the code that knows of documents."""
     columns = []
-    for b, lengths in enumerate(documents.lengths()):
+    for b in range(len(documents.start_BS)):
+        lengths = documents.start_BS[b].unique(return_counts=True)[1].tolist()
         pieces = zip(*(side[:, b : b + 1].split(lengths) for side in sides), strict=True)
         columns.append(torch.cat([causal_attention(*each(torch.clone, piece), base) for piece in pieces]))
     return torch.cat(columns, dim=1)
@@ -81,7 +83,10 @@ def test_an_explicit_mask(lengths: tuple[list[int], list[int]], compiled: bool) 
     documents = documents_of(*lengths)
     sides = make((documents.start_BS.shape[1], 2, 2, 2, 8))
     query, key, value = doubles = each(lambda side: side.detach().double().requires_grad_(), sides)
-    expected = attend(rotary(query, BASE), rotary(key, BASE), value, attn_mask=visible_to(documents))
+    rotated = (rotary(query, BASE), rotary(key, BASE), value)
+    options = {"attn_mask": visible_to(documents)}
+    expected = functional.scaled_dot_product_attention(*(s.permute(1, 2, 0, 3) for s in rotated), **options)
+    expected = expected.permute(2, 0, 1, 3).flatten(2)
     assert_equal_runs(causal_attention(*sides, BASE, None, documents), expected, sides, doubles, 2e-5)
 
 
@@ -125,7 +130,7 @@ def test_dropout_stays_in_the_document() -> None:
     value = torch.zeros(7, 2, 2, 4)
     value[:3, 0] = 1.0
     torch.manual_seed(0)
-    found = attend(query, key, value, documents, is_causal=True, dropout_p=0.5)
+    found = attend(query, key, value, documents, dropout_p=0.5)
     assert found[:3, 0].any() and not found[3:].any() and not found[:, 1].any()
 
 
@@ -134,7 +139,10 @@ def test_the_forms_of_documents() -> None:
     assert documents.bounds == (0, 2, 5, 10, 11, 15) and documents.longest == 5
     assert documents.bounds_D.tolist() == list(documents.bounds) and documents.bounds_D.dtype == torch.int32
     assert documents.start_BS.dtype == torch.int32 and documents.start_BS.is_contiguous()
-    assert documents.lengths() == [[2, 3], [5], [1, 4]]
+    assert documents.runs(3) == [[Run(2, True), Run(3, True)], [Run(5, True)], [Run(1, True), Run(4, True)]]
+    assert documents.runs(5) == [[Run(5, False)], [Run(5, True)], [Run(5, False)]]
+    assert documents.visible(2, 1, 3).tolist() == [[True, False, False], [True, True, False], [True] * 3]
+    assert documents.visible(2, 0, 2).tolist() == [[True, False], [False, True]]
     on_meta = Documents.of(documents.start_BS, "meta")
     assert on_meta.start_BS.is_meta and on_meta.bounds_D.is_meta and on_meta.bounds == documents.bounds
 

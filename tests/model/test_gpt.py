@@ -238,7 +238,7 @@ def test_a_document_does_not_see_another(one_rank: None, position: str) -> None:
     tokens[0, 2] = 0  # ends the first document, three tokens long
     items = document_items(tokens[0], eod=0)
     documents = Documents.of(items["document_start"][None])
-    assert documents.lengths() == [[3, S - 3]]
+    assert documents.bounds == (0, 3, S)
     together = model(tokens, items["position_ids"][None], labels, documents)[0]
     other = tokens.clone()
     other[0, :2] = (other[0, :2] + 3) % VOCABULARY
