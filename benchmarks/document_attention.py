@@ -32,7 +32,8 @@ import torch
 from common.command import parser_of, positive
 from common.machine import cpu_model, settle_process
 from common.rounds import Ratio, in_turn
-from megamoe.kernels.attention import causal_attention, plain_causal_attention
+from megamoe.kernels.attention import causal_attention
+from megamoe.kernels.choice import Kernels
 from megamoe.kernels.documents import Documents
 
 BAR = 1.1
@@ -101,11 +102,11 @@ def one_pass(arguments: Any, length: int) -> Callable[[Documents | None], None]:
     shape = (length, arguments.sequences, arguments.heads, 3 * arguments.columns)
     mixed = torch.randn(shape, generator=generator).to(DTYPES[arguments.dtype]).requires_grad_()
     sent = torch.randn(*shape[:2], arguments.heads * arguments.columns, generator=generator).to(mixed.dtype)
-    compute = plain_causal_attention if arguments.plain else causal_attention
+    kernels = Kernels(compiled=not arguments.plain)
 
     def run(documents: Documents | None) -> None:
         query, key, value = mixed.chunk(3, dim=-1)
-        output = compute(query, key, value, ROTARY_BASE, None, documents)
+        output = causal_attention(query, key, value, ROTARY_BASE, None, documents, kernels=kernels)
         output.backward(sent)
         mixed.grad = None
 

@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megamoe.kernels.block import angles, rotary
+from megamoe.kernels.choice import Kernels
 from megamoe.kernels.documents import Documents, rotary_in_documents
-from megamoe.kernels.library import Library, library_on
+from megamoe.kernels.library import Library
 from megamoe.kernels.varlen import fits_varlen, varlen_attention
 
 
@@ -28,6 +29,8 @@ def causal_attention(
     rotary_base: float | None = None,
     scale: float | None = None,
     documents: Documents | None = None,
+    *,
+    kernels: Kernels,
 ) -> Tensor:
     """Causal attention: return each position's weighted mean of the values up to it, [S, B, N * D].
 
@@ -41,9 +44,10 @@ def causal_attention(
     if documents is not None and documents.start_BS.shape != query_SBND.shape[1::-1]:
         found, expected = tuple(documents.start_BS.shape), tuple(query_SBND.shape[1::-1])
         raise ValueError(f"documents: found those of [B, S] = {found}, the queries have {expected}")
-    library = _library_for(query_SBND, key_SBGD, value_SBGD)
+    sides = (query_SBND, key_SBGD, value_SBGD)
+    library = _library_for(*sides, kernels)
     if library is None:
-        return plain_causal_attention(query_SBND, key_SBGD, value_SBGD, rotary_base, scale, documents)
+        return plain_causal_attention(*sides, rotary_base, scale, documents, kernels=kernels)
     size = query_SBND.shape[-1]
     scale = size**-0.5 if scale is None else scale
     turns: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -61,21 +65,23 @@ def plain_causal_attention(
     rotary_base: float | None = None,
     scale: float | None = None,
     documents: Documents | None = None,
+    *,
+    kernels: Kernels,
 ) -> Tensor:
     """Compute `causal_attention` by PyTorch's operators."""
     if rotary_base is not None:
-        query_SBND = rotated(query_SBND, rotary_base, documents)
-        key_SBGD = rotated(key_SBGD, rotary_base, documents)
+        query_SBND = rotated(query_SBND, rotary_base, documents, kernels)
+        key_SBGD = rotated(key_SBGD, rotary_base, documents, kernels)
     if documents is not None and fits_varlen(query_SBND):
         return varlen_attention(query_SBND, key_SBGD, value_SBGD, documents, scale)
     return attend(query_SBND, key_SBGD, value_SBGD, documents, scale=scale)
 
 
-def rotated(heads_SBND: Tensor, base: float, documents: Documents | None) -> Tensor:
+def rotated(heads_SBND: Tensor, base: float, documents: Documents | None, kernels: Kernels) -> Tensor:
     """Rotate queries or keys by their positions in the sequence or, where given, in the documents."""
     if documents is None:
-        return rotary(heads_SBND, base)
-    return rotary_in_documents(heads_SBND, base, documents)
+        return rotary(heads_SBND, base, kernels)
+    return rotary_in_documents(heads_SBND, base, documents, kernels)
 
 
 def attend(
@@ -196,9 +202,9 @@ def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:
     return heads, position, sequence, head
 
 
-def _library_for(query: Tensor, key: Tensor, value: Tensor) -> Library | None:
+def _library_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Library | None:
     """Return the library if it supports these tensors and there is a key head for each thread, else None."""
-    library = library_on(query.device)
+    library = kernels.library_on(query.device)
     sides = (query, key, value)
     fits = all(side.dtype == torch.float32 and side.dim() == 4 and side.stride(-1) == 1 for side in sides)
     if library is None or library.sgemm is None or not fits:

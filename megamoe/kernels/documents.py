@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.block import angles, turned
+from megamoe.kernels.choice import Kernels
 
 RUN = 256  # tokens: shorter documents are taken together, by a mask of at most this size
 
@@ -79,11 +80,11 @@ class Run(NamedTuple):
     is_one: bool
 
 
-def rotary_in_documents(heads_SBND: Tensor, base: float, documents: Documents) -> Tensor:
+def rotary_in_documents(heads_SBND: Tensor, base: float, documents: Documents, kernels: Kernels) -> Tensor:
     """Rotate queries or keys by their positions in their documents; shapes and formula as `rotary`."""
     length, batch, heads, size = heads_SBND.shape
     tables_SD = angles(length, size, float(base), heads_SBND.device)
     place_SB = torch.arange(length, device=heads_SBND.device)[:, None] - documents.start_BS.T
     cosine_TD, sine_TD = (table_SD[place_SB.flatten()] for table_SD in tables_SD)
     one_sequence = heads_SBND.reshape(length * batch, 1, heads, size)
-    return turned(one_sequence, cosine_TD, sine_TD).reshape(length, batch, heads, size)
+    return turned(one_sequence, cosine_TD, sine_TD, kernels).reshape(length, batch, heads, size)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import head_norm
 from megamoe.kernels.attention import attend, causal_attention, rotated, split_heads
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.documents import Documents
 
 
@@ -17,18 +18,19 @@ from megamoe.kernels.documents import Documents
 class BlockConfig(TransformerConfig):
     """Megatron-Core's configuration of blocks.
 
-    own_rotary_base: where `SDPAttention` turns queries and keys itself; Megatron-Core's way takes a dozen
-    passes over them.
+    own_rotary_base: the base of the rotary positions that `SDPAttention` applies; None: Megatron-Core applies
+    them, or there are none. kernels: the choice for our own norm and attention.
     """
 
     own_rotary_base: int | None = None
+    kernels: Kernels = DEFAULT_KERNELS
 
 
 class SDPAttention(nn.Module):
     """Megatron-Core's core attention, causal, over whole sequences or over the documents in them.
 
     Takes the place of `DotProductAttention` in a layer spec; grouped-query attention by broadcasting
-    the key and value heads. Rotary positions are applied here, in one pass (`BlockConfig`).
+    the key and value heads. On the CPU it applies the rotary positions (`BlockConfig.own_rotary_base`).
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class SDPAttention(nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
         self.rotary_base: int | None = getattr(config, "own_rotary_base", None)
+        self.kernels: Kernels = getattr(config, "kernels", DEFAULT_KERNELS)
 
     def forward(
         self,
@@ -54,10 +57,11 @@ class SDPAttention(nn.Module):
         one document.
         """
         dropout = self.dropout if self.training else 0.0
+        rotary_base, kernels = self.rotary_base, self.kernels
         if not dropout:
-            return causal_attention(query, key, value, self.rotary_base, self.scale, documents)
-        if self.rotary_base is not None:
-            query, key = (rotated(side, self.rotary_base, documents) for side in (query, key))
+            return causal_attention(query, key, value, rotary_base, self.scale, documents, kernels=kernels)
+        if rotary_base is not None:
+            query, key = (rotated(side, rotary_base, documents, kernels) for side in (query, key))
         # Each tensor-parallel rank has other heads, whose dropout is their own.
         with get_cuda_rng_tracker().fork():
             return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)

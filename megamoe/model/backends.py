@@ -181,18 +181,14 @@ def _check_fp8_sizes(config: RunConfig) -> None:
             )
 
 
-def backend_rows(config: RunConfig, apex_optimizer: str) -> dict[str, str]:
-    """What the start-up summary says: of each accelerator, what this run has from it.
-
-    apex_optimizer: empty, or what the optimiser has of Apex.
-    """
+def backend_rows(config: RunConfig) -> dict[str, str]:
+    """What the start-up summary says: of each accelerator, what this run has from it."""
     return {
         "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU, gloo",
         "CPU kernels": _cpu_kernels_row(config),
         **({"GPU kernels": _gpu_kernels_row(config)} if has_cuda() else {}),
         "Transformer Engine": _engine_row(config),
-        "Apex": ", ".join([*(["norms"] if uses_apex_norms(config.model) else []), apex_optimizer]).strip(", ")
-        or "none",
+        "Apex": "norms" if uses_apex_norms(config.model) else "none",
     }
 
 

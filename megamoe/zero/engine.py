@@ -28,12 +28,12 @@ from megamoe.compat.deepspeed_compat import (
     skip_gradient_buckets,
 )
 from megamoe.config.schema import RunConfig
+from megamoe.kernels.choice import Kernels
 from megamoe.moe.part import Constraint
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import ModelParallelUnit, data_group
 from megamoe.parallel.launch import World
-from megamoe.zero.apex_adamw import zero_adamw
 from megamoe.zero.deepspeed_config import ParallelPlan
 from megamoe.zero.optimizer import (
     MasterWeightAdamW,
@@ -41,6 +41,7 @@ from megamoe.zero.optimizer import (
     adamw_options,
     parameter_groups,
     resting,
+    zero_optimizer,
 )
 from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
@@ -194,7 +195,8 @@ def _build_optimizer(
     if plan.stage == 0:
         kind = MasterWeightAdamW if plan.precision == "bf16" else Stage0AdamW
         clip, decoupled = config.optimizer.grad_clip, config.optimizer.name == "adamw"
-        return kind(groups, clip, decoupled_weight_decay=decoupled, **options)
+        kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+        return kind(groups, clip, kernels=kernels, decoupled_weight_decay=decoupled, **options)
     if plan.offload.optimizer != "none" and world.device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -202,7 +204,7 @@ def _build_optimizer(
         decoupled = config.optimizer.name == "adamw"
         cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
         return cpu_adam
-    return zero_adamw(config.optimizer, groups, options)
+    return zero_optimizer(config.optimizer, groups)
 
 
 def _round_parameters(model: nn.Module) -> None:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels import rows as passes
+from megamoe.kernels.choice import Kernels
 from tests.in_subprocess import checks_of, verdicts_of
+from tests.kernels import chosen as passes
 from tests.kernels import test_rows
 from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
 from tests.moe.build import make_hidden, make_layer, moe_config
@@ -40,13 +41,13 @@ def on_triton() -> Iterator[list[str]]:
             names.append(name)
             super().call(name, dtype, *arguments)
 
-    with mock.patch.object(passes, "kernels_on", lambda device: Recorded()):
+    with mock.patch.object(Kernels, "rows_on", lambda self, device: Recorded()):
         yield names
 
 
 @contextmanager
 def on_plain() -> Iterator[None]:
-    with mock.patch.object(passes, "kernels_on", lambda device: None):
+    with mock.patch.object(Kernels, "rows_on", lambda self, device: None):
         yield
 
 
@@ -167,7 +168,7 @@ def check_a_nan_stays_in_its_token() -> None:
     rows_NH = torch.ones(3, 40)
     rows_NH[1, 33] = NAN
     with on_triton() as names:
-        rows = passes.RowTokens.of(torch.tensor([0, 1, 0]), 2)
+        rows = passes.row_tokens(torch.tensor([0, 1, 0]), 2)
         output_TH = passes.combine(rows_NH, torch.ones(3), rows)
     assert names == ["combine"] and output_TH.isnan().nonzero().tolist() == [[1, 33]]
 
@@ -191,7 +192,7 @@ def check_rows_of_more_than_two_billion_numbers() -> None:
 def check_what_does_not_fit_is_pytorchs() -> None:
     wide = draw(3, 80)
     with on_triton() as names:
-        rows = passes.RowTokens.of(torch.tensor([0, 1, 0]), 2)
+        rows = passes.row_tokens(torch.tensor([0, 1, 0]), 2)
         passes.combine(wide[:, ::2], torch.ones(3), rows)
         passes.combine(wide.double(), torch.ones(3), rows)
         passes.gather(wide[:2, ::2].requires_grad_(), rows).sum().backward()
@@ -204,12 +205,9 @@ def check_the_choice() -> None:
     from megamoe.kernels.triton_rows import TritonKernels
 
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert passes.kernels_on(cuda) is None
-    passes.use_triton(True)
-    assert isinstance(passes.kernels_on(cuda), TritonKernels)
-    assert not isinstance(passes.kernels_on(cpu), TritonKernels)
-    passes.use_triton(False)
-    assert passes.kernels_on(cuda) is None
+    assert Kernels().rows_on(cuda) is None
+    assert isinstance(Kernels(triton=True).rows_on(cuda), TritonKernels)
+    assert not isinstance(Kernels(triton=True).rows_on(cpu), TritonKernels)
 
 
 def check_a_whole_layer() -> None:

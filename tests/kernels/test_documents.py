@@ -8,10 +8,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.kernels import attention, varlen
-from megamoe.kernels.attention import attend, causal_attention, plain_causal_attention
-from megamoe.kernels.block import rotary
-from megamoe.kernels.documents import Documents, Run, rotary_in_documents
-from megamoe.kernels.library import Library, use_compiled
+from megamoe.kernels.attention import attend
+from megamoe.kernels.documents import Documents, Run
+from megamoe.kernels.library import Library
+from tests.kernels.chosen import (
+    causal_attention,
+    plain_causal_attention,
+    rotary,
+    rotary_in_documents,
+    use_compiled,
+)
 from tests.kernels.drawn import draw
 from tests.kernels.test_attention import Sides, each, make
 
@@ -83,9 +89,9 @@ def test_an_explicit_mask(lengths: tuple[list[int], list[int]], compiled: bool) 
     documents = documents_of(*lengths)
     sides = make((documents.start_BS.shape[1], 2, 2, 2, 8))
     query, key, value = doubles = each(lambda side: side.detach().double().requires_grad_(), sides)
-    rotated = (rotary(query, BASE), rotary(key, BASE), value)
-    options = {"attn_mask": visible_to(documents)}
-    expected = functional.scaled_dot_product_attention(*(s.permute(1, 2, 0, 3) for s in rotated), **options)
+    turned = (rotary(query, BASE), rotary(key, BASE), value)
+    q, k, v = each(lambda side: side.permute(1, 2, 0, 3), turned)
+    expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible_to(documents))
     expected = expected.permute(2, 0, 1, 3).flatten(2)
     assert_equal_runs(causal_attention(*sides, BASE, None, documents), expected, sides, doubles, 2e-5)
 

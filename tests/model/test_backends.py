@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 
 from megamoe.errors import UserError
-from megamoe.kernels import library, rows
 from megamoe.model import backends
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
 from megamoe.train import resolved, trainer
-from megamoe.zero import apex_adamw
 from tests.model.check_fakes import CHECKS
 from tests.tiny import check_on, tiny
 
@@ -53,10 +51,8 @@ def test_on_stand_ins(verdicts: dict[str, str], check: str) -> None:
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (backends, apex_adamw):
-        monkeypatch.setattr(module, "has_cuda", lambda: False)
+    monkeypatch.setattr(backends, "has_cuda", lambda: False)
     monkeypatch.setattr(backends, "is_installed", lambda name: False)
-    monkeypatch.setattr(apex_adamw, "apex_problem", lambda: "it is not installed")
     finders = (backends.find_transformer_engine, backends.find_apex_norms)
     for find in finders:
         find.cache_clear()
@@ -93,11 +89,6 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "model.fp8_amax_history: found 16, but model.fp8 is none; only delayed scaling has a history, "
             "leave it out",
         ),
-        (
-            "optimizer.kernel=apex",
-            "optimizer.kernel: found apex, but ZeRO 0 steps by an optimiser of its own; set "
-            "optimizer.kernel: auto",
-        ),
     ],
 )
 def test_what_is_not_here_is_refused_by_name(nothing_installed: None, override: str, message: str) -> None:
@@ -127,15 +118,11 @@ def test_a_run_takes_the_kernels_that_it_names(
 ) -> None:
     """As far as its run folder; on the CPU it keeps freed memory."""
     kept: list[bool] = []
-    monkeypatch.setattr(rows._Choice, "triton", on_gpu == "plain")
-    monkeypatch.setattr(library._Choice, "compiled", on_cpu == "plain")
     monkeypatch.setattr(resolved, "check_run", lambda config, plan: None)
     monkeypatch.setattr(trainer, "keep_freed_memory", lambda: kept.append(True))
     monkeypatch.setattr(trainer, "choose_run_folder", lambda config: sys.exit("far enough"))
     with pytest.raises(SystemExit, match="far enough"):
         trainer.Trainer(tiny(f"model.gpu_kernels={on_gpu}", f"model.cpu_kernels={on_cpu}"))
-    assert rows._Choice.triton == (on_gpu == "triton")
-    assert library._Choice.compiled == (on_cpu == "auto")
     assert kept == [True]
     with pytest.raises(SystemExit, match="far enough"):
         trainer.Trainer(tiny("model.keep_freed_memory=false"))
@@ -145,30 +132,23 @@ def test_a_run_takes_the_kernels_that_it_names(
 def test_the_summary_names_the_gpus_kernels_where_there_is_one(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "GPU kernels" not in backend_rows(tiny(), apex_optimizer="")
+    assert "GPU kernels" not in backend_rows(tiny())
     monkeypatch.setattr(backends, "has_cuda", lambda: True)
-    summaries = [backend_rows(tiny(f"model.gpu_kernels={name}"), "") for name in ("plain", "triton")]
+    summaries = [backend_rows(tiny(f"model.gpu_kernels={name}")) for name in ("plain", "triton")]
     assert [summary["GPU kernels"] for summary in summaries] == [
         "PyTorch's (model.gpu_kernels: plain)",
         "Triton's for the rows of MoE layers",
     ]
 
 
-def test_apex_is_refused_where_it_is_not_installed(nothing_installed: None) -> None:
-    config = tiny("optimizer.kernel=apex").optimizer
-    with pytest.raises(UserError, match="found apex, but it is not installed"):
-        apex_adamw.check_kernel(config, stage=2, offload=False)
-
-
 def test_without_them_everything_is_pytorchs(nothing_installed: None) -> None:
     config = tiny()
     check_on(config, 1)
     assert not uses_transformer_engine(config.model) and not uses_apex_norms(config.model)
-    assert not apex_adamw.uses_apex(config.optimizer, stage=1, offload=False)
     modules = choose_modules(config)
     assert (modules.core_attention, modules.linears, modules.products.row_multiple) == (SDPAttention, None, 1)
     assert fp8_options(config.model) == {"fp8": None}
-    summary = backend_rows(config, apex_optimizer="")
+    summary = backend_rows(config)
     assert (summary["Transformer Engine"], summary["Apex"]) == ("none", "none")
 
 
@@ -180,7 +160,6 @@ def test_another_package_of_that_name_is_not_apex(tmp_path: Path, monkeypatch: p
     (tmp_path / "apex/__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert not is_installed("apex.normalization")
-    assert apex_adamw.apex_problem() == "NVIDIA's Apex with its compiled optimisers is not installed"
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/__init__.py").write_text("import a_module_that_nobody_has")
     assert not is_installed("broken.normalization")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.library import Library, find_library, use_compiled
+from megamoe.kernels.library import Library, find_library
 from megamoe.model.attention import SplittingSelfAttention
 from megamoe.model.random_streams import use_one_stream
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
@@ -49,14 +49,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     torch.set_num_threads(1)  # a key head for each
     yield count
     torch.set_num_threads(threads)
-    use_compiled(True)
 
 
 def losses_and_gradients(changes: list[str], mask: Tensor | None, compiled: bool) -> dict[str, Tensor]:
-    use_compiled(compiled)
     use_one_stream()
     torch.manual_seed(0)
-    model = tiny_gpt(tiny("model.init_std=0.3", *changes))
+    model = tiny_gpt(
+        tiny("model.init_std=0.3", f"model.cpu_kernels={'auto' if compiled else 'plain'}", *changes)
+    )
     torch.manual_seed(3)
     losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1), mask)
     losses_BS.sum().backward()
@@ -92,3 +92,26 @@ def test_heads_are_split_without_a_copy_of_their_gradients(one_rank: None, calle
     query, key, value = attention.get_query_key_value_tensors(hidden_SBH)
     assert query.grad_fn is key.grad_fn is value.grad_fn
     assert "_Split" in query.grad_fn.name()
+
+
+def test_two_models_of_a_process_choose_their_kernels(one_rank: None, called: Counter[str]) -> None:
+    """Router, norms, attention, experts and draws of the plain model never reach the library."""
+    use_one_stream()
+    changes = ["moe.router.scorer=noisy", "moe.num_shared_experts=1", "moe.router.capacity=per_expert"]
+    plain, compiled = (
+        tiny_gpt(tiny(f"model.cpu_kernels={name}", *changes)).train() for name in ("plain", "compiled")
+    )
+    for model in (compiled, plain, compiled):
+        called.clear()
+        model(TOKENS, POSITIONS, TOKENS.roll(1)).sum().backward()
+        used = {
+            "attention",
+            "rms_norm",
+            "top_k",
+            "uniform",
+            "experts",
+            "experts_backward",
+            "swiglu",
+            "combine",
+        }
+        assert used <= called.keys() if model is compiled else not called

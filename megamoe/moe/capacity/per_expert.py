@@ -111,12 +111,12 @@ class PerExpertCapacity(Part):
             case "batch_prioritised":
                 values_TE = scored.across_tokens_TE(scored.probs_TE)
                 if scored.candidates_TE is not None:
-                    values_TE = masked(values_TE, scored.candidates_TE, float("-inf"))
+                    values_TE = masked(values_TE, scored.candidates_TE, float("-inf"), self.dims.kernels)
                 return values_TE.amax(dim=1)[pairs.token_N]
             case "random":
                 step = context.step if self.training else 0
                 draw_key = rng.key(context.seed, step, self.dims.layer, "capacity")
                 index_T = context.token_index(scored.num_tokens, pairs.token_N.device)
                 index_N = index_T[pairs.token_N] * self.dims.num_experts + pairs.choice_N
-                return rng.uniform(draw_key, index_N, 1).squeeze(1)
+                return rng.uniform(draw_key, index_N, 1, self.dims.kernels).squeeze(1)
         return None
