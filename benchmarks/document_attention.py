@@ -39,7 +39,7 @@ from megamoe.kernels.documents import Documents
 BAR = 1.1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROTARY_BASE = 10000.0
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS = 1
 MEDIAN_LENGTH, SIGMA = 300, 1.3
 MEMORY_LENGTH = 64  # of the documents whose memory is measured
 CHILD = "--one-pass"

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from megamoe.kernels.block import angles, rotary
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.documents import Documents, rotary_in_documents
+from megamoe.kernels.documents import Documents, Run, rotary_in_documents
 from megamoe.kernels.library import Library
 from megamoe.kernels.varlen import fits_varlen, varlen_attention
 
@@ -99,18 +99,45 @@ def attend(
     sides = (query_SBND, key_SBGD, value_SBGD)
     if documents is None:
         return _attend(*sides, is_causal=True, **options)
-    columns = []
+    runs_B = documents.runs()
+    if all(len(runs) == 1 for runs in runs_B):  # short sequences, or one document in each
+        return _attend_run(*sides, documents, slice(None), 0, [run for (run,) in runs_B], options)
     # Slices would each have a gradient as large as the whole; what `split` cuts is put together once.
-    sequences = zip(documents.runs(), *(side.split(1, 1) for side in sides), strict=True)
+    sequences = zip(runs_B, *(_split(side, [1] * len(runs_B), 1) for side in sides), strict=True)
+    columns = []
     for number, (runs, *sequence) in enumerate(sequences):
-        outputs, first = [], 0
-        pieces = zip(*(side_S1ND.split([run.length for run in runs]) for side_S1ND in sequence), strict=True)
-        for run, piece in zip(runs, pieces, strict=True):
-            visible = None if run.is_one else documents.visible(number, first, run.length)
-            outputs.append(_attend(*piece, is_causal=run.is_one, attn_mask=visible, **options))
+        lengths = [run.length for run in runs]
+        pieces = zip(*(_split(side_S1ND, lengths, 0) for side_S1ND in sequence), strict=True)
+        outputs, first, place = [], 0, slice(number, number + 1)
+        for run, (query, key, value) in zip(runs, pieces, strict=True):
+            outputs.append(_attend_run(query, key, value, documents, place, first, [run], options))
             first += run.length
-        columns.append(torch.cat(outputs))
-    return torch.cat(columns, dim=1)
+        columns.append(_joined_along(outputs, 0))
+    return _joined_along(columns, 1)
+
+
+def _split(side: Tensor, lengths: list[int], dim: int) -> tuple[Tensor, ...]:
+    return side.split(lengths, dim) if len(lengths) > 1 else (side,)
+
+
+def _joined_along(parts: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def _attend_run(
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    documents: Documents,
+    sequences: slice,
+    first: int,
+    runs: list[Run],
+    options: dict[str, Any],
+) -> Tensor:
+    """Apply attention to one run of each of the sequences; all begin at position `first`, with one length."""
+    sides, causal = (query_SBND, key_SBGD, value_SBGD), all(run.is_one for run in runs)
+    visible = None if causal else documents.visible(sequences, first, runs[0].length)
+    return _attend(*sides, is_causal=causal, attn_mask=visible, **options)
 
 
 def _attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:

@@ -66,11 +66,14 @@ class Documents(NamedTuple):
                 runs.append(Run(last - first, is_one=True))
         return found
 
-    def visible(self, sequence: int, first: int, length: int) -> Tensor:
-        """Return what the positions of a run see in it: bool [length, length], on the documents' device."""
-        start_S = self.start_BS[sequence, first : first + length]
-        place_S = torch.arange(first, first + length, device=start_S.device)
-        return (place_S >= start_S[:, None]) & (place_S <= place_S[:, None])
+    def visible(self, sequences: slice, first: int, length: int) -> Tensor:
+        """Return what positions first .. first + length - 1 see of each other, on the documents' device.
+
+        bool [B of the slice, 1, length, length].
+        """
+        start_BL = self.start_BS[sequences, first : first + length]
+        place_L = torch.arange(first, first + length, device=start_BL.device)
+        return ((place_L >= start_BL[..., None]) & (place_L <= place_L[:, None]))[:, None]
 
 
 class Run(NamedTuple):

@@ -31,6 +31,8 @@ LENGTHS = {
     "long and short": ([100, 1, 1, 1, 27], [1, 129]),
     "ends in a block": ([70, 60, 70], [190, 5, 5]),
     "one token": ([1], [1]),
+    "a run and a cut sequence": ([300, 20], [150, 150, 20]),
+    "one document in each": ([300], [300]),
     "longer than a run": ([300, 200, 56, 1, 3], [20, 260, 260, 20]),
 }
 BASE = 100.0
@@ -147,8 +149,8 @@ def test_the_forms_of_documents() -> None:
     assert documents.start_BS.dtype == torch.int32 and documents.start_BS.is_contiguous()
     assert documents.runs(3) == [[Run(2, True), Run(3, True)], [Run(5, True)], [Run(1, True), Run(4, True)]]
     assert documents.runs(5) == [[Run(5, False)], [Run(5, True)], [Run(5, False)]]
-    assert documents.visible(2, 1, 3).tolist() == [[True, False, False], [True, True, False], [True] * 3]
-    assert documents.visible(2, 0, 2).tolist() == [[True, False], [False, True]]
+    assert documents.visible(slice(2, 3), 1, 3).int().tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
+    assert documents.visible(slice(1, 3), 0, 2).int().tolist() == [[[[1, 0], [1, 1]]], [[[1, 0], [0, 1]]]]
     on_meta = Documents.of(documents.start_BS, "meta")
     assert on_meta.start_BS.is_meta and on_meta.bounds_D.is_meta and on_meta.bounds == documents.bounds
 
