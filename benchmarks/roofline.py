@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.command import mistakes_told, parser_of, positive  # noqa: E402
+from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
 from megamoe.simulation import cuda_device  # noqa: E402
 
 MODELS = Path("benchmarks/rooflines/models")
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.all:
         return run_all(options.store)
-    with mistakes_told(parser):
+    with user_errors_exit_2(parser):
         cuda_device.load()
         print(figures_of_one(options))
     return 0

@@ -251,8 +251,8 @@ MIXED = {
         "a step's batch 208.6 GiB",
         "lower train.micro_batch",
     ),
-    "masks": (
-        ["data.sequence_length=10000000", "data.document_aware=true"],
+    "a long sequence": (
+        ["data.sequence_length=10000000", "data.document_aware=true", "model.vocab_size=1000000"],
         "activations ",
         "data.sequence_length",
     ),

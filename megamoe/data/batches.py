@@ -20,21 +20,24 @@ from megamoe.errors import UserError
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch. B: sequences, S: tokens of a sequence."""
+    """One micro batch. B: sequences, S: tokens of a sequence.
+
+    document_start_BS: the position in its sequence at which each token's document begins.
+    """
 
     tokens_BS: torch.Tensor  # int64
     labels_BS: torch.Tensor  # int64, the token after each
     position_ids_BS: torch.Tensor  # int64
     loss_mask_BS: torch.Tensor  # float32, 0 where no loss is taken
-    attention_mask: torch.Tensor | None  # [B, 1, S, S] bool, True = masked out; None: causal
+    document_start_BS: torch.Tensor | None  # int32, always on the CPU; None: documents see each other
     sample_index_B: torch.Tensor  # int64, the global number of each sample
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on `device`."""
-        moved: dict[str, Any] = {}
+        """Return the batch on `device`, but for the documents, whose lengths the host reads."""
+        moved: dict[str, Any] = {"document_start_BS": self.document_start_BS}
         for field in fields(self):
-            tensor = getattr(self, field.name)
-            moved[field.name] = None if tensor is None else tensor.to(device, non_blocking=True)
+            if field.name not in moved:
+                moved[field.name] = getattr(self, field.name).to(device, non_blocking=True)
         return Batch(**moved)
 
     def repeat(self, times: int) -> "Batch":
@@ -177,6 +180,6 @@ def _collate(samples: list[tuple[int, dict[str, torch.Tensor] | str]]) -> Batch 
         labels_BS=stack("labels"),
         position_ids_BS=stack("position_ids"),
         loss_mask_BS=stack("loss_mask"),
-        attention_mask=stack("attention_mask") if "attention_mask" in items[0] else None,
+        document_start_BS=stack("document_start") if "document_start" in items[0] else None,
         sample_index_B=torch.tensor([index for index, _ in samples]),
     )

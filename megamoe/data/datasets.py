@@ -48,8 +48,8 @@ MOST_EPOCHS = 100_000  # Megatron-Core counts them one by one
 class Datasets:
     """`train`, the validation sets by name, and `test`, the third share of `data.split`, if there is one.
 
-    An item is a dict of `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and, with
-    `data.document_aware`, `attention_mask` ([1, S, S] bool, True = masked out).
+    An item is a dict of `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and,
+    with `data.document_aware`, `document_start` ([S] int32, where each token's document begins).
     """
 
     train: Dataset[dict[str, torch.Tensor]]
@@ -142,10 +142,11 @@ def _build(
         split=",".join(f"{share:.12f}" for share in split),
         path_to_cache="",  # Megatron-Core's own: none
         tokenizer=_TokenFacts(vocabulary.size, vocabulary.eod, tuple(identities[path] for path in paths)),
-        reset_position_ids=data.document_aware,
-        reset_attention_mask=data.document_aware,
-        eod_mask_loss=data.document_aware,
-        create_attention_mask=data.document_aware,
+        # `CheckedDataset` works out what depends on documents; Megatron-Core would make a mask of S x S.
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
         mid_level_dataset_surplus=_surplus(weights, sizes),
     )
     config.split_matrix = [
@@ -155,7 +156,8 @@ def _build(
         _check_room(path, config)
     raise_any_error(_index_problem(paths, weights, config, sizes) if rank() == 0 else None)
     built = build_cached(config, sizes, cache_folder(data, paths[0]))
-    return [None if dataset is None else CheckedDataset(dataset, vocabulary.size) for dataset in built]
+    eod = vocabulary.eod if data.document_aware else None
+    return [None if dataset is None else CheckedDataset(dataset, vocabulary.size, eod) for dataset in built]
 
 
 def _check_room(path: str, config: GPTDatasetConfig) -> None:

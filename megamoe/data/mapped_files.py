@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from megamoe.compat.megatron_datasets import documents_of_sample, token_files
 from megamoe.compat.numpy_compat import open_map
+from megamoe.data.documents import document_items
 from megamoe.errors import UserError
 
 
@@ -49,10 +50,13 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         vocab_size: every token id must be smaller.
+        eod: the token that ends a document, where samples have the items of `document_items`; None: they do
+            not.
     """
 
-    def __init__(self, dataset: Any, vocab_size: int) -> None:
+    def __init__(self, dataset: Any, vocab_size: int, eod: int | None = None) -> None:
         self._dataset = dataset
+        self._eod = eod
         self._vocab_size = vocab_size
         self._blended = hasattr(dataset, "datasets")
         self._own = _of(dataset, "dataset_index", "dataset_sample_index") if self._blended else []
@@ -91,7 +95,7 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
         first = int(sample["tokens"][0])
         if min(int(low), first) < 0 or max(int(high), first) >= self._vocab_size:
             raise self._changed(dataset, index, self._outside(dataset, inner))
-        return sample
+        return sample if self._eod is None else sample | document_items(sample["tokens"], self._eod)
 
     def _changed(self, dataset: Any, index: int, what: str) -> UserError:
         return UserError(f"data: sample {index} of {dataset.dataset_path}.bin {what}; {WAY_OUT}")

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from megamoe.data.documents import document_items
+
 STRIDE = 7
 NOISE = 0.1
 
@@ -18,7 +20,7 @@ class MockDataset(Dataset[dict[str, torch.Tensor]]):
     """A dataset with items like those of Megatron-Core's GPTDataset.
 
     An item holds `tokens`, `labels`, `position_ids` ([S] int64), `loss_mask` ([S] float32) and, if
-    document-aware, `attention_mask` ([1, S, S] bool, True = masked out).
+    document-aware, `document_start` ([S] int32, the position at which each token's document begins).
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class MockDataset(Dataset[dict[str, torch.Tensor]]):
         eod: int | None,
         seed: int,
     ) -> None:
-        """eod: the token that ends a document, for document-aware masks; None: no such masks."""
+        """eod: the token that ends a document, for document-aware items; None: no such items."""
         self._name = zlib.crc32(name.encode())
         self._num_samples = num_samples
         self._sequence_length = sequence_length
@@ -58,21 +60,4 @@ class MockDataset(Dataset[dict[str, torch.Tensor]]):
                 "position_ids": torch.arange(len(tokens)),
                 "loss_mask": torch.ones(len(tokens)),
             }
-        return {"tokens": tokens, "labels": labels, **document_masks(tokens, self._eod)}
-
-
-def document_masks(tokens_S: torch.Tensor, eod: int) -> dict[str, torch.Tensor]:
-    """Return positions, loss mask and attention mask that end with each document.
-
-    An eod belongs to the one it ends.
-    """
-    is_end_S = tokens_S == eod
-    document_S = is_end_S.cumsum(0) - is_end_S.long()
-    place_S = torch.arange(len(tokens_S))
-    start_S = torch.searchsorted(document_S, document_S)  # where each document begins; document_S is sorted
-    visible_SS = (document_S[:, None] == document_S[None, :]) & (place_S[:, None] >= place_S[None, :])
-    return {
-        "position_ids": place_S - start_S,
-        "loss_mask": (~is_end_S).float(),
-        "attention_mask": ~visible_SS[None],
-    }
+        return {"tokens": tokens, "labels": labels, **document_items(tokens, self._eod)}

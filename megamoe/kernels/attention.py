@@ -3,6 +3,9 @@
 At the sequence lengths of small models PyTorch's CPU kernel spends more time around its matrix products than
 in them. It also needs queries and keys rotated and laid out by heads before. The library reads the heads
 where the projection wrote them, rotates them while it reads, and multiplies with PyTorch's own BLAS.
+
+A sequence may be packed with documents that do not see each other. No matrix of S x S exists for them: the
+library visits the keys of a query's own document only, and the other ways take the documents' lengths.
 """
 
 from typing import Any
@@ -14,7 +17,9 @@ from torch.nn import functional
 
 from megamoe.kernels.block import angles, rotary
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.documents import Documents, Run, rotary_in_documents
 from megamoe.kernels.library import Library
+from megamoe.kernels.varlen import fits_varlen, varlen_attention
 
 
 def causal_attention(
@@ -23,26 +28,33 @@ def causal_attention(
     value_SBGD: Tensor,
     rotary_base: float | None = None,
     scale: float | None = None,
+    documents: Documents | None = None,
     *,
     kernels: Kernels,
 ) -> Tensor:
     """Causal attention: return each position's weighted mean of the values up to it, [S, B, N * D].
 
     N / G query heads share a key head. rotary_base: rotate queries and keys by their positions, see `rotary`;
-    None: do not. scale: the factor of the scores, by default 1 / sqrt(D).
+    None: do not. scale: the factor of the scores, by default 1 / sqrt(D). documents: a position sees those of
+    its own document only, and rotary positions begin at 0 in each; None: each sequence is one document.
 
     Raises:
-        ValueError: if heads of odd size are to be rotated.
+        ValueError: if heads of odd size are to be rotated, or the documents are of other sequences.
     """
-    library = _library_for(query_SBND, key_SBGD, value_SBGD, kernels)
+    if documents is not None and documents.start_BS.shape != query_SBND.shape[1::-1]:
+        found, expected = tuple(documents.start_BS.shape), tuple(query_SBND.shape[1::-1])
+        raise ValueError(f"documents: found those of [B, S] = {found}, the queries have {expected}")
+    sides = (query_SBND, key_SBGD, value_SBGD)
+    library = _library_for(*sides, kernels)
     if library is None:
-        return plain_causal_attention(query_SBND, key_SBGD, value_SBGD, rotary_base, scale, kernels=kernels)
+        return plain_causal_attention(*sides, rotary_base, scale, documents, kernels=kernels)
     size = query_SBND.shape[-1]
     scale = size**-0.5 if scale is None else scale
     turns: tuple[Tensor | None, Tensor | None] = (None, None)
     if rotary_base is not None:
         turns = angles(len(query_SBND), size, float(rotary_base), query_SBND.device)
-    output_SBH: Tensor = _Attention.apply(query_SBND, key_SBGD, value_SBGD, *turns, scale, library)
+    start_BS = None if documents is None else documents.start_BS
+    output_SBH: Tensor = _Attention.apply(query_SBND, key_SBGD, value_SBGD, *turns, scale, start_BS, library)
     return output_SBH
 
 
@@ -52,22 +64,87 @@ def plain_causal_attention(
     value_SBGD: Tensor,
     rotary_base: float | None = None,
     scale: float | None = None,
+    documents: Documents | None = None,
     *,
     kernels: Kernels,
 ) -> Tensor:
-    """Compute `causal_attention` by PyTorch's operator."""
+    """Compute `causal_attention` by PyTorch's operators."""
     if rotary_base is not None:
-        query_SBND, key_SBGD = (rotary(side, rotary_base, kernels) for side in (query_SBND, key_SBGD))
-    return attend(query_SBND, key_SBGD, value_SBGD, is_causal=True, scale=scale)
+        query_SBND = rotated(query_SBND, rotary_base, documents, kernels)
+        key_SBGD = rotated(key_SBGD, rotary_base, documents, kernels)
+    if documents is not None and fits_varlen(query_SBND):
+        return varlen_attention(query_SBND, key_SBGD, value_SBGD, documents, scale)
+    return attend(query_SBND, key_SBGD, value_SBGD, documents, scale=scale)
 
 
-def attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:
-    """Apply scaled_dot_product_attention to heads in Megatron's order; return [S, B, N * D]."""
+def rotated(heads_SBND: Tensor, base: float, documents: Documents | None, kernels: Kernels) -> Tensor:
+    """Rotate queries or keys by their positions in the sequence or, where given, in the documents."""
+    if documents is None:
+        return rotary(heads_SBND, base, kernels)
+    return rotary_in_documents(heads_SBND, base, documents, kernels)
+
+
+def attend(
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    documents: Documents | None = None,
+    **options: Any,
+) -> Tensor:
+    """Apply scaled_dot_product_attention, causal, to heads in Megatron's order; return [S, B, N * D].
+
+    documents: it is applied to each long one by itself and to short neighbours together, under a small mask.
+    options: `dropout_p` and `scale`.
+    """
+    sides = (query_SBND, key_SBGD, value_SBGD)
+    if documents is None:
+        return _attend(*sides, is_causal=True, **options)
+    runs_B = documents.runs()
+    if all(len(runs) == 1 for runs in runs_B):  # short sequences, or one document in each
+        return _attend_run(*sides, documents, slice(None), 0, [run for (run,) in runs_B], options)
+    # Slices would each have a gradient as large as the whole; what `split` cuts is put together once.
+    sequences = zip(runs_B, *(_split(side, [1] * len(runs_B), 1) for side in sides), strict=True)
+    columns = []
+    for number, (runs, *sequence) in enumerate(sequences):
+        lengths = [run.length for run in runs]
+        pieces = zip(*(_split(side_S1ND, lengths, 0) for side_S1ND in sequence), strict=True)
+        outputs, first, place = [], 0, slice(number, number + 1)
+        for run, (query, key, value) in zip(runs, pieces, strict=True):
+            outputs.append(_attend_run(query, key, value, documents, place, first, [run], options))
+            first += run.length
+        columns.append(_joined_along(outputs, 0))
+    return _joined_along(columns, 1)
+
+
+def _split(side: Tensor, lengths: list[int], dim: int) -> tuple[Tensor, ...]:
+    return side.split(lengths, dim) if len(lengths) > 1 else (side,)
+
+
+def _joined_along(parts: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def _attend_run(
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    documents: Documents,
+    sequences: slice,
+    first: int,
+    runs: list[Run],
+    options: dict[str, Any],
+) -> Tensor:
+    """Apply attention to one run of each of the sequences; all begin at position `first`, with one length."""
+    sides, causal = (query_SBND, key_SBGD, value_SBGD), all(run.is_one for run in runs)
+    visible = None if causal else documents.visible(sequences, first, runs[0].length)
+    return _attend(*sides, is_causal=causal, attn_mask=visible, **options)
+
+
+def _attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:
     query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query_SBND, key_SBGD, value_SBGD))
-    grouped = query.shape[1] != key.shape[1]
-    context_BNSD = functional.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
-    context_SBND = context_BNSD.permute(2, 0, 1, 3)
-    return context_SBND.flatten(2)
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
+    context_BNSD = functional.scaled_dot_product_attention(query, key, value, **options)
+    return context_BNSD.permute(2, 0, 1, 3).flatten(2)
 
 
 def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -110,12 +187,13 @@ class _Attention(torch.autograd.Function):
         cosine: Tensor | None,
         sine: Tensor | None,
         scale: float,
+        start_BS: Tensor | None,
         library: Library,
     ) -> Tensor:
         length, batch, heads, size = query.shape
         output = query.new_empty(length, batch, heads * size)
         log_sum_BNS = query.new_empty(batch, heads, length)
-        ctx.settings = (length, batch, heads, key.shape[2], size, cosine, sine, scale)
+        ctx.settings = (length, batch, heads, key.shape[2], size, cosine, sine, scale, start_BS)
         sides = (*_heads(query), *_heads(key), *_heads(value))
         library.call("attention", query.dtype, library.sgemm, *sides, *ctx.settings, output, log_sum_BNS)
         ctx.save_for_backward(query, key, value, output, log_sum_BNS)
@@ -131,7 +209,7 @@ class _Attention(torch.autograd.Function):
         gradients = (*_heads(to_query), *_heads(to_key), *_heads(to_value))
         passed = (*sides, *ctx.settings, output, log_sum_BNS, gradient.contiguous(), *gradients)
         ctx.library.call("attention_backward", query.dtype, ctx.library.sgemm, *passed)
-        return to_query, to_key, to_value, None, None, None, None
+        return to_query, to_key, to_value, None, None, None, None, None
 
 
 def _gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,7 +47,12 @@ def rotary(heads_SBND: Tensor, base: float, kernels: Kernels) -> Tensor:
     [S, B, heads, D] to the same shape; from the library it is a view of memory in the order [B, heads, S, D].
     Angles and arithmetic are fp32. Source: Su et al. 2021 (RoFormer), section 3.2.2.
     """
-    cosine_SD, sine_SD = angles(heads_SBND.shape[0], heads_SBND.shape[-1], float(base), heads_SBND.device)
+    tables_SD = angles(len(heads_SBND), heads_SBND.shape[-1], float(base), heads_SBND.device)
+    return turned(heads_SBND, *tables_SD, kernels)
+
+
+def turned(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels: Kernels) -> Tensor:
+    """Rotate heads by the given angles, fp32 [S, D / 2], as `rotary` does."""
     library = kernels.library_on(heads_SBND.device)
     if library is None or heads_SBND.dtype not in SUFFIXES:
         return plain_rotary(heads_SBND, cosine_SD, sine_SD)

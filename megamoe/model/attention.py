@@ -1,6 +1,5 @@
-"""Attention through PyTorch's scaled_dot_product_attention: no s x s matrix in memory."""
+"""Causal attention in Megatron-Core's blocks: no s x s matrix in memory, with documents or without."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import head_norm
-from megamoe.kernels.attention import attend, causal_attention, split_heads
-from megamoe.kernels.block import rotary
+from megamoe.kernels.attention import attend, causal_attention, rotated, split_heads
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
+from megamoe.kernels.documents import Documents
 
 
 @dataclass
@@ -28,9 +27,9 @@ class BlockConfig(TransformerConfig):
 
 
 class SDPAttention(nn.Module):
-    """Core attention, causal or with an explicit mask; replaces Megatron-Core's `DotProductAttention`.
+    """Core attention, causal in whole sequences or in their documents.
 
-    Takes the place of `DotProductAttention` in a layer spec; grouped-query attention by broadcasting
+    It replaces Megatron-Core's `DotProductAttention` in a layer specification; grouped-query attention by broadcasting
     the key and value heads. On the CPU it applies the rotary positions (`BlockConfig.own_rotary_base`).
     """
 
@@ -48,24 +47,24 @@ class SDPAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        documents: Documents | None,
         *unused: Any,
         **also_unused: Any,
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
 
-        attention_mask: bool, True where attention is masked out (Megatron's convention), or None: causal.
+        documents: stands where Megatron-Core's blocks hand on their attention mask; None: each sequence is
+        one document.
         """
         dropout = self.dropout if self.training else 0.0
-        if attention_mask is None and not dropout:
-            return causal_attention(query, key, value, self.rotary_base, self.scale, kernels=self.kernels)
-        if self.rotary_base is not None:
-            query, key = (rotary(side, self.rotary_base, self.kernels) for side in (query, key))
+        rotary_base, kernels = self.rotary_base, self.kernels
+        if not dropout:
+            return causal_attention(query, key, value, rotary_base, self.scale, documents, kernels=kernels)
+        if rotary_base is not None:
+            query, key = (rotated(side, rotary_base, documents, kernels) for side in (query, key))
         # Each tensor-parallel rank has other heads, whose dropout is their own.
-        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
-            visible = None if attention_mask is None else ~attention_mask
-            options = {"is_causal": visible is None, "dropout_p": dropout, "scale": self.scale}
-            return attend(query, key, value, attn_mask=visible, **options)
+        with get_cuda_rng_tracker().fork():
+            return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
 
 
 class SplittingSelfAttention(SelfAttention):

@@ -221,8 +221,8 @@ def _engine_row(config: RunConfig) -> str:
         if not is_installed("transformer_engine"):
             return "none"
         return found.problem or f"{found.version}, not used (model.backend: torch)"
-    moe, masked = config.moe, config.data.document_aware
-    parts = ["linear layers of attention, its core by PyTorch" if masked else "attention", "norms"]
+    moe, packed = config.moe, config.data.document_aware
+    parts = ["linear layers of attention, its core by PyTorch" if packed else "attention", "norms"]
     if len(moe_block_numbers(moe, model.num_layers)) < model.num_layers:
         parts.append("dense FFN")
     if moe_layer_numbers(moe, model.num_layers):

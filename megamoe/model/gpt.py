@@ -27,6 +27,7 @@ from megamoe.config.shapes import (
     padded_vocab_size,
 )
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.documents import Documents
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.loss import token_losses
@@ -66,23 +67,24 @@ class GPT(nn.Module):
         tokens_BS: Tensor,
         position_ids_BS: Tensor,
         labels_BS: Tensor,
-        attention_mask: Tensor | None = None,
+        documents: Documents | None = None,
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
 
-        attention_mask: bool [B, 1, S, S], True where masked out, or None: causal. Label smoothing gives a
-        share of the target to all other tokens of the vocabulary evenly, as Megatron-Core does.
+        documents: attention is causal within each of them; None: within each sequence. Label smoothing gives
+        a share of the target to all the other words evenly, as Megatron-Core does.
         """
         self.model.label_smoothing = label_smoothing
-        losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, attention_mask, labels=labels_BS)
+        # Megatron-Core hands its argument `attention_mask` on to the core attention as it is (SDPAttention).
+        losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, documents, labels=labels_BS)
         return losses_BS
 
     def logits(
-        self, tokens_BS: Tensor, position_ids_BS: Tensor, attention_mask: Tensor | None = None
+        self, tokens_BS: Tensor, position_ids_BS: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """int64 [B, S] -> [B, S, padded vocabulary]; under tensor parallelism, this rank's slice of it."""
-        output: Tensor = self.model(tokens_BS, position_ids_BS, attention_mask)
+        """int64 [B, S] -> [B, S, padded vocabulary]; under tensor parallelism, this rank's part of it."""
+        output: Tensor = self.model(tokens_BS, position_ids_BS, documents)
         return output
 
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:

@@ -63,7 +63,7 @@ def choose_modules(config: RunConfig) -> Modules:
 
     return Modules(
         norm=engine.TENorm,
-        # With an explicit mask Transformer Engine stores the whole s x s matrix; PyTorch does not.
+        # Megatron-Core's packed form, which Transformer Engine takes, has one sequence in a micro batch only.
         core_attention=SDPAttention if config.data.document_aware else engine.TEDotProductAttention,
         linears=(engine.TEColumnParallelLinear, engine.TERowParallelLinear),
         products=transformer_engine_grouped_linear(config.model.fp8),

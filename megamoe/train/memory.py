@@ -14,7 +14,8 @@ from megamoe.model.size import ModelSize, model_size, padded_vocab_size
 from megamoe.parallel.launch import World, ranks_of_machine
 from megamoe.zero.deepspeed_config import ParallelPlan, bucket_elements
 
-BYTES_OF_A_TOKEN = 3 * 8 + 4  # per token of a batch: id, label, position; loss mask
+BYTES_OF_A_TOKEN = 3 * 8 + 4  # in a batch: id, label, position; loss mask
+BYTES_OF_A_START = 4  # with data.document_aware: where its document begins
 ACTIVATIONS, BATCHES, BUILT = "activations", "a step's batch", "weights in fp32 while the model is built"
 BUCKET = "the gradients' bucket"
 SHORTER = "lower train.micro_batch_size, train.global_batch_size or data.sequence_length"
@@ -87,20 +88,20 @@ def _refusal(parts: dict[str, float], place: str) -> str:
 
 
 def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: int) -> float:
-    """Return the bytes that every implementation needs: block inputs, logits, and the document mask."""
+    """Return the bytes that every implementation needs: the inputs of the blocks, and the logits."""
     model, ranks = config.model, plan.layout.tensor
     tokens = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
     inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
     logits = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
-    masks = tokens * config.data.sequence_length if config.data.document_aware else 0
-    return float(tokens * width * (inputs + logits) + masks)
+    return float(tokens * width * (inputs + logits))
 
 
 def _batch_bytes(config: RunConfig, plan: ParallelPlan) -> float:
     """Return the bytes of a rank's part of a step's batch, which is read before the step."""
     samples = config.train.global_batch_size or config.train.micro_batch_size * plan.layout.data
-    return BYTES_OF_A_TOKEN * config.data.sequence_length * samples / plan.layout.data
+    width = BYTES_OF_A_TOKEN + (BYTES_OF_A_START if config.data.document_aware else 0)
+    return float(width * config.data.sequence_length * samples / plan.layout.data)
 
 
 def in_bytes(size: float) -> str:

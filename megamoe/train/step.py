@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.data.batches import Batch
+from megamoe.kernels.documents import Documents
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.resilience.heartbeat import tick
@@ -244,11 +245,12 @@ def num_rollouts(model: GPT) -> int:
     return max(counts, default=1)
 
 
-def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
+def model_inputs(batch: Batch) -> dict[str, Tensor | Documents | None]:
     """Return the keyword arguments of GPT.forward."""
+    start_BS = batch.document_start_BS
     return {
         "tokens_BS": batch.tokens_BS,
         "position_ids_BS": batch.position_ids_BS,
         "labels_BS": batch.labels_BS,
-        "attention_mask": batch.attention_mask,
+        "documents": None if start_BS is None else Documents.of(start_BS, batch.tokens_BS.device),
     }

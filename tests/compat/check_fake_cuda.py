@@ -27,7 +27,7 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
     storage_key,
     unknown_sizes_raise,
 )
-from tests.in_subprocess import checks_of, verdicts_of  # noqa: E402
+from tests.in_subprocess import checks_of, run_checks  # noqa: E402
 
 
 class Called(TorchDispatchMode):
@@ -149,4 +149,4 @@ def check_schema() -> None:
 
 
 if __name__ == "__main__":
-    print(verdicts_of(checks_of(globals())))
+    print(run_checks(checks_of(globals())))

@@ -46,18 +46,21 @@ def test_batch_holds_the_samples_in_order() -> None:
     assert torch.equal(batch.tokens_BS, torch.stack([dataset()[5]["tokens"], dataset()[6]["tokens"]]))
     assert torch.equal(batch.labels_BS[1], dataset()[6]["labels"])
     assert batch.position_ids_BS.tolist() == [list(range(6))] * 2
-    assert batch.attention_mask is None
+    assert batch.document_start_BS is None
     assert (batch.tokens_BS.dtype, batch.labels_BS.dtype) == (torch.int64, torch.int64)
     assert (batch.loss_mask_BS.dtype, batch.sample_index_B.dtype) == (torch.float32, torch.int64)
 
 
 def test_document_aware_batch_and_device() -> None:
     batch = next(stream(eod=0))
-    assert batch.attention_mask is not None
-    assert (batch.attention_mask.shape, batch.attention_mask.dtype) == ((2, 1, 6, 6), torch.bool)
+    assert batch.document_start_BS is not None
+    assert (batch.document_start_BS.shape, batch.document_start_BS.dtype) == ((2, 6), torch.int32)
     moved = batch.to("meta")
-    assert moved.tokens_BS.is_meta and moved.attention_mask is not None and moved.attention_mask.is_meta
-    assert next(stream()).to("meta").attention_mask is None
+    assert moved.tokens_BS.is_meta and moved.position_ids_BS.is_meta
+    assert moved.document_start_BS is batch.document_start_BS  # its lengths are read by the host
+    twice = batch.repeat(2).document_start_BS
+    assert twice is not None and torch.equal(twice, batch.document_start_BS.repeat(2, 1))
+    assert next(stream()).to("meta").document_start_BS is None
 
 
 def test_ranks_share_the_stream_that_one_rank_sees() -> None:

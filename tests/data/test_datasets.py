@@ -16,6 +16,7 @@ import megamoe.data.datasets
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import load_card
 from megamoe.data.datasets import Datasets, build_datasets, resolve_vocabulary
+from megamoe.data.documents import document_items
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.tokenizers import train_bpe
 from megamoe.errors import UserError
@@ -168,7 +169,7 @@ def test_samples_are_the_text_shifted_by_one(tmp_path: Path) -> None:
         item = dataset[index]
         assert torch.equal(item["tokens"][1:], item["labels"][:-1])
         assert item["position_ids"].tolist() == list(range(8)) and item["loss_mask"].tolist() == [1.0] * 8
-        assert "attention_mask" not in item
+        assert "attention_mask" not in item and "document_start" not in item
         assert (item["tokens"].dtype, item["loss_mask"].dtype) == (torch.int64, torch.float32)
         starts.append(int(item["tokens"][0]) - 33)
     assert sorted(starts) == list(range(0, 64, 8)) and starts != sorted(starts)
@@ -193,15 +194,9 @@ def test_document_boundaries_by_hand(tmp_path: Path) -> None:
     assert item["position_ids"].tolist() == [0, 1, 2, 0, 1]
     # What follows an end is another document's first token: no loss on it.
     assert item["loss_mask"].tolist() == [1, 1, 0, 1, 1]
-    hidden = [
-        [0, 1, 1, 1, 1],
-        [0, 0, 1, 1, 1],
-        [0, 0, 0, 1, 1],
-        [1, 1, 1, 0, 1],
-        [1, 1, 1, 0, 0],
-    ]
-    assert item["attention_mask"].dtype == torch.bool
-    assert item["attention_mask"].int().tolist() == [hidden]
+    assert item["document_start"].dtype == torch.int32
+    assert item["document_start"].tolist() == [0, 0, 0, 3, 3]
+    assert "attention_mask" not in item
 
 
 def test_blend_follows_the_weights(tmp_path: Path) -> None:
@@ -359,7 +354,8 @@ def test_mock_is_deterministic_and_can_be_learnt() -> None:
     assert 0.85 < follows < 0.95 and item["tokens"].min() >= 0 and item["tokens"].max() < 1024
 
 
-def test_mock_masks_equal_megatron_core() -> None:
+def test_documents_equal_megatron_cores() -> None:
+    """Its mask of S x S, made of our starts, and its positions and loss mask."""
     from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
     data = DataConfig(mock=True, sequence_length=40, document_aware=True)
@@ -368,8 +364,32 @@ def test_mock_masks_equal_megatron_core() -> None:
     for index in range(20):
         item = datasets.train[index]
         expected = _get_ltor_masks_and_position_ids(item["tokens"], 0, True, True, True, True)
-        for key, tensor in zip(("attention_mask", "loss_mask", "position_ids"), expected, strict=True):
+        for key, tensor in zip(("loss_mask", "position_ids"), expected[1:], strict=True):
             assert torch.equal(item[key], tensor) and item[key].dtype == tensor.dtype
+        place = torch.arange(40)
+        hidden = (place < item["document_start"][:, None]) | (place > place[:, None])
+        assert torch.equal(hidden[None], expected[0])
+
+
+@pytest.mark.parametrize("ends", [[], [0], [4], [0, 1, 2, 3, 4], [1, 3]])
+def test_documents_wherever_they_end(ends: list[int]) -> None:
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    tokens = torch.ones(5, dtype=torch.int64)
+    tokens[ends] = 0
+    found = document_items(tokens, eod=0)
+    _, loss_mask, position_ids = _get_ltor_masks_and_position_ids(tokens, 0, True, True, True, False)
+    assert torch.equal(found["loss_mask"], loss_mask) and torch.equal(found["position_ids"], position_ids)
+    assert torch.equal(found["document_start"], (torch.arange(5) - position_ids).int())
+
+
+def test_the_index_is_the_same_with_documents_and_without(tmp_path: Path) -> None:
+    """So prepared data, its cached index and the order of the samples are those of earlier versions."""
+    path = make_data(tmp_path / "a", ["ab", "cde"] * 6)
+    runs = [build(config(path, document_aware=aware), train=4).train for aware in (False, True)]
+    descriptions = [run.unique_description for run in runs]  # type: ignore[attr-defined]
+    assert descriptions[0] == descriptions[1] and "mask" not in descriptions[0]
+    assert all(torch.equal(runs[0][index]["tokens"], runs[1][index]["tokens"]) for index in range(4))
 
 
 def test_card_survives_a_moved_folder(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Causal attention by the compiled kernels on several ranks: the gradients of PyTorch's operators on one.
 
-The other runs of this folder keep documents apart, which PyTorch's attention with a mask does.
+Over whole sequences and over the documents in them, whose lengths every rank is given.
 """
 
 from typing import Any
@@ -13,25 +13,29 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config
 
 RUN: dict[str, Any] = {
-    "data__document_aware": False,
     "model__num_attention_heads": 4,
     "optimizer__grad_clip": 0.0,
     "train__global_batch_size": 4,
     "parallel__deepspeed": ds_config("zero0_fp32"),
 }
-# Layout, sequence parallelism, key heads of four query heads, recomputation.
+# Layout, sequence parallelism, key heads of four query heads, recomputation, documents.
 CASES = [
-    (Layout(1), False, 4, "none"),
-    (Layout(1), False, 2, "full"),
-    (Layout(2, tensor=2), True, 4, "none"),
-    (Layout(2, tensor=2, expert_tensor=2), False, 4, "full"),
-    (Layout(2, tensor=2), True, 2, "selective"),
+    (Layout(1), False, 4, "none", False),
+    (Layout(1), False, 2, "full", False),
+    (Layout(1), False, 2, "full", True),
+    (Layout(2, tensor=2), True, 4, "none", False),
+    (Layout(2, tensor=2, expert_tensor=2), False, 4, "full", False),
+    (Layout(2, tensor=2, expert_tensor=2), False, 4, "full", True),
+    (Layout(2, tensor=2), True, 2, "selective", False),
+    (Layout(2, tensor=2), True, 2, "selective", True),
 ]
 
 
-@pytest.mark.parametrize(("layout", "sequence", "groups", "recompute"), CASES, ids=str)
-def test_gradients(pool: Pool, layout: Layout, sequence: bool, groups: int, recompute: str) -> None:
-    run = {**RUN, "model__num_query_groups": groups}
+@pytest.mark.parametrize(("layout", "sequence", "groups", "recompute", "documents"), CASES, ids=str)
+def test_gradients(
+    pool: Pool, layout: Layout, sequence: bool, groups: int, recompute: str, documents: bool
+) -> None:
+    run = {**RUN, "model__num_query_groups": groups, "data__document_aware": documents}
     ((expected,),) = pool.run(gradients_of_the_engine, [{**run, "model__cpu_kernels": "plain"}], ranks=1)
     changes = {
         **run,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from megamoe.kernels import adamw, attention, block, experts, products, router, rows
+from megamoe.kernels import adamw, attention, block, documents, experts, products, router, rows
 from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 
@@ -28,6 +28,7 @@ sum_of_squares = _chosen_for(adamw.sum_of_squares)
 AdamW = _chosen_for(adamw.AdamW)
 causal_attention = _chosen_for(attention.causal_attention)
 plain_causal_attention = _chosen_for(attention.plain_causal_attention)
+rotary_in_documents = _chosen_for(documents.rotary_in_documents)
 rms_norm, rotary = _chosen_for(block.rms_norm), _chosen_for(block.rotary)
 swiglu_experts = _chosen_for(experts.swiglu_experts)
 grouped_product = _chosen_for(products.grouped_product)

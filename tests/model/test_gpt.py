@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import get_args
+from itertools import pairwise
+from typing import Literal, get_args
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from megamoe import registry
 from megamoe.checkpoint.placements import shardings
 from megamoe.config.schema import Activation
 from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size
-from megamoe.data.mock import document_masks
+from megamoe.data.documents import document_items
+from megamoe.kernels.documents import Documents
+from megamoe.kernels.library import find_library
 from megamoe.model import modules
 from megamoe.model.size import mean_choices, model_size
 from megamoe.moe.part import Dims, Part
@@ -251,17 +254,53 @@ def test_attention_stops_at_document_boundaries(one_rank: None, position: str) -
     tokens, labels = text()
     tokens = torch.where(tokens == 0, 1, tokens)
     tokens[0, 2] = 0  # ends the first document, three tokens long
-    masks = document_masks(tokens[0], eod=0)
-    together = model(tokens, masks["position_ids"][None], labels, masks["attention_mask"][None])[0]
+    items = document_items(tokens[0], eod=0)
+    documents = Documents.of(items["document_start"][None])
+    assert documents.bounds == (0, 3, S)
+    together = model(tokens, items["position_ids"][None], labels, documents)[0]
     other = tokens.clone()
     other[0, :2] = (other[0, :2] + 3) % VOCABULARY
-    assert torch.equal(document_masks(other[0], eod=0)["attention_mask"], masks["attention_mask"])
-    beside_another = model(other, masks["position_ids"][None], labels, masks["attention_mask"][None])[0]
+    assert torch.equal(document_items(other[0], eod=0)["document_start"], items["document_start"])
+    beside_another = model(other, items["position_ids"][None], labels, documents)[0]
     alone = model(tokens[:, 3:], POSITIONS[:, : S - 3], labels[:, 3:])[0]
     torch.testing.assert_close(together[3:], beside_another[3:], rtol=0, atol=1e-5)
-    torch.testing.assert_close(together[3:], alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(together[3:], alone, rtol=0, atol=1e-6)
     causal = model(tokens, POSITIONS, labels)[0]
     assert not torch.allclose(causal[3:], alone, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "plain"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
+    one_rank: None, kernels: Literal["compiled", "plain"], recompute: str
+) -> None:
+    """Two packed sequences against five batches of one document each."""
+    if kernels == "compiled" and find_library()[0] is None:
+        pytest.skip(find_library()[1])
+    options = [f"model.cpu_kernels={kernels}", f"model.recompute={recompute}"]
+    length = 140
+    model = tiny_gpt(tiny("model.init_std=0.3", f"data.sequence_length={length}", *options))
+    words = torch.randint(1, VOCABULARY, (2, length + 1), generator=torch.Generator().manual_seed(3))
+    for row, place in ((0, 63), (0, 64), (1, 99)):
+        words[row, place] = 0
+    tokens, labels = words[:, :-1], words[:, 1:]
+    items = [document_items(row, eod=0) for row in tokens]
+    documents = Documents.of(torch.stack([item["document_start"] for item in items]))
+    assert documents.bounds == (0, 64, 65, 140, 240, 280)
+    weights = list(model.parameters())
+    positions = torch.stack([item["position_ids"] for item in items])
+    packed = model(tokens, positions, labels, documents)
+    found = torch.autograd.grad(packed.sum(), weights)
+    alone, expected = [], [torch.zeros_like(weight) for weight in weights]
+    for first, last in pairwise(documents.bounds):
+        some, theirs = (side.flatten()[None, first:last] for side in (tokens, labels))
+        losses = model(some, torch.arange(last - first)[None], theirs)
+        alone.append(losses[0])
+        for total, gradient in zip(expected, torch.autograd.grad(losses.sum(), weights), strict=True):
+            total += gradient
+    torch.testing.assert_close(packed.flatten(), torch.cat(alone), rtol=1e-6, atol=2e-6)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * max(1.0, float(other.abs().max())))
 
 
 def test_the_seed_decides_the_weights(one_rank: None) -> None:

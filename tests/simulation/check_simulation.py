@@ -32,7 +32,7 @@ from megamoe.simulation.memory import ACTIVATIONS, PARAMETERS  # noqa: E402
 from megamoe.simulation.parts import Parts  # noqa: E402
 from megamoe.simulation.rank import StepCosts, fake_mode, simulate_step  # noqa: E402
 from megamoe.simulation.roofline import roofline  # noqa: E402
-from tests.in_subprocess import checks_of, verdicts_of  # noqa: E402
+from tests.in_subprocess import checks_of, run_checks  # noqa: E402
 from tests.simulation.one_rank import ONE_RANK  # noqa: E402
 from tests.tiny import VOCABULARY, tiny  # noqa: E402
 
@@ -327,4 +327,4 @@ def states_of_one_rank() -> dict[str, int]:
 
 if __name__ == "__main__":
     print(json.dumps(states_of_one_rank()))
-    print(verdicts_of(checks_of(globals())))
+    print(run_checks(checks_of(globals())))

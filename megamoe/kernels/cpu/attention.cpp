@@ -1,5 +1,6 @@
 // Causal attention in fp32, with rotary positions, by the BLAS that is handed in. A thread takes whole heads; scores
 // exist for BLOCK queries at a time, over the keys that these see, and are worked out again in the backward pass.
+// A sequence may hold several documents: a query sees the keys of its own, and positions are counted from its start.
 //
 // Sizes: S positions, B sequences, N query heads, G key heads (N / G queries share one), D columns of a head.
 #include <algorithm>
@@ -28,9 +29,27 @@ struct Sizes {
   int64_t positions, batch, heads, groups, columns;
 };
 
+// The positions of one sequence. starts [S]: where the document of each one begins; null: the sequence is one document.
+struct Documents {
+  const int32_t* starts;
+  int64_t positions;
+  int64_t start(int64_t position) const { return starts ? starts[position] : 0; }
+  // The end of the block of queries from `first` on: BLOCK further, or where a document ends that began before `first`.
+  // So a block has the keys of one document, or it has its own keys only, at most BLOCK.
+  int64_t block_end(int64_t first) const {
+    const int64_t last = std::min(first + BLOCK, positions), own = start(first);
+    if (own == first) return last;
+    for (int64_t s = first + 1; s < last; s++)
+      if (start(s) != own) return s;
+    return last;
+  }
+};
+
 // cosine, sine [S, D / 2], or null where nothing is turned.
 struct Angles {
   const float *cosine, *sine;
+  Documents documents;
+  int64_t row(int64_t position) const { return position - documents.start(position); }
 };
 
 // Positions stand far from each other: those to come are asked for early, to read or to write.
@@ -49,7 +68,7 @@ void pack(Heads heads, int64_t first, int64_t last, int64_t b, int64_t n, int64_
     const float* from = heads.at(s, b, n);
     prefetch<0>(heads, s, last, b, n, columns);
     if (angles.cosine)
-      turn(from, to, half, angles.cosine + s * half, angles.sine + s * half, 1.0f);
+      turn(from, to, half, angles.cosine + angles.row(s) * half, angles.sine + angles.row(s) * half, 1.0f);
     else
       std::memcpy(to, from, columns * sizeof(float));
     if (scale == 1.0f) continue;
@@ -68,7 +87,7 @@ void unpack(float* from, Heads heads, int64_t first, int64_t last, int64_t b, in
 #pragma omp simd
     for (int64_t d = 0; d < columns; d++) from[d] *= scale;
     if (angles.cosine)
-      turn(from, to, half, angles.cosine + s * half, angles.sine + s * half, -1.0f);
+      turn(from, to, half, angles.cosine + angles.row(s) * half, angles.sine + angles.row(s) * half, -1.0f);
     else
       std::memcpy(to, from, columns * sizeof(float));
   }
@@ -100,12 +119,11 @@ float softmax(float* scores, int64_t seen, int64_t count, float& log_sum) {
 extern "C" int64_t attention_fp32(sgemm call, float* query, int64_t q_s, int64_t q_b, int64_t q_n, float* key,
                                int64_t k_s, int64_t k_b, int64_t k_n, float* value, int64_t v_s, int64_t v_b,
                                int64_t v_n, int64_t positions, int64_t batch, int64_t heads, int64_t groups,
-                               int64_t columns, const float* cosine, const float* sine, double scale, float* out,
-                               float* log_sum, int threads) {
+                               int64_t columns, const float* cosine, const float* sine, double scale,
+                               const int32_t* starts, float* out, float* log_sum, int threads) {
   return memory_missed([=] {
     const Heads queries = {query, q_s, q_b, q_n}, keys = {key, k_s, k_b, k_n}, values = {value, v_s, v_b, v_n};
     const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
-    const Angles angles = {cosine, sine}, none = {nullptr, nullptr};
     const Blas blas = {call};
     const Scratch<float> scratch(threads, (2 * positions + 2 * BLOCK) * columns + BLOCK * positions);
 #pragma omp parallel num_threads(threads)
@@ -115,16 +133,24 @@ extern "C" int64_t attention_fp32(sgemm call, float* query, int64_t q_s, int64_t
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < batch * heads; task++) {
         const int64_t b = task / heads, n = task % heads, g = n * groups / heads;
+        const Documents documents = {starts ? starts + b * positions : nullptr, positions};
+        const Angles angles = {cosine, sine, documents}, none = {nullptr, nullptr, documents};
         pack(keys, 0, positions, b, g, columns, angles, 1.0f, all_keys);
         pack(values, 0, positions, b, g, columns, none, 1.0f, all_values);
-        for (int64_t first = 0; first < positions; first += BLOCK) {
-          const int64_t last = std::min(first + BLOCK, positions), count = last - first;
+        for (int64_t first = 0, last; first < positions; first = last) {
+          last = documents.block_end(first);
+          const int64_t count = last - first, begin = documents.start(first), width = last - begin;
           float factors[BLOCK];
           pack(queries, first, last, b, n, columns, angles, float(scale), own);
-          blas.multiply(own, false, all_keys, true, count, last, columns, scores);
-          for (int64_t i = 0; i < count; i++)
-            factors[i] = 1 / softmax(scores + i * last, first + i + 1, last, log_sum[task * positions + first + i]);
-          blas.multiply(scores, false, all_values, false, count, columns, last, sums);
+          blas.multiply(own, false, all_keys + begin * columns, true, count, width, columns, scores);
+          for (int64_t i = 0; i < count; i++) {
+            const int64_t hidden = documents.start(first + i) - begin;
+            float* row = scores + i * width;
+            std::memset(row, 0, hidden * sizeof(float));
+            factors[i] = 1 / softmax(row + hidden, first + i + 1 - begin - hidden, width - hidden,
+                                     log_sum[task * positions + first + i]);
+          }
+          blas.multiply(scores, false, all_values + begin * columns, false, count, columns, width, sums);
           for (int64_t i = 0; i < count; i++) {
             float* to = outputs.at(first + i, b, n);
             prefetch<1>(outputs, first + i, last, b, n, columns);
@@ -142,16 +168,16 @@ extern "C" int64_t attention_fp32(sgemm call, float* query, int64_t q_s, int64_t
 extern "C" int64_t attention_backward_fp32(
     sgemm call, float* query, int64_t q_s, int64_t q_b, int64_t q_n, float* key, int64_t k_s, int64_t k_b, int64_t k_n,
     float* value, int64_t v_s, int64_t v_b, int64_t v_n, int64_t positions, int64_t batch, int64_t heads,
-    int64_t groups, int64_t columns, const float* cosine, const float* sine, double scale, float* out,
-    const float* log_sum, float* gradient, float* to_query, int64_t tq_s, int64_t tq_b, int64_t tq_n, float* to_key,
-    int64_t tk_s, int64_t tk_b, int64_t tk_n, float* to_value, int64_t tv_s, int64_t tv_b, int64_t tv_n, int threads) {
+    int64_t groups, int64_t columns, const float* cosine, const float* sine, double scale, const int32_t* starts,
+    float* out, const float* log_sum, float* gradient, float* to_query, int64_t tq_s, int64_t tq_b, int64_t tq_n,
+    float* to_key, int64_t tk_s, int64_t tk_b, int64_t tk_n, float* to_value, int64_t tv_s, int64_t tv_b, int64_t tv_n,
+    int threads) {
   return memory_missed([=] {
     const Heads queries = {query, q_s, q_b, q_n}, keys = {key, k_s, k_b, k_n}, values = {value, v_s, v_b, v_n};
     const Heads to_queries = {to_query, tq_s, tq_b, tq_n}, to_keys = {to_key, tk_s, tk_b, tk_n};
     const Heads to_values = {to_value, tv_s, tv_b, tv_n};
     const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
     const Heads gradients = {gradient, outputs.s, outputs.b, outputs.n};
-    const Angles angles = {cosine, sine}, none = {nullptr, nullptr};
     const Blas blas = {call};
     const int64_t whole = positions * columns, part = BLOCK * columns, shared = heads / groups;
     const Scratch<float> scratch(threads, 4 * whole + 3 * part + 2 * BLOCK * positions);
@@ -163,21 +189,26 @@ extern "C" int64_t attention_backward_fp32(
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < batch * groups; task++) {
         const int64_t b = task / groups, g = task % groups;
+        const Documents documents = {starts ? starts + b * positions : nullptr, positions};
+        const Angles angles = {cosine, sine, documents}, none = {nullptr, nullptr, documents};
         pack(keys, 0, positions, b, g, columns, angles, 1.0f, all_keys);
         pack(values, 0, positions, b, g, columns, none, 1.0f, all_values);
         std::memset(key_sums, 0, 2 * whole * sizeof(float));
         for (int64_t n = g * shared; n < (g + 1) * shared; n++) {
           const float* log_sums = log_sum + (b * heads + n) * positions;
-          for (int64_t first = 0; first < positions; first += BLOCK) {
-            const int64_t last = std::min(first + BLOCK, positions), count = last - first;
+          for (int64_t first = 0, last; first < positions; first = last) {
+            last = documents.block_end(first);
+            const int64_t count = last - first, begin = documents.start(first), width = last - begin;
+            const float *seen_keys = all_keys + begin * columns, *seen_values = all_values + begin * columns;
             pack(queries, first, last, b, n, columns, angles, float(scale), own);
             pack(gradients, first, last, b, n, columns, none, 1.0f, sent);
-            blas.multiply(own, false, all_keys, true, count, last, columns, shares);
-            blas.multiply(sent, false, all_values, true, count, last, columns, slopes);
+            blas.multiply(own, false, seen_keys, true, count, width, columns, shares);
+            blas.multiply(sent, false, seen_values, true, count, width, columns, slopes);
             for (int64_t i = 0; i < count; i++) {
-              float *share = shares + i * last, *slope = slopes + i * last;
+              const int64_t hidden = documents.start(first + i) - begin;
+              float *share = shares + i * width + hidden, *slope = slopes + i * width + hidden;
               const float *row = outputs.at(first + i, b, n), *from = sent + i * columns, logarithm = log_sums[first + i];
-              const int64_t seen = first + i + 1, passed = whole_vectors(seen, last);
+              const int64_t seen = first + i + 1 - begin - hidden, passed = whole_vectors(seen, width - hidden);
               prefetch<0>(outputs, first + i, last, b, n, columns);
               float mean = 0;
 #pragma omp simd reduction(+ : mean)
@@ -187,12 +218,14 @@ extern "C" int64_t attention_backward_fp32(
                 share[j] = exponential(share[j] - logarithm);
                 slope[j] = share[j] * (slope[j] - mean);
               }
-              std::memset(share + seen, 0, (last - seen) * sizeof(float));
-              std::memset(slope + seen, 0, (last - seen) * sizeof(float));
+              std::memset(share + seen, 0, (width - hidden - seen) * sizeof(float));
+              std::memset(slope + seen, 0, (width - hidden - seen) * sizeof(float));
+              std::memset(share - hidden, 0, hidden * sizeof(float));
+              std::memset(slope - hidden, 0, hidden * sizeof(float));
             }
-            blas.multiply(shares, true, sent, false, last, columns, count, value_sums, true);
-            blas.multiply(slopes, true, own, false, last, columns, count, key_sums, true);
-            blas.multiply(slopes, false, all_keys, false, count, columns, last, sums);
+            blas.multiply(shares, true, sent, false, width, columns, count, value_sums + begin * columns, true);
+            blas.multiply(slopes, true, own, false, width, columns, count, key_sums + begin * columns, true);
+            blas.multiply(slopes, false, seen_keys, false, count, columns, width, sums);
             unpack(sums, to_queries, first, last, b, n, columns, angles, float(scale));
           }
         }
