@@ -1,0 +1,68 @@
+"""Declares hand-written GPU kernels as PyTorch operators, with what they cost.
+
+PyTorch knows the operators that come with it: it can run them on fake tensors, which have a shape and no data,
+and it counts their FLOPs. A launch of a Triton kernel is invisible to it. Declared here, the launch is an
+operator `megamoe::NAME` with a fake implementation and a `KernelCost`, and `megamoe.simulation` counts it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Each gets the operator's arguments, by position and name, and its result as the keyword `result`.
+Formula = Callable[..., int]
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """What one call of an operator costs.
+
+    bytes_moved: bytes read and written in the device's memory, or None: every tensor argument and result once,
+    what is written in place twice. flops: floating-point operations of matrix products, or None: 0.
+    launches: kernels that one call launches.
+    """
+
+    bytes_moved: Formula | None = None
+    flops: Formula | None = None
+    launches: int = 1
+
+
+_costs: dict[str, KernelCost] = {}
+
+
+def cost_of(name: str) -> KernelCost | None:
+    """Return the cost of the operator `namespace::name`, or None if it was not declared here."""
+    return _costs.get(name)
+
+
+def kernel_operator(
+    name: str,
+    *,
+    fake: Callable[..., Any] | None = None,
+    mutates: Iterable[str] = (),
+    bytes_moved: Formula | None = None,
+    flops: Formula | None = None,
+    launches: int = 1,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a function that launches kernels: it becomes the operator `megamoe::NAME`.
+
+    The function's arguments and result need type hints that `torch.library.infer_schema` knows: Tensor,
+    Tensor | None, list[Tensor], int, float, bool, str; a result that is one of its arguments is not allowed.
+    It has no gradient: call it inside a torch.autograd.Function. fake: the same arguments to empty results of
+    the right shapes and dtypes; None where the function returns nothing and writes into its arguments.
+    mutates: the arguments that it writes. The rest: see `KernelCost`.
+    """
+
+    def declare(launch: Callable[..., Any]) -> Any:
+        operator = torch.library.custom_op(f"megamoe::{name}", launch, mutates_args=set(mutates))
+        operator.register_fake(fake or _nothing)
+        _costs[f"megamoe::{name}"] = KernelCost(bytes_moved, flops, launches)
+        return operator
+
+    return declare
+
+
+def _nothing(*arguments: Any, **keywords: Any) -> None:
+    return None
