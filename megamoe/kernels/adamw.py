@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from megamoe.compat.torch_compat import AdamState, add_to_all, scale_all
-from megamoe.kernels.library import Library, library_for
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.library import Library
 
 
-def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+def sum_of_squares(tensors: list[Tensor], kernels: Kernels) -> Tensor:
     """Return the sum of squares over fp32 or bf16 tensors of one device: an fp64 scalar.
 
     It is not finite if any number is not.
     """
-    library = library_for(*tensors) if tensors[0].dtype == torch.float32 else None
+    library = kernels.library_for(*tensors) if tensors[0].dtype == torch.float32 else None
     if library is not None:
         return torch.tensor(library.sum_of_squares(tensors), dtype=torch.float64)
     norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
@@ -29,7 +30,10 @@ class AdamW(torch.optim.Adam):
     2015).
     """
 
-    def __init__(self, params: Any, *, decoupled_weight_decay: bool = True, **options: Any) -> None:
+    def __init__(
+        self, params: Any, *, kernels: Kernels, decoupled_weight_decay: bool = True, **options: Any
+    ) -> None:
+        self.kernels = kernels
         super().__init__(params, decoupled_weight_decay=decoupled_weight_decay, **options)
 
     @torch.no_grad()
@@ -41,7 +45,8 @@ class AdamW(torch.optim.Adam):
         groups = [(group, AdamState.of(self, group)) for group in self.param_groups]
         weights = [weight for _, state in groups for weight in state.weights]
         tensors = [tensor for _, state in groups for tensor in state.passed_over()]
-        library = library_for(*tensors) if tensors and tensors[0].dtype == torch.float32 else None
+        fp32 = bool(tensors) and tensors[0].dtype == torch.float32
+        library = self.kernels.library_for(*tensors) if fp32 else None
         if library is None:
             self._update_plainly(weights, factor, rounded)
             return

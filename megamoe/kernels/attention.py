@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megamoe.kernels.block import angles, rotary
-from megamoe.kernels.library import Library, library_on
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.library import Library
 
 
 def causal_attention(
@@ -22,6 +23,8 @@ def causal_attention(
     value_SBGD: Tensor,
     rotary_base: float | None = None,
     scale: float | None = None,
+    *,
+    kernels: Kernels,
 ) -> Tensor:
     """Causal attention: return each position's weighted mean of the values up to it, [S, B, N * D].
 
@@ -31,9 +34,11 @@ def causal_attention(
     Raises:
         ValueError: if heads of odd size are to be rotated.
     """
-    library = _library_for(query_SBND, key_SBGD, value_SBGD)
+    library = _library_for(query_SBND, key_SBGD, value_SBGD, kernels)
     if library is None:
-        return plain_causal_attention(query_SBND, key_SBGD, value_SBGD, rotary_base, scale)
+        return plain_causal_attention(
+            query_SBND, key_SBGD, value_SBGD, rotary_base, scale, kernels=kernels
+        )
     size = query_SBND.shape[-1]
     scale = size**-0.5 if scale is None else scale
     turns: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -49,10 +54,12 @@ def plain_causal_attention(
     value_SBGD: Tensor,
     rotary_base: float | None = None,
     scale: float | None = None,
+    *,
+    kernels: Kernels,
 ) -> Tensor:
     """Compute `causal_attention` by PyTorch's operator."""
     if rotary_base is not None:
-        query_SBND, key_SBGD = rotary(query_SBND, rotary_base), rotary(key_SBGD, rotary_base)
+        query_SBND, key_SBGD = (rotary(side, rotary_base, kernels) for side in (query_SBND, key_SBGD))
     return attend(query_SBND, key_SBGD, value_SBGD, is_causal=True, scale=scale)
 
 
@@ -146,9 +153,9 @@ def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:
     return heads, position, sequence, head
 
 
-def _library_for(query: Tensor, key: Tensor, value: Tensor) -> Library | None:
+def _library_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Library | None:
     """Return the library if it supports these tensors and there is a key head for each thread, else None."""
-    library = library_on(query.device)
+    library = kernels.library_on(query.device)
     sides = (query, key, value)
     fits = all(side.dtype == torch.float32 and side.dim() == 4 and side.stride(-1) == 1 for side in sides)
     if library is None or library.sgemm is None or not fits:

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.library import SUFFIXES, Library, library_for, library_on
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.library import SUFFIXES, Library
 
 
-def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float, kernels: Kernels) -> Tensor:
     """Apply RMSNorm over the last dimension; [..., H] to the same shape (Zhang and Sennrich 2019, eq. 4)."""
-    library = library_for(hidden, weight_H)
+    library = kernels.library_for(hidden, weight_H)
     if library is None or hidden.shape[-1:] != weight_H.shape:
         return functional.rms_norm(hidden, weight_H.shape, weight_H, eps)
     normed: Tensor = _RMSNorm.apply(hidden, weight_H, eps, library)
@@ -40,14 +41,14 @@ class _RMSNorm(torch.autograd.Function):
         return to_hidden, to_weight_H.to(weight_H.dtype), None, None
 
 
-def rotary(heads_SBND: Tensor, base: float) -> Tensor:
+def rotary(heads_SBND: Tensor, base: float, kernels: Kernels) -> Tensor:
     """Rotate queries or keys by their positions 0 .. S-1, in halves of a head as Megatron-Core does.
 
     [S, B, heads, D] to the same shape; from the library it is a view of memory in the order [B, heads, S, D].
     Angles and arithmetic are fp32. Source: Su et al. 2021 (RoFormer), section 3.2.2.
     """
     cosine_SD, sine_SD = angles(heads_SBND.shape[0], heads_SBND.shape[-1], float(base), heads_SBND.device)
-    library = library_on(heads_SBND.device)
+    library = kernels.library_on(heads_SBND.device)
     if library is None or heads_SBND.dtype not in SUFFIXES:
         return plain_rotary(heads_SBND, cosine_SD, sine_SD)
     turned_SBND: Tensor = _Rotary.apply(heads_SBND, cosine_SD, sine_SD, library)

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import Library
 from megamoe.kernels.products import checked_ends, grouped_product, product_library
 from megamoe.kernels.rows import swiglu
 
 
-def swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor) -> Tensor:
+def swiglu_experts(
+    rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor, kernels: Kernels
+) -> Tensor:
     """Apply its expert to each row: down * SwiGLU(up * row), [N, H] to [N, H]; G = 2F, gate over value.
 
     counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0.
@@ -26,18 +29,20 @@ def swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: 
             `grouped_product`.
     """
     rows_NH = rows_NH.contiguous()
-    library = _library_for(rows_NH, up_EGH, down_EHF)
+    library = _library_for(rows_NH, up_EGH, down_EHF, kernels)
     if library is None:
-        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E)
+        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels)
     ends_E = checked_ends(rows_NH, up_EGH, counts_E)
-    output_NH: Tensor = _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, library)
+    output_NH: Tensor = _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, library, kernels)
     return output_NH
 
 
-def plain_swiglu_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor) -> Tensor:
+def plain_swiglu_experts(
+    rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor, kernels: Kernels
+) -> Tensor:
     """Compute `swiglu_experts` in its three steps."""
-    rows_NF = swiglu(grouped_product(rows_NH, up_EGH, counts_E))
-    return grouped_product(rows_NF, down_EHF, counts_E)
+    rows_NF = swiglu(grouped_product(rows_NH, up_EGH, counts_E, kernels), kernels)
+    return grouped_product(rows_NF, down_EHF, counts_E, kernels)
 
 
 class _Experts(torch.autograd.Function):
@@ -48,13 +53,21 @@ class _Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, library: Library) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        up: Tensor,
+        down: Tensor,
+        ends: Tensor,
+        library: Library,
+        kernels: Kernels,
+    ) -> Tensor:
         hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
         sides = (*_blas(library, rows.dtype), rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
         room = () if rows.dtype == torch.float32 else (rows.new_empty(len(rows), down.shape[2]),)
         library.call("experts", rows.dtype, *sides, hidden, *room, output)
         ctx.save_for_backward(rows, up, down, ends, hidden)
-        ctx.library, ctx.was_written = library, False
+        ctx.library, ctx.kernels, ctx.was_written = library, kernels, False
         return output
 
     @staticmethod
@@ -63,7 +76,8 @@ class _Experts(torch.autograd.Function):
         rows, up, down, ends, hidden = ctx.saved_tensors
         library: Library = ctx.library
         if ctx.was_written:
-            hidden = grouped_product(rows, up, torch.diff(ends, prepend=ends.new_zeros(1)))
+            counts = torch.diff(ends, prepend=ends.new_zeros(1))
+            hidden = grouped_product(rows, up, counts, ctx.kernels)
         ctx.was_written = True
         active = rows.new_empty(len(rows), down.shape[2])
         wanted = zip((rows, up, down), ctx.needs_input_grad, strict=False)
@@ -71,7 +85,7 @@ class _Experts(torch.autograd.Function):
         sides = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
         arguments = (*sides, ends, *_sizes(down), hidden, active, *gradients)
         library.call("experts_backward", rows.dtype, *_blas(library, rows.dtype), *arguments)
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 def _sizes(down: Tensor) -> tuple[int, int, int]:
@@ -79,12 +93,12 @@ def _sizes(down: Tensor) -> tuple[int, int, int]:
     return experts, hidden_size, ffn_size
 
 
-def _library_for(rows: Tensor, up: Tensor, down: Tensor) -> Library | None:
+def _library_for(rows: Tensor, up: Tensor, down: Tensor, kernels: Kernels) -> Library | None:
     """Return the library if it supports these tensors, else None."""
     alike = rows.dtype == up.dtype == down.dtype
     fits = alike and up.shape == (len(down), 2 * down.shape[2], down.shape[1])
-    library = product_library(rows, up.shape)
-    return library if fits and product_library(rows, down.shape) is not None else None
+    library = product_library(rows, up.shape, kernels)
+    return library if fits and product_library(rows, down.shape, kernels) is not None else None
 
 
 def _blas(library: Library, dtype: torch.dtype) -> tuple[int | None, ...]:

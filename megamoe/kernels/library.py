@@ -145,30 +145,6 @@ def _address(argument: object) -> int | None:
     return argument.data_ptr() if isinstance(argument, Tensor) else argument  # type: ignore[return-value]
 
 
-class _Choice:
-    compiled = True
-
-
-def use_compiled(wanted: bool) -> None:
-    """Set whether this process uses the library, if there is one."""
-    _Choice.compiled = wanted
-
-
-def library_on(device: torch.device) -> Library | None:
-    """Return the library if it is enabled and the device is the CPU, else None."""
-    return find_library()[0] if device.type == "cpu" and _Choice.compiled else None
-
-
-def library_for(*tensors: Tensor) -> Library | None:
-    """Return the library if it supports these tensors: on the CPU, contiguous, of one supported dtype.
-
-    Else None.
-    """
-    dtype = tensors[0].dtype
-    fits = dtype in SUFFIXES and all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
-    return library_on(tensors[0].device) if fits else None
-
-
 @cache
 def find_library() -> tuple[Library | None, str]:
     """Return (library, ""), built at the first call on a machine, or (None, the reason why there is none)."""

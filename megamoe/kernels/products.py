@@ -5,6 +5,7 @@ number of rows per expert: in fp32 by PyTorch's own BLAS, where each thread take
 and in bf16 by AMX if the processor has it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.library import Library, library_for
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.library import Library
 
 TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
 
 
-def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor, kernels: Kernels) -> Tensor:
     """Multiply each row by the transposed weight of its expert; return [N, O] in the rows' dtype.
 
     counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0.
@@ -27,7 +29,7 @@ def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Te
             add up to the rows.
     """
     ends_E = checked_ends(rows_NI, weight_EOI, counts_E)
-    product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, ends_E)
+    product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, ends_E, kernels)
     return product_NO
 
 
@@ -44,9 +46,9 @@ def checked_ends(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tenso
     return ends_E
 
 
-def takes_any_count(rows_NI: Tensor, *weights_EOI: Tensor) -> bool:
+def takes_any_count(rows_NI: Tensor, weights_EOI: Sequence[Tensor], kernels: Kernels) -> bool:
     """Return whether the product's cost does not depend on how the rows are distributed over the experts."""
-    return all(product_library(rows_NI, weight_EOI.shape) is not None for weight_EOI in weights_EOI)
+    return all(product_library(rows_NI, weight.shape, kernels) is not None for weight in weights_EOI)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -57,9 +59,12 @@ class _GroupedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels
+    ) -> Tensor:
+        ctx.kernels = kernels
         ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
-        library = product_library(rows_NI, weight_EOI.shape)
+        library = product_library(rows_NI, weight_EOI.shape, kernels)
         if library is None:
             return functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends_E.to(torch.int32))
         output_NO = rows_NI.new_empty(len(rows_NI), weight_EOI.shape[1])
@@ -69,17 +74,17 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_NI, weight_EOI, ends_E = ctx.saved_tensors
         gradient_NO = gradient_NO.contiguous()
-        to_rows, to_weight, _ = ctx.needs_input_grad
-        rows = _to_rows(gradient_NO, weight_EOI, ends_E) if to_rows else None
-        weight = _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E) if to_weight else None
-        return rows, weight, None
+        to_rows, to_weight, *_ = ctx.needs_input_grad
+        rows = _to_rows(gradient_NO, weight_EOI, ends_E, ctx.kernels) if to_rows else None
+        weight = _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, ctx.kernels) if to_weight else None
+        return rows, weight, None, None
 
 
-def _to_rows(gradient_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    library = product_library(gradient_NO, weight_EOI.shape)
+def _to_rows(gradient_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels) -> Tensor:
+    library = product_library(gradient_NO, weight_EOI.shape, kernels)
     if library is None:
         return functional.grouped_mm(gradient_NO, weight_EOI, offs=ends_E.to(torch.int32))
     output_NI = gradient_NO.new_empty(len(gradient_NO), weight_EOI.shape[2])
@@ -88,17 +93,19 @@ def _to_rows(gradient_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     )
 
 
-def _to_weight(gradient_NO: Tensor, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    library = product_library(rows_NI, weight_EOI.shape)
+def _to_weight(
+    gradient_NO: Tensor, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels
+) -> Tensor:
+    library = product_library(rows_NI, weight_EOI.shape, kernels)
     if library is None:
         return functional.grouped_mm(gradient_NO.T, rows_NI, offs=ends_E.to(torch.int32))
     output_EOI = rows_NI.new_empty(weight_EOI.shape)
     return _compiled("to_weight", library, (gradient_NO, rows_NI), ends_E, weight_EOI, output_EOI)
 
 
-def product_library(rows: Tensor, shape: torch.Size) -> Library | None:
+def product_library(rows: Tensor, shape: torch.Size, kernels: Kernels) -> Library | None:
     """Return the library if it supports the product of such rows with weights of that shape, else None."""
-    library = library_for(rows)
+    library = kernels.library_for(rows)
     if library is None:
         return None
     if rows.dtype == torch.bfloat16:

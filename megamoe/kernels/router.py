@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megamoe.kernels.library import Library, library_for
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.library import Library
 
 FEW_CHOICES = 16  # above it, sorting is faster
 FEW_EXPERTS = 15  # above it, PyTorch's vectorised softmax is faster
 
 
-def softmax(scores_TE: Tensor) -> Tensor:
+def softmax(scores_TE: Tensor, kernels: Kernels) -> Tensor:
     """Return the softmax of each row, [T, E] in the same dtype; NaN if all of a row are -inf."""
-    library = _library_for(scores_TE)
+    library = _library_for(scores_TE, kernels)
     if library is None or scores_TE.shape[-1] > FEW_EXPERTS:
         return scores_TE.softmax(dim=-1)
     probs_TE: Tensor = _Softmax.apply(scores_TE, library)
@@ -45,12 +46,12 @@ class _Softmax(torch.autograd.Function):
         return to_scores_TE, None
 
 
-def top_k(ranking_TE: Tensor, count: int) -> Tensor:
+def top_k(ranking_TE: Tensor, count: int, kernels: Kernels) -> Tensor:
     """Return the indices of each row's `count` largest values, in descending order: int64 [T, count].
 
     NaN counts as the largest. Among equal values the library takes the first; PyTorch guarantees no order.
     """
-    library = _library_for(ranking_TE)
+    library = _library_for(ranking_TE, kernels)
     if library is None or not 0 < count <= min(FEW_CHOICES, ranking_TE.shape[1]):
         return ranking_TE.topk(count, dim=-1).indices
     chosen_TK = ranking_TE.new_empty(len(ranking_TE), count, dtype=torch.int64)
@@ -87,7 +88,7 @@ def _masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float, library: Libra
     return result_TE
 
 
-def _library_for(scores_TE: Tensor) -> Library | None:
+def _library_for(scores_TE: Tensor, kernels: Kernels) -> Library | None:
     """Return the library if it supports these tensors, else None."""
     fits = scores_TE.dtype == torch.float32 and scores_TE.dim() == 2 and scores_TE.shape[1] > 0
-    return library_for(scores_TE) if fits else None
+    return kernels.library_for(scores_TE) if fits else None

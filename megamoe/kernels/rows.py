@@ -5,52 +5,15 @@ other is one fused pass over the memory, forward and backward: by the compiled l
 kernels on CUDA. All of them sum in fp32.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.library import library_on
-
-
-class Kernels(Protocol):
-    """The interface of `Library` and `TritonKernels`, where its functions are documented."""
-
-    @property
-    def dtypes(self) -> Collection[torch.dtype]: ...
-
-    def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]: ...
-
-    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None: ...
-
-
-class _Choice:
-    triton = False
-
-
-def use_triton(wanted: bool) -> None:
-    """Set whether this process uses Triton's kernels on CUDA. The first pass then imports triton."""
-    _Choice.triton = wanted
-
-
-def kernels_on(device: torch.device) -> Kernels | None:
-    """Return the enabled kernels for that device, or None for PyTorch's operators."""
-    if device.type == "cuda" and _Choice.triton:
-        from megamoe.kernels.triton_rows import TritonKernels
-
-        return TritonKernels()
-    return library_on(device)
-
-
-def kernels_for(rows: Tensor) -> Kernels | None:
-    """Return the enabled kernels if they support these rows, which must be contiguous; else None."""
-    kernels = kernels_on(rows.device)
-    fits = kernels is not None and rows.dtype in kernels.dtypes and rows.is_contiguous()
-    return kernels if fits else None
+from megamoe.kernels.choice import Kernels, RowKernels
 
 
 @dataclass
@@ -67,12 +30,12 @@ class RowTokens:
     ends_T: Tensor | None = None
 
     @classmethod
-    def of(cls, token_N: Tensor, num_tokens: int) -> "RowTokens":
+    def of(cls, token_N: Tensor, num_tokens: int, kernels: Kernels) -> "RowTokens":
         """Return the RowTokens of rows in any order."""
-        kernels = kernels_on(token_N.device)
-        if kernels is None:
+        chosen = kernels.rows_on(token_N.device)
+        if chosen is None:
             return cls(token_N, num_tokens)
-        return cls(token_N, num_tokens, *kernels.rows_by_token(token_N, num_tokens))
+        return cls(token_N, num_tokens, *chosen.rows_by_token(token_N, num_tokens))
 
 
 @dataclass
@@ -83,12 +46,12 @@ class Order:
     place_N: Tensor
 
     @classmethod
-    def by_key(cls, key_N: Tensor, size: int) -> "Order":
+    def by_key(cls, key_N: Tensor, size: int, kernels: Kernels) -> "Order":
         """Return the stable order by integer keys in 0 .. size-1.
 
         The compiled sort raises IndexError for other keys.
         """
-        library = library_on(key_N.device)
+        library = kernels.library_on(key_N.device)
         if library is not None:
             return cls(*library.sort_by_key(key_N, size)[:2])
         order_N = torch.argsort(key_N, stable=True)
@@ -124,18 +87,18 @@ class _Permute(torch.autograd.Function):
         return gradient_N.index_select(0, ctx.order.place_N), None
 
 
-def gather(hidden_TH: Tensor, rows: RowTokens) -> Tensor:
+def gather(hidden_TH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
     """Return the hidden state of each row's token: [T, H] to [N, H]."""
-    kernels = kernels_for(hidden_TH)
-    if rows.row_N is None or kernels is None:
+    chosen = kernels.rows_for(hidden_TH)
+    if rows.row_N is None or chosen is None:
         return hidden_TH.index_select(0, rows.token_N)
-    rows_NH: Tensor = _Gather.apply(hidden_TH, rows, kernels)
+    rows_NH: Tensor = _Gather.apply(hidden_TH, rows, chosen)
     return rows_NH
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, hidden_TH: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
         ctx.rows, ctx.kernels = rows, kernels
         return hidden_TH.index_select(0, rows.token_N)
 
@@ -145,7 +108,7 @@ class _Gather(torch.autograd.Function):
         return _sum_rows(gradient_NH.contiguous(), None, ctx.rows, ctx.kernels), None, None
 
 
-def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
+def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
     """Return the weighted sum of each token's rows, [T, H] in their dtype; 0 for a token without rows.
     weight_N: fp32.
 
@@ -156,10 +119,10 @@ def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
         sizes = f"{len(rows_NH)} rows, {len(weight_N)} weights, {len(rows.token_N)} tokens of rows"
         raise ValueError(f"expected as many of each, found {sizes}")
     weight_N = weight_N.contiguous()
-    kernels = kernels_for(rows_NH)
-    if rows.row_N is None or weight_N.dtype != torch.float32 or kernels is None:
+    chosen = kernels.rows_for(rows_NH)
+    if rows.row_N is None or weight_N.dtype != torch.float32 or chosen is None:
         return plain_combine(rows_NH, weight_N, rows)
-    output_TH: Tensor = _Combine.apply(rows_NH, weight_N, rows, kernels)
+    output_TH: Tensor = _Combine.apply(rows_NH, weight_N, rows, chosen)
     return output_TH
 
 
@@ -172,7 +135,7 @@ def plain_combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_NH: Tensor, weight_N: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, rows_NH: Tensor, weight_N: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(rows_NH, weight_N)
         ctx.rows, ctx.kernels = rows, kernels
         return _sum_rows(rows_NH, weight_N, rows, kernels)
@@ -188,19 +151,19 @@ class _Combine(torch.autograd.Function):
         return to_rows_NH, to_weight_N, None, None
 
 
-def _sum_rows(rows_NH: Tensor, weight_N: Tensor | None, rows: RowTokens, kernels: Kernels) -> Tensor:
+def _sum_rows(rows_NH: Tensor, weight_N: Tensor | None, rows: RowTokens, kernels: RowKernels) -> Tensor:
     output_TH = rows_NH.new_empty(rows.num_tokens, rows_NH.shape[1])
     arguments = (rows_NH, rows.row_N, rows.ends_T, weight_N, rows.num_tokens, rows_NH.shape[1], output_TH)
     kernels.call("combine", rows_NH.dtype, *arguments)
     return output_TH
 
 
-def swiglu(rows_N2F: Tensor) -> Tensor:
+def swiglu(rows_N2F: Tensor, kernels: Kernels) -> Tensor:
     """Return silu(gate) * value of the halves [gate | value]: [N, 2F] to [N, F] (Shazeer 2020, section 2)."""
-    kernels = kernels_for(rows_N2F)
-    if rows_N2F.dim() != 2 or rows_N2F.shape[1] % 2 or kernels is None:
+    chosen = kernels.rows_for(rows_N2F)
+    if rows_N2F.dim() != 2 or rows_N2F.shape[1] % 2 or chosen is None:
         return plain_swiglu(rows_N2F)
-    rows_NF: Tensor = _SwiGLU.apply(rows_N2F, kernels)
+    rows_NF: Tensor = _SwiGLU.apply(rows_N2F, chosen)
     return rows_NF
 
 
@@ -212,7 +175,7 @@ def plain_swiglu(rows_N2F: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_N2F: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, rows_N2F: Tensor, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(rows_N2F)
         ctx.kernels = kernels
         count, width = rows_N2F.shape

@@ -1,0 +1,70 @@
+"""Which implementation of the passes a model uses: a value made from the configuration and passed to them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megamoe.kernels.library import SUFFIXES, Library, find_library
+
+
+class RowKernels(Protocol):
+    """The interface of `Library` and `TritonKernels`, where its functions are documented."""
+
+    @property
+    def dtypes(self) -> Collection[torch.dtype]: ...
+
+    def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]: ...
+
+    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The choice of kernels of one model. Two models of a process may differ in it.
+
+    compiled: the compiled library for tensors on the CPU, where it can be built. triton: Triton's kernels for
+    tensors on CUDA; the first pass that needs them imports triton. Everything else is done by PyTorch's
+    operators.
+    """
+
+    compiled: bool = True
+    triton: bool = False
+
+    @classmethod
+    def of(cls, cpu_kernels: str, gpu_kernels: str) -> "Kernels":
+        """Return what `model.cpu_kernels` and `model.gpu_kernels` of the configuration choose."""
+        return cls(compiled=cpu_kernels != "plain", triton=gpu_kernels == "triton")
+
+    def library_on(self, device: torch.device) -> Library | None:
+        """Return the compiled library if it is chosen, can be built, and the device is the CPU; else None."""
+        return find_library()[0] if device.type == "cpu" and self.compiled else None
+
+    def library_for(self, *tensors: Tensor) -> Library | None:
+        """Return the library if it supports these tensors: on the CPU, contiguous, of one supported dtype.
+
+        Else None.
+        """
+        dtype = tensors[0].dtype
+        fits = dtype in SUFFIXES and all(each.dtype == dtype and each.is_contiguous() for each in tensors)
+        return self.library_on(tensors[0].device) if fits else None
+
+    def uses_triton(self, device: torch.device) -> bool:
+        """Return whether Triton's kernels are chosen and the device is a CUDA device."""
+        return device.type == "cuda" and self.triton
+
+    def rows_on(self, device: torch.device) -> RowKernels | None:
+        """Return the kernels for rows of an MoE layer on that device, or None for PyTorch's operators."""
+        if self.uses_triton(device):
+            from megamoe.kernels.triton_rows import TritonKernels
+
+            return TritonKernels()
+        return self.library_on(device)
+
+    def rows_for(self, rows: Tensor) -> RowKernels | None:
+        """Return the kernels for rows if they support these, which must be contiguous; else None."""
+        found = self.rows_on(rows.device)
+        fits = found is not None and rows.dtype in found.dtypes and rows.is_contiguous()
+        return found if fits else None
