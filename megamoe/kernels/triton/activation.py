@@ -4,10 +4,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.blocks import row_block
+from megamoe.kernels.triton.costs import each_once
 
 
+@kernel_operator("swiglu", mutates={"out_NF"}, bytes_moved=each_once)
+def swiglu(rows_N2F: Tensor, count: int, width: int, out_NF: Tensor) -> None:
+    """Compute gate * sigmoid(gate) * value: [N, 2F] of gate | value to [N, F]."""
+    if out_NF.numel():
+        block = row_block(width)
+        _swiglu[(count, triton.cdiv(width, block))](rows_N2F, width, out_NF, BLOCK=block)
 
+
+@kernel_operator("swiglu_backward", mutates={"to_rows_N2F"}, bytes_moved=each_once)
+def swiglu_backward(
+    gradient_NF: Tensor, rows_N2F: Tensor, count: int, width: int, to_rows_N2F: Tensor
+) -> None:
+    """Compute the gradients of both halves: [N, 2F]."""
+    if gradient_NF.numel():
+        block = row_block(width)
+        grid = (count, triton.cdiv(width, block))
+        _swiglu_backward[grid](gradient_NF, rows_N2F, width, to_rows_N2F, BLOCK=block)
 
 
 @triton.jit

@@ -4,10 +4,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.operators import kernel_operator
+from megamoe.kernels.triton.costs import bytes_of, each_once
+
 BLOCK = 4096  # words that one program holds at a time
 WARPS = 8
 
 
+@kernel_operator(
+    "cross_entropy", mutates={"largest_T", "sum_T", "label_logit_T", "total_T"}, bytes_moved=each_once
+)
 def statistics(
     logits_TV: Tensor,
     label_T: Tensor,
@@ -26,6 +32,11 @@ def statistics(
         _statistics[(tokens,)](logits_TV, label_T, words, *results, BLOCK=block, num_warps=WARPS)
 
 
+@kernel_operator(
+    "cross_entropy_backward",
+    mutates={"logits_TV"},
+    bytes_moved=lambda logits_TV, *rest, result: bytes_of(logits_TV, logits_TV),
+)
 def gradient(
     logits_TV: Tensor,
     label_T: Tensor,
@@ -35,15 +46,11 @@ def gradient(
     words: int,
     of_label: float,
     of_all: float,
-    out_TV: Tensor,
 ) -> None:
-    """Compute out = sent * (exp(logit - log_sum) - of_label * [is the label] - of_all).
-
-    out_TV may be logits_TV.
-    """
+    """Write sent * (exp(logit - log_sum) - of_label * [is the label] - of_all) over the logits."""
     if tokens and words:
         block = min(BLOCK, triton.next_power_of_2(words))
-        arguments = (logits_TV, label_T, log_sum_T, sent_T, words, of_label, of_all, out_TV)
+        arguments = (logits_TV, label_T, log_sum_T, sent_T, words, of_label, of_all)
         _gradient[(tokens, triton.cdiv(words, block))](*arguments, BLOCK=block, num_warps=WARPS)
 
 
@@ -76,7 +83,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, label, log_sum, sent, words, of_label, of_all, out, BLOCK: tl.constexpr
+    logits, label, log_sum, sent, words, of_label, of_all, BLOCK: tl.constexpr
 ):
     """Each program handles BLOCK words of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -86,4 +93,5 @@ def _gradient(  # type: ignore[no-untyped-def]
     logit = tl.load(logits + place, mask=inside, other=0).to(tl.float32)
     change = tl.exp(logit - tl.load(log_sum + token)) - of_all
     change = tl.where(word == tl.load(label + token), change - of_label, change)
-    tl.store(out + place, (change * tl.load(sent + token)).to(out.dtype.element_ty), mask=inside)
+    change *= tl.load(sent + token)
+    tl.store(logits + place, change.to(logits.dtype.element_ty), mask=inside)

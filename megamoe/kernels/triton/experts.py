@@ -9,18 +9,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.blocks import tile_for
+from megamoe.kernels.triton.costs import bytes_of
 from megamoe.kernels.triton.products import (
     add_product,
     find_rows,
-    forward,
     grid_of,
+    multiply,
     precision_of,
-    to_rows,
-    to_weight,
+    weigh,
 )
 
 
+def _cost_of_forward(
+    rows_NH: Tensor,
+    up_EGH: Tensor,
+    down_EHF: Tensor,
+    ends_E: Tensor,
+    count: int,
+    hidden_size: int,
+    ffn_size: int,
+    hidden_NG: Tensor,
+    active_NF: Tensor,
+    out_NH: Tensor,
+) -> tuple[int, int]:
+    """Return (bytes, FLOPs): the activated rows are written and read."""
+    moved = bytes_of(rows_NH, up_EGH, down_EHF, ends_E, hidden_NG, active_NF, active_NF, out_NH)
+    return moved, 6 * len(rows_NH) * hidden_size * ffn_size
+
+
+@kernel_operator(
+    "experts",
+    mutates={"hidden_NG", "active_NF", "out_NH"},
+    bytes_moved=lambda *arguments, result: _cost_of_forward(*arguments)[0],
+    flops=lambda *arguments, result: _cost_of_forward(*arguments)[1],
+    launches=2,
+)
 def experts(
     rows_NH: Tensor,
     up_EGH: Tensor,
@@ -50,9 +75,45 @@ def experts(
         PRECISION=precision_of(rows_NH),
         **tile.options(),
     )
-    forward(active_NF, down_EHF, ends_E, count, ffn_size, hidden_size, out_NH)
+    sizes = (count, ffn_size, hidden_size)
+    multiply(active_NF, down_EHF, ends_E, *sizes, out_NH, weight_is_out_in=True)
 
 
+def _cost_of_backward(
+    sent_NH: Tensor,
+    rows_NH: Tensor,
+    up_EGH: Tensor,
+    down_EHF: Tensor,
+    ends_E: Tensor,
+    count: int,
+    hidden_size: int,
+    ffn_size: int,
+    hidden_NG: Tensor,
+    active_NF: Tensor,
+    to_rows_NH: Tensor | None,
+    to_up_EGH: Tensor | None,
+    to_down_EHF: Tensor | None,
+) -> tuple[int, int]:
+    """Return (bytes, FLOPs) of the product for the activated rows and of the gradients that are wanted."""
+    product = 2 * len(rows_NH) * hidden_size * ffn_size
+    moved = bytes_of(sent_NH, down_EHF, ends_E, hidden_NG, hidden_NG, active_NF)
+    flops = product
+    if to_down_EHF is not None:
+        moved, flops = moved + bytes_of(sent_NH, active_NF, to_down_EHF), flops + product
+    if to_rows_NH is not None:
+        moved, flops = moved + bytes_of(hidden_NG, up_EGH, to_rows_NH), flops + 2 * product
+    if to_up_EGH is not None:
+        moved, flops = moved + bytes_of(hidden_NG, rows_NH, to_up_EGH), flops + 2 * product
+    return moved, flops
+
+
+@kernel_operator(
+    "experts_backward",
+    mutates={"hidden_NG", "active_NF", "to_rows_NH", "to_up_EGH", "to_down_EHF"},
+    bytes_moved=lambda *arguments, result: _cost_of_backward(*arguments)[0],
+    flops=lambda *arguments, result: _cost_of_backward(*arguments)[1],
+    launches=4,
+)
 def experts_backward(
     sent_NH: Tensor,
     rows_NH: Tensor,
@@ -86,11 +147,12 @@ def experts_backward(
             **tile.options(),
         )
     if to_down_EHF is not None:
-        to_weight(sent_NH, active_NF, ends_E, count, ffn_size, hidden_size, to_down_EHF)
+        weigh(sent_NH, active_NF, ends_E, count, ffn_size, hidden_size, to_down_EHF)
     if to_rows_NH is not None:
-        to_rows(hidden_NG, up_EGH, ends_E, count, hidden_size, 2 * ffn_size, to_rows_NH)
+        sizes = (count, 2 * ffn_size, hidden_size)
+        multiply(hidden_NG, up_EGH, ends_E, *sizes, to_rows_NH, weight_is_out_in=False)
     if to_up_EGH is not None:
-        to_weight(hidden_NG, rows_NH, ends_E, count, hidden_size, 2 * ffn_size, to_up_EGH)
+        weigh(hidden_NG, rows_NH, ends_E, count, hidden_size, 2 * ffn_size, to_up_EGH)
 
 
 @triton.jit
@@ -115,7 +177,7 @@ def _up(  # type: ignore[no-untyped-def]
         row = first + tl.arange(0, ROWS)
         column = left + tl.arange(0, COLUMNS)
         gates = up + expert.to(tl.int64) * 2 * width * inner
-        values = gates + width.to(tl.int64) * inner
+        values = gates + tl.cast(width, tl.int64) * inner
         gate = tl.zeros([ROWS, COLUMNS], tl.float32)
         value = tl.zeros([ROWS, COLUMNS], tl.float32)
         for depth in range(0, inner, DEPTH):

@@ -5,11 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.operators import kernel_operator
+from megamoe.kernels.triton.costs import each_once
+
 WIDEST = 16384  # columns that one program can hold
 NUMBERS = 2048  # that one program holds at least, if the rows are short
 PROGRAMS = 256  # of the backward pass; each adds up the weight's gradient over its rows
 
 
+@kernel_operator("rms_norm", mutates={"out", "scale_N"}, bytes_moved=each_once)
 def rms_norm(
     rows: Tensor, weight_H: Tensor, count: int, width: int, eps: float, out: Tensor, scale_N: Tensor
 ) -> None:
@@ -21,6 +25,9 @@ def rms_norm(
         _rms_norm[grid](rows, weight_H, count, width, eps, out, scale_N, **options)
 
 
+@kernel_operator(
+    "rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2
+)
 def rms_norm_backward(
     sent: Tensor,
     rows: Tensor,

@@ -10,12 +10,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.blocks import Tile, tile_for
+from megamoe.kernels.triton.costs import each_once
 
 # Of fp32 products. "ieee" multiplies in fp32; "tf32x3" uses tensor cores three times and loses about one bit.
 FP32_PRECISION = "ieee"
 
 
+def _flops(
+    rows: Tensor,
+    other: Tensor,
+    ends_E: Tensor,
+    experts: int,
+    inner: int,
+    outer: int,
+    out: Tensor,
+    *,
+    result: None,
+) -> int:
+    return 2 * len(rows) * inner * outer
+
+
+@kernel_operator("grouped_forward", mutates={"out_NO"}, bytes_moved=each_once, flops=_flops)
 def forward(
     rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, experts: int, inner: int, outer: int, out_NO: Tensor
 ) -> None:
@@ -23,6 +40,7 @@ def forward(
     multiply(rows_NI, weight_EOI, ends_E, experts, inner, outer, out_NO, weight_is_out_in=True)
 
 
+@kernel_operator("grouped_to_rows", mutates={"out_NI"}, bytes_moved=each_once, flops=_flops)
 def to_rows(
     sent_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor, experts: int, inner: int, outer: int, out_NI: Tensor
 ) -> None:
@@ -30,6 +48,7 @@ def to_rows(
     multiply(sent_NO, weight_EOI, ends_E, experts, outer, inner, out_NI, weight_is_out_in=False)
 
 
+@kernel_operator("grouped_to_weight", mutates={"out_EOI"}, bytes_moved=each_once, flops=_flops)
 def to_weight(
     sent_NO: Tensor, rows_NI: Tensor, ends_E: Tensor, experts: int, inner: int, outer: int, out_EOI: Tensor
 ) -> None:
@@ -37,6 +56,13 @@ def to_weight(
 
     It is 0 for an expert without rows.
     """
+    weigh(sent_NO, rows_NI, ends_E, experts, inner, outer, out_EOI)
+
+
+def weigh(
+    sent_NO: Tensor, rows_NI: Tensor, ends_E: Tensor, experts: int, inner: int, outer: int, out_EOI: Tensor
+) -> None:
+    """Compute `to_weight`."""
     if not out_EOI.numel():
         return
     tile = tile_for("to_weight", rows_NI)

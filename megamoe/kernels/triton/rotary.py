@@ -4,9 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.operators import kernel_operator
+from megamoe.kernels.triton.costs import each_once
+
 NUMBERS = 2048  # pairs that one program rotates at most
 
 
+@kernel_operator("rotate", mutates={"out"}, bytes_moved=each_once)
 def rotate(
     heads: Tensor,
     from_s: int,
