@@ -94,9 +94,7 @@ class ModelConfig:
     backend: Literal["auto", "torch", "transformer_engine"] = "auto"  # auto: the last if it and CUDA exist
     norm_kernel: Literal["auto", "torch", "apex"] = "auto"  # under `torch`; auto: Apex's if installed
     cpu_kernels: Literal["auto", "plain", "compiled"] = "auto"  # auto: compiled if GCC is there
-    gpu_kernels: Literal["plain", "triton"] = (
-        "plain"  # passes over an MoE layer's rows; no GPU has run triton
-    )
+    gpu_kernels: Literal["auto", "plain", "triton"] = "auto"  # auto: triton if installed; see backends.md
     keep_freed_memory: bool = True  # on the CPU: malloc gives it out again, not back to the system
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # FP8 products: scales
     fp8_format: Literal["hybrid", "e4m3"] | None = None  # default: e4m3 for blockwise and mxfp8, else hybrid

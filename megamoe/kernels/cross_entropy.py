@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megamoe.kernels.choice import Kernels
+
 CHUNK = 2**22  # logits that the plain form holds in fp32 at a time
 
 
@@ -25,9 +27,29 @@ class Statistics(NamedTuple):
     total_T: Tensor
 
 
+class Sums(NamedTuple):
+    """Of each token over the whole vocabulary, fp32 [T].
+
+    largest_T: the largest logit. scale_T: 1 / the sum of exp(logit - largest).
+    """
+
+    largest_T: Tensor
+    scale_T: Tensor
+
+
+class Target(NamedTuple):
+    """What the loss compares with the probabilities: (1, 0) for cross entropy.
+
+    of_label: the share of the label beyond `of_all`. of_all: the share of every word.
+    """
+
+    of_label: float
+    of_all: float
+
+
 def plain_statistics(logits_TV: Tensor, label_T: Tensor) -> Statistics:
     """Compute the statistics by PyTorch's operators. label_T: int64, each label's column if it is here."""
-    found = Statistics(*(logits_TV.new_empty(len(logits_TV), dtype=torch.float32) for _ in range(4)))
+    found = _empty_statistics(logits_TV)
     for tokens in _chunks(logits_TV):
         logits, label = logits_TV[tokens].float(), label_T[tokens, None]
         here = (label >= 0) & (label < logits.shape[1])
@@ -36,26 +58,52 @@ def plain_statistics(logits_TV: Tensor, label_T: Tensor) -> Statistics:
         found.total_T[tokens] = logits.sum(1)
         largest = logits.amax(1, keepdim=True)
         found.largest_T[tokens] = largest[:, 0]
-        found.sum_T[tokens] = logits.sub_(largest).exp_().sum(1)
+        found.sum_T[tokens] = logits.sub(largest).exp_().sum(1)
     return found
 
 
-def plain_gradient(
-    logits_TV: Tensor, label_T: Tensor, log_sum_T: Tensor, sent_T: Tensor, of_label: float, of_all: float
-) -> Tensor:
-    """Write sent * (exp(logit - log_sum) - of_label * [is the label] - of_all) over the logits; return them.
+def statistics(logits_TV: Tensor, label_T: Tensor, kernels: Kernels) -> Statistics:
+    """Return the statistics of contiguous logits. label_T: int64, each label's column if it is here."""
+    chosen = kernels.rows_for(logits_TV) if kernels.uses_triton(logits_TV.device) else None
+    if chosen is None:
+        return plain_statistics(logits_TV, label_T)
+    found = _empty_statistics(logits_TV)
+    chosen.call("cross_entropy", logits_TV.dtype, logits_TV, label_T, *logits_TV.shape, *found)
+    return found
 
-    log_sum_T, sent_T: fp32. The two numbers are (1, 0) for the gradient of cross entropy.
+
+def write_gradient(
+    logits_TV: Tensor, label_T: Tensor, sums: Sums, sent_T: Tensor, target: Target, kernels: Kernels
+) -> Tensor:
+    """Write sent * (exp(logit - largest) * scale - of_label * [is the label] - of_all) over the logits.
+
+    Return them. sent_T: fp32.
     """
+    chosen = kernels.rows_for(logits_TV) if kernels.uses_triton(logits_TV.device) else None
+    if chosen is None:
+        return plain_write_gradient(logits_TV, label_T, sums, sent_T, target)
+    arguments = (logits_TV, label_T, *sums, sent_T, *logits_TV.shape, *target)
+    chosen.call("cross_entropy_backward", logits_TV.dtype, *arguments)
+    return logits_TV
+
+
+def plain_write_gradient(
+    logits_TV: Tensor, label_T: Tensor, sums: Sums, sent_T: Tensor, target: Target
+) -> Tensor:
+    """Compute `write_gradient` by PyTorch's operators."""
     for tokens in _chunks(logits_TV):
         label = label_T[tokens, None]
         here = (label >= 0) & (label < logits_TV.shape[1])
-        change = logits_TV[tokens].float().sub(log_sum_T[tokens, None]).exp_()
-        change.sub_(of_all) if of_all else None
-        of_labels = torch.where(here, -of_label, 0.0).to(change.dtype)
-        change.scatter_add_(1, label.clamp(0, logits_TV.shape[1] - 1), of_labels)
+        change = logits_TV[tokens].float().sub_(sums.largest_T[tokens, None]).exp_()
+        change.mul_(sums.scale_T[tokens, None]).sub_(target.of_all)
+        of_label = torch.where(here, -target.of_label, 0.0).to(change.dtype)
+        change.scatter_add_(1, label.clamp(0, logits_TV.shape[1] - 1), of_label)
         logits_TV[tokens] = change.mul_(sent_T[tokens, None]).to(logits_TV.dtype)
     return logits_TV
+
+
+def _empty_statistics(logits_TV: Tensor) -> Statistics:
+    return Statistics(*(logits_TV.new_empty(len(logits_TV), dtype=torch.float32) for _ in range(4)))
 
 
 def _chunks(logits_TV: Tensor) -> list[slice]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.kernels.rows import ends_of
 from megamoe.kernels.triton import activation, cross_entropy, experts, norms, products, rotary, rows
 
 
@@ -34,12 +35,6 @@ class TritonKernels:
     def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
         """Launch the kernel of that name. Its tensors are contiguous, on one device and of that dtype."""
         LAUNCHERS[name](*arguments)
-
-
-def ends_of(sorted_N: Tensor, size: int) -> Tensor:
-    """Return where each of the keys 0 .. size-1 ends in a sorted list of them, int64 [size]."""
-    key_S = torch.arange(size, device=sorted_N.device, dtype=sorted_N.dtype)
-    return torch.searchsorted(sorted_N, key_S, right=True)
 
 
 LAUNCHERS: dict[str, Callable[..., None]] = {

@@ -30,20 +30,25 @@ class Tile:
 
 
 # By (kind of product, bytes of a number, major compute capability). `product`: rows times a weight. `up`:
-# the same with two results at a time, gate and value. `to_weight`: the gradient of the weights. fp32 is
-# multiplied without tensor cores, so its tiles are the same everywhere.
+# the same with two results at a time, gate and value. `down_backward`: with the activation's gradient behind
+# it, for which 128 columns would spill registers. `to_weight`: the gradient of the weights. fp32 is multiplied
+# without tensor cores, so its tiles are the same everywhere.
 TILES: dict[tuple[str, int, int], Tile] = {
     ("product", 2, AMPERE): Tile(128, 128, 32, 8, 4),
     ("up", 2, AMPERE): Tile(128, 64, 32, 8, 4),
+    ("down_backward", 2, AMPERE): Tile(128, 64, 32, 8, 4),
     ("to_weight", 2, AMPERE): Tile(128, 128, 32, 8, 4),
     ("product", 2, HOPPER): Tile(128, 128, 64, 8, 4),
     ("up", 2, HOPPER): Tile(128, 64, 64, 8, 4),
+    ("down_backward", 2, HOPPER): Tile(128, 64, 64, 8, 4),
     ("to_weight", 2, HOPPER): Tile(128, 128, 64, 8, 4),
     ("product", 2, BLACKWELL): Tile(128, 128, 64, 8, 4),
     ("up", 2, BLACKWELL): Tile(128, 64, 64, 8, 4),
+    ("down_backward", 2, BLACKWELL): Tile(128, 64, 64, 8, 4),
     ("to_weight", 2, BLACKWELL): Tile(128, 128, 64, 8, 4),
     ("product", 4, AMPERE): Tile(64, 64, 16, 4, 3),
     ("up", 4, AMPERE): Tile(64, 32, 16, 4, 3),
+    ("down_backward", 4, AMPERE): Tile(64, 32, 16, 4, 3),
     ("to_weight", 4, AMPERE): Tile(64, 64, 16, 4, 3),
 }
 SMALL_TILE = Tile(32, 32, 16, 4, 2)

@@ -40,17 +40,18 @@ def statistics(
 def gradient(
     logits_TV: Tensor,
     label_T: Tensor,
-    log_sum_T: Tensor,
+    largest_T: Tensor,
+    scale_T: Tensor,
     sent_T: Tensor,
     tokens: int,
     words: int,
     of_label: float,
     of_all: float,
 ) -> None:
-    """Write sent * (exp(logit - log_sum) - of_label * [is the label] - of_all) over the logits."""
+    """Write sent * (exp(logit - largest) * scale - of_label * [is the label] - of_all) over the logits."""
     if tokens and words:
         block = min(BLOCK, triton.next_power_of_2(words))
-        arguments = (logits_TV, label_T, log_sum_T, sent_T, words, of_label, of_all)
+        arguments = (logits_TV, label_T, largest_T, scale_T, sent_T, words, of_label, of_all)
         _gradient[(tokens, triton.cdiv(words, block))](*arguments, BLOCK=block, num_warps=WARPS)
 
 
@@ -83,7 +84,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, label, log_sum, sent, words, of_label, of_all, BLOCK: tl.constexpr
+    logits, label, largest, scale, sent, words, of_label, of_all, BLOCK: tl.constexpr
 ):
     """Each program handles BLOCK words of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -91,7 +92,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     inside = word < words
     place = token * words + word
     logit = tl.load(logits + place, mask=inside, other=0).to(tl.float32)
-    change = tl.exp(logit - tl.load(log_sum + token)) - of_all
+    change = tl.exp(logit - tl.load(largest + token)) * tl.load(scale + token) - of_all
     change = tl.where(word == tl.load(label + token), change - of_label, change)
     change *= tl.load(sent + token)
     tl.store(logits + place, change.to(logits.dtype.element_ty), mask=inside)

@@ -132,7 +132,7 @@ def experts_backward(
     """Compute the gradients that are not None. It writes the gradient of `hidden_NG` over it, and
     active_NF."""
     if len(rows_NH):
-        tile = tile_for("product", rows_NH)
+        tile = tile_for("down_backward", rows_NH)
         _down_backward[grid_of(rows_NH, count, ffn_size, tile)](
             sent_NH,
             down_EHF,

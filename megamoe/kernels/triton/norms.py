@@ -8,7 +8,6 @@ from torch import Tensor
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.costs import each_once
 
-WIDEST = 16384  # columns that one program can hold
 NUMBERS = 2048  # that one program holds at least, if the rows are short
 PROGRAMS = 256  # of the backward pass; each adds up the weight's gradient over its rows
 
