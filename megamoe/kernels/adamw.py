@@ -31,7 +31,12 @@ class AdamW(torch.optim.Adam):
     """
 
     def __init__(
-        self, params: Any, *, kernels: Kernels, decoupled_weight_decay: bool = True, **options: Any
+        self,
+        params: Any,
+        *,
+        kernels: Kernels = Kernels(),
+        decoupled_weight_decay: bool = True,
+        **options: Any,
     ) -> None:
         self.kernels = kernels
         super().__init__(params, decoupled_weight_decay=decoupled_weight_decay, **options)

@@ -28,6 +28,7 @@ SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS_OF = {"x86_64": ["-mprefer-vector-width=512"]}  # GCC's default is half of AVX-512's width
 BUILD_TIMEOUT_S = 300
+WAY_OUT = "take a smaller train.micro_batch_size or data.sequence_length, or free memory of the machine"
 
 Pointer, Int, Threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -64,6 +65,8 @@ ROUTER = {
 DRAWS = {"uniform": [Pointer, Int, Int, Int, Int, Pointer, Threads]}
 PRODUCT = [*[Pointer] * 3, *[Int] * 3, Pointer, Threads]
 PRODUCTS = ("forward", "to_rows", "to_weight")
+# These take memory of their own. They return 0, the bytes that could not be had, or -1 where that is unknown.
+TAKE_MEMORY = {*WITH_BLAS, *WITH_TILES, *PRODUCTS, "rms_norm_backward", "adamw", "sum_of_squares"}
 
 
 class BuildError(Exception):
@@ -81,9 +84,18 @@ class Library:
     dtypes: ClassVar[Collection[torch.dtype]] = SUFFIXES
 
     def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """Call the function of that name for that dtype. The arguments are CPU tensors and numbers."""
-        function = getattr(self.functions, f"{name}_{SUFFIXES[dtype]}")
-        function(*map(_address, arguments), torch.get_num_threads())
+        """Call the function of that name for that dtype. The arguments are CPU tensors and numbers.
+
+        Raises:
+            MemoryError: if the function cannot allocate its own memory. What it was to write is then undefined.
+        """
+        self._run(f"{name}_{SUFFIXES[dtype]}", *map(_address, arguments), torch.get_num_threads())
+
+    def _run(self, name: str, *arguments: Any) -> None:
+        missed = getattr(self.functions, name)(*arguments)
+        if missed:
+            size = "its" if missed < 0 else f"{missed} bytes of"
+            raise MemoryError(f"the CPU pass {name} cannot allocate {size} scratch memory; {WAY_OUT}")
 
     def sort_by_key(self, key_N: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sort keys in 0 .. size-1 stably; return (order [N], position of each key [N], ends [size]), int64.
@@ -110,10 +122,12 @@ class Library:
         return row_N, ends_T
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> float:
-        """Return the sum of squares of fp32 tensors."""
+        """Return the sum of squares of fp32 tensors; MemoryError as in `call`."""
         counts = (Int * len(tensors))(*(tensor.numel() for tensor in tensors))
-        arguments = (_addresses(tensors), counts, len(tensors), torch.get_num_threads())
-        return float(self.functions.sum_of_squares(*arguments))
+        total = ctypes.c_double()
+        arguments = (_addresses(tensors), counts, len(tensors), ctypes.byref(total))
+        self._run("sum_of_squares", *arguments, torch.get_num_threads())
+        return total.value
 
     def adamw(
         self,
@@ -126,7 +140,7 @@ class Library:
 
         states: weights, gradients, first and second moments. rounded: see `adamw.cpp`. corrections: each
         tensor's bias corrections of the first and the second moment. numbers: factor, lr, beta1, beta2, eps,
-        decay, l2.
+        decay, l2. MemoryError as in `call`, before any tensor is changed.
         """
         size = len(states[0])
         counts = (Int * size)(*(weight.numel() for weight in states[0]))
@@ -134,7 +148,7 @@ class Library:
         corrected = [(ctypes.c_double * size)(*values) for values in corrections]
         pointers = map(_addresses, states)
         threads = torch.get_num_threads()
-        self.functions.adamw(*pointers, targets, counts, *corrected, size, *numbers, threads)
+        self._run("adamw", *pointers, targets, counts, *corrected, size, *numbers, threads)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
@@ -168,7 +182,7 @@ def _loaded() -> ctypes.CDLL:
 
 def _declare(functions: ctypes.CDLL) -> None:
     declared: dict[str, list[Any]] = {"sort_by_key": SORT, "has_tiles": []}
-    declared["sum_of_squares"] = [Pointer, Pointer, Int, Threads]
+    declared["sum_of_squares"] = [Pointer, Pointer, Int, Pointer, Threads]
     declared["adamw"] = [*[Pointer] * 8, Int, *[ctypes.c_double] * 7, Threads]
     declared |= {
         f"{name}_{suffix}": kinds for name, kinds in PER_NUMBER.items() for suffix in SUFFIXES.values()
@@ -180,9 +194,9 @@ def _declare(functions: ctypes.CDLL) -> None:
         declared |= {f"{name}_bf16": kinds for name, kinds in WITH_TILES.items()}
     for name, kinds in declared.items():
         function = getattr(functions, name)
-        function.argtypes, function.restype = kinds, None
+        takes_memory = name.removesuffix("_fp32").removesuffix("_bf16") in TAKE_MEMORY
+        function.argtypes, function.restype = kinds, Int if takes_memory else None
     functions.has_tiles.restype = functions.sort_by_key.restype = ctypes.c_int
-    functions.sum_of_squares.restype = ctypes.c_double
 
 
 def _built() -> Path:

@@ -59,9 +59,9 @@ def top_k(ranking_TE: Tensor, count: int, kernels: Kernels) -> Tensor:
     return chosen_TK
 
 
-def masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float) -> Tensor:
+def masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float, kernels: Kernels) -> Tensor:
     """Return the values where `kept_TE` (bool) is True, and `otherwise` elsewhere, [T, E]."""
-    library = _library_for(values_TE)
+    library = _library_for(values_TE, kernels)
     if library is None or values_TE.shape != kept_TE.shape:
         return values_TE.masked_fill(~kept_TE, otherwise)
     result_TE: Tensor = _Masked.apply(values_TE, kept_TE.contiguous(), otherwise, library)

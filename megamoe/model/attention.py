@@ -12,24 +12,26 @@ from torch import Tensor, nn
 from megamoe.compat.megatron_compat import head_norm
 from megamoe.kernels.attention import attend, causal_attention, split_heads
 from megamoe.kernels.block import rotary
+from megamoe.kernels.choice import Kernels
 
 
 @dataclass
 class BlockConfig(TransformerConfig):
     """Megatron-Core's configuration of blocks.
 
-    own_rotary_base: where `SDPAttention` turns queries and keys itself; Megatron-Core's way takes a dozen
-    passes over them.
+    own_rotary_base: the base of the rotary positions that `SDPAttention` applies; None: Megatron-Core applies
+    them, or there are none. kernels: the choice for our own norm and attention.
     """
 
     own_rotary_base: int | None = None
+    kernels: Kernels = Kernels()
 
 
 class SDPAttention(nn.Module):
     """Megatron-Core's core attention, causal or under an explicit mask.
 
     Takes the place of `DotProductAttention` in a layer spec; grouped-query attention by broadcasting
-    the key and value heads. Rotary positions are applied here, in one pass (`BlockConfig`).
+    the key and value heads. On the CPU it applies the rotary positions (`BlockConfig.own_rotary_base`).
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class SDPAttention(nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
         self.rotary_base: int | None = getattr(config, "own_rotary_base", None)
+        self.kernels: Kernels = getattr(config, "kernels", Kernels())
 
     def forward(
         self,
@@ -55,9 +58,11 @@ class SDPAttention(nn.Module):
         """
         dropout = self.dropout if self.training else 0.0
         if attention_mask is None and not dropout:
-            return causal_attention(query, key, value, self.rotary_base, self.scale)
+            return causal_attention(
+                query, key, value, self.rotary_base, self.scale, kernels=self.kernels
+            )
         if self.rotary_base is not None:
-            query, key = rotary(query, self.rotary_base), rotary(key, self.rotary_base)
+            query, key = (rotary(side, self.rotary_base, self.kernels) for side in (query, key))
         # Each tensor-parallel rank has other heads, whose dropout is their own.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
             visible = None if attention_mask is None else ~attention_mask

@@ -24,7 +24,8 @@ from megamoe.config.shapes import (
     moe_block_numbers,
     padded_vocab_size,
 )
-from megamoe.model.attention import BlockConfig, SDPAttention
+from megamoe.kernels.choice import Kernels
+from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.loss import token_losses
 from megamoe.model.modules import Modules, choose_modules, fp8_options
@@ -102,8 +103,7 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
     model = config.model
     use_one_stream()
     modules = choose_modules(config)
-    turns_itself = model.position == "rope" and modules.core_attention is SDPAttention
-    transformer = _transformer_config(config, model.rope_base if turns_itself else None)
+    transformer = _transformer_config(config, modules)
     padded = padded_vocab_size(vocab_size, model.vocab_multiple)
     return GPT(
         Decoder(
@@ -113,16 +113,18 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
             max_sequence_length=config.data.sequence_length,
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type="none" if turns_itself else POSITIONS[model.position],
+            position_embedding_type="none" if transformer.own_rotary_base is not None else POSITIONS[model.position],
             rotary_base=model.rope_base,
         )
     )
 
 
-def _transformer_config(config: RunConfig, own_rotary_base: int | None) -> BlockConfig:
+def _transformer_config(config: RunConfig, modules: Modules) -> BlockConfig:
     model, parallel = config.model, config.parallel
+    rotates = model.position == "rope"
     return BlockConfig(
-        own_rotary_base=own_rotary_base,
+        own_rotary_base=model.rope_base if rotates and modules.own_rotation else None,
+        kernels=_kernels(model),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -146,9 +148,13 @@ def _transformer_config(config: RunConfig, own_rotary_base: int | None) -> Block
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=rotates and modules.fused_rotation,
         **fp8_options(model),
     )
+
+
+def _kernels(model: ModelConfig) -> Kernels:
+    return Kernels.of(model.cpu_kernels, model.gpu_kernels)
 
 
 def _init_methods(model: ModelConfig, seed: int) -> dict[str, Callable[[Tensor], None]]:
@@ -214,4 +220,5 @@ def _layer_shape(config: RunConfig, modules: Modules, number: int, vocab_size: i
         norm=model.norm,
         norm_eps=model.norm_eps,
         products=modules.products,
+        kernels=_kernels(model),
     )

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from megamoe.compat.megatron_compat import ffn_submodules
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import SDPAttention, SplittingSelfAttention
-from megamoe.model.backends import fp8_format, uses_apex_norms, uses_transformer_engine
+from megamoe.model.backends import fp8_format, has_cuda, uses_apex_norms, uses_transformer_engine
 from megamoe.model.norm import Norm
 from megamoe.model.transformer_engine_grouped_linear import transformer_engine_grouped_linear
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products
@@ -25,12 +26,19 @@ AMAX_HISTORY = 1024  # Transformer Engine's default
 
 @dataclass(frozen=True)
 class Modules:
-    """norm: from (config, hidden_size, eps). linears: column and row parallel; None: Megatron-Core's."""
+    """The classes of a block.
+
+    norm: from (config, hidden_size, eps). linears: column and row parallel; None: Megatron-Core's.
+    own_rotation: `SDPAttention` applies the rotary positions, in fp32; else Megatron-Core applies them, in the
+    model's dtype. fused_rotation: Megatron-Core applies them by Transformer Engine's fused kernel.
+    """
 
     norm: Callable[..., nn.Module] = Norm
     core_attention: type = SDPAttention
     linears: tuple[type, type] | None = None
     products: Products = OWN_PRODUCTS
+    own_rotation: bool = False
+    fused_rotation: bool = False
 
     def put_into(self, spec: ModuleSpec) -> None:
         """Into Megatron-Core's local specification of a block with a dense FFN."""
@@ -49,7 +57,8 @@ class Modules:
 def choose_modules(config: RunConfig) -> Modules:
     """What model.backend and model.norm_kernel come to on this machine."""
     if not uses_transformer_engine(config.model):
-        return Modules(norm=ApexNorm if uses_apex_norms(config.model) else Norm)
+        norm = ApexNorm if uses_apex_norms(config.model) else Norm
+        return Modules(norm=norm, own_rotation=not has_cuda())
     from megatron.core.extensions import transformer_engine as engine
 
     return Modules(
@@ -58,6 +67,7 @@ def choose_modules(config: RunConfig) -> Modules:
         core_attention=SDPAttention if config.data.document_aware else engine.TEDotProductAttention,
         linears=(engine.TEColumnParallelLinear, engine.TERowParallelLinear),
         products=transformer_engine_grouped_linear(config.model.fp8),
+        fused_rotation=fused_apply_rotary_pos_emb is not None,
     )
 
 

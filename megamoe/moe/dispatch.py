@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.compat.torch_compat import assert_on_device
+from megamoe.kernels.choice import Kernels
 from megamoe.kernels.rows import Order, RowTokens, combine, gather, permute
 from megamoe.moe.process_groups import rank_in, size_of
 from megamoe.moe.routing import Routing
@@ -41,10 +42,13 @@ class Plan:
 class LocalDispatch:
     """All experts are here."""
 
+    def __init__(self, kernels: Kernels = Kernels()) -> None:
+        self.kernels = kernels
+
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
         """-> rows_NH grouped by expert, their counts_E int64, and the plan for `combine`."""
-        plan = _sort_by_expert(routing)
-        return gather(hidden_TH, plan.rows), routing.counts_E(), plan
+        plan = _sort_by_expert(routing, self.kernels)
+        return gather(hidden_TH, plan.rows, self.kernels), routing.counts_E(), plan
 
     def send_along(self, values_N: Tensor, plan: Plan) -> Tensor:
         """Values of the pairs, in the plan's order -> of the rows that `dispatch` gave, in theirs."""
@@ -52,15 +56,19 @@ class LocalDispatch:
 
     def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor:
         """Each token's weighted sum of its experts' outputs, [T, H]; zero where it has none."""
-        return combine(rows_NH, plan.weight_N, plan.rows)
+        return combine(rows_NH, plan.weight_N, plan.rows, self.kernels)
 
 
 class AllToAllDispatch:
     """The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`."""
 
     def __init__(
-        self, expert: dist.ProcessGroup | None, expert_tensor: dist.ProcessGroup | None = None
+        self,
+        expert: dist.ProcessGroup | None,
+        expert_tensor: dist.ProcessGroup | None = None,
+        kernels: Kernels = Kernels(),
     ) -> None:
+        self.kernels = kernels
         self.expert = expert
         self.expert_tensor = expert_tensor
         self.num_ranks = size_of(expert)
@@ -75,15 +83,15 @@ class AllToAllDispatch:
             RuntimeError: if the routing stays home, but a pair's expert is on another rank; on a GPU it is
                 raised there, where nobody waits for it.
         """
-        plan = _sort_by_expert(routing)
+        plan = _sort_by_expert(routing, self.kernels)
         counts_XSL = self._exchange_counts(routing, plan)
-        rows_NH = self._there(gather(hidden_TH, plan.rows), plan)
+        rows_NH = self._there(gather(hidden_TH, plan.rows, self.kernels), plan)
         if plan.sent_R is not None or plan.gathered_X is not None:
             local_XSL = torch.arange(counts_XSL.shape[-1], device=hidden_TH.device).expand_as(counts_XSL)
             expert_M = torch.repeat_interleave(
                 local_XSL.reshape(-1), counts_XSL.reshape(-1), output_size=len(rows_NH)
             )
-            plan.by_expert_M = Order.by_key(expert_M, counts_XSL.shape[-1])
+            plan.by_expert_M = Order.by_key(expert_M, counts_XSL.shape[-1], self.kernels)
             rows_NH = permute(rows_NH, plan.by_expert_M)
         return rows_NH, counts_XSL.sum((0, 1)), plan
 
@@ -144,13 +152,14 @@ class AllToAllDispatch:
             rows_MH = rows_MH.view(self.num_slices, own_X[0], rows_MH.shape[1]).sum(0)
         if plan.sent_R is not None:
             rows_MH = _Exchange.apply(rows_MH, plan.received_R, plan.sent_R, self.expert)
-        return combine(rows_MH, plan.weight_N, plan.rows)
+        return combine(rows_MH, plan.weight_N, plan.rows, self.kernels)
 
 
-def _sort_by_expert(routing: Routing) -> Plan:
-    by_expert_N = Order.by_key(routing.pairs.expert_N, routing.num_experts)
+def _sort_by_expert(routing: Routing, kernels: Kernels) -> Plan:
+    by_expert_N = Order.by_key(routing.pairs.expert_N, routing.num_experts, kernels)
     token_N = routing.pairs.token_N.index_select(0, by_expert_N.order_N)
-    return Plan(RowTokens.of(token_N, routing.num_tokens), permute(routing.pairs.weight_N, by_expert_N))
+    rows = RowTokens.of(token_N, routing.num_tokens, kernels)
+    return Plan(rows, permute(routing.pairs.weight_N, by_expert_N))
 
 
 class _Exchange(torch.autograd.Function):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config.schema import Activation, MoEConfig
+from megamoe.kernels.choice import Kernels
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
@@ -35,7 +36,8 @@ class LayerShape:
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
     init_scale: see `rng.start_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
-    experts that have norms of their own. products: the routed experts'.
+    experts that have norms of their own. products: the routed experts'. kernels: the model's
+    choice.
     """
 
     hidden_size: int
@@ -50,6 +52,7 @@ class LayerShape:
     norm: NormKind = "rmsnorm"
     norm_eps: float = 1e-5
     products: Products = OWN_PRODUCTS
+    kernels: Kernels = Kernels()
 
 
 @dataclass
@@ -86,7 +89,7 @@ class MoELayer(nn.Module):
             {name: build_part(choice, self.router.dims) for name, choice in config.losses.items()}
         )
         self.loss_weights = {name: float(choice.options.weight) for name, choice in config.losses.items()}
-        self.dispatcher, expert_ids = _place_experts(config.num_experts, groups)
+        self.dispatcher, expert_ids = _place_experts(config.num_experts, groups, shape.kernels)
         self.experts = _routed_experts(config, shape, expert_ids, groups)
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
@@ -126,7 +129,8 @@ class MoELayer(nn.Module):
         expert_N = torch.repeat_interleave(experts_E, own.counts_E(), output_size=len(token_N))
         row_N = index_T[token_N] * self.num_experts + expert_N
         draw_key = functools.partial(self.context.draw_key, self.router.dims.layer)
-        return ExpertDropout(output, activation, self.dispatcher.send_along(row_N, plan), draw_key)
+        row_N = self.dispatcher.send_along(row_N, plan)
+        return ExpertDropout(output, activation, row_N, draw_key, self.router.dims.kernels)
 
     def _with_losses(self, output_TH: Tensor, routing: Routing) -> Tensor:
         values = {
@@ -218,10 +222,11 @@ def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:
         shape.vocab_size,
         expert_parallel=size_of(groups.expert),
         follows_data=groups.follows_data,
+        kernels=shape.kernels,
     )
 
 
-def _place_experts(num_experts: int, groups: ParallelGroups) -> tuple[Dispatch, range]:
+def _place_experts(num_experts: int, groups: ParallelGroups, kernels: Kernels) -> tuple[Dispatch, range]:
     """The dispatch, and the global numbers of the experts that this rank holds."""
     ranks = size_of(groups.expert)
     if num_experts % ranks:
@@ -230,8 +235,8 @@ def _place_experts(num_experts: int, groups: ParallelGroups) -> tuple[Dispatch, 
     first = rank_in(groups.expert) * size
     expert_ids = range(first, first + size)
     if ranks == size_of(groups.expert_tensor) == 1:
-        return LocalDispatch(), expert_ids
-    return AllToAllDispatch(groups.expert, groups.expert_tensor), expert_ids
+        return LocalDispatch(kernels), expert_ids
+    return AllToAllDispatch(groups.expert, groups.expert_tensor, kernels), expert_ids
 
 
 def _routed_experts(
@@ -263,4 +268,5 @@ def _expert_options(shape: LayerShape) -> dict[str, Any]:
         "init_scale": shape.init_scale,
         "seed": shape.seed,
         "layer": shape.layer,
+        "kernels": shape.kernels,
     }

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 
 
@@ -20,6 +21,7 @@ class Dims:
     vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
     share one set of experts. follows_data: see `process_groups.ParallelGroups`. score_function: what the
     router's score function provides. num_choices: the k that the selector counts with.
+    kernels: the model's choice, for the passes of `megamoe.kernels` and the draws of `rng`.
     """
 
     hidden_size: int
@@ -33,6 +35,7 @@ class Dims:
     follows_data: bool = True
     score_function: frozenset[str] = frozenset({"softmax_of_scores", "sums_to_1"})
     num_choices: int = 1
+    kernels: Kernels = Kernels()
 
     def start(self, weight: Tensor, purpose: str) -> None:
         """Draw a weight's start in place; it depends on (seed, layer, purpose) alone."""

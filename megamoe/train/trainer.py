@@ -17,8 +17,6 @@ from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.errors import UserError
-from megamoe.kernels.library import use_compiled
-from megamoe.kernels.rows import use_triton
 from megamoe.metrics import check_record
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
@@ -126,8 +124,6 @@ class Trainer:
         config = self.config
         facts.update(facts_of_start(config, self.world))
         self.run: ResolvedRun = resolve_run(config, self.world.size)
-        use_compiled(config.model.cpu_kernels != "plain")
-        use_triton(config.model.gpu_kernels == "triton")
         if self.world.device.type == "cpu" and config.model.keep_freed_memory:
             keep_freed_memory()
         self.callbacks = Callbacks(config.train.callbacks)

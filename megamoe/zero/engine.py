@@ -28,6 +28,7 @@ from megamoe.compat.deepspeed_compat import (
     skip_gradient_buckets,
 )
 from megamoe.config.schema import RunConfig
+from megamoe.kernels.choice import Kernels
 from megamoe.moe.part import Constraint
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
@@ -194,7 +195,8 @@ def _build_optimizer(
     if plan.stage == 0:
         kind = MasterWeightAdamW if plan.precision == "bf16" else Stage0AdamW
         clip, decoupled = config.optimizer.grad_clip, config.optimizer.name == "adamw"
-        return kind(groups, clip, decoupled_weight_decay=decoupled, **options)
+        kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+        return kind(groups, clip, kernels=kernels, decoupled_weight_decay=decoupled, **options)
     if plan.offload.optimizer != "none" and world.device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megamoe.compat.deepspeed_compat import expert_holder_group, set_grad_norm, without_inner_steps
 from megamoe.config.schema import OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
+from megamoe.kernels.choice import Kernels
 from megamoe.parallel.groups import ModelParallelUnit
 from megamoe.zero.apex_adamw import weight_decay
 from megamoe.zero.name_groups import divide
@@ -65,7 +66,9 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
     }
 
 
-def global_grad_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
+def global_grad_norm(
+    gradients: Iterable[tuple[nn.Parameter, Tensor]], kernels: Kernels = Kernels()
+) -> Tensor:
     """L2 norm of the whole model's gradient, fp32 scalar, the same on every rank, finite or not.
 
     Each parameter once: what all ranks hold whole counts here; what tensor parallelism cuts is summed over
@@ -79,21 +82,21 @@ def global_grad_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor
             expert.setdefault(parameter.group_name, []).append(gradient)  # type: ignore[attr-defined]
         else:
             (cut if getattr(parameter, "tensor_model_parallel", False) else whole).append(gradient)
-    total = _sum_of_squares(whole)
+    total = _sum_of_squares(whole, kernels)
     sums = [(cut, ModelParallelUnit.get_tensor_model_parallel_group())]
     sums += [(expert[name], expert_holder_group(name)) for name in sorted(expert)]
     for tensors, group in sums:
-        squares = _sum_of_squares(tensors)
+        squares = _sum_of_squares(tensors, kernels)
         squares += 0 * total.to(squares.device)  # NaN where that is not finite: all ranks must see it
         dist.all_reduce(squares, group=group)
         total = total.to(squares.device) + squares
     return total.sqrt().float()
 
 
-def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+def _sum_of_squares(tensors: list[Tensor], kernels: Kernels) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
-    return sum_of_squares(tensors)
+    return sum_of_squares(tensors, kernels)
 
 
 class Stage0AdamW(AdamW):
@@ -123,7 +126,7 @@ class Stage0AdamW(AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip by the global norm, then update; a norm that is not finite leaves the weights as they are."""
         gradients = self._gradients()
-        self.grad_norm = float(global_grad_norm(gradients))
+        self.grad_norm = float(global_grad_norm(gradients, self.kernels))
         set_grad_norm(self, self.grad_norm)
         if self.rests or not math.isfinite(self.grad_norm):
             return

@@ -97,104 +97,108 @@ float softmax(float* scores, int64_t seen, int64_t count, float& log_sum) {
 }  // namespace
 
 // out [S, B, N, D] = softmax(scale * queries * keys^T) * values; log_sum [B, N, S] is kept for the backward pass.
-extern "C" void attention_fp32(sgemm call, float* query, int64_t q_s, int64_t q_b, int64_t q_n, float* key,
+extern "C" int64_t attention_fp32(sgemm call, float* query, int64_t q_s, int64_t q_b, int64_t q_n, float* key,
                                int64_t k_s, int64_t k_b, int64_t k_n, float* value, int64_t v_s, int64_t v_b,
                                int64_t v_n, int64_t positions, int64_t batch, int64_t heads, int64_t groups,
                                int64_t columns, const float* cosine, const float* sine, double scale, float* out,
                                float* log_sum, int threads) {
-  const Heads queries = {query, q_s, q_b, q_n}, keys = {key, k_s, k_b, k_n}, values = {value, v_s, v_b, v_n};
-  const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
-  const Angles angles = {cosine, sine}, none = {nullptr, nullptr};
-  const Blas blas = {call};
+  return memory_missed([=] {
+    const Heads queries = {query, q_s, q_b, q_n}, keys = {key, k_s, k_b, k_n}, values = {value, v_s, v_b, v_n};
+    const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
+    const Angles angles = {cosine, sine}, none = {nullptr, nullptr};
+    const Blas blas = {call};
+    const Scratch<float> scratch(threads, (2 * positions + 2 * BLOCK) * columns + BLOCK * positions);
 #pragma omp parallel num_threads(threads)
-  {
-    Scratch<float> scratch((2 * positions + 2 * BLOCK) * columns + BLOCK * positions);
-    float *all_keys = scratch.data, *all_values = all_keys + positions * columns;
-    float *own = all_values + positions * columns, *sums = own + BLOCK * columns, *scores = sums + BLOCK * columns;
+    {
+      float *all_keys = scratch.own(), *all_values = all_keys + positions * columns;
+      float *own = all_values + positions * columns, *sums = own + BLOCK * columns, *scores = sums + BLOCK * columns;
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < batch * heads; task++) {
-      const int64_t b = task / heads, n = task % heads, g = n * groups / heads;
-      pack(keys, 0, positions, b, g, columns, angles, 1.0f, all_keys);
-      pack(values, 0, positions, b, g, columns, none, 1.0f, all_values);
-      for (int64_t first = 0; first < positions; first += BLOCK) {
-        const int64_t last = std::min(first + BLOCK, positions), count = last - first;
-        float factors[BLOCK];
-        pack(queries, first, last, b, n, columns, angles, float(scale), own);
-        blas.multiply(own, false, all_keys, true, count, last, columns, scores);
-        for (int64_t i = 0; i < count; i++)
-          factors[i] = 1 / softmax(scores + i * last, first + i + 1, last, log_sum[task * positions + first + i]);
-        blas.multiply(scores, false, all_values, false, count, columns, last, sums);
-        for (int64_t i = 0; i < count; i++) {
-          float* to = outputs.at(first + i, b, n);
-          prefetch<1>(outputs, first + i, last, b, n, columns);
+      for (int64_t task = 0; task < batch * heads; task++) {
+        const int64_t b = task / heads, n = task % heads, g = n * groups / heads;
+        pack(keys, 0, positions, b, g, columns, angles, 1.0f, all_keys);
+        pack(values, 0, positions, b, g, columns, none, 1.0f, all_values);
+        for (int64_t first = 0; first < positions; first += BLOCK) {
+          const int64_t last = std::min(first + BLOCK, positions), count = last - first;
+          float factors[BLOCK];
+          pack(queries, first, last, b, n, columns, angles, float(scale), own);
+          blas.multiply(own, false, all_keys, true, count, last, columns, scores);
+          for (int64_t i = 0; i < count; i++)
+            factors[i] = 1 / softmax(scores + i * last, first + i + 1, last, log_sum[task * positions + first + i]);
+          blas.multiply(scores, false, all_values, false, count, columns, last, sums);
+          for (int64_t i = 0; i < count; i++) {
+            float* to = outputs.at(first + i, b, n);
+            prefetch<1>(outputs, first + i, last, b, n, columns);
 #pragma omp simd
-          for (int64_t d = 0; d < columns; d++) to[d] = sums[i * columns + d] * factors[i];
+            for (int64_t d = 0; d < columns; d++) to[d] = sums[i * columns + d] * factors[i];
+          }
         }
       }
     }
-  }
+  });
 }
 
 // The gradients of attention: gradient and out [S, B, N, D] -> those of queries, keys and values. A thread takes a
 // key head with all its queries, in order: the same sums whatever the threads.
-extern "C" void attention_backward_fp32(
+extern "C" int64_t attention_backward_fp32(
     sgemm call, float* query, int64_t q_s, int64_t q_b, int64_t q_n, float* key, int64_t k_s, int64_t k_b, int64_t k_n,
     float* value, int64_t v_s, int64_t v_b, int64_t v_n, int64_t positions, int64_t batch, int64_t heads,
     int64_t groups, int64_t columns, const float* cosine, const float* sine, double scale, float* out,
     const float* log_sum, float* gradient, float* to_query, int64_t tq_s, int64_t tq_b, int64_t tq_n, float* to_key,
     int64_t tk_s, int64_t tk_b, int64_t tk_n, float* to_value, int64_t tv_s, int64_t tv_b, int64_t tv_n, int threads) {
-  const Heads queries = {query, q_s, q_b, q_n}, keys = {key, k_s, k_b, k_n}, values = {value, v_s, v_b, v_n};
-  const Heads to_queries = {to_query, tq_s, tq_b, tq_n}, to_keys = {to_key, tk_s, tk_b, tk_n};
-  const Heads to_values = {to_value, tv_s, tv_b, tv_n};
-  const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
-  const Heads gradients = {gradient, outputs.s, outputs.b, outputs.n};
-  const Angles angles = {cosine, sine}, none = {nullptr, nullptr};
-  const Blas blas = {call};
-  const int64_t whole = positions * columns, part = BLOCK * columns, shared = heads / groups;
+  return memory_missed([=] {
+    const Heads queries = {query, q_s, q_b, q_n}, keys = {key, k_s, k_b, k_n}, values = {value, v_s, v_b, v_n};
+    const Heads to_queries = {to_query, tq_s, tq_b, tq_n}, to_keys = {to_key, tk_s, tk_b, tk_n};
+    const Heads to_values = {to_value, tv_s, tv_b, tv_n};
+    const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
+    const Heads gradients = {gradient, outputs.s, outputs.b, outputs.n};
+    const Angles angles = {cosine, sine}, none = {nullptr, nullptr};
+    const Blas blas = {call};
+    const int64_t whole = positions * columns, part = BLOCK * columns, shared = heads / groups;
+    const Scratch<float> scratch(threads, 4 * whole + 3 * part + 2 * BLOCK * positions);
 #pragma omp parallel num_threads(threads)
-  {
-    Scratch<float> scratch(4 * whole + 3 * part + 2 * BLOCK * positions);
-    float *all_keys = scratch.data, *all_values = all_keys + whole, *key_sums = all_values + whole;
-    float *value_sums = key_sums + whole, *own = value_sums + whole, *sent = own + part, *sums = sent + part;
-    float *shares = sums + part, *slopes = shares + BLOCK * positions;
+    {
+      float *all_keys = scratch.own(), *all_values = all_keys + whole, *key_sums = all_values + whole;
+      float *value_sums = key_sums + whole, *own = value_sums + whole, *sent = own + part, *sums = sent + part;
+      float *shares = sums + part, *slopes = shares + BLOCK * positions;
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < batch * groups; task++) {
-      const int64_t b = task / groups, g = task % groups;
-      pack(keys, 0, positions, b, g, columns, angles, 1.0f, all_keys);
-      pack(values, 0, positions, b, g, columns, none, 1.0f, all_values);
-      std::memset(key_sums, 0, 2 * whole * sizeof(float));
-      for (int64_t n = g * shared; n < (g + 1) * shared; n++) {
-        const float* log_sums = log_sum + (b * heads + n) * positions;
-        for (int64_t first = 0; first < positions; first += BLOCK) {
-          const int64_t last = std::min(first + BLOCK, positions), count = last - first;
-          pack(queries, first, last, b, n, columns, angles, float(scale), own);
-          pack(gradients, first, last, b, n, columns, none, 1.0f, sent);
-          blas.multiply(own, false, all_keys, true, count, last, columns, shares);
-          blas.multiply(sent, false, all_values, true, count, last, columns, slopes);
-          for (int64_t i = 0; i < count; i++) {
-            float *share = shares + i * last, *slope = slopes + i * last;
-            const float *row = outputs.at(first + i, b, n), *from = sent + i * columns, logarithm = log_sums[first + i];
-            const int64_t seen = first + i + 1, passed = whole_vectors(seen, last);
-            prefetch<0>(outputs, first + i, last, b, n, columns);
-            float mean = 0;
+      for (int64_t task = 0; task < batch * groups; task++) {
+        const int64_t b = task / groups, g = task % groups;
+        pack(keys, 0, positions, b, g, columns, angles, 1.0f, all_keys);
+        pack(values, 0, positions, b, g, columns, none, 1.0f, all_values);
+        std::memset(key_sums, 0, 2 * whole * sizeof(float));
+        for (int64_t n = g * shared; n < (g + 1) * shared; n++) {
+          const float* log_sums = log_sum + (b * heads + n) * positions;
+          for (int64_t first = 0; first < positions; first += BLOCK) {
+            const int64_t last = std::min(first + BLOCK, positions), count = last - first;
+            pack(queries, first, last, b, n, columns, angles, float(scale), own);
+            pack(gradients, first, last, b, n, columns, none, 1.0f, sent);
+            blas.multiply(own, false, all_keys, true, count, last, columns, shares);
+            blas.multiply(sent, false, all_values, true, count, last, columns, slopes);
+            for (int64_t i = 0; i < count; i++) {
+              float *share = shares + i * last, *slope = slopes + i * last;
+              const float *row = outputs.at(first + i, b, n), *from = sent + i * columns, logarithm = log_sums[first + i];
+              const int64_t seen = first + i + 1, passed = whole_vectors(seen, last);
+              prefetch<0>(outputs, first + i, last, b, n, columns);
+              float mean = 0;
 #pragma omp simd reduction(+ : mean)
-            for (int64_t d = 0; d < columns; d++) mean += row[d] * from[d];
+              for (int64_t d = 0; d < columns; d++) mean += row[d] * from[d];
 #pragma omp simd
-            for (int64_t j = 0; j < passed; j++) {
-              share[j] = exponential(share[j] - logarithm);
-              slope[j] = share[j] * (slope[j] - mean);
+              for (int64_t j = 0; j < passed; j++) {
+                share[j] = exponential(share[j] - logarithm);
+                slope[j] = share[j] * (slope[j] - mean);
+              }
+              std::memset(share + seen, 0, (last - seen) * sizeof(float));
+              std::memset(slope + seen, 0, (last - seen) * sizeof(float));
             }
-            std::memset(share + seen, 0, (last - seen) * sizeof(float));
-            std::memset(slope + seen, 0, (last - seen) * sizeof(float));
+            blas.multiply(shares, true, sent, false, last, columns, count, value_sums, true);
+            blas.multiply(slopes, true, own, false, last, columns, count, key_sums, true);
+            blas.multiply(slopes, false, all_keys, false, count, columns, last, sums);
+            unpack(sums, to_queries, first, last, b, n, columns, angles, float(scale));
           }
-          blas.multiply(shares, true, sent, false, last, columns, count, value_sums, true);
-          blas.multiply(slopes, true, own, false, last, columns, count, key_sums, true);
-          blas.multiply(slopes, false, all_keys, false, count, columns, last, sums);
-          unpack(sums, to_queries, first, last, b, n, columns, angles, float(scale));
         }
+        unpack(key_sums, to_keys, 0, positions, b, g, columns, angles, 1.0f);
+        unpack(value_sums, to_values, 0, positions, b, g, columns, none, 1.0f);
       }
-      unpack(key_sums, to_keys, 0, positions, b, g, columns, angles, 1.0f);
-      unpack(value_sums, to_values, 0, positions, b, g, columns, none, 1.0f);
     }
-  }
+  });
 }

@@ -1,9 +1,9 @@
 // Passes of a transformer block beside its products: RMSNorm and rotary positions.
 #include <cmath>
-#include <vector>
 
 #include "heads.h"
 #include "numbers.h"
+#include "scratch.h"
 
 // out = rows * weight / root mean square of the row (Zhang and Sennrich 2019, eq. 4); scale [N]: one over that root.
 template <typename number>
@@ -29,10 +29,12 @@ static void rms_norm_backward(const number* gradient, const number* rows, const 
                               int64_t count, int64_t width, number* to_rows, float* to_weight, int threads) {
   constexpr int64_t run = 128;
   const int64_t runs = (count + run - 1) / run;
-  std::vector<float> sums(runs * width);
+  const Scratch<float> scratch(1, runs * width);
+  float* sums = scratch.own();
+  std::memset(sums, 0, runs * width * sizeof(float));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t r = 0; r < runs; r++) {
-    float* own = sums.data() + r * width;
+    float* own = sums + r * width;
     const int64_t last = (r + 1) * run < count ? (r + 1) * run : count;
     for (int64_t n = r * run; n < last; n++) {
       const number *from = gradient + n * width, *row = rows + n * width;
@@ -82,10 +84,12 @@ static void rotate(const number* from, int64_t from_s, int64_t from_b, int64_t f
                                     double eps, number* out, float* scale, int threads) {                         \
     rms_norm(rows, weight, count, width, eps, out, scale, threads);                                               \
   }                                                                                                               \
-  extern "C" void rms_norm_backward_##suffix(const number* gradient, const number* rows, const number* weight,    \
-                                             const float* scale, int64_t count, int64_t width, number* to_rows,   \
-                                             float* to_weight, int threads) {                                     \
-    rms_norm_backward(gradient, rows, weight, scale, count, width, to_rows, to_weight, threads);                  \
+  extern "C" int64_t rms_norm_backward_##suffix(const number* gradient, const number* rows, const number* weight, \
+                                                const float* scale, int64_t count, int64_t width,                 \
+                                                number* to_rows, float* to_weight, int threads) {                 \
+    return memory_missed([=] {                                                                                    \
+      rms_norm_backward(gradient, rows, weight, scale, count, width, to_rows, to_weight, threads);                \
+    });                                                                                                           \
   }                                                                                                               \
   extern "C" void rotate_##suffix(const number* from, int64_t from_s, int64_t from_b, int64_t from_n, number* to, \
                                   int64_t to_s, int64_t to_b, int64_t to_n, int64_t positions, int64_t batch,     \

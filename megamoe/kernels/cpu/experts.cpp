@@ -17,60 +17,64 @@ static void for_each_task(const std::vector<Share>& shares, Work work) {
 }
 
 // hidden [N, 2F] = rows [N, H] * up^T, kept for the backward pass; out [N, H] = swiglu(hidden) * down^T.
-extern "C" void experts_fp32(sgemm call, const float* rows, const float* up, const float* down, const int64_t* ends,
+extern "C" int64_t experts_fp32(sgemm call, const float* rows, const float* up, const float* down, const int64_t* ends,
                              int64_t experts, int64_t size, int64_t ffn, float* hidden, float* out, int threads) {
-  const std::vector<Share> shares = shares_of(ends, experts, threads);
-  const Blas blas = {call};
+  return memory_missed([=] {
+    const std::vector<Share> shares = shares_of(ends, experts, threads);
+    const Blas blas = {call};
+    const Scratch<float> scratch(threads, most_rows(shares) * ffn);
 #pragma omp parallel num_threads(threads)
-  {
-    Scratch<float> scratch(most_rows(shares) * ffn);
-    for_each_task(shares, [&](const Task& task) {
-      const int64_t e = task.expert, first = task.first_row(), count = task.rows();
-      if (!count) return;
-      float *own = hidden + 2 * first * ffn, *active = scratch.data;
-      blas.multiply(rows + first * size, false, up + 2 * e * ffn * size, true, count, 2 * ffn, size, own);
-      for (int64_t n = 0; n < count; n++) {
-        const float* gates = own + 2 * n * ffn;
-        activate(gates, gates + ffn, ffn, active + n * ffn);
-      }
-      blas.multiply(active, false, down + e * size * ffn, true, count, size, ffn, out + first * size);
-    });
-  }
+    {
+      for_each_task(shares, [&](const Task& task) {
+        const int64_t e = task.expert, first = task.first_row(), count = task.rows();
+        if (!count) return;
+        float *own = hidden + 2 * first * ffn, *active = scratch.own();
+        blas.multiply(rows + first * size, false, up + 2 * e * ffn * size, true, count, 2 * ffn, size, own);
+        for (int64_t n = 0; n < count; n++) {
+          const float* gates = own + 2 * n * ffn;
+          activate(gates, gates + ffn, ffn, active + n * ffn);
+        }
+        blas.multiply(active, false, down + e * size * ffn, true, count, size, ffn, out + first * size);
+      });
+    }
+  });
 }
 
 // Its gradients; null for those that are not wanted. hidden becomes its own gradient; active [N, F] is worked out
 // again into the memory that is handed in.
-extern "C" void experts_backward_fp32(sgemm call, const float* gradient, const float* rows, const float* up,
+extern "C" int64_t experts_backward_fp32(sgemm call, const float* gradient, const float* rows, const float* up,
                                       const float* down, const int64_t* ends, int64_t experts, int64_t size,
                                       int64_t ffn, float* hidden, float* active, float* to_rows, float* to_up,
                                       float* to_down, int threads) {
-  const std::vector<Share> shares = shares_of(ends, experts, threads);
-  const Blas blas = {call};
+  return memory_missed([=] {
+    const std::vector<Share> shares = shares_of(ends, experts, threads);
+    const Blas blas = {call};
+    const Scratch<float> scratch(threads, most_rows(shares) * ffn);
 #pragma omp parallel num_threads(threads)
-  {
-    Scratch<float> scratch(most_rows(shares) * ffn);
-    for_each_task(shares, [&](const Task& task) {
-      const int64_t e = task.expert, first = task.first_row(), count = task.rows();
-      if (!count) return;
-      float *own = hidden + 2 * first * ffn, *sent = scratch.data;
-      blas.multiply(gradient + first * size, false, down + e * size * ffn, false, count, ffn, size, sent);
-      for (int64_t n = 0; n < count; n++) {
-        float *gates = own + 2 * n * ffn, *values = gates + ffn;
-        activate_again(sent + n * ffn, gates, values, ffn, gates, values, active + (first + n) * ffn);
-      }
-      if (to_rows)
-        blas.multiply(own, false, up + 2 * e * ffn * size, false, count, size, 2 * ffn, to_rows + first * size);
-    });
+    {
+      for_each_task(shares, [&](const Task& task) {
+        const int64_t e = task.expert, first = task.first_row(), count = task.rows();
+        if (!count) return;
+        float *own = hidden + 2 * first * ffn, *sent = scratch.own();
+        blas.multiply(gradient + first * size, false, down + e * size * ffn, false, count, ffn, size, sent);
+        for (int64_t n = 0; n < count; n++) {
+          float *gates = own + 2 * n * ffn, *values = gates + ffn;
+          activate_again(sent + n * ffn, gates, values, ffn, gates, values, active + (first + n) * ffn);
+        }
+        if (to_rows)
+          blas.multiply(own, false, up + 2 * e * ffn * size, false, count, size, 2 * ffn, to_rows + first * size);
+      });
 #pragma omp barrier  // an expert's weights want all of its rows
-    if (to_up)
-      for_each_task(shares, [&](const Task& task) {
-        weight_gradient(blas, task, hidden, rows, 2 * ffn, size, to_up);
-      });
-    if (to_down)
-      for_each_task(shares, [&](const Task& task) {
-        weight_gradient(blas, task, gradient, active, size, ffn, to_down);
-      });
-  }
+      if (to_up)
+        for_each_task(shares, [&](const Task& task) {
+          weight_gradient(blas, task, hidden, rows, 2 * ffn, size, to_up);
+        });
+      if (to_down)
+        for_each_task(shares, [&](const Task& task) {
+          weight_gradient(blas, task, gradient, active, size, ffn, to_down);
+        });
+    }
+  });
 }
 
 #ifdef HAS_TILES
@@ -120,31 +124,35 @@ struct ActivatedBackward {
 }  // namespace
 
 // As in fp32; active [N, F] is room for the activation.
-extern "C" void experts_bf16(const bf16* rows, const bf16* up, const bf16* down, const int64_t* ends, int64_t experts,
+extern "C" int64_t experts_bf16(const bf16* rows, const bf16* up, const bf16* down, const int64_t* ends, int64_t experts,
                              int64_t size, int64_t ffn, bf16* hidden, bf16* active, bf16* out, int threads) {
-  rows_product(rows, ends, experts, size, 2 * ffn, threads, Transposed{up, size, 2 * ffn},
-               Activated{hidden, active, ffn});
-  rows_product(active, ends, experts, ffn, size, threads, Transposed{down, ffn, size}, Plainly{out, size});
+  return memory_missed([=] {
+    rows_product(rows, ends, experts, size, 2 * ffn, threads, Transposed{up, size, 2 * ffn},
+                 Activated{hidden, active, ffn});
+    rows_product(active, ends, experts, ffn, size, threads, Transposed{down, ffn, size}, Plainly{out, size});
+  });
 }
 
-extern "C" void experts_backward_bf16(const bf16* gradient, const bf16* rows, const bf16* up, const bf16* down,
+extern "C" int64_t experts_backward_bf16(const bf16* gradient, const bf16* rows, const bf16* up, const bf16* down,
                                       const int64_t* ends, int64_t experts, int64_t size, int64_t ffn, bf16* hidden,
                                       bf16* active, bf16* to_rows, bf16* to_up, bf16* to_down, int threads) {
-  const AsItIs sent = {down, ffn, size};
-  if (ffn <= 2 * PANEL) {
-    rows_product(gradient, ends, experts, size, ffn, threads, sent, ActivatedBackward{hidden, active, ffn});
-  } else {  // parts of rows would lie too far from each other
-    rows_product(gradient, ends, experts, size, ffn, threads, sent, Plainly{active, ffn});
+  return memory_missed([=] {
+    const AsItIs sent = {down, ffn, size};
+    if (ffn <= 2 * PANEL) {
+      rows_product(gradient, ends, experts, size, ffn, threads, sent, ActivatedBackward{hidden, active, ffn});
+    } else {  // parts of rows would lie too far from each other
+      rows_product(gradient, ends, experts, size, ffn, threads, sent, Plainly{active, ffn});
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = 0; n < ends[experts - 1]; n++) {
-      bf16 *gates = hidden + 2 * n * ffn, *values = gates + ffn, *own = active + n * ffn;
-      activate_again(own, gates, values, ffn, gates, values, own);
+      for (int64_t n = 0; n < ends[experts - 1]; n++) {
+        bf16 *gates = hidden + 2 * n * ffn, *values = gates + ffn, *own = active + n * ffn;
+        activate_again(own, gates, values, ffn, gates, values, own);
+      }
     }
-  }
-  if (to_rows)
-    rows_product(hidden, ends, experts, 2 * ffn, size, threads, AsItIs{up, size, 2 * ffn}, Plainly{to_rows, size});
-  if (to_up) to_weight_bf16(hidden, rows, ends, experts, size, 2 * ffn, to_up, threads);
-  if (to_down) to_weight_bf16(gradient, active, ends, experts, ffn, size, to_down, threads);
+    if (to_rows)
+      rows_product(hidden, ends, experts, 2 * ffn, size, threads, AsItIs{up, size, 2 * ffn}, Plainly{to_rows, size});
+    if (to_up) weight_product(hidden, rows, ends, experts, size, 2 * ffn, to_up, threads);
+    if (to_down) weight_product(gradient, active, ends, experts, ffn, size, to_down, threads);
+  });
 }
 
 #endif

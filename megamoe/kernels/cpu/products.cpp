@@ -21,30 +21,36 @@ static void for_each_task(const int64_t* ends, int64_t experts, int threads, Wor
     for (const Task& task : shares[s]) work(task);
 }
 
-extern "C" void forward_fp32(sgemm call, const float* rows, const float* weight, const int64_t* ends,
+extern "C" int64_t forward_fp32(sgemm call, const float* rows, const float* weight, const int64_t* ends,
                              int64_t experts, int64_t in, int64_t out_size, float* out, int threads) {
-  for_each_task(ends, experts, threads, [=](const Task& task) {
-    const int64_t first = task.first_row(), count = task.rows();
-    if (count)
-      Blas{call}.multiply(rows + first * in, false, weight + task.expert * out_size * in, true, count, out_size,
-                          in, out + first * out_size);
+  return memory_missed([=] {
+    for_each_task(ends, experts, threads, [=](const Task& task) {
+      const int64_t first = task.first_row(), count = task.rows();
+      if (count)
+        Blas{call}.multiply(rows + first * in, false, weight + task.expert * out_size * in, true, count, out_size,
+                            in, out + first * out_size);
+    });
   });
 }
 
-extern "C" void to_rows_fp32(sgemm call, const float* gradient, const float* weight, const int64_t* ends,
+extern "C" int64_t to_rows_fp32(sgemm call, const float* gradient, const float* weight, const int64_t* ends,
                              int64_t experts, int64_t in, int64_t out_size, float* out, int threads) {
-  for_each_task(ends, experts, threads, [=](const Task& task) {
-    const int64_t first = task.first_row(), count = task.rows();
-    if (count)
-      Blas{call}.multiply(gradient + first * out_size, false, weight + task.expert * out_size * in, false, count, in,
-                          out_size, out + first * in);
+  return memory_missed([=] {
+    for_each_task(ends, experts, threads, [=](const Task& task) {
+      const int64_t first = task.first_row(), count = task.rows();
+      if (count)
+        Blas{call}.multiply(gradient + first * out_size, false, weight + task.expert * out_size * in, false, count, in,
+                            out_size, out + first * in);
+    });
   });
 }
 
-extern "C" void to_weight_fp32(sgemm call, const float* gradient, const float* rows, const int64_t* ends,
+extern "C" int64_t to_weight_fp32(sgemm call, const float* gradient, const float* rows, const int64_t* ends,
                                int64_t experts, int64_t in, int64_t out_size, float* out, int threads) {
-  for_each_task(ends, experts, threads, [=](const Task& task) {
-    weight_gradient({call}, task, gradient, rows, out_size, in, out);
+  return memory_missed([=] {
+    for_each_task(ends, experts, threads, [=](const Task& task) {
+      weight_gradient({call}, task, gradient, rows, out_size, in, out);
+    });
   });
 }
 
@@ -55,29 +61,33 @@ extern "C" void to_weight_fp32(sgemm call, const float* gradient, const float* r
 // Whether this process may use the tiles; Linux wants to be asked once.
 extern "C" int has_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-extern "C" void forward_bf16(const bf16* rows, const bf16* weight, const int64_t* ends, int64_t experts, int64_t in,
+extern "C" int64_t forward_bf16(const bf16* rows, const bf16* weight, const int64_t* ends, int64_t experts, int64_t in,
                              int64_t out_size, bf16* out, int threads) {
-  rows_product(rows, ends, experts, in, out_size, threads, Transposed{weight, in, out_size}, Plainly{out, out_size});
+  return memory_missed([=] {
+    rows_product(rows, ends, experts, in, out_size, threads, Transposed{weight, in, out_size}, Plainly{out, out_size});
+  });
 }
 
-extern "C" void to_rows_bf16(const bf16* gradient, const bf16* weight, const int64_t* ends, int64_t experts,
+extern "C" int64_t to_rows_bf16(const bf16* gradient, const bf16* weight, const int64_t* ends, int64_t experts,
                              int64_t in, int64_t out_size, bf16* out, int threads) {
-  rows_product(gradient, ends, experts, out_size, in, threads, AsItIs{weight, in, out_size}, Plainly{out, in});
+  return memory_missed([=] {
+    rows_product(gradient, ends, experts, out_size, in, threads, AsItIs{weight, in, out_size}, Plainly{out, in});
+  });
 }
 
-extern "C" void to_weight_bf16(const bf16* gradient, const bf16* rows, const int64_t* ends, int64_t experts,
-                               int64_t in, int64_t out_size, bf16* out, int threads) {
+void weight_product(const bf16* gradient, const bf16* rows, const int64_t* ends, int64_t experts, int64_t in,
+                    int64_t out_size, bf16* out, int threads) {
   int64_t deepest = 0;
   for (int64_t e = 0; e < experts; e++) deepest = most(deepest, ends[e] - (e ? ends[e - 1] : 0));
   deepest = (deepest + 31) / 32 * 32;
   // A task packs the right matrix of its expert whole, so there are few; the left one in parts.
   const int64_t shares = (8 * threads + experts - 1) / experts;
   const int64_t share = (out_size / 32 + shares - 1) / shares * 32, part = least(share, PANEL);
+  const Scratch<bf16> scratch(threads, (in + part) * deepest);
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles;
-    Scratch<bf16> scratch((in + part) * deepest);
-    bf16 *right = scratch.data, *left = right + in * deepest;
+    bf16 *right = scratch.own(), *left = right + in * deepest;
     share_panels(experts, (out_size + share - 1) / share, [=](int64_t e, int64_t p) {
       const int64_t first = e ? ends[e - 1] : 0, count = ends[e] - first, steps = (count + 31) / 32;
       const int64_t last = least((p + 1) * share, out_size);
@@ -99,6 +109,11 @@ extern "C" void to_weight_bf16(const bf16* gradient, const bf16* rows, const int
       }
     });
   }
+}
+
+extern "C" int64_t to_weight_bf16(const bf16* gradient, const bf16* rows, const int64_t* ends, int64_t experts,
+                                  int64_t in, int64_t out_size, bf16* out, int threads) {
+  return memory_missed([=] { weight_product(gradient, rows, ends, experts, in, out_size, out, threads); });
 }
 
 #else

@@ -203,11 +203,11 @@ template <typename Right, typename End>
 void rows_product(const bf16* left, const int64_t* ends, int64_t experts, int64_t depth, int64_t width, int threads,
                   Right from, End end) {
   const int64_t panel = panel_width(width, depth, experts, threads, End::unit), steps = depth / 32;
+  const Scratch<bf16> scratch(threads, (panel + 32) * depth + 32 * PANEL);
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles;
-    Scratch<bf16> scratch((panel + 32) * depth + 32 * PANEL);
-    bf16 *right = scratch.data, *block = right + panel * depth, *strip = block + 32 * depth;
+    bf16 *right = scratch.own(), *block = right + panel * depth, *strip = block + 32 * depth;
     share_panels(experts, (width + panel - 1) / panel, [=](int64_t e, int64_t p) {
       const int64_t first = e ? ends[e - 1] : 0, start = p * panel, columns = least(panel, width - start);
       if (ends[e] == first) return;
@@ -233,7 +233,7 @@ void rows_product(const bf16* left, const int64_t* ends, int64_t experts, int64_
 }  // namespace
 
 // out [E, O, I] = gradient [N, O]^T * rows [N, I], each expert's.
-extern "C" void to_weight_bf16(const bf16* gradient, const bf16* rows, const int64_t* ends, int64_t experts,
-                               int64_t in, int64_t out_size, bf16* out, int threads);
+void weight_product(const bf16* gradient, const bf16* rows, const int64_t* ends, int64_t experts, int64_t in,
+                    int64_t out_size, bf16* out, int threads);
 
 #endif

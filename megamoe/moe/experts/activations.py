@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.config.schema import Activation
+from megamoe.kernels.choice import Kernels
 from megamoe.kernels.rows import swiglu
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -30,9 +31,9 @@ def pointwise(activation: Activation) -> Pointwise:
     return (GATED | UNGATED)[activation]
 
 
-def activate(rows: Tensor, activation: Activation) -> Tensor:
+def activate(rows: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
     """[..., F], or [..., 2F] of [gate | value] halves -> [..., F]."""
-    return swiglu(rows) if activation == "swiglu" else activate_plainly(rows, activation)
+    return swiglu(rows, kernels) if activation == "swiglu" else activate_plainly(rows, activation)
 
 
 def activate_plainly(rows: Tensor, activation: Activation) -> Tensor:

@@ -1,10 +1,11 @@
 """Dropout inside the routed experts, drawn for each (token, expert) pair and never for a rank."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 
 
@@ -19,13 +20,14 @@ class ExpertDropout:
 
     row_N: int64, each row's number, which follows from its token and expert alone, so that the masks are the
     same whichever rank holds the expert, and when a block is recomputed. draw_key: from a purpose to the key
-    of this step's draws in this layer.
+    of this step's draws in this layer. kernels: those of the draws.
     """
 
     output: float
     activation: float
     row_N: Tensor
     draw_key: Callable[[str], int]
+    kernels: Kernels = Kernels()
 
     def on_output(self, rows_NH: Tensor) -> Tensor:
         """[N, H] of experts' outputs -> the same, dropped out."""
@@ -41,10 +43,11 @@ class ExpertDropout:
     def spread(self, place_N: Tensor, num_rows: int) -> "ExpertDropout":
         """The same for rows that stand at place_N among num_rows; what the others draw does not matter."""
         row_M = self.row_N.new_zeros(num_rows).index_copy(0, place_N, self.row_N)
-        return ExpertDropout(self.output, self.activation, row_M, self.draw_key)
+        return replace(self, row_N=row_M)
 
     def _drop(self, rows_NF: Tensor, rate: float, purpose: str, first_column: int = 0) -> Tensor:
         if rate == 0:
             return rows_NF
-        dropped_NF = rng.uniform(self.draw_key(purpose), self.row_N, rows_NF.shape[1], first_column) < rate
-        return rows_NF.masked_fill(dropped_NF, 0) / (1 - rate)
+        draw_key, columns = self.draw_key(purpose), rows_NF.shape[1]
+        unit_NF = rng.uniform(draw_key, self.row_N, columns, self.kernels, first_column)
+        return rows_NF.masked_fill(unit_NF < rate, 0) / (1 - rate)

@@ -5,6 +5,7 @@ handed in as `Products`. `loop_experts` computes the same by a plain loop; the t
 against each other.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config.schema import Activation
+from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts import swiglu_experts
 from megamoe.kernels.products import grouped_product, takes_any_count
 from megamoe.moe import rng
@@ -28,20 +30,16 @@ PADDED_ROWS = 64
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _grouped_product_of(num_experts: int, in_size: int, out_size: int) -> GroupedProduct:
-    return grouped_product
-
-
 @dataclass(frozen=True)
 class Products:
     """How the products of grouped experts are worked out.
 
     make: from (experts, in, out) to the product of one stacked weight, a function, or a module that holds no
-    parameters. row_multiple: each expert's rows are filled up with zeros to a multiple of it. host_counts:
+    parameters; None: `grouped_product`. row_multiple: each expert's rows are filled up with zeros to a multiple of it. host_counts:
     the products read the counts on the CPU, so that both of an FFN share one copy.
     """
 
-    make: Callable[[int, int, int], GroupedProduct] = _grouped_product_of
+    make: Callable[[int, int, int], GroupedProduct] | None = None
     row_multiple: int = 1
     host_counts: bool = False
 
@@ -69,7 +67,7 @@ class GroupedExperts(nn.Module):
     An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
     expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
     init_scale: see `rng.start_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
-    two products are worked out.
+    two products are worked out. kernels: the model's choice.
     """
 
     def __init__(
@@ -87,8 +85,10 @@ class GroupedExperts(nn.Module):
         sublayer: int = 1,
         cut: Slice = Slice(),
         products: Products = OWN_PRODUCTS,
+        kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         if ffn_size % cut.count:
             raise ValueError(f"expert FFN size {ffn_size} does not divide over {cut.count} slices")
         self.activation = activation
@@ -99,8 +99,10 @@ class GroupedExperts(nn.Module):
         width = up_width(here, activation)
         self.up = nn.Parameter(torch.empty(len(expert_ids), width, hidden_size))
         self.down = nn.Parameter(torch.empty(len(expert_ids), hidden_size, here))
-        self.up_product = products.make(len(expert_ids), hidden_size, width)
-        self.down_product = products.make(len(expert_ids), here, hidden_size)
+        own = functools.partial(grouped_product, kernels=kernels)
+        make = products.make or (lambda *sizes: own)
+        self.up_product = make(len(expert_ids), hidden_size, width)
+        self.down_product = make(len(expert_ids), here, hidden_size)
         whole_up = torch.empty(up_width(ffn_size, activation), hidden_size)
         whole_down = torch.empty(hidden_size, ffn_size)
         for local, expert in enumerate(expert_ids):
@@ -117,7 +119,7 @@ class GroupedExperts(nn.Module):
         """rows_NH grouped by expert, counts_E int64 their numbers -> [N, H]."""
         multiple = self.products.row_multiple
         padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
-        if padded_alike and not takes_any_count(rows_NH, self.up, self.down):
+        if padded_alike and not takes_any_count(rows_NH, (self.up, self.down), self.kernels):
             multiple = math.lcm(multiple, PADDED_ROWS)
         if multiple == 1:
             return self._ffn(rows_NH, counts_E, dropout)
@@ -131,9 +133,9 @@ class GroupedExperts(nn.Module):
         if self.products.host_counts:
             counts_E = counts_E.cpu()
         # The fused form knows SwiGLU alone; every other activation takes the three steps below.
-        if self.activation == "swiglu" and dropout is None and self.up_product is grouped_product:
-            return swiglu_experts(rows_NH, self.up, self.down, counts_E)
-        rows_NF = activate(self.up_product(rows_NH, self.up, counts_E), self.activation)
+        if self.activation == "swiglu" and dropout is None and self.products.make is None:
+            return swiglu_experts(rows_NH, self.up, self.down, counts_E, self.kernels)
+        rows_NF = activate(self.up_product(rows_NH, self.up, counts_E), self.activation, self.kernels)
         if dropout is not None:
             rows_NF = dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
         return self.down_product(rows_NF, self.down, counts_E)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.config.schema import Activation
+from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, up_width
 
@@ -42,8 +43,10 @@ class SharedExperts(nn.Module):
         seed: int,
         layer: int,
         init_scale: float | None = None,
+        kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.activation = activation
         self.mode = mode
         self.up = nn.Parameter(torch.empty(up_width(ffn_size, activation), hidden_size))
@@ -75,7 +78,8 @@ class SharedExperts(nn.Module):
         return shared_TH
 
     def _ffn(self, hidden_TH: Tensor) -> Tensor:
-        return functional.linear(activate(functional.linear(hidden_TH, self.up), self.activation), self.down)
+        rows_TF = activate(functional.linear(hidden_TH, self.up), self.activation, self.kernels)
+        return functional.linear(rows_TF, self.down)
 
     def join(self, hidden_TH: Tensor, shared_TH: Tensor, routed_TH: Tensor) -> Tensor:
         """The input, what `forward` and what the routed experts made of it -> both together, [T, H]."""

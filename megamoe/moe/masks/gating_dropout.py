@@ -97,4 +97,5 @@ class GatingDropout(Mask):
             return False
         # Drawn on the host, which must know; layer 0: the same in all layers.
         first = torch.zeros(1, dtype=torch.int64, device="cpu")
-        return rng.uniform(context.draw_key(0, "gating dropout"), first, 1).item() < self.config.rate
+        draw_key = context.draw_key(0, "gating dropout")
+        return rng.uniform(draw_key, first, 1, self.dims.kernels).item() < self.config.rate

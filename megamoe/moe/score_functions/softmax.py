@@ -59,10 +59,10 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
         """
         scores_TE = self._cooled(scores_TE)
         if candidates_TE is None:
-            return softmax(scores_TE)
+            return softmax(scores_TE, self.dims.kernels)
         if self.over_all:
-            return masked(softmax(scores_TE), candidates_TE, 0.0)
-        probs_TE = softmax(masked(scores_TE, candidates_TE, float("-inf")))
+            return masked(softmax(scores_TE, self.dims.kernels), candidates_TE, 0.0)
+        probs_TE = softmax(masked(scores_TE, candidates_TE, float("-inf")), self.dims.kernels)
         return masked(probs_TE, candidates_TE, 0.0)  # NaN where there is no candidate
 
     def log_values(self, scores: Tensor) -> Tensor:

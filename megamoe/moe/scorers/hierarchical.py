@@ -118,5 +118,6 @@ class HierarchicalScorer(Part):
         """N(0, 1): [T, G] and [T, E]."""
         draw_key = context.draw_key(self.dims.layer, "noise")
         token_index_T = context.token_index(len(hidden_TH), hidden_TH.device)
-        noise = rng.normal(draw_key, token_index_T, self.num_groups + self.dims.num_experts)
+        columns = self.num_groups + self.dims.num_experts
+        noise = rng.normal(draw_key, token_index_T, columns, self.dims.kernels)
         return noise[:, : self.num_groups], noise[:, self.num_groups :]

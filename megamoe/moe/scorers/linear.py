@@ -48,5 +48,6 @@ class LinearScorer(Part):
     def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         num_tokens, hidden_size = hidden_TH.shape
         draw_key = context.draw_key(self.dims.layer, "jitter")
-        unit_TH = rng.uniform(draw_key, context.token_index(num_tokens, hidden_TH.device), hidden_size)
+        index_T = context.token_index(num_tokens, hidden_TH.device)
+        unit_TH = rng.uniform(draw_key, index_T, hidden_size, self.dims.kernels)
         return 1 + self.config.jitter * (2 * unit_TH - 1)

@@ -63,4 +63,5 @@ class NoisyScorer(Part):
     def _normal_TE(self, clean_TE: Tensor, context: StepContext) -> Tensor:
         num_tokens, num_experts = clean_TE.shape
         draw_key = context.draw_key(self.dims.layer, "router_noise")
-        return rng.normal(draw_key, context.token_index(num_tokens, clean_TE.device), num_experts)
+        index_T = context.token_index(num_tokens, clean_TE.device)
+        return rng.normal(draw_key, index_T, num_experts, self.dims.kernels)

@@ -113,7 +113,7 @@ class TopK(Selector):
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """T*k pairs; fewer where a token has fewer candidates, or its second is not sent."""
-        expert_TK = top_k(scored.ranking_TE, self.config.k)
+        expert_TK = top_k(scored.ranking_TE, self.config.k, self.dims.kernels)
         second = self.config.second if self.training else "best"
         if second == "sampled":
             expert_TK = self._sample_second(expert_TK, scored.probs_TE.detach(), context)
@@ -152,7 +152,8 @@ class TopK(Selector):
 
     def _uniform_T(self, probs_TK: Tensor, context: StepContext) -> Tensor:
         token_index_T = context.token_index(len(probs_TK), probs_TK.device)
-        return rng.uniform(context.draw_key(self.dims.layer, "second"), token_index_T, 1)[:, 0]
+        draw_key = context.draw_key(self.dims.layer, "second")
+        return rng.uniform(draw_key, token_index_T, 1, self.dims.kernels)[:, 0]
 
     def _weights(
         self, probs_TE: Tensor, scores_TE: Tensor, candidates_TE: Tensor | None, expert_TK: Tensor
