@@ -60,7 +60,7 @@ def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int)
         "run": _run_rows(config, run.schedule, run.steps, first_step),
         "model": _model_rows(config, run.vocabulary, size),
         "ranks": _rank_rows(run, world, rollouts, size),
-        "backends": list(backend_rows(config, optimizer).items()),
+        "backends": list(backend_rows(config, optimizer, run.plan.precision).items()),
     }
 
 

@@ -6,14 +6,21 @@ prints, as JSON, each check's name and its traceback, empty where it passed. Pas
 are in on_interpreter.py.
 """
 
+import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder
 
 from megamoe.kernels.block import plain_rotary, rms_norm, rotary
 from megamoe.kernels.choice import Kernels, RowKernels
@@ -55,38 +62,45 @@ ON_TRITON, PLAIN = OnTriton(), Kernels(compiled=False)
 
 # Rows of each expert, input and output sizes. The tiles on CPU tensors are 32 x 32, 16 deep.
 CASES: dict[str, tuple[list[int], int, int]] = {
-    "even": ([32] * 3, 48, 64),
-    "uneven, no multiple of a tile": ([5, 70, 1, 33], 41, 37),
-    "experts without rows": ([0, 0, 40, 0, 3, 0], 16, 24),
+    "uneven, no multiple of a tile": ([5, 70, 1], 41, 37),
+    "experts without rows": ([0, 0, 33, 0, 3, 0], 16, 8),
     "no rows": ([0, 0, 0], 16, 24),
     "one of each": ([1], 1, 1),
-    "one hot expert among many": ([1] * 9 + [65] + [1] * 9, 16, 8),
+    "tiles": ([32, 64], 64, 32),
 }
+# In the other dtypes, which the interpreter computes in fp32 all the same.
+CASE_AND_DTYPES = [(case, torch.float32) for case in CASES]
+CASE_AND_DTYPES += [("experts without rows", torch.bfloat16), ("one of each", torch.float16)]
+EVERY_CASE = [(case, dtype) for case in CASES for dtype in TOLERANCES]
 
 
 def spans(counts: list[int]) -> list[slice]:
     return [slice(*pair) for pair in pairwise(sum(counts[:e]) for e in range(len(counts) + 1))]
 
 
-def check_grouped_products() -> None:
+def check_grouped_products(cases: list[tuple[str, torch.dtype]] = CASE_AND_DTYPES) -> None:
     """Forward and both gradients against a loop in float64."""
-    for case, (counts, inner, outer) in CASES.items():
-        for dtype, tolerance in TOLERANCES.items():
-            rows = draw(sum(counts), inner).to(dtype).requires_grad_()
-            weight = draw(len(counts), outer, inner, seed=1).to(dtype).requires_grad_()
-            sent = draw(sum(counts), outer, seed=2).to(dtype)
-            output = grouped_product(rows, weight, torch.tensor(counts), ON_TRITON)
-            found = [output, *torch.autograd.grad(output, [rows, weight], sent)]
-            wide = [side.detach().double() for side in (rows, weight, sent)]
-            pairs = list(zip(spans(counts), wide[1], strict=True))
-            exact = [
-                torch.cat([wide[0][span] @ own.T for span, own in pairs]),
-                torch.cat([wide[2][span] @ own for span, own in pairs]),
-                torch.stack([wide[2][span].T @ wide[0][span] for span, _ in pairs]),
-            ]
-            for one, other in zip(found, exact, strict=True):
-                assert one.dtype == dtype, case
-                assert_close_to(one, other, tolerance)
+    for case, dtype in cases:
+        counts, inner, outer = CASES[case]
+        rows = draw(sum(counts), inner).to(dtype).requires_grad_()
+        weight = draw(len(counts), outer, inner, seed=1).to(dtype).requires_grad_()
+        sent = draw(sum(counts), outer, seed=2).to(dtype)
+        output = grouped_product(rows, weight, torch.tensor(counts), ON_TRITON)
+        found = [output, *torch.autograd.grad(output, [rows, weight], sent)]
+        wide = [side.detach().double() for side in (rows, weight, sent)]
+        pairs = list(zip(spans(counts), wide[1], strict=True))
+        exact = [
+            torch.cat([wide[0][span] @ own.T for span, own in pairs]),
+            torch.cat([wide[2][span] @ own for span, own in pairs]),
+            torch.stack([wide[2][span].T @ wide[0][span] for span, _ in pairs]),
+        ]
+        for one, other in zip(found, exact, strict=True):
+            assert one.dtype == dtype, case
+            assert_close_to(one, other, TOLERANCES[dtype])
+
+
+def check_every_grouped_product() -> None:
+    check_grouped_products(EVERY_CASE)
 
 
 def exact_experts(counts: list[int], sides: list[Tensor], sent: Tensor) -> list[Tensor]:
@@ -99,21 +113,34 @@ def exact_experts(counts: list[int], sides: list[Tensor], sent: Tensor) -> list[
     return [output, *torch.autograd.grad(output, [rows, up, down], sent.double())]
 
 
-def check_experts() -> None:
-    """SwiGLU beside the products, with gradients; a second pass back through the graph gives the same."""
-    for counts, hidden_size, ffn_size in CASES.values():
-        for dtype, tolerance in TOLERANCES.items():
-            shapes = [(sum(counts), hidden_size), (len(counts), 2 * ffn_size, hidden_size)]
-            shapes.append((len(counts), hidden_size, ffn_size))
-            sides = [draw(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
-            output = swiglu_experts(*sides, torch.tensor(counts), ON_TRITON)
-            sent = draw(*output.shape, seed=7).to(dtype)
-            first = torch.autograd.grad(output, sides, sent, retain_graph=True)
-            again = torch.autograd.grad(output, sides, sent)
-            assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
-            # What lies between the products is rounded too.
-            for one, other in zip([output, *first], exact_experts(counts, sides, sent), strict=True):
-                assert_close_to(one, other, tolerance if dtype == torch.float32 else 4 * tolerance)
+def check_experts(cases: list[tuple[str, torch.dtype]] = CASE_AND_DTYPES) -> None:
+    """SwiGLU beside the products, with gradients, against the formula in float64."""
+    for case, dtype in cases:
+        counts, hidden_size, ffn_size = CASES[case]
+        shapes = [(sum(counts), hidden_size), (len(counts), 2 * ffn_size, hidden_size)]
+        shapes.append((len(counts), hidden_size, ffn_size))
+        sides = [draw(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
+        output = swiglu_experts(*sides, torch.tensor(counts), ON_TRITON)
+        sent = draw(*output.shape, seed=7).to(dtype)
+        found = [output, *torch.autograd.grad(output, sides, sent)]
+        # What lies between the products is rounded too.
+        tolerance = TOLERANCES[dtype] * (1 if dtype == torch.float32 else 4)
+        for one, other in zip(found, exact_experts(counts, sides, sent), strict=True):
+            assert_close_to(one, other, tolerance)
+
+
+def check_every_expert() -> None:
+    check_experts(EVERY_CASE)
+
+
+def check_the_graph_can_be_gone_back_through_again() -> None:
+    sides = [draw(7, 8), draw(2, 8, 8, seed=1), draw(2, 8, 4, seed=2)]
+    for side in sides:
+        side.requires_grad_()
+    output = swiglu_experts(*sides, torch.tensor([3, 4]), ON_TRITON)
+    first = torch.autograd.grad(output, sides, output.detach(), retain_graph=True)
+    again = torch.autograd.grad(output, sides, output.detach())
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
 def check_experts_are_the_three_steps() -> None:
@@ -176,33 +203,94 @@ def check_the_host_never_reads_the_counts() -> None:
     assert len(launched) == 6
 
 
-def check_products_of_more_than_two_billion_numbers() -> None:
-    """Rows, results and an expert's weights beyond 2^31 numbers, in files that are holes but for a few."""
-    from megamoe.kernels.triton import TritonKernels
+@contextmanager
+def programs_from(first: int, axis: int = 0) -> Iterator[None]:
+    """The first program of each launch is number `first` of that dimension of the grid."""
+    given = InterpreterBuilder.create_get_program_id
 
-    call, width, row = TritonKernels().call, 2**10, 2**21 + 5
-    ends = torch.tensor([row, row + 2])
+    def shifted(self: Any, asked: int) -> Any:
+        handle = given(self, asked)
+        return interpreter.TensorHandle(handle.data + (first if asked == axis else 0), handle.dtype)
 
-    def sparse(folder: str, name: str, rows: int) -> Tensor:
-        size = {"shared": True, "size": rows * width, "dtype": torch.bfloat16}
-        return torch.from_file(str(Path(folder) / name), **size).view(rows, width)
+    with mock.patch.object(InterpreterBuilder, "create_get_program_id", shifted):
+        yield
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch(
-        "megamoe.kernels.triton.products.grid_of", lambda *unused: (1,)
-    ):
-        rows, out = sparse(folder, "rows", row + 2), sparse(folder, "out", row + 2)
-        rows[row:] = torch.eye(2, width)
-        # The first expert's rows are said to be none, so that one program reaches the last ones.
-        ends = torch.tensor([0, row + 2])
-        from megamoe.kernels.triton import products
 
-        def from_the_end(
-            ends: Tensor, experts: int, columns: int, EXPERTS: int, ROWS: int, COLUMNS: int
-        ) -> tuple[Tensor, Tensor, Tensor, int]:
-            return torch.tensor(1), torch.tensor(row), torch.tensor(row + 2), 0
+def check_more_than_two_billion_numbers() -> None:
+    """Rows, results and weights beyond 2^31 numbers, in files that are holes but for a few of them.
 
-        del products, from_the_end, ends, out
-        assert call is not None
+    With offsets of 32 bits each address would be that of another row or expert, which is 0.
+    """
+    from megamoe.kernels.triton import experts, products
+
+    width, row = 2**10, 2**21 + 32  # a multiple of the tile
+    tile = {"ROWS": 32, "COLUMNS": 32, "DEPTH": 32, "PRECISION": "ieee"}
+    ends = torch.tensor([row + 2])
+    with tempfile.TemporaryDirectory() as folder:
+
+        def sparse(name: str, *shape: int) -> Tensor:
+            size = {"shared": True, "size": math.prod(shape), "dtype": torch.float32}
+            return torch.from_file(str(Path(folder) / name), **size).view(shape)
+
+        wide, narrow, half = (sparse(f"{size}", row + 2, size) for size in (width, 32, width // 2))
+        wide[row:] = draw(2, width)
+        few = wide[row:].clone()
+        up, down = draw(1, 32, width, seed=1), draw(1, 32, width, seed=2)
+        with programs_from(row // 32):  # one tile across
+            products._product[(1,)](
+                wide, up, ends, 1, width, 32, narrow, EXPERTS=1, WEIGHT_IS_OUT_IN=True, **tile
+            )
+        assert_close_to(narrow[row:], few.double() @ up[0].double().T, 3e-6)
+        with programs_from(row // 32 * 32):  # of 32 tiles across, the first
+            products._product[(1,)](
+                narrow, down, ends, 1, 32, width, wide, EXPERTS=1, WEIGHT_IS_OUT_IN=False, **tile
+            )
+        assert_close_to(wide[row:, :32], narrow[row:].double() @ down[0, :, :32].double(), 3e-6)
+        assert torch.equal(wide[row:, 32:], few[:, 32:])
+        both = draw(1, width, 32, seed=3)
+        with programs_from(row // 32 * 16):
+            experts._up[(1,)](narrow, both, ends, 1, 32, width // 2, wide, half, EXPERTS=1, **tile)
+        gate, value = (narrow[row:].double() @ both[0].double().T).chunk(2, dim=1)
+        assert_close_to(wide[row:, :32], gate[:, :32], 3e-6)
+        assert_close_to(half[row:, :32], (functional.silu(gate) * value)[:, :32], 3e-6)
+        with programs_from(row // 32 * 16):
+            arguments = (narrow, draw(1, 32, width // 2, seed=4), ends, 1, 32, width // 2)
+            experts._down_backward[(1,)](*arguments, wide, half, EXPERTS=1, **tile)
+        sent = narrow[row:].double() @ draw(1, 32, width // 2, seed=4)[0].double()
+        assert_close_to(wide[row:, width // 2 :][:, :32], (sent * functional.silu(gate))[:, :32], 3e-6)
+        many, size = 2**13 + 1, 2**9
+        weights = sparse("weights", many, size, size)
+        weights[-1] = draw(size, size, seed=3)
+        last = torch.zeros(many, dtype=torch.int64)
+        last[-1] = 3
+        rows, result = draw(3, size, seed=4), torch.zeros(3, size)
+        for is_out_in, factor in ((True, weights[-1].T), (False, weights[-1])):
+            products._product[(16,)](
+                *(rows, weights, last, many, size, size, result),
+                WEIGHT_IS_OUT_IN=is_out_in,
+                EXPERTS=2**14,
+                **tile,
+            )
+            assert_close_to(result, rows.double() @ factor.double(), 3e-6)
+
+
+def check_a_weight_gradient_of_late_rows() -> None:
+    """The second expert's rows, and its gradient, begin beyond 2^31 numbers."""
+    from megamoe.kernels.triton import products
+
+    width, row = 2**10, 2**21 + 32
+    with tempfile.TemporaryDirectory() as folder:
+        size = {"shared": True, "size": (row + 2) * width, "dtype": torch.float32}
+        rows = torch.from_file(str(Path(folder) / "rows"), **size).view(-1, width)
+        rows[row:] = draw(2, width)
+        ends, out = torch.tensor([row, row + 2]), torch.zeros(2, width, width)
+        with programs_from(1, axis=1):
+            products._to_weight[(1, 1)](
+                *(rows, rows, ends, width, width, out), ROWS=32, COLUMNS=32, DEPTH=32, PRECISION="ieee"
+            )
+        few = rows[row:, :32].double()
+        assert_close_to(out[1, :32, :32], few.T @ few, 3e-6)
+        assert not out[0].any()
 
 
 def check_rms_norm() -> None:
@@ -279,6 +367,25 @@ def check_the_first_sort_is_enough() -> None:
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
 
 
+def widened(handle: Any) -> Any:
+    """A bf16 operand of tl.dot in fp32."""
+    if str(handle.dtype.scalar) != "bf16":
+        return handle
+    wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(wide, interpreter.tl.float32)
+
+
+def products_in_bf16() -> None:
+    """Triton 3.7's interpreter holds bf16 as 16-bit integers, and multiplies those in tl.dot."""
+    given = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return given(self, widened(left), widened(right), *rest)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+products_in_bf16()
 CHECKS = checks_of(globals())
 
 if __name__ == "__main__":

@@ -172,23 +172,24 @@ def _up(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
 ):
     """Each program computes COLUMNS of the gate, those of the value, and the activation of both."""
-    expert, first, last, left = find_rows(ends, experts, width, EXPERTS, ROWS, COLUMNS)
+    expert, first, count, left = find_rows(ends, experts, width, EXPERTS, ROWS, COLUMNS)
     if expert < experts:
-        row = first + tl.arange(0, ROWS)
+        row = tl.arange(0, ROWS)
         column = left + tl.arange(0, COLUMNS)
         gates = up + expert.to(tl.int64) * 2 * width * inner
         values = gates + tl.cast(width, tl.int64) * inner
+        rows += first * inner
         gate = tl.zeros([ROWS, COLUMNS], tl.float32)
         value = tl.zeros([ROWS, COLUMNS], tl.float32)
         for depth in range(0, inner, DEPTH):
             gate = add_product(
-                gate, rows, row, last, gates, column, width, depth, inner, True, PRECISION, DEPTH
+                gate, rows, row, count, gates, column, width, depth, inner, True, PRECISION, DEPTH
             )
             value = add_product(
-                value, rows, row, last, values, column, width, depth, inner, True, PRECISION, DEPTH
+                value, rows, row, count, values, column, width, depth, inner, True, PRECISION, DEPTH
             )
-        inside = (row < last)[:, None] & (column < width)[None, :]
-        place = hidden + row[:, None] * 2 * width + column[None, :]
+        inside = (row < count)[:, None] & (column < width)[None, :]
+        place = hidden + first * 2 * width + (row[:, None] * 2 * width + column[None, :])
         # The activation is that of the rounded numbers, which the backward pass reads.
         gate = gate.to(hidden.dtype.element_ty)
         value = value.to(hidden.dtype.element_ty)
@@ -196,7 +197,7 @@ def _up(  # type: ignore[no-untyped-def]
         tl.store(place + width, value, mask=inside)
         gate = gate.to(tl.float32)
         product = gate * tl.sigmoid(gate) * value.to(tl.float32)
-        place = active + row[:, None] * width + column[None, :]
+        place = active + first * width + (row[:, None] * width + column[None, :])
         tl.store(place, product.to(active.dtype.element_ty), mask=inside)
 
 
@@ -217,16 +218,17 @@ def _down_backward(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
 ):
     """Each program computes COLUMNS of the activated rows' gradient and what follows from it."""
-    expert, first, last, left = find_rows(ends, experts, width, EXPERTS, ROWS, COLUMNS)
+    expert, first, count, left = find_rows(ends, experts, width, EXPERTS, ROWS, COLUMNS)
     if expert < experts:
-        row = first + tl.arange(0, ROWS)
+        row = tl.arange(0, ROWS)
         column = left + tl.arange(0, COLUMNS)
         own = down + expert.to(tl.int64) * inner * width
+        sent += first * inner
         sum = tl.zeros([ROWS, COLUMNS], tl.float32)
         for depth in range(0, inner, DEPTH):
-            sum = add_product(sum, sent, row, last, own, column, width, depth, inner, False, PRECISION, DEPTH)
-        inside = (row < last)[:, None] & (column < width)[None, :]
-        place = hidden + row[:, None] * 2 * width + column[None, :]
+            sum = add_product(sum, sent, row, count, own, column, width, depth, inner, False, PRECISION, DEPTH)
+        inside = (row < count)[:, None] & (column < width)[None, :]
+        place = hidden + first * 2 * width + (row[:, None] * 2 * width + column[None, :])
         # Rounded as between a product and a pass of its own.
         received = sum.to(hidden.dtype.element_ty).to(tl.float32)
         gate = tl.load(place, mask=inside, other=0).to(tl.float32)
@@ -235,5 +237,5 @@ def _down_backward(  # type: ignore[no-untyped-def]
         to_gate = received * value * share * (1 + gate * (1 - share))
         tl.store(place, to_gate.to(hidden.dtype.element_ty), mask=inside)
         tl.store(place + width, (received * gate * share).to(hidden.dtype.element_ty), mask=inside)
-        place = active + row[:, None] * width + column[None, :]
+        place = active + first * width + (row[:, None] * width + column[None, :])
         tl.store(place, (gate * share * value).to(active.dtype.element_ty), mask=inside)

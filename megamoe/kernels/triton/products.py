@@ -119,10 +119,11 @@ def precision_of(rows: Tensor) -> str:
 def find_rows(  # type: ignore[no-untyped-def]
     ends, experts, columns, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Return this program's (expert, first row, end of the expert's rows, first column).
+    """Return this program's (expert, first row, number of rows, first column).
 
     Tiles are counted expert by expert, and within a tile of rows column by column. The expert is `experts`
-    for a program beyond the last tile.
+    for a program beyond the last tile. The first row is int64. Offsets from it are int32, as a tensor of
+    64-bit addresses would take twice the registers.
     """
     across = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0) // across
@@ -135,7 +136,8 @@ def find_rows(  # type: ignore[no-untyped-def]
     before = tl.sum(tl.where(index < expert, tiles, 0), axis=0)
     first = tl.sum(tl.where(index == expert, start, 0), axis=0) + (tile - before) * ROWS
     last = tl.sum(tl.where(index == expert, end, 0), axis=0)
-    return expert, first, last, tl.program_id(0) % across * COLUMNS
+    rows = tl.minimum(last - first, ROWS).to(tl.int32)
+    return expert, first, rows, tl.program_id(0) % across * COLUMNS
 
 
 @triton.jit
@@ -155,18 +157,20 @@ def _product(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
 ):
     """Each program computes ROWS x COLUMNS of the result, of one expert's rows."""
-    expert, first, last, left = find_rows(ends, experts, outer, EXPERTS, ROWS, COLUMNS)
+    expert, first, count, left = find_rows(ends, experts, outer, EXPERTS, ROWS, COLUMNS)
     if expert < experts:
-        row = first + tl.arange(0, ROWS)
+        row = tl.arange(0, ROWS)
         column = left + tl.arange(0, COLUMNS)
         own = weight + expert.to(tl.int64) * inner * outer
+        rows += first * inner
+        out += first * outer
         sum = tl.zeros([ROWS, COLUMNS], tl.float32)
         for depth in range(0, inner, DEPTH):
             sum = add_product(
-                sum, rows, row, last, own, column, outer, depth, inner, WEIGHT_IS_OUT_IN, PRECISION, DEPTH
+                sum, rows, row, count, own, column, outer, depth, inner, WEIGHT_IS_OUT_IN, PRECISION, DEPTH
             )
-        inside = (row < last)[:, None] & (column < outer)[None, :]
-        tl.store(out + row[:, None] * outer + column[None, :], sum.to(out.dtype.element_ty), mask=inside)
+        inside = (row < count)[:, None] & (column < outer)[None, :]
+        tl.store(out + (row[:, None] * outer + column[None, :]), sum.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -174,7 +178,7 @@ def add_product(  # type: ignore[no-untyped-def]
     sum,
     rows,
     row,
-    last,
+    count,
     weight,
     column,
     outer,
@@ -188,13 +192,13 @@ def add_product(  # type: ignore[no-untyped-def]
     place = depth + tl.arange(0, DEPTH)
     deep = place < inner
     left = tl.load(
-        rows + row[:, None] * inner + place[None, :], mask=(row < last)[:, None] & deep[None, :], other=0
+        rows + (row[:, None] * inner + place[None, :]), mask=(row < count)[:, None] & deep[None, :], other=0
     )
     inside = deep[:, None] & (column < outer)[None, :]
     if WEIGHT_IS_OUT_IN:
-        right = tl.load(weight + column[None, :] * inner + place[:, None], mask=inside, other=0)
+        right = tl.load(weight + (column[None, :] * inner + place[:, None]), mask=inside, other=0)
     else:
-        right = tl.load(weight + place[:, None] * outer + column[None, :], mask=inside, other=0)
+        right = tl.load(weight + (place[:, None] * outer + column[None, :]), mask=inside, other=0)
     return tl.dot(left, right, sum, input_precision=PRECISION)
 
 
@@ -220,17 +224,19 @@ def _to_weight(  # type: ignore[no-untyped-def]
     wide = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(first, last, DEPTH):
-        row = begin + tl.arange(0, DEPTH)
-        here = row < last
+        row = tl.arange(0, DEPTH)
+        here = row < last - begin
         left = tl.load(
-            sent + row[None, :] * outer + high[:, None], mask=(high < outer)[:, None] & here[None, :], other=0
+            sent + begin * outer + (row[None, :] * outer + high[:, None]),
+            mask=(high < outer)[:, None] & here[None, :],
+            other=0,
         )
         right = tl.load(
-            rows + row[:, None] * inner + wide[None, :], mask=here[:, None] & (wide < inner)[None, :], other=0
+            rows + begin * inner + (row[:, None] * inner + wide[None, :]),
+            mask=here[:, None] & (wide < inner)[None, :],
+            other=0,
         )
         sum = tl.dot(left, right, sum, input_precision=PRECISION)
     own = out + expert.to(tl.int64) * inner * outer
-    place = own + high[:, None] * inner + wide[None, :]
-    tl.store(
-        place, sum.to(out.dtype.element_ty), mask=(high < outer)[:, None] & (wide < inner)[None, :]
-    )
+    place = own + (high[:, None] * inner + wide[None, :])
+    tl.store(place, sum.to(out.dtype.element_ty), mask=(high < outer)[:, None] & (wide < inner)[None, :])
