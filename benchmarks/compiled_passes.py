@@ -4,13 +4,14 @@
                                          [--passes swiglu,rotary] [--rounds 15]
     python benchmarks/compiled_passes.py --startup [--shape ...] [--dtypes ...]
 
-Every candidate runs once in each round, in changing order. Printed are the medians in milliseconds of a forward
-and a backward pass by PyTorch's operators (`plain`), by the compiled library (`ours`) and by torch.compile, and
-the medians of the rounds' ratios with the 90 % interval. `share`: the time that the library saves over
-torch.compile in a step of the shape, one call for each use, in milliseconds.
+Every candidate runs once in each round, in changing order. On one thread (OMP_NUM_THREADS=1) the thread's
+CPU time is measured, which other programs on the machine change little; on several, the elapsed time. Printed
+are the medians in milliseconds of a forward and a backward pass by PyTorch's operators (`plain`), by the
+compiled library (`ours`) and by torch.compile, and the medians of the rounds' ratios with the 90 % interval.
+`share`: the time that the library saves over torch.compile in a step of the shape, by the number of uses.
 
 --startup: seconds of the first forward and backward pass of all passes together by torch.compile, in a fresh
-process, with an empty cache (`cold`) and with the cache that this left (`warm`); and the same for the library.
+process, with an empty cache (`cold`) and with the cache that this left (`warm`); the same for the library.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from common.rounds import Ratio, in_turn
 from megamoe.errors import UserError
 from megamoe.kernels.block import angles, plain_rotary, rms_norm, rotary
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.library import find_library
 from megamoe.kernels.router import masked
 from megamoe.kernels.rows import RowTokens, combine, plain_combine, plain_swiglu, swiglu
 from megamoe.moe import rng
@@ -69,7 +71,7 @@ def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
     rows = RowTokens.of(torch.randint(shape.tokens, (rows_in_all,)), shape.tokens, kernels)
     weight_N = torch.rand(rows_in_all, requires_grad=True)
     index_T, width = torch.arange(shape.tokens), (shape.hidden,)
-    scores_TE, kept_TE = torch.randn(shape.tokens, shape.experts, requires_grad=True), None
+    scores_TE = torch.randn(shape.tokens, shape.experts, requires_grad=True)
     kept_TE = torch.rand(shape.tokens, shape.experts) > 0.5
     return {
         "swiglu": Pass(
@@ -110,11 +112,12 @@ def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
 
 def run(function: Function, inputs: list[Tensor]) -> float:
     """Seconds of a forward pass, and of a backward pass where an input wants a gradient."""
-    started = time.perf_counter()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
     output = function(*inputs)
     if output.requires_grad:
         torch.autograd.grad(output, inputs, torch.ones_like(output))
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def compiled(each: Pass) -> Function:
@@ -126,7 +129,9 @@ def compiled(each: Pass) -> Function:
 def show_times(name: str, each: Pass, rounds: int) -> None:
     """Measure one pass and print its line."""
     candidates = {OURS: each.ours, PLAIN: each.plain, COMPILED: compiled(each)}
-    runs = {key: partial(_round, function, each.inputs) for key, function in candidates.items()}
+    runs: dict[str, Callable[[int], float]] = {
+        key: partial(_round, function, each.inputs) for key, function in candidates.items()
+    }
     seconds = in_turn(runs, rounds, WARM_UP)
     median = {key: 1e3 * statistics.median(values) for key, values in seconds.items()}
     saved = each.uses * (median[COMPILED] - median[OURS])
@@ -159,9 +164,12 @@ def _in_a_child(shape: str, dtype: str, who: str, cache: str) -> str:
     return done.stdout.strip()
 
 
-def first_calls(passes: dict[str, Pass], who: str) -> None:
-    """Print the seconds of the first call of each pass, and their sum."""
-    seconds = {}
+def first_calls(shape: Shape, dtype: torch.dtype, who: str) -> None:
+    """Print the seconds of the first call of each pass, and their sum; of ours with the library's build."""
+    started = time.perf_counter()
+    find_library()
+    seconds = {"library": time.perf_counter() - started} if who == OURS else {}
+    passes = passes_of(shape, dtype)
     for name, each in passes.items():
         started = time.perf_counter()
         run(each.ours if who == OURS else compiled(each), each.inputs)
@@ -203,10 +211,10 @@ def main() -> None:
             if arguments.startup:
                 show_startup(arguments.shape, dtype)
                 continue
-            passes = passes_of(shape, DTYPES[dtype])
             if arguments.first_calls:
-                first_calls(passes, arguments.first_calls)
+                first_calls(shape, DTYPES[dtype], arguments.first_calls)
                 continue
+            passes = passes_of(shape, DTYPES[dtype])
             print(f"{dtype:<10}{PLAIN:>10}{OURS:>10}{COMPILED:>14}  (ms)")
             for name in _chosen(dict(passes), arguments.passes, "--passes"):
                 show_times(name, passes[name], arguments.rounds)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.compat.torch_compat import AdamState, add_to_all, scale_all
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.library import Library
 
 
@@ -34,7 +34,7 @@ class AdamW(torch.optim.Adam):
         self,
         params: Any,
         *,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = DEFAULT_KERNELS,
         decoupled_weight_decay: bool = True,
         **options: Any,
     ) -> None:

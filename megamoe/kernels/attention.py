@@ -36,9 +36,7 @@ def causal_attention(
     """
     library = _library_for(query_SBND, key_SBGD, value_SBGD, kernels)
     if library is None:
-        return plain_causal_attention(
-            query_SBND, key_SBGD, value_SBGD, rotary_base, scale, kernels=kernels
-        )
+        return plain_causal_attention(query_SBND, key_SBGD, value_SBGD, rotary_base, scale, kernels=kernels)
     size = query_SBND.shape[-1]
     scale = size**-0.5 if scale is None else scale
     turns: tuple[Tensor | None, Tensor | None] = (None, None)

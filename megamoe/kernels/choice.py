@@ -83,6 +83,9 @@ class Kernels:
         return self.triton_products or not has_grouped_product(rows.dtype, rows.device)
 
 
+DEFAULT_KERNELS = Kernels()
+
+
 @cache
 def has_grouped_product(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether PyTorch's grouped product reads the row counts on that CUDA device.

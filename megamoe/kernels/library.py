@@ -87,7 +87,7 @@ class Library:
         """Call the function of that name for that dtype. The arguments are CPU tensors and numbers.
 
         Raises:
-            MemoryError: if the function cannot allocate its own memory. What it was to write is then undefined.
+            MemoryError: if the function cannot allocate its own memory; its results are then undefined.
         """
         self._run(f"{name}_{SUFFIXES[dtype]}", *map(_address, arguments), torch.get_num_threads())
 

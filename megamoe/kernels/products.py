@@ -60,9 +60,7 @@ class _GroupedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels
-    ) -> Tensor:
+    def forward(ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels) -> Tensor:
         ctx.kernels = kernels
         ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
         library = product_library(rows_NI, weight_EOI.shape, kernels)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megamoe.compat.megatron_compat import head_norm
 from megamoe.kernels.attention import attend, causal_attention, split_heads
 from megamoe.kernels.block import rotary
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 
 
 @dataclass
@@ -24,7 +24,7 @@ class BlockConfig(TransformerConfig):
     """
 
     own_rotary_base: int | None = None
-    kernels: Kernels = Kernels()
+    kernels: Kernels = DEFAULT_KERNELS
 
 
 class SDPAttention(nn.Module):
@@ -41,7 +41,7 @@ class SDPAttention(nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
         self.rotary_base: int | None = getattr(config, "own_rotary_base", None)
-        self.kernels: Kernels = getattr(config, "kernels", Kernels())
+        self.kernels: Kernels = getattr(config, "kernels", DEFAULT_KERNELS)
 
     def forward(
         self,
@@ -58,9 +58,7 @@ class SDPAttention(nn.Module):
         """
         dropout = self.dropout if self.training else 0.0
         if attention_mask is None and not dropout:
-            return causal_attention(
-                query, key, value, self.rotary_base, self.scale, kernels=self.kernels
-            )
+            return causal_attention(query, key, value, self.rotary_base, self.scale, kernels=self.kernels)
         if self.rotary_base is not None:
             query, key = (rotary(side, self.rotary_base, self.kernels) for side in (query, key))
         # Each tensor-parallel rank has other heads, whose dropout is their own.

@@ -104,6 +104,7 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
     use_one_stream()
     modules = choose_modules(config)
     transformer = _transformer_config(config, modules)
+    position = "none" if transformer.own_rotary_base is not None else POSITIONS[model.position]
     padded = padded_vocab_size(vocab_size, model.vocab_multiple)
     return GPT(
         Decoder(
@@ -113,7 +114,7 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
             max_sequence_length=config.data.sequence_length,
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type="none" if transformer.own_rotary_base is not None else POSITIONS[model.position],
+            position_embedding_type=position,
             rotary_base=model.rope_base,
         )
     )

@@ -29,8 +29,8 @@ class Modules:
     """The classes of a block.
 
     norm: from (config, hidden_size, eps). linears: column and row parallel; None: Megatron-Core's.
-    own_rotation: `SDPAttention` applies the rotary positions, in fp32; else Megatron-Core applies them, in the
-    model's dtype. fused_rotation: Megatron-Core applies them by Transformer Engine's fused kernel.
+    own_rotation: `SDPAttention` applies the rotary positions, in fp32; else Megatron-Core applies them, in
+    the model's dtype. fused_rotation: Megatron-Core applies them by Transformer Engine's fused kernel.
     """
 
     norm: Callable[..., nn.Module] = Norm

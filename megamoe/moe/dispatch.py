@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.compat.torch_compat import assert_on_device
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.rows import Order, RowTokens, combine, gather, permute
 from megamoe.moe.process_groups import rank_in, size_of
 from megamoe.moe.routing import Routing
@@ -42,7 +42,7 @@ class Plan:
 class LocalDispatch:
     """All experts are here."""
 
-    def __init__(self, kernels: Kernels = Kernels()) -> None:
+    def __init__(self, kernels: Kernels = DEFAULT_KERNELS) -> None:
         self.kernels = kernels
 
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
@@ -66,7 +66,7 @@ class AllToAllDispatch:
         self,
         expert: dist.ProcessGroup | None,
         expert_tensor: dist.ProcessGroup | None = None,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = DEFAULT_KERNELS,
     ) -> None:
         self.kernels = kernels
         self.expert = expert

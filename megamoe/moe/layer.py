@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config.schema import Activation, MoEConfig
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
@@ -52,7 +52,7 @@ class LayerShape:
     norm: NormKind = "rmsnorm"
     norm_eps: float = 1e-5
     products: Products = OWN_PRODUCTS
-    kernels: Kernels = Kernels()
+    kernels: Kernels = DEFAULT_KERNELS
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe import rng
 
 
@@ -35,7 +35,7 @@ class Dims:
     follows_data: bool = True
     score_function: frozenset[str] = frozenset({"softmax_of_scores", "sums_to_1"})
     num_choices: int = 1
-    kernels: Kernels = Kernels()
+    kernels: Kernels = DEFAULT_KERNELS
 
     def start(self, weight: Tensor, purpose: str) -> None:
         """Draw a weight's start in place; it depends on (seed, layer, purpose) alone."""

@@ -89,25 +89,26 @@ class Router(nn.Module):
         return scored
 
     def _restrict(self, scored: Scored, context: StepContext) -> None:
+        kernels = self.dims.kernels
         for mask in self.masks:
             allowed_TE = mask(scored, context)
             if allowed_TE is None:
                 continue
             known_TE = scored.candidates_TE
             scored.candidates_TE = allowed_TE if known_TE is None else known_TE & allowed_TE
-            scored.ranking_TE = masked(scored.ranking_TE, scored.candidates_TE, float("-inf"))
+            scored.ranking_TE = masked(scored.ranking_TE, scored.candidates_TE, float("-inf"), kernels)
             if mask.step_wide:
                 open_E = allowed_TE[:1].any(dim=0)  # any token's row is all tokens'; without tokens no expert
                 scored.open_E = open_E if scored.open_E is None else scored.open_E & open_E
         if scored.candidates_TE is None:
             return
         if self.score_function.over_all:  # p, and so the ranking, is what it was
-            scored.probs_TE = masked(scored.affinities_TE, scored.candidates_TE, 0.0)
+            scored.probs_TE = masked(scored.affinities_TE, scored.candidates_TE, 0.0, kernels)
             return
         scored.probs_TE = self.score_function(scored.scores_TE, scored.candidates_TE)
         if not scored.ranked_by_scores:
             ranking_TE = self._ranking_TE(scored)
-            scored.ranking_TE = masked(ranking_TE, scored.candidates_TE, float("-inf"))
+            scored.ranking_TE = masked(ranking_TE, scored.candidates_TE, float("-inf"), kernels)
 
     def _ranking_TE(self, scored: Scored) -> Tensor:
         """What choices are made by, of all experts; see `Scored`."""

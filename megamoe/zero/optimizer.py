@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megamoe.compat.deepspeed_compat import expert_holder_group, set_grad_norm, without_inner_steps
 from megamoe.config.schema import OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.parallel.groups import ModelParallelUnit
 from megamoe.zero.apex_adamw import weight_decay
 from megamoe.zero.name_groups import divide
@@ -67,7 +67,7 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def global_grad_norm(
-    gradients: Iterable[tuple[nn.Parameter, Tensor]], kernels: Kernels = Kernels()
+    gradients: Iterable[tuple[nn.Parameter, Tensor]], kernels: Kernels = DEFAULT_KERNELS
 ) -> Tensor:
     """L2 norm of the whole model's gradient, fp32 scalar, the same on every rank, finite or not.
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
 from megamoe.moe.experts.activations import activate
 from megamoe.moe.experts.grouped import GroupedExperts, Slice
@@ -188,7 +189,7 @@ def loop(case: Case, ranks: int) -> dict[str, Any]:
         pairs = problem.routing().pairs
         rows = [torch.zeros(HIDDEN) for _ in range(case.tokens[problem.rank])]
         for token, expert, weight in zip(pairs.token_N, pairs.expert_N, pairs.weight_N, strict=True):
-            inner = activate(experts.up[expert] @ problem.hidden_TH[token].float(), "swiglu")
+            inner = activate(experts.up[expert] @ problem.hidden_TH[token].float(), "swiglu", DEFAULT_KERNELS)
             rows[token] = rows[token] + weight * (experts.down[expert] @ inner)
         output_TH = torch.stack(rows) if rows else torch.zeros(0, HIDDEN)
         if output_TH.requires_grad:

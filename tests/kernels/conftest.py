@@ -1,23 +1,23 @@
-"""The compiled library, and a process that uses it again after each test."""
+"""The compiled library, and the choice of kernels back at the default after each test."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from megamoe.kernels import library as kernels
+from megamoe.kernels.library import Library, find_library
+from tests.kernels.chosen import use_compiled
 
 
 @pytest.fixture(autouse=True)
 def _choice_restored() -> Iterator[None]:
-    before = kernels._Choice.compiled
-    kernels.use_compiled(True)
+    use_compiled(True)
     yield
-    kernels.use_compiled(before)
+    use_compiled(True)
 
 
 @pytest.fixture
-def library() -> kernels.Library:
-    found, problem = kernels.find_library()
+def library() -> Library:
+    found, problem = find_library()
     if found is None:
         pytest.skip(f"no compiled kernels: {problem}")
     return found

@@ -1,7 +1,6 @@
 """Checks of Triton's kernels without a GPU, in a process of their own: Triton decides once how to run.
 
     TRITON_INTERPRET=1 python -m tests.kernels.on_interpreter NAME ...    # the kernels, run on CPU tensors
-    python -m tests.kernels.on_interpreter compiles_for_gpus              # compiled, run by nobody
 
 prints, as JSON, each check's name and its traceback, empty where it passed.
 """
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels import rows as passes
+from megamoe.kernels.choice import Kernels
 from tests.in_subprocess import checks_of, verdicts_of
+from tests.kernels import chosen as passes
 from tests.kernels import test_rows
 from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
 from tests.moe.build import make_hidden, make_layer, moe_config
@@ -31,7 +31,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 @contextmanager
 def on_triton() -> Iterator[list[str]]:
     """CPU tensors are for Triton; gives the names of the passes that it ran."""
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     names: list[str] = []
 
@@ -40,13 +40,13 @@ def on_triton() -> Iterator[list[str]]:
             names.append(name)
             super().call(name, dtype, *arguments)
 
-    with mock.patch.object(passes, "kernels_on", lambda device: Recorded()):
+    with mock.patch.object(Kernels, "rows_on", lambda self, device: Recorded()):
         yield names
 
 
 @contextmanager
 def on_plain() -> Iterator[None]:
-    with mock.patch.object(passes, "kernels_on", lambda device: None):
+    with mock.patch.object(Kernels, "rows_on", lambda self, device: None):
         yield
 
 
@@ -119,7 +119,7 @@ def check_numbers_by_hand_and_at_extremes() -> None:
 
 
 def check_rows_by_token() -> None:
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     strided_N = torch.tensor([[2, 9], [0, 9], [2, 9], [4, 9]])[:, 0]
     for token_N in (strided_N, strided_N.to(torch.int32)):
@@ -134,7 +134,7 @@ def check_rows_by_token() -> None:
 
 def check_nothing_is_read_or_written_beside_the_rows() -> None:
     """NaNs stand around what is read, sevens around what is written."""
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     def inside(numbers: Tensor, around: float) -> tuple[Tensor, Tensor]:
         edge = torch.full((2048,), around, dtype=numbers.dtype)
@@ -167,14 +167,14 @@ def check_a_nan_stays_in_its_token() -> None:
     rows_NH = torch.ones(3, 40)
     rows_NH[1, 33] = NAN
     with on_triton() as names:
-        rows = passes.RowTokens.of(torch.tensor([0, 1, 0]), 2)
+        rows = passes.row_tokens(torch.tensor([0, 1, 0]), 2)
         output_TH = passes.combine(rows_NH, torch.ones(3), rows)
     assert names == ["combine"] and output_TH.isnan().nonzero().tolist() == [[1, 33]]
 
 
 def check_rows_of_more_than_two_billion_numbers() -> None:
     """In a file that is a hole but for the row that is read; in 32 bits, row 1 would be."""
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     width, row = 2**10, 2**22 + 1
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +191,7 @@ def check_rows_of_more_than_two_billion_numbers() -> None:
 def check_what_does_not_fit_is_pytorchs() -> None:
     wide = draw(3, 80)
     with on_triton() as names:
-        rows = passes.RowTokens.of(torch.tensor([0, 1, 0]), 2)
+        rows = passes.row_tokens(torch.tensor([0, 1, 0]), 2)
         passes.combine(wide[:, ::2], torch.ones(3), rows)
         passes.combine(wide.double(), torch.ones(3), rows)
         passes.gather(wide[:2, ::2].requires_grad_(), rows).sum().backward()
@@ -201,15 +201,12 @@ def check_what_does_not_fit_is_pytorchs() -> None:
 
 
 def check_the_choice() -> None:
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert passes.kernels_on(cuda) is None
-    passes.use_triton(True)
-    assert isinstance(passes.kernels_on(cuda), TritonKernels)
-    assert not isinstance(passes.kernels_on(cpu), TritonKernels)
-    passes.use_triton(False)
-    assert passes.kernels_on(cuda) is None
+    assert Kernels().rows_on(cuda) is None
+    assert isinstance(Kernels(triton=True).rows_on(cuda), TritonKernels)
+    assert not isinstance(Kernels(triton=True).rows_on(cpu), TritonKernels)
 
 
 def check_a_whole_layer() -> None:
@@ -226,30 +223,6 @@ def check_a_whole_layer() -> None:
     assert names == ["swiglu", "combine", "combine_backward", "swiglu_backward", "combine"]
     with on_plain():
         torch.testing.assert_close(found, run(), rtol=1e-5, atol=1e-5)
-
-
-def check_compiles_for_gpus() -> None:
-    """The interpreter takes what Triton's compiler does not. Without TRITON_INTERPRET."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from megamoe.kernels import triton_rows
-
-    def compiled(kernel: Any, kinds: dict[str, str], capability: int, **constants: Any) -> None:
-        signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
-        source = triton.compiler.ASTSource(kernel, signature, {**constants, "BLOCK": 1024})
-        code = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
-        assert code["cubin"] and "cvt.rz" not in code["ptx"]
-        assert ("cvt.rn.bf16" in code["ptx"]) == ("*bf16" in kinds.values())
-
-    for number, capability in (("bf16", 80), ("bf16", 90), ("fp32", 90), ("fp16", 90)):
-        names = ("rows", "out", "gradient", "to_rows")
-        kinds = dict.fromkeys(names, f"*{number}") | dict.fromkeys(("row", "ends", "token"), "*i64")
-        kinds |= {"width": "i32"} | dict.fromkeys(("weight", "to_weight"), "*fp32")
-        for name in ("_combine", "_combine_backward", "_swiglu", "_swiglu_backward"):
-            compiled(getattr(triton_rows, name), kinds, capability)
-        without = {name: kind for name, kind in kinds.items() if name != "weight"}
-        compiled(triton_rows._combine, without, capability, weight=None)
 
 
 CHECKS = checks_of(globals())

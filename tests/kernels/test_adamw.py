@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.adamw import AdamW, sum_of_squares
-from megamoe.kernels.library import use_compiled
+from tests.kernels.chosen import AdamW, sum_of_squares, use_compiled
 
 SHAPES = [(3,), (1,), (257, 131), (4, 16, 33), (0,)]
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

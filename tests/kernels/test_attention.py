@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels import attention
-from megamoe.kernels.attention import causal_attention, plain_causal_attention, split_heads
-from megamoe.kernels.library import Library, use_compiled
+from megamoe.kernels.attention import split_heads
+from megamoe.kernels.library import Library
+from tests.kernels.chosen import causal_attention, kernels, plain_causal_attention, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 
 # Positions, sequences, query heads, key heads, columns; 64 queries make a block.
@@ -135,19 +136,19 @@ def test_what_the_library_does_not_take(library: Library) -> None:
     threads = torch.get_num_threads()
     heads = max(2, threads)
     taken = make((5, 1, heads, heads, 4))
-    assert attention._library_for(*taken) is library
-    assert attention._library_for(*(side.bfloat16() for side in taken)) is None
-    assert attention._library_for(*(side.transpose(2, 3) for side in taken)) is None
+    assert attention._library_for(*taken, kernels()) is library
+    assert attention._library_for(*each(Tensor.bfloat16, taken), kernels()) is None
+    assert attention._library_for(*each(lambda side: side.transpose(2, 3), taken), kernels()) is None
     query, key, value = taken
     longer, wider = draw(6, 1, heads, 4), draw(5, 1, heads, 6)
     for others in ((longer, longer), (key, longer), (wider, value), (key, wider)):
-        assert attention._library_for(query, *others) is None
-    assert attention._library_for(draw(5, 1, heads + 1, 4), key, value) is None
+        assert attention._library_for(query, *others, kernels()) is None
+    assert attention._library_for(draw(5, 1, heads + 1, 4), key, value, kernels()) is None
     torch.set_num_threads(heads + 1)
-    assert attention._library_for(*taken) is None
+    assert attention._library_for(*taken, kernels()) is None
     torch.set_num_threads(threads)
     use_compiled(False)
-    assert attention._library_for(*taken) is None
+    assert attention._library_for(*taken, kernels()) is None
 
 
 @pytest.mark.parametrize("compiled", [True, False])

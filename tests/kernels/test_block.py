@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megamoe.kernels.block import angles, plain_rotary, rms_norm, rotary
-from megamoe.kernels.library import use_compiled
+from megamoe.kernels.block import angles, plain_rotary
+from tests.kernels.chosen import rms_norm, rotary, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.experts import swiglu_experts
-from megamoe.kernels.library import Library, use_compiled
+from megamoe.kernels.library import Library
+from tests.kernels.chosen import swiglu_experts, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 
 # Rows of each expert, hidden and FFN size.
@@ -153,7 +153,7 @@ def test_weights_wait_for_all_rows(library: Library) -> None:
 
     slow = kind(slowly_at_first)
     address = ctypes.cast(slow, ctypes.c_void_p).value
-    output.grad_fn.library = dataclasses.replace(library, sgemm=address)  # type: ignore[union-attr]
+    output.grad_fn.library = dataclasses.replace(library, sgemm=address)
     found = torch.autograd.grad(output, sides, sent)
     torch.set_num_threads(before)
     assert len(set(callers)) == 2

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.library import Library, use_compiled
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.library import Library
 from tests.moe.build import make_hidden, make_layer, moe_config
 
 CASES: dict[str, dict[str, Any]] = {
@@ -23,14 +24,13 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("num_tokens", [1, 24])
 @pytest.mark.parametrize("tree", CASES.values(), ids=CASES)
 def test_compiled_equals_plain(tree: dict[str, Any], num_tokens: int, library: Library) -> None:
-    def run() -> list[Tensor]:
-        layer = make_layer(moe_config(**tree))
+    def run(kernels: Kernels) -> list[Tensor]:
+        layer = make_layer(moe_config(**tree), kernels=kernels)
         hidden_TH = make_hidden(num_tokens).requires_grad_()
         output_TH = layer(hidden_TH)
         (output_TH * torch.linspace(-1, 2, output_TH.shape[1])).sum().backward()
         assert hidden_TH.grad is not None
         return [output_TH, hidden_TH.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
-    compiled = run()
-    use_compiled(False)
-    torch.testing.assert_close(compiled, run(), rtol=1e-5, atol=1e-5)
+    compiled, plain = run(Kernels()), run(Kernels(compiled=False))
+    torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)

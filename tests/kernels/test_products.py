@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.library import Library, use_compiled
-from megamoe.kernels.products import grouped_product, takes_any_count
+from megamoe.kernels.library import Library
+from megamoe.kernels.products import takes_any_count
+from tests.kernels.chosen import grouped_product, kernels, use_compiled
 
 # Rows of each expert, input and output sizes.
 CASES: dict[str, tuple[list[int], int, int]] = {
@@ -80,7 +81,7 @@ def check(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_compiled_equals_a_loop_in_float64(case: tuple[list[int], int, int], dtype: torch.dtype) -> None:
     inputs = make(*case, dtype)
-    assert takes_any_count(*inputs[:2])
+    assert takes_any_count(inputs[0], inputs[1:2], kernels())
     check(run(*inputs, case[0]), exact(*inputs, case[0]))
 
 
@@ -89,7 +90,7 @@ def test_compiled_equals_a_loop_in_float64(case: tuple[list[int], int, int], dty
 def test_plain_equals_a_loop_in_float64(case: str, dtype: torch.dtype) -> None:
     use_compiled(False)
     inputs = make(*CASES[case], dtype)
-    assert not takes_any_count(*inputs[:2])
+    assert not takes_any_count(inputs[0], inputs[1:2], kernels())
     check(run(*inputs, CASES[case][0]), exact(*inputs, CASES[case][0]))
 
 
@@ -97,7 +98,7 @@ def test_plain_equals_a_loop_in_float64(case: str, dtype: torch.dtype) -> None:
 def test_sizes_that_no_tile_fits(sizes: tuple[int, int]) -> None:
     counts = [3, 0, 33]
     inputs = make(counts, *sizes, torch.bfloat16)
-    assert not takes_any_count(*inputs[:2])
+    assert not takes_any_count(inputs[0], inputs[1:2], kernels())
     check(run(*inputs, counts), exact(*inputs, counts))
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megamoe.kernels.library import Library, use_compiled
-from megamoe.kernels.router import masked, softmax, top_k
+from megamoe.kernels.library import Library
+from tests.kernels.chosen import masked, softmax, top_k, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 
 

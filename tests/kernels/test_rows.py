@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.library import Library, use_compiled
-from megamoe.kernels.rows import Order, RowTokens, combine, gather, permute, swiglu
+from megamoe.kernels.library import Library
+from megamoe.kernels.rows import permute
+from tests.kernels.chosen import combine, gather, order_by_key, row_tokens, swiglu, use_compiled
 
 # Each row's token, and the number of tokens: 0, 1 and many rows a token.
 TOKENS: dict[str, tuple[list[int], int]] = {
@@ -30,14 +31,14 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def gathered(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int) -> list[Tensor]:
     hidden_TH = draw(num_tokens, width).to(dtype).requires_grad_()
-    rows_NH = gather(hidden_TH, RowTokens.of(torch.tensor(tokens, dtype=torch.int64), num_tokens))
+    rows_NH = gather(hidden_TH, row_tokens(torch.tensor(tokens, dtype=torch.int64), num_tokens))
     return [rows_NH, *torch.autograd.grad(rows_NH, hidden_TH, draw(len(tokens), width, seed=1).to(dtype))]
 
 
 def combined(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int) -> list[Tensor]:
     rows_NH = draw(len(tokens), width).to(dtype).requires_grad_()
     weight_N = torch.linspace(-0.3, 1.1, len(tokens), requires_grad=True)
-    rows = RowTokens.of(torch.tensor(tokens, dtype=torch.int64), num_tokens)
+    rows = row_tokens(torch.tensor(tokens, dtype=torch.int64), num_tokens)
     output_TH = combine(rows_NH, weight_N, rows)
     sent = draw(num_tokens, width, seed=1).to(dtype)
     return [output_TH, *torch.autograd.grad(output_TH, [rows_NH, weight_N], sent)]
@@ -51,7 +52,7 @@ def activated(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int
 
 def permuted(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int) -> list[Tensor]:
     values_N = draw(len(tokens), width).to(dtype).requires_grad_()
-    order = Order.by_key(torch.tensor(tokens, dtype=torch.int64), num_tokens)
+    order = order_by_key(torch.tensor(tokens, dtype=torch.int64), num_tokens)
     there_N = permute(values_N, order)
     back = permute(there_N, order.back())
     assert torch.equal(back, values_N)
@@ -83,7 +84,7 @@ def test_combine_by_hand(compiled: bool, dtype: torch.dtype) -> None:
     use_compiled(compiled)
     rows_NH = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=dtype, requires_grad=True)
     weight_N = torch.tensor([2, 1, 0.5], requires_grad=True)
-    output_TH = combine(rows_NH, weight_N, RowTokens.of(torch.tensor([1, 0, 1]), 3))
+    output_TH = combine(rows_NH, weight_N, row_tokens(torch.tensor([1, 0, 1]), 3))
     output_TH.backward(torch.tensor([[1, 0], [1, 1], [9, 9]], dtype=dtype))
     assert output_TH.tolist() == [[3, 4], [4.5, 7], [0, 0]]
     assert rows_NH.grad is not None and rows_NH.grad.tolist() == [[2, 2], [1, 0], [0.5, 0.5]]
@@ -99,14 +100,14 @@ def test_combine_by_hand(compiled: bool, dtype: torch.dtype) -> None:
 def test_order_is_a_stable_sort(keys: list[int], size: int, compiled: bool) -> None:
     use_compiled(compiled)
     key_N = torch.tensor(keys, dtype=torch.int64)
-    order = Order.by_key(key_N, size)
+    order = order_by_key(key_N, size)
     assert torch.equal(order.order_N, torch.argsort(key_N, stable=True))
     assert torch.equal(order.place_N, torch.argsort(order.order_N))
     assert torch.equal(order.back().order_N, order.place_N)
 
 
 def test_row_tokens_know_each_tokens_rows(library: Library) -> None:
-    rows = RowTokens.of(torch.tensor([2, 0, 2, 4]), 5)
+    rows = row_tokens(torch.tensor([2, 0, 2, 4]), 5)
     assert rows.row_N is not None and rows.row_N.tolist() == [1, 0, 2, 3]
     assert rows.ends_T is not None and rows.ends_T.tolist() == [1, 1, 3, 3, 4]
 
@@ -114,15 +115,15 @@ def test_row_tokens_know_each_tokens_rows(library: Library) -> None:
 def test_keys_of_any_layout_and_integer_type(library: Library) -> None:
     strided_N = torch.tensor([[3, 9], [0, 9], [3, 9], [1, 9]])[:, 0]
     for key_N in (strided_N, strided_N.to(torch.int32)):
-        assert Order.by_key(key_N, 4).order_N.tolist() == [1, 3, 0, 2]
+        assert order_by_key(key_N, 4).order_N.tolist() == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize("key", [-1, 4, 2**62])
 def test_a_key_out_of_range_is_refused(key: int, library: Library) -> None:
     with pytest.raises(IndexError, match="a key is not one of 0 .. 3"):
-        Order.by_key(torch.tensor([0, key]), 4)
+        order_by_key(torch.tensor([0, key]), 4)
     with pytest.raises(IndexError, match="a key is not one of 0 .. 3"):
-        RowTokens.of(torch.tensor([0, key]), 4)
+        row_tokens(torch.tensor([0, key]), 4)
 
 
 def test_memory_of_any_layout(library: Library) -> None:
@@ -133,7 +134,7 @@ def test_memory_of_any_layout(library: Library) -> None:
         wide = draw(len(tokens), 2 * width).requires_grad_()
         weight_N2 = draw(len(tokens), 2, seed=1).requires_grad_()
         tall_HT = draw(width, num_tokens, seed=2).requires_grad_()
-        rows = RowTokens.of(torch.tensor(tokens), num_tokens)
+        rows = row_tokens(torch.tensor(tokens), num_tokens)
         output_TH = combine(wide[:, :width], weight_N2[:, 1], rows)
         taken = gather(tall_HT.T, rows) * 2 + gather(tall_HT.T.contiguous(), rows).T.contiguous().T
         active = swiglu(wide[:, 3 : 3 + width]).sum() + swiglu(wide).sum()
@@ -184,7 +185,7 @@ def _same_kind(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 def test_a_nan_stays_in_its_token(dtype: torch.dtype, library: Library) -> None:
     rows_NH = torch.ones(3, 40, dtype=dtype)
     rows_NH[1, 33] = NAN
-    output_TH = combine(rows_NH, torch.ones(3), RowTokens.of(torch.tensor([0, 1, 0]), 2))
+    output_TH = combine(rows_NH, torch.ones(3), row_tokens(torch.tensor([0, 1, 0]), 2))
     assert output_TH.isnan().nonzero().tolist() == [[1, 33]]
 
 
@@ -195,14 +196,14 @@ def test_bf16_is_rounded_as_by_pytorch(library: Library) -> None:
     bits[-4:] = torch.tensor([0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x7F7FFFFF])
     number_N = bits.view(torch.float32)
     number_N = torch.cat([number_N, -number_N])
-    rows = RowTokens.of(torch.arange(len(number_N)), len(number_N))
+    rows = row_tokens(torch.arange(len(number_N)), len(number_N))
     rounded_N = combine(torch.ones(len(number_N), 1, dtype=torch.bfloat16), number_N, rows)[:, 0]
     torch.testing.assert_close(rounded_N, number_N.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("passed", ["gather", "combine", "permute", "swiglu"])
 def test_second_derivatives_are_refused(passed: str, library: Library) -> None:
-    rows, order = RowTokens.of(torch.tensor([0, 1]), 2), Order.by_key(torch.tensor([1, 0]), 2)
+    rows, order = row_tokens(torch.tensor([0, 1]), 2), order_by_key(torch.tensor([1, 0]), 2)
     functions: dict[str, Callable[[Tensor], Any]] = {
         "gather": lambda values: gather(values, rows),
         "combine": lambda values: combine(values, torch.ones(2), rows),
@@ -216,7 +217,7 @@ def test_second_derivatives_are_refused(passed: str, library: Library) -> None:
 
 
 def test_rows_and_weights_of_other_numbers_are_refused() -> None:
-    rows = RowTokens.of(torch.tensor([0, 1, 1]), 2)
+    rows = row_tokens(torch.tensor([0, 1, 1]), 2)
     with pytest.raises(ValueError, match="found 3 rows, 2 weights, 3 tokens of rows"):
         combine(torch.zeros(3, 4), torch.zeros(2), rows)
 

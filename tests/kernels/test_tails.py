@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.library import Library
-from megamoe.kernels.products import grouped_product
-from megamoe.kernels.rows import RowTokens, combine, gather, swiglu
+from tests.kernels.chosen import combine, gather, grouped_product, row_tokens, swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -41,7 +40,7 @@ def pass_rows(dtype: torch.dtype) -> None:
     for width in (1, 7, 300):
         rows_NH = at_the_end(3, width, dtype=dtype).requires_grad_()
         weight_N = at_the_end(3, dtype=torch.float32).requires_grad_()
-        rows = RowTokens.of(torch.tensor([1, 0, 1]), 2)
+        rows = row_tokens(torch.tensor([1, 0, 1]), 2)
         combine(rows_NH, weight_N, rows).backward(at_the_end(2, width, dtype=dtype))
         hidden_TH = at_the_end(2, width, dtype=dtype).requires_grad_()
         gather(hidden_TH, rows).backward(at_the_end(3, width, dtype=dtype))

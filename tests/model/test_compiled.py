@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.library import Library, find_library, use_compiled
+from megamoe.kernels.library import Library, find_library
 from megamoe.model.attention import SplittingSelfAttention
 from megamoe.model.random_streams import use_one_stream
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
@@ -49,14 +49,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     torch.set_num_threads(1)  # a key head for each
     yield count
     torch.set_num_threads(threads)
-    use_compiled(True)
 
 
 def losses_and_gradients(changes: list[str], mask: Tensor | None, compiled: bool) -> dict[str, Tensor]:
-    use_compiled(compiled)
     use_one_stream()
     torch.manual_seed(0)
-    model = tiny_gpt(tiny("model.init_std=0.3", *changes))
+    model = tiny_gpt(
+        tiny("model.init_std=0.3", f"model.cpu_kernels={'auto' if compiled else 'plain'}", *changes)
+    )
     torch.manual_seed(3)
     losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1), mask)
     losses_BS.sum().backward()

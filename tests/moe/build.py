@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megamoe.config import PartChoice, parse_config
 from megamoe.config.schema import Activation, MoEConfig
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.router import Router, build_part
@@ -24,11 +25,17 @@ def moe_config(**tree: Any) -> MoEConfig:
 
 
 def make_layer(
-    config: MoEConfig, context: StepContext | None = None, activation: Activation = "swiglu", seed: int = 1
+    config: MoEConfig,
+    context: StepContext | None = None,
+    activation: Activation = "swiglu",
+    seed: int = 1,
+    kernels: Kernels = DEFAULT_KERNELS,
 ) -> MoELayer:
     """Weights large enough that experts and router differ clearly from token to token."""
     torch.manual_seed(seed)
-    shape = LayerShape(HIDDEN, FFN, 1, activation, init_std=0.4, output_std=0.4, seed=seed, vocab_size=VOCAB)
+    shape = LayerShape(
+        HIDDEN, FFN, 1, activation, init_std=0.4, output_std=0.4, seed=seed, vocab_size=VOCAB, kernels=kernels
+    )
     return MoELayer(config, shape, context or StepContext())
 
 

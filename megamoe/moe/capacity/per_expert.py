@@ -111,7 +111,7 @@ class PerExpertCapacity(Part):
             case "batch_prioritised":
                 values_TE = scored.across_tokens_TE(scored.probs_TE)
                 if scored.candidates_TE is not None:
-                    values_TE = masked(values_TE, scored.candidates_TE, float("-inf"))
+                    values_TE = masked(values_TE, scored.candidates_TE, float("-inf"), self.dims.kernels)
                 return values_TE.amax(dim=1)[pairs.token_N]
             case "random":
                 step = context.step if self.training else 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe import rng
 
 
@@ -27,7 +27,7 @@ class ExpertDropout:
     activation: float
     row_N: Tensor
     draw_key: Callable[[str], int]
-    kernels: Kernels = Kernels()
+    kernels: Kernels = DEFAULT_KERNELS
 
     def on_output(self, rows_NH: Tensor) -> Tensor:
         """[N, H] of experts' outputs -> the same, dropped out."""

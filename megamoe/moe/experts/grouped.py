@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config.schema import Activation
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.experts import swiglu_experts
 from megamoe.kernels.products import grouped_product, takes_any_count
 from megamoe.moe import rng
@@ -35,8 +35,9 @@ class Products:
     """How the products of grouped experts are worked out.
 
     make: from (experts, in, out) to the product of one stacked weight, a function, or a module that holds no
-    parameters; None: `grouped_product`. row_multiple: each expert's rows are filled up with zeros to a multiple of it. host_counts:
-    the products read the counts on the CPU, so that both of an FFN share one copy.
+    parameters; None: `grouped_product`. row_multiple: each expert's rows are filled up with zeros to a
+    multiple of it. host_counts: the products read the counts on the CPU, so that both of an FFN share one
+    copy.
     """
 
     make: Callable[[int, int, int], GroupedProduct] | None = None
@@ -85,7 +86,7 @@ class GroupedExperts(nn.Module):
         sublayer: int = 1,
         cut: Slice = Slice(),
         products: Products = OWN_PRODUCTS,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = DEFAULT_KERNELS,
     ) -> None:
         super().__init__()
         self.kernels = kernels

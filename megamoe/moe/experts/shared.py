@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.config.schema import Activation
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, up_width
 
@@ -43,7 +43,7 @@ class SharedExperts(nn.Module):
         seed: int,
         layer: int,
         init_scale: float | None = None,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = DEFAULT_KERNELS,
     ) -> None:
         super().__init__()
         self.kernels = kernels

@@ -64,6 +64,8 @@ class CosineBalance(Part):
         scaled_TE = routing.extras["cosine_TE"] / self.temperature
         if routing.candidates_TE is None:
             return scaled_TE.softmax(dim=-1)
-        scaled_TE = masked(scaled_TE, routing.candidates_TE, float("-inf"))
+        scaled_TE = masked(scaled_TE, routing.candidates_TE, float("-inf"), self.dims.kernels)
         probs_TE = scaled_TE.softmax(dim=-1)
-        return masked(probs_TE, routing.candidates_TE, 0.0)  # NaN where there is no candidate
+        return masked(
+            probs_TE, routing.candidates_TE, 0.0, self.dims.kernels
+        )  # NaN where there is no candidate

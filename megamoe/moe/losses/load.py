@@ -58,9 +58,9 @@ class Load(Part):
         """Scalar fp32; 0 without tokens."""
         scores_TE, candidates_TE = routing.scores_TE, routing.candidates_TE
         if candidates_TE is not None:
-            scores_TE = masked(scores_TE, candidates_TE, float("-inf"))
+            scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
         level = [routing.extras["clean_TE"], scores_TE, routing.extras["noise_std_TE"]]
         chance_TE = choice_probability(level, self.dims.num_choices)
         if candidates_TE is not None:
-            chance_TE = masked(chance_TE, candidates_TE, 0.0)
+            chance_TE = masked(chance_TE, candidates_TE, 0.0, self.dims.kernels)
         return squared_cv(chance_TE.sum(dim=0))

@@ -91,7 +91,7 @@ class EntropyPrune(Mask):
             scored.monotone_score_function,
         )
         if scored.candidates_TE is not None:
-            order_TE = masked(order_TE, scored.candidates_TE, float("-inf"))
+            order_TE = masked(order_TE, scored.candidates_TE, float("-inf"), self.dims.kernels)
         order_RL = by_group(order_TE, self.config.num_groups).flatten(0, 1)
         # Few experts are kept as a rule. A GPU sorts all as fast as it would tell who needs it.
         depth = -(-order_RL.shape[1] // HEAD) if order_RL.device.type == "cpu" else order_RL.shape[1]

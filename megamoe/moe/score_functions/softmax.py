@@ -57,13 +57,13 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
 
         A row without any candidate is 0.
         """
-        scores_TE = self._cooled(scores_TE)
+        scores_TE, kernels = self._cooled(scores_TE), self.dims.kernels
         if candidates_TE is None:
-            return softmax(scores_TE, self.dims.kernels)
+            return softmax(scores_TE, kernels)
         if self.over_all:
-            return masked(softmax(scores_TE, self.dims.kernels), candidates_TE, 0.0)
-        probs_TE = softmax(masked(scores_TE, candidates_TE, float("-inf")), self.dims.kernels)
-        return masked(probs_TE, candidates_TE, 0.0)  # NaN where there is no candidate
+            return masked(softmax(scores_TE, kernels), candidates_TE, 0.0, kernels)
+        probs_TE = softmax(masked(scores_TE, candidates_TE, float("-inf"), kernels), kernels)
+        return masked(probs_TE, candidates_TE, 0.0, kernels)  # NaN where there is no candidate
 
     def log_values(self, scores: Tensor) -> Tensor:
         """log p, less the logarithm of the token's sum of exponentials."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.choice import Kernels
 from megamoe.kernels.router import masked
 from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, Selector, StepContext
@@ -86,7 +87,7 @@ class ExpertChoice(Selector):
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """C * E pairs, fewer where masks leave an expert too few candidates."""
-        best_EC = _values_TE(scored).T.topk(self.places(scored.num_tokens), dim=1).indices
+        best_EC = _values_TE(scored, self.dims.kernels).T.topk(self.places(scored.num_tokens), dim=1).indices
         expert_E1 = torch.arange(len(best_EC), device=best_EC.device)[:, None]
         token_N, expert_N = best_EC.reshape(-1), expert_E1.expand_as(best_EC).reshape(-1)
         if scored.candidates_TE is not None:
@@ -102,9 +103,11 @@ class ExpertChoice(Selector):
         return Pairs(token_N, expert_N, probs_N(scored.probs_TE, token_N, expert_N), choice_N)
 
 
-def _values_TE(scored: Scored) -> Tensor:
+def _values_TE(scored: Scored, kernels: Kernels) -> Tensor:
     """What an expert's tokens are compared by; -inf where it is no candidate."""
     if not scored.ranked_by_scores:
         return scored.ranking_TE
     values_TE, candidates_TE = scored.across_tokens_TE(scored.probs_TE), scored.candidates_TE
-    return values_TE if candidates_TE is None else masked(values_TE, candidates_TE, float("-inf"))
+    if candidates_TE is None:
+        return values_TE
+    return masked(values_TE, candidates_TE, float("-inf"), kernels)

@@ -92,7 +92,7 @@ class Sample(Selector):
         unit_TE = rng.uniform(draw_key, index_T, scored.num_experts, self.dims.kernels)
         keys_TE = logs_TE - unit_TE.clamp_min(2.0**-25).log().neg().log()  # 0 is drawn once in 2^24
         if scored.candidates_TE is not None:
-            keys_TE = masked(keys_TE, scored.candidates_TE, float("-inf"))
+            keys_TE = masked(keys_TE, scored.candidates_TE, float("-inf"), self.dims.kernels)
         return keys_TE
 
     def _weights_TK(self, prob_TK: Tensor) -> Tensor:

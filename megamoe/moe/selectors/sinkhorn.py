@@ -76,7 +76,7 @@ class Sinkhorn(Selector):
         if self.training:
             scores_TE = scored.scores_TE.detach()
             if candidates_TE is not None:
-                scores_TE = masked(scores_TE, candidates_TE, float("-inf"))
+                scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
             ranking_TE = scores_TE + log_column_factors_E(scores_TE, self.config.iterations)
         expert_TK = ranking_TE.topk(self.config.k, dim=-1).indices
         valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)

@@ -163,7 +163,7 @@ class TopK(Selector):
             weight_TK = torch.ones_like(expert_TK, dtype=probs_TE.dtype)
         elif kind == "kept_softmax":
             if candidates_TE is not None:
-                scores_TE = masked(scores_TE, candidates_TE, float("-inf"))
+                scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
             weight_TK = scores_TE.gather(1, expert_TK).softmax(dim=-1)
         else:
             weight_TK = probs_TE.gather(1, expert_TK)

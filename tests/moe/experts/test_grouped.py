@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.config.schema import Activation
+from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.kernels.products import grouped_product
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import (
@@ -76,7 +77,7 @@ def test_products_are_handed_in(counts: list[int], multiple: int) -> None:
             assert weight_EOI.shape == (sizes[0], sizes[2], sizes[1])
             assert counts_E.sum() == len(rows_NI)
             seen.append(counts_E.tolist())
-            return grouped_product(rows_NI, weight_EOI, counts_E)
+            return grouped_product(rows_NI, weight_EOI, counts_E, DEFAULT_KERNELS)
 
         return product
 

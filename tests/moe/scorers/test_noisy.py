@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
+from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.scorers.noisy import NoisyScorer
@@ -50,7 +51,7 @@ def test_scores_and_gradients_follow_the_plain_formula(floor: float) -> None:
     scores_TE, extras = scorer(hidden_TH, CONTEXT)
     (scores_TE * upstream_TE).sum().backward()
 
-    eps_TE = rng.normal(rng.key(1, 4, 1, "router_noise"), torch.arange(9), 4).double()
+    eps_TE = rng.normal(rng.key(1, 4, 1, "router_noise"), torch.arange(9), 4, Kernels()).double()
     w_score_function, w_noise = (
         w.detach().double().requires_grad_() for w in (scorer.weight, scorer.noise_weight)
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megamoe.errors import UserError
 from megamoe.kernels import library as kernels
+from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
@@ -167,7 +168,7 @@ def test_a_random_second_is_sent_where_2_g_2_exceeds_the_draw() -> None:
 
 
 def test_a_random_second_exactly() -> None:
-    draws_T = rng.uniform(rng.key(1, 0, 1, "second"), torch.arange(MANY), 1)[:, 0]
+    draws_T = rng.uniform(rng.key(1, 0, 1, "second"), torch.arange(MANY), 1, Kernels())[:, 0]
     pairs = two_of_four("random", [0.6, 0.2, 0.1, 0.1], weights="raw")
     sent_T = torch.bincount(pairs.token_N) == 2
     assert torch.equal(sent_T, draws_T < 2 * 0.2 / 0.8)
@@ -282,10 +283,9 @@ def test_the_router_renormalises_after_its_capacity() -> None:
     ("score_function", "shift", "spread"), [("sigmoid", 18.0, 1.0), ("softmax", 0.0, 90.0)]
 )
 def test_saturated_values_choose_as_exact_ones_would(
-    score_function: str, shift: float, spread: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    score_function: str, shift: float, spread: float, compiled: bool
 ) -> None:
     """fp32 ties many p of a token; the choice is that of fp64, whichever kernel makes it."""
-    monkeypatch.setattr(kernels._Choice, "compiled", compiled)
     scores_TE = shift + spread * torch.randn(200, 16, generator=torch.Generator().manual_seed(5))
     routing = route_scores(make_router(16, score_function=score_function, selector={"k": 4}), scores_TE)
     exact_TE = (

@@ -1,0 +1,37 @@
+"""The passes with the choice of kernels that is under test. `use_compiled` sets it; conftest sets it back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megamoe.kernels import adamw, attention, block, experts, products, router, rows
+from megamoe.kernels.choice import Kernels
+from megamoe.moe import rng
+
+_chosen = [Kernels()]
+
+
+def use_compiled(wanted: bool) -> None:
+    """Let the passes below use the compiled library, or PyTorch's operators."""
+    _chosen[0] = Kernels(compiled=wanted)
+
+
+def kernels() -> Kernels:
+    """The choice under test."""
+    return _chosen[0]
+
+
+def _chosen_for(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **options: function(*arguments, **options, kernels=kernels())
+
+
+sum_of_squares = _chosen_for(adamw.sum_of_squares)
+AdamW = _chosen_for(adamw.AdamW)
+causal_attention = _chosen_for(attention.causal_attention)
+plain_causal_attention = _chosen_for(attention.plain_causal_attention)
+rms_norm, rotary = _chosen_for(block.rms_norm), _chosen_for(block.rotary)
+swiglu_experts = _chosen_for(experts.swiglu_experts)
+grouped_product = _chosen_for(products.grouped_product)
+masked, softmax, top_k = (_chosen_for(each) for each in (router.masked, router.softmax, router.top_k))
+combine, gather, swiglu = (_chosen_for(each) for each in (rows.combine, rows.gather, rows.swiglu))
+order_by_key, row_tokens = _chosen_for(rows.Order.by_key), _chosen_for(rows.RowTokens.of)
+uniform = _chosen_for(rng.uniform)

@@ -1,0 +1,69 @@
+"""A pass that cannot allocate its scratch memory raises MemoryError; the process goes on."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megamoe.kernels.library import Library
+
+# In a process of its own, with a limit on its address space; `attention` needs 2 x 2 MB for each thread.
+SCRIPT = """
+import resource
+import torch
+from megamoe.kernels.library import find_library
+
+torch.set_num_threads(2)
+library = find_library()[0]
+S, D, N = 4096, 64, 2**14
+heads = [torch.randn(S, 1, 2, D) for _ in range(3)]
+output, log_sum = torch.zeros(S, 1, 2 * D), torch.zeros(1, 2, S)
+sides = [part for side in heads for part in (side, *side.stride()[:3])]
+rows, weight, scale = torch.randn(N, 512), torch.ones(512), torch.ones(N)
+to_rows, to_weight = torch.zeros_like(rows), torch.zeros(512)
+x, up, down = torch.randn(N, 4), torch.randn(1, 1024, 4), torch.randn(1, 4, 512)
+ends, hidden, out = torch.tensor([N]), torch.zeros(N, 1024), torch.zeros(N, 4)
+
+def attention():
+    settings = (S, 1, 2, 2, D, None, None, 0.125)
+    library.call("attention", torch.float32, library.sgemm, *sides, *settings, output, log_sum)
+    return output
+
+def norm():
+    library.call("rms_norm_backward", torch.float32, rows, rows, weight, scale, N, 512, to_rows, to_weight)
+    return to_rows
+
+def experts():
+    library.call("experts", torch.float32, library.sgemm, x, up, down, ends, 1, 4, 512, hidden, out)
+    return out
+
+for each in (attention, norm, experts):
+    expected = each().clone()
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 4096, limit[1]))
+    try:
+        each()
+        print("nothing was raised")
+    except MemoryError as error:
+        print(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert torch.equal(each(), expected)
+"""
+
+
+def test_missing_memory_is_an_error_with_one_line(library: Library) -> None:
+    if library.sgemm is None:
+        pytest.skip("PyTorch's BLAS has no sgemm")
+    found = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    sizes = {
+        "attention_fp32": 2 * 4 * (2 * 4096 * 64 + 128 * 64 + 64 * 4096),
+        "rms_norm_backward_fp32": 2**18,
+    }
+    lines = found.stdout.splitlines()
+    assert len(lines) == 3
+    for line, (name, size) in zip(lines, sizes.items(), strict=False):
+        assert line.startswith(f"the CPU pass {name} cannot allocate {size} bytes of scratch memory; take a ")
+    assert lines[2].startswith("the CPU pass experts_fp32 cannot allocate ")
