@@ -53,6 +53,7 @@ KINDS = {"x": "x", "f": FP32, "i": INDEX, "s": SIZE, "a": ANY_SIZE, "r": REAL}
 MANY = 64  # experts
 LAUNCHES: dict[str, Launch] = {
     "combine": Launch(rows._combine, "xiifsx", fixed(BLOCK=LARGEST_BLOCK)),
+    "combine_odd": Launch(rows._combine, "xiifax", fixed(BLOCK=LARGEST_BLOCK)),
     "combine_backward": Launch(rows._combine_backward, "xxifsxf", fixed(BLOCK=LARGEST_BLOCK)),
     "swiglu": Launch(activation._swiglu, "xsx", fixed(BLOCK=LARGEST_BLOCK)),
     "swiglu_backward": Launch(activation._swiglu_backward, "xxsx", fixed(BLOCK=LARGEST_BLOCK)),
@@ -125,13 +126,15 @@ def facts(name: str, capability: int, number: str) -> dict[str, Any]:
         "vector_loads": bool(re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.async\S* .*0x10", ptx)),
         "narrow_loads": len(re.findall(r"ld\.global(?!\S*\.v[24])\S*\.b16", ptx)),
         "tensor_cores": sorted(set(re.findall(r"wgmma\.mma|tcgen05\.mma|mma\.sync", ptx))),
+        "rounds": "cvt.rn.bf16" in ptx,
         "cuts_off": "cvt.rz.bf16" in ptx,
     }
 
 
 def main() -> None:
     capability, number, *names = sys.argv[1:]
-    print(json.dumps({name: facts(name, int(capability), number) for name in names or LAUNCHES}))
+    names = names or [name for name in LAUNCHES if not name.endswith("_odd")]
+    print(json.dumps({name: facts(name, int(capability), number) for name in names}))
 
 
 if __name__ == "__main__":

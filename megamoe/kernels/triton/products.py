@@ -226,13 +226,14 @@ def _to_weight(  # type: ignore[no-untyped-def]
     for begin in range(first, last, DEPTH):
         row = tl.arange(0, DEPTH)
         here = row < last - begin
+        far = tl.cast(begin, tl.int64)
         left = tl.load(
-            sent + begin * outer + (row[None, :] * outer + high[:, None]),
+            sent + far * outer + (row[None, :] * outer + high[:, None]),
             mask=(high < outer)[:, None] & here[None, :],
             other=0,
         )
         right = tl.load(
-            rows + begin * inner + (row[:, None] * inner + wide[None, :]),
+            rows + far * inner + (row[:, None] * inner + wide[None, :]),
             mask=here[:, None] & (wide < inner)[None, :],
             other=0,
         )
