@@ -47,7 +47,7 @@ VENDORS = {
     "megatron.core.datasets": {"data"},
     "deepspeed": {"parallel", "zero", "checkpoint", "compat"},
     "transformer_engine": {"model", "compat"},
-    "apex": {"model", "zero"},
+    "apex": {"model"},
     "triton": {"kernels"},
     "wandb": {"metrics"},
 }

@@ -34,6 +34,7 @@ _UNSUPPORTED = {
     "parallel.tensor with parallel.sequence=true, and model.recompute",
     "parallel.pipeline": "pipeline parallelism is not supported; take this key out, and cut the model with "
     "parallel.tensor, parallel.expert and ZeRO instead",
+    "optimizer.kernel": "this key is gone, as the update is always PyTorch's fused one; take it out",
 }
 
 

@@ -201,9 +201,6 @@ class OptimizerConfig:
     weight_decay: Decay | None = None  # of matrices alone; default: 0.1 of adamw, 0 of adam
     grad_clip: NonNegativeFloat = 1.0  # global norm, dense and expert parameters together; 0: off
     groups: list[GroupConfig] = field(default_factory=list)  # of parameters, by name; the first match counts
-    kernel: Literal["auto", "torch", "apex"] = (
-        "auto"  # the update's; auto: Apex's if installed, but not at ZeRO 0
-    )
 
 
 @dataclass

@@ -78,7 +78,9 @@ def plain_rotary(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tens
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: RowKernels) -> Tensor:
+    def forward(
+        ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: RowKernels
+    ) -> Tensor:
         ctx.angles, ctx.library = (cosine_SD, sine_SD), library
         length, batch, heads, size = heads_SBND.shape
         turned_BNSD = heads_SBND.new_empty(batch, heads, length, size)
@@ -98,6 +100,7 @@ def _rotate(
         heads_SBND = heads_SBND.contiguous()
     length, batch, heads, size = heads_SBND.shape
     sizes = (length, batch, heads, size // 2)
-    sides = (heads_SBND, *heads_SBND.stride()[:3], output_SBND, *output_SBND.stride()[:3])
+    (from_s, from_b, from_n, _), (to_s, to_b, to_n, _) = heads_SBND.stride(), output_SBND.stride()
+    sides = (heads_SBND, from_s, from_b, from_n, output_SBND, to_s, to_b, to_n)
     library.call("rotate", heads_SBND.dtype, *sides, *sizes, *angles, turn)
     return output_SBND

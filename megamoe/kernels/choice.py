@@ -22,7 +22,7 @@ class RowKernels(Protocol):
 
     def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]: ...
 
-    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None: ...
+    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def has_grouped_product(dtype: torch.dtype, device: torch.device) -> bool:
 
     Otherwise it copies them to the host and loops over the experts.
     """
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
+    known = dtype == torch.bfloat16 and torch.cuda.is_available()
+    return known and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache

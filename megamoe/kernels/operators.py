@@ -1,8 +1,8 @@
 """Declares hand-written GPU kernels as PyTorch operators, with what they cost.
 
-PyTorch knows the operators that come with it: it can run them on fake tensors, which have a shape and no data,
-and it counts their FLOPs. A launch of a Triton kernel is invisible to it. Declared here, the launch is an
-operator `megamoe::NAME` with a fake implementation and a `KernelCost`, and `megamoe.simulation` counts it.
+PyTorch knows the operators that come with it: it can run them on fake tensors, which have a shape and no
+data, and it counts their FLOPs. A launch of a Triton kernel is invisible to it. Declared here, the launch is
+an operator `megamoe::NAME` with a fake implementation and a `KernelCost`, and `megamoe.simulation` counts it.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,8 +19,8 @@ Formula = Callable[..., int]
 class KernelCost:
     """What one call of an operator costs.
 
-    bytes_moved: bytes read and written in the device's memory, or None: every tensor argument and result once,
-    what is written in place twice. flops: floating-point operations of matrix products, or None: 0.
+    bytes_moved: bytes read and written in the device's memory, or None: every tensor argument and result
+    once. flops: floating-point operations of matrix products, or None: 0.
     launches: kernels that one call launches.
     """
 

@@ -20,9 +20,8 @@ from megamoe.kernels.choice import Kernels, RowKernels
 class RowTokens:
     """The token of each row.
 
-    token_N: int64. row_N: the rows ordered by token. ends_T: where the rows of each token end in
-    row_N. row_N and ends_T are for kernels, and None without them. The kernels sum a token's rows in the order
-    of row_N.
+    token_N: int64. row_N: the rows ordered by token. ends_T: where the rows of each token end in row_N. row_N
+    and ends_T are for kernels, and None without them. Kernels sum a token's rows in the order of row_N.
     """
 
     token_N: Tensor

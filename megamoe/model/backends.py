@@ -182,18 +182,17 @@ def _check_fp8_sizes(config: RunConfig) -> None:
             )
 
 
-def backend_rows(config: RunConfig, apex_optimizer: str, precision: str = "bf16") -> dict[str, str]:
+def backend_rows(config: RunConfig, precision: str = "bf16") -> dict[str, str]:
     """What the start-up summary says: of each accelerator, what this run has from it.
 
-    apex_optimizer: empty, or what the optimiser has of Apex. precision: of the run's weights.
+    precision: of the run's weights.
     """
     return {
         "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU, gloo",
         "CPU kernels": _cpu_kernels_row(config),
         **(_gpu_rows(config, precision) if has_cuda() else {}),
         "Transformer Engine": _engine_row(config),
-        "Apex": ", ".join([*(["norms"] if uses_apex_norms(config.model) else []), apex_optimizer]).strip(", ")
-        or "none",
+        "Apex": "norms" if uses_apex_norms(config.model) else "none",
     }
 
 

@@ -20,9 +20,7 @@ from megamoe.kernels.choice import Kernels
 from megamoe.kernels.cross_entropy import Sums, Target, statistics, write_gradient
 
 
-def token_losses(
-    logits_SBV: Tensor, labels_SB: Tensor, label_smoothing: float, kernels: Kernels
-) -> Tensor:
+def token_losses(logits_SBV: Tensor, labels_SB: Tensor, label_smoothing: float, kernels: Kernels) -> Tensor:
     """Return the cross entropy of each label, fp32 [S, B], in nats. It may write into the logits.
 
     logits_SBV: this rank's words, in the model's dtype. labels_SB: int64, of the whole vocabulary. Smoothing
@@ -72,7 +70,7 @@ def narrow_token_losses(
 
 
 def smoothing_of(share: float, vocabulary: int) -> float:
-    """Return s of the loss CE + s (z_label - mean_v z_v), where a share of the target goes to the other words.
+    """Return s of the loss CE + s (z_label - mean_v z_v), if a share of the target goes to the other words.
 
     With s = share V / (V - 1), (1 - s) CE - s mean_v log p_v is that loss.
     """

@@ -7,7 +7,6 @@ from megamoe.model.backends import check_backends
 from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout_rules import check_layout, row_unit
 from megamoe.train.length import check_warmup
-from megamoe.zero.apex_adamw import check_kernel
 from megamoe.zero.deepspeed_config import ParallelPlan
 
 MOST_SIZES = 100_000  # that a batch grows through
@@ -27,7 +26,7 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
     _check_batches(config, plan.layout.data)
     _check_schedule(config)
     _check_blend(config.data)
-    _check_accelerators(config, plan)
+    check_backends(config, plan.precision)
 
 
 def _check_model(config: RunConfig) -> None:
@@ -126,12 +125,6 @@ def _check_start(config: RunConfig) -> None:
             f"checkpoint.init.experts: found {experts}, but experts of {moe.expert_sublayers} sub-layers are "
             "no FFN; set moe.expert_sublayers=1"
         )
-
-
-def _check_accelerators(config: RunConfig, plan: ParallelPlan) -> None:
-    """What is optional must be there where it is asked for by name."""
-    check_backends(config, plan.precision)
-    check_kernel(config.optimizer, plan.stage, plan.offload.optimizer != "none")
 
 
 def _check_batches(config: RunConfig, data_parallel: int) -> None:

@@ -21,8 +21,8 @@ from megamoe.parallel.layout import Layout
 from megamoe.train.memory import in_bytes, states_of
 from megamoe.train.resolved import ResolvedRun
 from megamoe.train.schedule import BatchSchedule, warmup_steps
-from megamoe.zero.apex_adamw import uses_apex, weight_decay
 from megamoe.zero.deepspeed_config import ParallelPlan
+from megamoe.zero.weight_decay import weight_decay
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 Rows = dict[str, list[tuple[str, object]]]
@@ -52,15 +52,11 @@ def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int)
     """
     config = run.config
     size = model_size(config, run.vocabulary.size)
-    offloads = run.plan.offload.optimizer != "none"
-    optimizer = (
-        OPTIMIZERS[config.optimizer.name] if uses_apex(config.optimizer, run.plan.stage, offloads) else ""
-    )
     return {
         "run": _run_rows(config, run.schedule, run.steps, first_step),
         "model": _model_rows(config, run.vocabulary, size),
         "ranks": _rank_rows(run, world, rollouts, size),
-        "backends": list(backend_rows(config, optimizer, run.plan.precision).items()),
+        "backends": list(backend_rows(config, run.plan.precision).items()),
     }
 
 

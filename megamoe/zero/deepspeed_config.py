@@ -18,8 +18,8 @@ from megamoe.errors import UserError
 from megamoe.parallel.layout import Layout
 from megamoe.plain_files import read_plain, reason
 from megamoe.registry import unknown_name_message
-from megamoe.zero.apex_adamw import check_adam
 from megamoe.zero.offload import Offload, check_offload, read_offload
+from megamoe.zero.weight_decay import check_adam
 
 OF_THE_YAML = {
     "optimizer": "optimizer",

@@ -34,7 +34,6 @@ from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import ModelParallelUnit, data_group
 from megamoe.parallel.launch import World
-from megamoe.zero.apex_adamw import zero_adamw
 from megamoe.zero.deepspeed_config import ParallelPlan
 from megamoe.zero.optimizer import (
     MasterWeightAdamW,
@@ -42,6 +41,7 @@ from megamoe.zero.optimizer import (
     adamw_options,
     parameter_groups,
     resting,
+    zero_optimizer,
 )
 from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
@@ -204,7 +204,7 @@ def _build_optimizer(
         decoupled = config.optimizer.name == "adamw"
         cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
         return cpu_adam
-    return zero_adamw(config.optimizer, groups, options)
+    return zero_optimizer(config.optimizer, groups)
 
 
 def _round_parameters(model: nn.Module) -> None:

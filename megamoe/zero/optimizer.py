@@ -16,8 +16,8 @@ from megamoe.config.schema import OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.parallel.groups import ModelParallelUnit
-from megamoe.zero.apex_adamw import weight_decay
 from megamoe.zero.name_groups import divide
+from megamoe.zero.weight_decay import weight_decay
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -64,6 +64,12 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
         "weight_decay": weight_decay(config),
         "fused": True,
     }
+
+
+def zero_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimiser that DeepSpeed partitions at ZeRO 1 to 3: PyTorch's fused AdamW or Adam."""
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(groups, **adamw_options(config))
 
 
 def global_grad_norm(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megamoe.kernels import choice
 from megamoe.kernels.choice import Kernels
 from tests.in_subprocess import checks_of, verdicts_of
 from tests.kernels import chosen as passes
@@ -207,6 +208,18 @@ def check_the_choice() -> None:
     assert Kernels().rows_on(cuda) is None
     assert isinstance(Kernels(triton=True).rows_on(cuda), TritonKernels)
     assert not isinstance(Kernels(triton=True).rows_on(cpu), TritonKernels)
+    rows = mock.Mock(device=cuda, dtype=torch.bfloat16)
+    for capability, expected in (((9, 0), False), ((8, 0), True)):
+        choice.has_grouped_product.cache_clear()
+        with (
+            mock.patch("torch.cuda.is_available", return_value=True),
+            mock.patch("torch.cuda.get_device_capability", return_value=capability),
+        ):
+            assert Kernels(triton=True).multiplies(rows) is expected
+            assert Kernels(triton=True, triton_products=True).multiplies(rows)
+            assert Kernels(triton=True).multiplies(mock.Mock(device=cuda, dtype=torch.float32))
+            assert not Kernels().multiplies(rows)
+    choice.has_grouped_product.cache_clear()
 
 
 def check_a_whole_layer() -> None:

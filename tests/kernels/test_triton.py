@@ -82,7 +82,7 @@ EVERYWHERE = [
     ("capability", "number", "kernels"), [(90, "bf16", ["forward", "up", "combine"]), *EVERYWHERE]
 )
 def test_compiles_for_gpus(capability: int, number: str, kernels: list[str], tmp_path: Path) -> None:
-    """With the hints of a real launch: 128 bits a load, products on tensor cores, few registers, no spills."""
+    """With the hints of a real launch: loads of 128 bits, tensor cores, few registers, no spills."""
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     for name, facts in output_of("triton_compiled", str(capability), number, *kernels, **variables).items():
         assert facts["vector_loads"], name

@@ -103,6 +103,11 @@ def check_every_grouped_product() -> None:
     check_grouped_products(EVERY_CASE)
 
 
+def ffn(sides: list[Tensor], counts: list[int]) -> Tensor:
+    rows, up, down = sides
+    return swiglu_experts(rows, up, down, torch.tensor(counts), ON_TRITON)
+
+
 def exact_experts(counts: list[int], sides: list[Tensor], sent: Tensor) -> list[Tensor]:
     rows, up, down = (side.detach().double().requires_grad_() for side in sides)
     outputs = []
@@ -120,7 +125,7 @@ def check_experts(cases: list[tuple[str, torch.dtype]] = CASE_AND_DTYPES) -> Non
         shapes = [(sum(counts), hidden_size), (len(counts), 2 * ffn_size, hidden_size)]
         shapes.append((len(counts), hidden_size, ffn_size))
         sides = [draw(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
-        output = swiglu_experts(*sides, torch.tensor(counts), ON_TRITON)
+        output = ffn(sides, counts)
         sent = draw(*output.shape, seed=7).to(dtype)
         found = [output, *torch.autograd.grad(output, sides, sent)]
         # What lies between the products is rounded too.
@@ -137,7 +142,7 @@ def check_the_graph_can_be_gone_back_through_again() -> None:
     sides = [draw(7, 8), draw(2, 8, 8, seed=1), draw(2, 8, 4, seed=2)]
     for side in sides:
         side.requires_grad_()
-    output = swiglu_experts(*sides, torch.tensor([3, 4]), ON_TRITON)
+    output = ffn(sides, [3, 4])
     first = torch.autograd.grad(output, sides, output.detach(), retain_graph=True)
     again = torch.autograd.grad(output, sides, output.detach())
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
@@ -160,7 +165,7 @@ def check_only_the_gradients_that_are_wanted() -> None:
         sides = [draw(14, 16), draw(3, 16, 16, seed=1), draw(3, 16, 8, seed=2)]
         for place, side in enumerate(sides):
             side.requires_grad_(place in wanted)
-        output = swiglu_experts(*sides, torch.tensor(counts), ON_TRITON)
+        output = ffn(sides, counts)
         sent = draw(*output.shape, seed=7)
         output.backward(sent)
         exact = exact_experts(counts, sides, sent)[1:]
@@ -190,8 +195,10 @@ def check_the_host_never_reads_the_counts() -> None:
     from megamoe.kernels.triton import experts, products
 
     names = [(products, "_product"), (products, "_to_weight"), (experts, "_up"), (experts, "_down_backward")]
-    patched = [mock.patch.object(module, name, Launch()) for module, name in names]
-    patched += [mock.patch.object(Tensor, name, side_effect=read) for name in ("item", "tolist", "cpu", "__int__")]
+    patched: list[Any] = [mock.patch.object(module, name, Launch()) for module, name in names]
+    patched += [
+        mock.patch.object(Tensor, name, side_effect=read) for name in ("item", "tolist", "cpu", "__int__")
+    ]
     for each in patched:
         each.start()
     arguments = (*sides, counts.cumsum(0), 3, 16, 8, hidden, active)
@@ -216,6 +223,12 @@ def programs_from(first: int, axis: int = 0) -> Iterator[None]:
         yield
 
 
+def sparse(folder: str, name: str, *shape: int) -> Tensor:
+    """fp32 zeros in a file that takes no space until it is written to."""
+    path, size = str(Path(folder) / name), math.prod(shape)
+    return torch.from_file(path, shared=True, size=size, dtype=torch.float32).view(shape)
+
+
 def check_more_than_two_billion_numbers() -> None:
     """Rows, results and weights beyond 2^31 numbers, in files that are holes but for a few of them.
 
@@ -227,12 +240,7 @@ def check_more_than_two_billion_numbers() -> None:
     tile = {"ROWS": 32, "COLUMNS": 32, "DEPTH": 32, "PRECISION": "ieee"}
     ends = torch.tensor([row + 2])
     with tempfile.TemporaryDirectory() as folder:
-
-        def sparse(name: str, *shape: int) -> Tensor:
-            size = {"shared": True, "size": math.prod(shape), "dtype": torch.float32}
-            return torch.from_file(str(Path(folder) / name), **size).view(shape)
-
-        wide, narrow, half = (sparse(f"{size}", row + 2, size) for size in (width, 32, width // 2))
+        wide, narrow, half = (sparse(folder, str(size), row + 2, size) for size in (width, 32, width // 2))
         wide[row:] = draw(2, width)
         few = wide[row:].clone()
         up, down = draw(1, 32, width, seed=1), draw(1, 32, width, seed=2)
@@ -259,7 +267,7 @@ def check_more_than_two_billion_numbers() -> None:
         sent = narrow[row:].double() @ draw(1, 32, width // 2, seed=4)[0].double()
         assert_close_to(wide[row:, width // 2 :][:, :32], (sent * functional.silu(gate))[:, :32], 3e-6)
         many, size = 2**13 + 1, 2**9
-        weights = sparse("weights", many, size, size)
+        weights = sparse(folder, "weights", many, size, size)
         weights[-1] = draw(size, size, seed=3)
         last = torch.zeros(many, dtype=torch.int64)
         last[-1] = 3
@@ -280,8 +288,7 @@ def check_a_weight_gradient_of_late_rows() -> None:
 
     width, row = 2**10, 2**21 + 32
     with tempfile.TemporaryDirectory() as folder:
-        size = {"shared": True, "size": (row + 2) * width, "dtype": torch.float32}
-        rows = torch.from_file(str(Path(folder) / "rows"), **size).view(-1, width)
+        rows = sparse(folder, "rows", row + 2, width)
         rows[row:] = draw(2, width)
         ends, out = torch.tensor([row, row + 2]), torch.zeros(2, width, width)
         with programs_from(1, axis=1):

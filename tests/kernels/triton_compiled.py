@@ -27,9 +27,9 @@ from megamoe.kernels.triton.blocks import LARGEST_BLOCK, tile_of
 FP32, INDEX, SIZE, ANY_SIZE, REAL = "*fp32", "*i64", "i32*16", "i32", "fp32"
 
 
-def product(capability: int, size: int, kind: str = "product") -> dict[str, Any]:
+def product(capability: int, size: int, kind: str = "product", **constants: Any) -> dict[str, Any]:
     tile = tile_of(kind, size, capability // 10)
-    return {**tile.options(), "PRECISION": "ieee" if size == 4 else "tf32"}
+    return {**tile.options(), "PRECISION": "ieee" if size == 4 else "tf32", **constants}
 
 
 def fixed(**constants: Any) -> Callable[[int, int], dict[str, Any]]:
@@ -45,10 +45,6 @@ class Launch:
     constants: Callable[[int, int], dict[str, Any]]
 
 
-
-
-
-
 KINDS = {"x": "x", "f": FP32, "i": INDEX, "s": SIZE, "a": ANY_SIZE, "r": REAL}
 MANY = 64  # experts
 LAUNCHES: dict[str, Launch] = {
@@ -60,27 +56,25 @@ LAUNCHES: dict[str, Launch] = {
     "forward": Launch(
         products._product,
         "xxisssx",
-        lambda *of: {**product(*of), "EXPERTS": MANY, "WEIGHT_IS_OUT_IN": True},
+        lambda *of: product(*of, EXPERTS=MANY, WEIGHT_IS_OUT_IN=True),
     ),
     "to_rows": Launch(
         products._product,
         "xxisssx",
-        lambda *of: {**product(*of), "EXPERTS": MANY, "WEIGHT_IS_OUT_IN": False},
+        lambda *of: product(*of, EXPERTS=MANY, WEIGHT_IS_OUT_IN=False),
     ),
-    "to_weight": Launch(products._to_weight, "xxissx", lambda *of: product(*of, kind="to_weight")),
-    "up": Launch(experts._up, "xxisssxx", lambda *of: {**product(*of, kind="up"), "EXPERTS": MANY}),
+    "to_weight": Launch(products._to_weight, "xxissx", lambda *of: product(*of, "to_weight")),
+    "up": Launch(experts._up, "xxisssxx", lambda *of: product(*of, "up", EXPERTS=MANY)),
     "down_backward": Launch(
         experts._down_backward,
         "xxisssxx",
-        lambda *of: {**product(*of, kind="down_backward"), "EXPERTS": MANY},
+        lambda *of: product(*of, "down_backward", EXPERTS=MANY),
     ),
     "rms_norm": Launch(norms._rms_norm, "xxasrxf", fixed(ROWS=1, BLOCK=2048)),
     "rms_norm_backward": Launch(norms._rms_norm_backward, "xxxfasxf", fixed(ROWS=1, BLOCK=2048)),
     "rotate": Launch(rotary._rotate, "xxffssssssaasr", fixed(HEADS=16, BLOCK=64)),
     "cross_entropy": Launch(cross_entropy._statistics, "xisffff", fixed(BLOCK=4096, num_warps=8)),
-    "cross_entropy_backward": Launch(
-        cross_entropy._gradient, "xifffsrr", fixed(BLOCK=4096, num_warps=8)
-    ),
+    "cross_entropy_backward": Launch(cross_entropy._gradient, "xifffsrr", fixed(BLOCK=4096, num_warps=8)),
 }
 
 
@@ -91,9 +85,7 @@ def compiled(launch: Launch, capability: int, number: str) -> Any:
     kinds = [KINDS[letter] for letter in launch.kinds]
     kinds = [f"*{number}" if kind == "x" else kind for kind in kinds]
     by_name = dict(zip(names, kinds, strict=True))
-    signature = {
-        name: by_name.get(name, "constexpr").removesuffix("*16") for name in launch.kernel.arg_names
-    }
+    signature = {name: by_name.get(name, "constexpr").removesuffix("*16") for name in launch.kernel.arg_names}
     places = {name: place for place, name in enumerate(launch.kernel.arg_names)}
     hinted = [name for name, kind in by_name.items() if kind.startswith("*") or kind.endswith("*16")]
     attributes = {(places[name],): [["tt.divisibility", 16]] for name in hinted}
@@ -110,10 +102,19 @@ def resources(ptx: str, capability: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [str(assembler), "-v", f"--gpu-name={target[1]}", str(path), "-o", str(Path(folder) / "out")]
+        command = [
+            str(assembler),
+            "-v",
+            f"--gpu-name={target[1]}",
+            str(path),
+            "-o",
+            str(Path(folder) / "out"),
+        ]
         shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
     patterns = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores"}
-    return {key: int(found[1]) if (found := re.search(pattern, shown)) else 0 for key, pattern in patterns.items()}
+    return {
+        key: int(found[1]) if (found := re.search(pattern, shown)) else 0 for key, pattern in patterns.items()
+    }
 
 
 def facts(name: str, capability: int, number: str) -> dict[str, Any]:
@@ -123,7 +124,9 @@ def facts(name: str, capability: int, number: str) -> dict[str, Any]:
         **resources(ptx, capability),
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
-        "vector_loads": bool(re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.async\S* .*0x10", ptx)),
+        "vector_loads": bool(
+            re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.async\S* .*0x10", ptx)
+        ),
         "narrow_loads": len(re.findall(r"ld\.global(?!\S*\.v[24])\S*\.b16", ptx)),
         "tensor_cores": sorted(set(re.findall(r"wgmma\.mma|tcgen05\.mma|mma\.sync", ptx))),
         "rounds": "cvt.rn.bf16" in ptx,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megamoe.checkpoint.state import weight_chunks
-from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.model import backends
 from megamoe.model.gpt import GPT
@@ -24,9 +23,7 @@ from megamoe.moe.experts.grouped import GroupedExperts, Products, loop_experts
 from megamoe.moe.router import Router
 from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
-from megamoe.zero import apex_adamw
-from megamoe.zero.optimizer import adamw_options
-from tests.distributed.runs import ds_config, small_run
+from tests.distributed.runs import ds_config
 from tests.in_subprocess import checks_of, verdicts_of
 from tests.model.runs_on_fakes import check_runs_of_two_ranks  # noqa: F401
 from tests.model.with_fakes import calls, say_cuda_is_here
@@ -264,16 +261,16 @@ def check_what_fp8_cannot_do_is_refused() -> None:
 
 def check_the_summary_says_what_is_used() -> None:
     def rows(*overrides: str) -> tuple[str, str]:
-        found = backends.backend_rows(tiny(*overrides), apex_optimizer="AdamW")
+        found = backends.backend_rows(tiny(*overrides))
         return found["Transformer Engine"], found["Apex"]
 
-    assert rows() == ("2.20.2: attention, norms, grouped experts", "AdamW")
+    assert rows() == ("2.20.2: attention, norms, grouped experts", "none")
     dense = "linear layers of attention, its core by PyTorch, norms, dense FFN"
     assert rows("moe.layers=none", "data.document_aware=true")[0] == f"2.20.2: {dense}"
     mixed = "attention, norms, dense FFN, grouped experts, fp8 delayed (hybrid)"
     assert rows("moe.layers={at: [2]}", "model.fp8=delayed")[0] == f"2.20.2: {mixed}"
-    assert rows("model.backend=torch") == ("2.20.2, not used (model.backend: torch)", "norms, AdamW")
-    assert rows("model.backend=torch", "model.norm_kernel=torch")[1] == "AdamW"
+    assert rows("model.backend=torch") == ("2.20.2, not used (model.backend: torch)", "norms")
+    assert rows("model.backend=torch", "model.norm_kernel=torch")[1] == "none"
 
 
 def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
@@ -293,10 +290,23 @@ def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
     try:
         assert not backends.uses_transformer_engine(tiny().model)
         assert "there is no CUDA device" in refusal("model.backend=transformer_engine")
-        assert "there is no CUDA device" in backends.backend_rows(tiny(), "")["Transformer Engine"]
+        assert "there is no CUDA device" in backends.backend_rows(tiny())["Transformer Engine"]
     finally:
         say_cuda_is_here()
     assert "brings norms of its own" in refusal("model.norm_kernel=apex")
+
+
+def check_rotary_positions_are_fused() -> None:
+    """Queries and keys of both blocks; under PyTorch's attention, for documents, too."""
+    from transformer_engine.pytorch.attention import rope
+
+    for settings in ((), ("data.document_aware=true",)):
+        rope.calls.clear()
+        plain, engine = both(*settings)
+        torch.testing.assert_close(loss_of(engine), loss_of(plain))
+        assert len(rope.calls) == 4
+    both("model.position=learned")
+    assert not tiny_gpt(tiny("model.position=learned")).model.config.apply_rope_fusion
 
 
 def check_norms_of_apex() -> None:
@@ -306,46 +316,6 @@ def check_norms_of_apex() -> None:
         assert [type(m).__name__.startswith("Fused") for m in fused.modules()].count(True) == 6
         assert list(plain.state_dict()) == list(fused.state_dict())
         torch.testing.assert_close(loss_of(fused), loss_of(plain))
-
-
-def check_apex_is_refused_where_it_cannot_step() -> None:
-    config: RunConfig = small_run(optimizer__kernel="apex")
-    for stage, offload, problem in (
-        (0, False, "ZeRO 0 steps by an optimiser of its own"),
-        (1, True, "moves the optimiser to the CPU"),
-    ):
-        try:
-            apex_adamw.check_kernel(config.optimizer, stage, offload)
-        except UserError as error:
-            assert problem in str(error)
-        else:
-            raise AssertionError("not refused")
-    apex_adamw.check_kernel(config.optimizer, 2, False)
-    config = small_run()
-    assert [apex_adamw.uses_apex(config.optimizer, stage, False) for stage in (0, 1, 2)] == [
-        False,
-        True,
-        True,
-    ]
-    assert not apex_adamw.uses_apex(config.optimizer, 1, True)
-
-
-def check_apex_steps_as_pytorchs_adamw_and_adam() -> None:
-    for name, kind in (("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)):
-        config = tiny(
-            f"optimizer.name={name}", "optimizer.kernel=apex", "optimizer.weight_decay=0.5"
-        ).optimizer
-        ours, theirs = (torch.nn.Parameter(torch.linspace(-1.0, 1.0, 6).view(2, 3)) for _ in range(2))
-        options = adamw_options(config)
-        found = apex_adamw.zero_adamw(config, [{"params": [ours]}], options)
-        assert type(found).__name__ == "ApexAdamW"
-        expected = kind([theirs], **options)
-        for step in range(3):
-            ours.grad = torch.full((2, 3), 0.1 * step)
-            theirs.grad = ours.grad.clone()
-            found.step()
-            expected.step()
-        torch.testing.assert_close(ours, theirs)
 
 
 def check_each_weight_has_a_product_of_its_own() -> None:

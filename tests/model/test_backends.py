@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from megamoe.errors import UserError
+from megamoe.kernels import choice
+from megamoe.kernels.choice import Kernels
 from megamoe.model import backends
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
 from megamoe.train import resolved, trainer
-from megamoe.zero import apex_adamw
 from tests.model.check_fakes import CHECKS
 from tests.tiny import check_on, tiny
 
@@ -52,10 +53,8 @@ def test_on_stand_ins(verdicts: dict[str, str], check: str) -> None:
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (backends, apex_adamw):
-        monkeypatch.setattr(module, "has_cuda", lambda: False)
+    monkeypatch.setattr(backends, "has_cuda", lambda: False)
     monkeypatch.setattr(backends, "is_installed", lambda name: False)
-    monkeypatch.setattr(apex_adamw, "apex_problem", lambda: "it is not installed")
     finders = (backends.find_transformer_engine, backends.find_apex_norms)
     for find in finders:
         find.cache_clear()
@@ -92,11 +91,6 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "model.fp8_amax_history: found 16, but model.fp8 is none; only delayed scaling has a history, "
             "leave it out",
         ),
-        (
-            "optimizer.kernel=apex",
-            "optimizer.kernel: found apex, but ZeRO 0 steps by an optimiser of its own; set "
-            "optimizer.kernel: auto",
-        ),
     ],
 )
 def test_what_is_not_here_is_refused_by_name(nothing_installed: None, override: str, message: str) -> None:
@@ -109,14 +103,15 @@ def test_triton_is_refused_where_it_is_not_installed(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "has_cuda", lambda: True)
+    monkeypatch.setattr(backends, "triton_problem", lambda: "triton is not installed")
     check_on(tiny(), 1)
     with pytest.raises(UserError) as refused:
         check_on(tiny("model.gpu_kernels=triton"), 1)
     assert str(refused.value) == (
-        "model.gpu_kernels: found triton, but it is not installed; install triton, or set "
+        "model.gpu_kernels: found triton, but triton is not installed; install it, or set "
         "model.gpu_kernels: plain"
     )
-    monkeypatch.setattr(backends, "is_installed", lambda name: name == "triton")
+    monkeypatch.setattr(backends, "triton_problem", lambda: "")
     check_on(tiny("model.gpu_kernels=triton"), 1)
 
 
@@ -140,30 +135,59 @@ def test_a_run_takes_the_kernels_that_it_names(
 def test_the_summary_names_the_gpus_kernels_where_there_is_one(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "GPU kernels" not in backend_rows(tiny(), apex_optimizer="")
+    assert "GPU kernels" not in backend_rows(tiny())
     monkeypatch.setattr(backends, "has_cuda", lambda: True)
-    summaries = [backend_rows(tiny(f"model.gpu_kernels={name}"), "") for name in ("plain", "triton")]
-    assert [summary["GPU kernels"] for summary in summaries] == [
-        "PyTorch's (model.gpu_kernels: plain)",
-        "Triton's for the rows of MoE layers",
-    ]
+    found = {}
+    for is_hopper in (True, False):
+        monkeypatch.setattr(backends, "has_grouped_product", lambda dtype, device, fast=is_hopper: fast)
+        for name in ("plain", "triton", "auto"):
+            for problem in ("", "no Triton here"):
+                monkeypatch.setattr(backends, "triton_problem", lambda problem=problem: problem)
+                monkeypatch.setattr(choice, "triton_problem", lambda problem=problem: problem)
+                rows = backend_rows(tiny(f"model.gpu_kernels={name}"), "fp16")
+                found[is_hopper, name, problem] = (rows["GPU kernels"], rows["experts' products"])
+    triton = "Triton's: MoE rows, norms, rotary positions, loss"
+    loop = "PyTorch's, which waits for the device and loops in fp16"
+    assert found[True, "plain", ""] == ("PyTorch's (model.gpu_kernels: plain)", "PyTorch's")
+    assert found[False, "plain", ""] == ("PyTorch's (model.gpu_kernels: plain)", loop)
+    assert found[True, "triton", ""] == found[False, "triton", ""] == (triton, "Triton's")
+    assert found[True, "auto", ""] == (triton, "PyTorch's")
+    assert found[False, "auto", ""] == (triton, "Triton's")
+    assert found[False, "auto", "no Triton here"] == ("PyTorch's: no Triton here", loop)
 
 
-def test_apex_is_refused_where_it_is_not_installed(nothing_installed: None) -> None:
-    config = tiny("optimizer.kernel=apex").optimizer
-    with pytest.raises(UserError, match="found apex, but it is not installed"):
-        apex_adamw.check_kernel(config, stage=2, offload=False)
+def test_triton_is_the_default_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for problem, expected in (("", True), ("no compiler", False)):
+        monkeypatch.setattr(choice, "triton_problem", lambda problem=problem: problem)
+        assert [Kernels.of("auto", name).triton for name in ("auto", "triton", "plain")] == [
+            expected,
+            True,
+            False,
+        ]
+    assert tiny().model.gpu_kernels == "auto"
+
+
+def test_what_triton_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, compiler, expected in (
+        ("triton", "/usr/bin/gcc", ""),
+        ("triton", None, "triton needs a C compiler, and none was found"),
+        ("other", "/usr/bin/gcc", "triton is not installed"),
+    ):
+        choice.triton_problem.cache_clear()
+        monkeypatch.setattr("importlib.util.find_spec", lambda asked, name=name: asked == name or None)
+        monkeypatch.setattr("shutil.which", lambda asked, compiler=compiler: compiler)
+        assert choice.triton_problem() == expected
+    choice.triton_problem.cache_clear()
 
 
 def test_without_them_everything_is_pytorchs(nothing_installed: None) -> None:
     config = tiny()
     check_on(config, 1)
     assert not uses_transformer_engine(config.model) and not uses_apex_norms(config.model)
-    assert not apex_adamw.uses_apex(config.optimizer, stage=1, offload=False)
     modules = choose_modules(config)
     assert (modules.core_attention, modules.linears, modules.products.row_multiple) == (SDPAttention, None, 1)
     assert fp8_options(config.model) == {"fp8": None}
-    summary = backend_rows(config, apex_optimizer="")
+    summary = backend_rows(config)
     assert (summary["Transformer Engine"], summary["Apex"]) == ("none", "none")
 
 
@@ -175,7 +199,6 @@ def test_another_package_of_that_name_is_not_apex(tmp_path: Path, monkeypatch: p
     (tmp_path / "apex/__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert not is_installed("apex.normalization")
-    assert apex_adamw.apex_problem() == "NVIDIA's Apex with its compiled optimisers is not installed"
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/__init__.py").write_text("import a_module_that_nobody_has")
     assert not is_installed("broken.normalization")

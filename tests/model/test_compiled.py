@@ -92,3 +92,26 @@ def test_heads_are_split_without_a_copy_of_their_gradients(one_rank: None, calle
     query, key, value = attention.get_query_key_value_tensors(hidden_SBH)
     assert query.grad_fn is key.grad_fn is value.grad_fn
     assert "_Split" in query.grad_fn.name()
+
+
+def test_two_models_of_a_process_choose_their_kernels(one_rank: None, called: Counter[str]) -> None:
+    """Router, norms, attention, experts and draws of the plain model never reach the library."""
+    use_one_stream()
+    changes = ["moe.router.scorer=noisy", "moe.num_shared_experts=1", "moe.router.capacity=per_expert"]
+    plain, compiled = (
+        tiny_gpt(tiny(f"model.cpu_kernels={name}", *changes)).train() for name in ("plain", "compiled")
+    )
+    for model in (compiled, plain, compiled):
+        called.clear()
+        model(TOKENS, POSITIONS, TOKENS.roll(1)).sum().backward()
+        used = {
+            "attention",
+            "rms_norm",
+            "top_k",
+            "uniform",
+            "experts",
+            "experts_backward",
+            "swiglu",
+            "combine",
+        }
+        assert used <= called.keys() if model is compiled else not called

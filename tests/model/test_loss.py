@@ -100,6 +100,8 @@ def test_no_tensor_of_the_logits_shape_is_in_fp32(one_rank: None, monkeypatch: p
 
     leaf_SBV = torch.randn(S, B, V).bfloat16().requires_grad_()
     with Sizes():
-        losses_SB = narrow_token_losses(leaf_SBV * 1, torch.zeros(S, B, dtype=torch.int64), 0.1, DEFAULT_KERNELS)
+        losses_SB = narrow_token_losses(
+            leaf_SBV * 1, torch.zeros(S, B, dtype=torch.int64), 0.1, DEFAULT_KERNELS
+        )
         losses_SB.sum().backward()
     assert max(largest) < S * B * V // 2

@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from megamoe.zero.apex_adamw import zero_adamw
-from megamoe.zero.optimizer import MasterWeightAdamW, Stage0AdamW, adamw_options, parameter_groups
+from megamoe.zero.optimizer import (
+    MasterWeightAdamW,
+    Stage0AdamW,
+    adamw_options,
+    parameter_groups,
+    zero_optimizer,
+)
 from tests.tiny import tiny, tiny_gpt
 
 
@@ -134,8 +139,8 @@ def test_how_much_decays_by_default(overrides: list[str], expected: float) -> No
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
 def test_what_deepspeed_partitions(name: str, kind: type[torch.optim.Optimizer]) -> None:
-    config = tiny(f"optimizer.name={name}", "optimizer.kernel=torch").optimizer
-    optimizer = zero_adamw(config, parameter_groups(nn.Linear(3, 2), config), adamw_options(config))
+    config = tiny(f"optimizer.name={name}").optimizer
+    optimizer = zero_optimizer(config, parameter_groups(nn.Linear(3, 2), config))
     assert type(optimizer) is kind
     assert {group["decoupled_weight_decay"] for group in optimizer.param_groups} == {name == "adamw"}
 

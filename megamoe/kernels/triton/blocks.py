@@ -31,8 +31,8 @@ class Tile:
 
 # By (kind of product, bytes of a number, major compute capability). `product`: rows times a weight. `up`:
 # the same with two results at a time, gate and value. `down_backward`: with the activation's gradient behind
-# it, for which 128 columns would spill registers. `to_weight`: the gradient of the weights. fp32 is multiplied
-# without tensor cores, so its tiles are the same everywhere.
+# it, for which 128 columns would spill registers. `to_weight`: the gradient of the weights. Tensor cores do
+# not multiply fp32, so its tiles are the same everywhere.
 TILES: dict[tuple[str, int, int], Tile] = {
     ("product", 2, AMPERE): Tile(128, 128, 32, 8, 4),
     ("up", 2, AMPERE): Tile(128, 64, 32, 8, 4),

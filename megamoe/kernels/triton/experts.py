@@ -226,7 +226,9 @@ def _down_backward(  # type: ignore[no-untyped-def]
         sent += first * inner
         sum = tl.zeros([ROWS, COLUMNS], tl.float32)
         for depth in range(0, inner, DEPTH):
-            sum = add_product(sum, sent, row, count, own, column, width, depth, inner, False, PRECISION, DEPTH)
+            sum = add_product(
+                sum, sent, row, count, own, column, width, depth, inner, False, PRECISION, DEPTH
+            )
         inside = (row < count)[:, None] & (column < width)[None, :]
         place = hidden + first * 2 * width + (row[:, None] * 2 * width + column[None, :])
         # Rounded as between a product and a pass of its own.

@@ -24,9 +24,7 @@ def rms_norm(
         _rms_norm[grid](rows, weight_H, count, width, eps, out, scale_N, **options)
 
 
-@kernel_operator(
-    "rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2
-)
+@kernel_operator("rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2)
 def rms_norm_backward(
     sent: Tensor,
     rows: Tensor,

@@ -1,0 +1,5 @@
+"""What belongs to attention beside its core."""
+
+from . import rope
+
+__all__ = ["rope"]
