@@ -34,6 +34,7 @@ LONG = [
     "every_rotary",
     "more_than_two_billion_numbers",
     "a_weight_gradient_of_late_rows",
+    "operators_on_fake_tensors",
 ]
 PRODUCTS = ["forward", "to_rows", "to_weight", "up", "down_backward"]
 TENSOR_CORES = {80: ["mma.sync"], 90: ["wgmma.mma"], 100: ["tcgen05.mma"]}

@@ -18,7 +18,9 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -306,6 +308,39 @@ SHORT_NORMS: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((3, 1030), torch.bfloat16),
     ((5, 7), torch.float16),
 ]
+
+
+def check_operators_on_fake_tensors() -> None:
+    """A simulation sees each launch, its FLOPs and its bytes, and runs none."""
+    from megamoe.kernels.operators import cost_of
+    from megamoe.kernels.triton import TritonKernels
+
+    rows, experts, hidden_size, ffn_size = 4096, 8, 1024, 512
+    costs: dict[str, tuple[int, int]] = {}
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cost, result = cost_of(func.name().partition(".")[0]), func(*args, **(kwargs or {}))
+            if cost is not None:
+                assert cost.flops is not None and cost.bytes_moved is not None
+                numbers = cost.flops(*args, result=result), cost.bytes_moved(*args, result=result)
+                costs[func.name()] = numbers
+            return result
+
+    with FakeTensorMode(), Counted():
+        shapes = [(rows, hidden_size), (experts, 2 * ffn_size, hidden_size), (experts, hidden_size, ffn_size)]
+        sides = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        ends = torch.empty(experts, dtype=torch.int64)
+        hidden, active = (torch.empty(rows, size * ffn_size, dtype=torch.bfloat16) for size in (2, 1))
+        arguments = (*sides, ends, experts, hidden_size, ffn_size, hidden, active)
+        output = torch.empty_like(sides[0])
+        TritonKernels().call("experts", torch.bfloat16, *arguments, output)
+        gradients = [torch.empty_like(side) for side in sides]
+        TritonKernels().call("experts_backward", torch.bfloat16, output, *arguments, *gradients)
+    product = 2 * rows * hidden_size * ffn_size
+    assert [flops for flops, _ in costs.values()] == [3 * product, 6 * product]
+    weights, wide, narrow = 3 * experts * hidden_size * ffn_size, rows * hidden_size, rows * ffn_size
+    assert next(iter(costs.values()))[1] == 2 * (weights + 2 * wide + 4 * narrow) + 8 * experts
 
 
 def check_rms_norm(cases: list[tuple[tuple[int, ...], torch.dtype]] = SHORT_NORMS) -> None:

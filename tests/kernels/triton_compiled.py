@@ -27,9 +27,14 @@ from megamoe.kernels.triton.blocks import LARGEST_BLOCK, tile_of
 FP32, INDEX, SIZE, ANY_SIZE, REAL = "*fp32", "*i64", "i32*16", "i32", "fp32"
 
 
-def product(capability: int, size: int, kind: str = "product", **constants: Any) -> dict[str, Any]:
-    tile = tile_of(kind, size, capability // 10)
-    return {**tile.options(), "PRECISION": "ieee" if size == 4 else "tf32", **constants}
+def product(kind: str = "product", **constants: Any) -> Callable[[int, int], dict[str, Any]]:
+    """The constants of a product of that kind on the GPUs of a capability, for numbers of `size` bytes."""
+
+    def of(capability: int, size: int) -> dict[str, Any]:
+        precision = {"PRECISION": "ieee" if size == 4 else "tf32"}
+        return {**tile_of(kind, size, capability // 10).options(), **precision, **constants}
+
+    return of
 
 
 def fixed(**constants: Any) -> Callable[[int, int], dict[str, Any]]:
@@ -56,19 +61,19 @@ LAUNCHES: dict[str, Launch] = {
     "forward": Launch(
         products._product,
         "xxisssx",
-        lambda *of: product(*of, EXPERTS=MANY, WEIGHT_IS_OUT_IN=True),
+        product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=True),
     ),
     "to_rows": Launch(
         products._product,
         "xxisssx",
-        lambda *of: product(*of, EXPERTS=MANY, WEIGHT_IS_OUT_IN=False),
+        product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=False),
     ),
-    "to_weight": Launch(products._to_weight, "xxissx", lambda *of: product(*of, "to_weight")),
-    "up": Launch(experts._up, "xxisssxx", lambda *of: product(*of, "up", EXPERTS=MANY)),
+    "to_weight": Launch(products._to_weight, "xxissx", product("to_weight")),
+    "up": Launch(experts._up, "xxisssxx", product("up", EXPERTS=MANY)),
     "down_backward": Launch(
         experts._down_backward,
         "xxisssxx",
-        lambda *of: product(*of, "down_backward", EXPERTS=MANY),
+        product("down_backward", EXPERTS=MANY),
     ),
     "rms_norm": Launch(norms._rms_norm, "xxasrxf", fixed(ROWS=1, BLOCK=2048)),
     "rms_norm_backward": Launch(norms._rms_norm_backward, "xxxfasxf", fixed(ROWS=1, BLOCK=2048)),
