@@ -41,7 +41,11 @@ def on_triton() -> Iterator[list[str]]:
             names.append(name)
             super().call(name, dtype, *arguments)
 
-    with mock.patch.object(Kernels, "rows_on", lambda self, device: Recorded()):
+    chosen: dict[str, Any] = {
+        "rows_on": lambda self, device: Recorded(),
+        "uses_triton": lambda self, device: True,
+    }
+    with mock.patch.multiple(Kernels, **chosen, multiplies=lambda self, rows: True):
         yield names
 
 
@@ -90,15 +94,24 @@ def close(found: list[Tensor], exact: list[Tensor], case: str) -> None:
         )
 
 
-def check_outputs_and_gradients_are_those_of_float64() -> None:
+CASES = [(case, width, torch.float32) for case in TOKENS for width in (1, 16, 1030)]
+CASES += [("uneven", width, dtype) for width in (7, 1030) for dtype in (torch.bfloat16, torch.float16)]
+EVERY_CASE = [(case, width, dtype) for case in TOKENS for width in WIDTHS for dtype in TOLERANCES]
+
+
+def check_outputs_and_gradients_are_those_of_float64(
+    cases: list[tuple[str, int, torch.dtype]] = CASES,
+) -> None:
     for name, (run, exact, expected_names) in PASSES.items():
-        for case, tokens in TOKENS.items():
-            for width in WIDTHS:
-                for dtype in TOLERANCES:
-                    with on_triton() as names:
-                        found = run(dtype, *tokens, width)
-                    assert names == expected_names
-                    close(found, exact(dtype, *tokens, width), f"{name}, {case}, {width}, {dtype}")
+        for case, width, dtype in cases:
+            with on_triton() as names:
+                found = run(dtype, *TOKENS[case], width)
+            assert names == expected_names
+            close(found, exact(dtype, *TOKENS[case], width), f"{name}, {case}, {width}, {dtype}")
+
+
+def check_all_outputs_and_gradients_are_those_of_float64() -> None:
+    check_outputs_and_gradients_are_those_of_float64(EVERY_CASE)
 
 
 def check_outputs_and_gradients_are_the_plain_ones() -> None:
@@ -233,7 +246,7 @@ def check_a_whole_layer() -> None:
 
     with on_triton() as names:
         found = run()
-    assert names == ["swiglu", "combine", "combine_backward", "swiglu_backward", "combine"]
+    assert names == ["experts", "combine", "combine_backward", "experts_backward", "combine"]
     with on_plain():
         torch.testing.assert_close(found, run(), rtol=1e-5, atol=1e-5)
 

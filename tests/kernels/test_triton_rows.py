@@ -13,6 +13,7 @@ from tests.kernels.on_interpreter import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = list(CHECKS)
+LONG = "all_outputs_and_gradients_are_those_of_float64"
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -37,6 +38,8 @@ def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
     return verdicts_of(asked, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("check", INTERPRETED)
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=pytest.mark.full if check == LONG else ()) for check in INTERPRETED]
+)
 def test_in_the_interpreter(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""
