@@ -96,7 +96,7 @@ def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
             shape.blocks,
         ),
         "draws": Pass(
-            lambda index_T: rng.uniform(7, index_T, shape.hidden, kernels),
+            lambda index_T: rng.uniform(7, index_T, shape.hidden, kernels=kernels),
             lambda index_T: rng.plain_uniform(7, index_T, shape.hidden),
             [index_T],
             shape.blocks,

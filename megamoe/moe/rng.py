@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -26,7 +26,12 @@ def key(seed: int, step: int, layer: int, purpose: str) -> int:
 
 
 def uniform(
-    draw_key: int, token_index_T: Tensor, columns: int, kernels: Kernels, first_column: int = 0
+    draw_key: int,
+    token_index_T: Tensor,
+    columns: int,
+    first_column: int = 0,
+    *,
+    kernels: Kernels = DEFAULT_KERNELS,
 ) -> Tensor:
     """fp32 [T, columns] in [0, 1), the columns counted from `first_column`: 24 random bits each."""
     library = kernels.library_on(token_index_T.device)
@@ -48,10 +53,12 @@ def plain_uniform(draw_key: int, token_index_T: Tensor, columns: int, first_colu
     return _shift(bits_TC, 40, bits_TC).to(torch.float32).mul_(2.0**-24)
 
 
-def normal(draw_key: int, token_index_T: Tensor, columns: int, kernels: Kernels) -> Tensor:
+def normal(
+    draw_key: int, token_index_T: Tensor, columns: int, *, kernels: Kernels = DEFAULT_KERNELS
+) -> Tensor:
     """fp32 [T, columns] of N(0, 1), by the inverse of its distribution; no draw is beyond 5.5."""
     # The middle of each of uniform's 2^24 steps: never 0 nor 1, and exact in fp32 on both sides of 1/2.
-    centred_TC = uniform(draw_key, token_index_T, columns, kernels).sub_(0.5).add_(2.0**-25)
+    centred_TC = uniform(draw_key, token_index_T, columns, kernels=kernels).sub_(0.5).add_(2.0**-25)
     return centred_TC.mul_(2.0).erfinv_().mul_(math.sqrt(2.0))
 
 

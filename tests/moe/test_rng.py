@@ -10,7 +10,7 @@ from megamoe.moe import rng
 
 
 def test_draws_are_uniform_and_uncorrelated() -> None:
-    unit_TC = rng.uniform(rng.key(0, 0, 0, "x"), torch.arange(4096), 16, Kernels())
+    unit_TC = rng.uniform(rng.key(0, 0, 0, "x"), torch.arange(4096), 16, kernels=Kernels())
     assert unit_TC.min() >= 0 and unit_TC.max() < 1
     assert unit_TC.mean().item() == pytest.approx(0.5, abs=0.005)
     assert unit_TC.var().item() == pytest.approx(1 / 12, abs=0.002)
@@ -27,8 +27,8 @@ def test_the_key_tells_every_field_apart() -> None:
 
 def test_normal_draws_are_the_inverse_of_the_distribution_at_the_uniform_ones() -> None:
     draw_key, index_T = rng.key(1, 2, 3, "n"), torch.arange(4096)
-    middle_TC = rng.uniform(draw_key, index_T, 16, Kernels()).double() + 2.0**-25
-    normal_TC = rng.normal(draw_key, index_T, 16, Kernels())
+    middle_TC = rng.uniform(draw_key, index_T, 16, kernels=Kernels()).double() + 2.0**-25
+    normal_TC = rng.normal(draw_key, index_T, 16, kernels=Kernels())
     torch.testing.assert_close(normal_TC.double(), torch.special.ndtri(middle_TC), rtol=1e-6, atol=1e-7)
     assert normal_TC.dtype == torch.float32
     assert normal_TC.std().item() == pytest.approx(1, abs=0.02)
@@ -38,13 +38,13 @@ def test_normal_draws_are_the_inverse_of_the_distribution_at_the_uniform_ones() 
 def test_the_outermost_and_middle_normal_draws_are_finite(
     monkeypatch: pytest.MonkeyPatch, unit: float
 ) -> None:
-    monkeypatch.setattr(rng, "uniform", lambda draw_key, token_index_T, columns: torch.tensor([[unit]]))
+    monkeypatch.setattr(rng, "uniform", lambda *given, **more: torch.tensor([[unit]]))
     expected = NormalDist().inv_cdf(unit + 2**-25)
-    assert rng.normal(0, torch.arange(1), 1, Kernels()).item() == pytest.approx(expected, rel=1e-5)
+    assert rng.normal(0, torch.arange(1), 1, kernels=Kernels()).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_normal_draws_have_the_moments_of_a_normal() -> None:
-    z_N = rng.normal(rng.key(0, 0, 0, "x"), torch.arange(4096), 16, Kernels()).double().flatten()
+    z_N = rng.normal(rng.key(0, 0, 0, "x"), torch.arange(4096), 16, kernels=Kernels()).double().flatten()
     moments = [z_N.pow(power).mean().item() for power in (1, 2, 3, 4)]
     assert moments == pytest.approx([0, 1, 0, 3], abs=0.06)
     assert (z_N.abs() < 1).double().mean().item() == pytest.approx(0.6827, abs=0.006)

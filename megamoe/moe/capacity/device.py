@@ -102,6 +102,6 @@ class DeviceCapacity(Part):
         sample_B = context.sample_index_B
         sample_B = torch.zeros(1, dtype=torch.int64) if sample_B is None else sample_B
         draw_key = rng.key(context.seed, context.step, 0, "spared sequences")  # layer 0: the same in all
-        unit_B = rng.uniform(draw_key, sample_B.to(device), 1, self.dims.kernels).squeeze(1)
+        unit_B = rng.uniform(draw_key, sample_B.to(device), 1, kernels=self.dims.kernels).squeeze(1)
         spared_B = unit_B < self.config.spare
         return spared_B[context.sequence(num_tokens, device)]

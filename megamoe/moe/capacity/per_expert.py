@@ -118,5 +118,5 @@ class PerExpertCapacity(Part):
                 draw_key = rng.key(context.seed, step, self.dims.layer, "capacity")
                 index_T = context.token_index(scored.num_tokens, pairs.token_N.device)
                 index_N = index_T[pairs.token_N] * self.dims.num_experts + pairs.choice_N
-                return rng.uniform(draw_key, index_N, 1, self.dims.kernels).squeeze(1)
+                return rng.uniform(draw_key, index_N, 1, kernels=self.dims.kernels).squeeze(1)
         return None

@@ -49,5 +49,5 @@ class ExpertDropout:
         if rate == 0:
             return rows_NF
         draw_key, columns = self.draw_key(purpose), rows_NF.shape[1]
-        unit_NF = rng.uniform(draw_key, self.row_N, columns, self.kernels, first_column)
+        unit_NF = rng.uniform(draw_key, self.row_N, columns, first_column, kernels=self.kernels)
         return rows_NF.masked_fill(unit_NF < rate, 0) / (1 - rate)

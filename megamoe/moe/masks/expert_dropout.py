@@ -112,7 +112,7 @@ class ExpertDropout(Mask):
             rows, dropped = 1, num_clusters * self.config.num_dropped
         columns = self.dims.num_experts // rows
         draw_key = context.draw_key(self.dims.layer, "expert dropout")
-        unit_CL = rng.uniform(draw_key, torch.arange(rows, device=device), columns, self.dims.kernels)
+        unit_CL = rng.uniform(draw_key, torch.arange(rows, device=device), columns, kernels=self.dims.kernels)
         order_CL = unit_CL.argsort(dim=1, stable=True)
         allowed_CL = torch.ones_like(unit_CL, dtype=torch.bool).scatter_(1, order_CL[:, :dropped], False)
         return allowed_CL.reshape(-1)

@@ -98,4 +98,4 @@ class GatingDropout(Mask):
         # Drawn on the host, which must know; layer 0: the same in all layers.
         first = torch.zeros(1, dtype=torch.int64, device="cpu")
         draw_key = context.draw_key(0, "gating dropout")
-        return rng.uniform(draw_key, first, 1, self.dims.kernels).item() < self.config.rate
+        return rng.uniform(draw_key, first, 1, kernels=self.dims.kernels).item() < self.config.rate

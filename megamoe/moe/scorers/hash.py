@@ -103,7 +103,7 @@ class HashScorer(Part):
         num_tables, num_experts = self.dims.num_choices, self.dims.num_experts
         draw_key = rng.key(self.dims.seed, 0, self.dims.layer, "hash")
         word_V = torch.arange(vocab_size, device="cpu")
-        uniform_VK = rng.uniform(draw_key, word_V, num_tables, self.dims.kernels)
+        uniform_VK = rng.uniform(draw_key, word_V, num_tables, kernels=self.dims.kernels)
         if self.config.balance == "random":
             return (uniform_VK.T * num_experts).long()  # uniform < 1 stays below E, rounding included
         counts_V = _read_counts(self.config.counts, vocab_size)

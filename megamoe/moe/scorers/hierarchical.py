@@ -119,5 +119,5 @@ class HierarchicalScorer(Part):
         draw_key = context.draw_key(self.dims.layer, "noise")
         token_index_T = context.token_index(len(hidden_TH), hidden_TH.device)
         columns = self.num_groups + self.dims.num_experts
-        noise = rng.normal(draw_key, token_index_T, columns, self.dims.kernels)
+        noise = rng.normal(draw_key, token_index_T, columns, kernels=self.dims.kernels)
         return noise[:, : self.num_groups], noise[:, self.num_groups :]

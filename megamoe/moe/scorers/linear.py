@@ -49,5 +49,5 @@ class LinearScorer(Part):
         num_tokens, hidden_size = hidden_TH.shape
         draw_key = context.draw_key(self.dims.layer, "jitter")
         index_T = context.token_index(num_tokens, hidden_TH.device)
-        unit_TH = rng.uniform(draw_key, index_T, hidden_size, self.dims.kernels)
+        unit_TH = rng.uniform(draw_key, index_T, hidden_size, kernels=self.dims.kernels)
         return 1 + self.config.jitter * (2 * unit_TH - 1)

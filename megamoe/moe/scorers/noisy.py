@@ -64,4 +64,4 @@ class NoisyScorer(Part):
         num_tokens, num_experts = clean_TE.shape
         draw_key = context.draw_key(self.dims.layer, "router_noise")
         index_T = context.token_index(num_tokens, clean_TE.device)
-        return rng.normal(draw_key, index_T, num_experts, self.dims.kernels)
+        return rng.normal(draw_key, index_T, num_experts, kernels=self.dims.kernels)

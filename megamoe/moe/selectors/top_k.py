@@ -153,7 +153,7 @@ class TopK(Selector):
     def _uniform_T(self, probs_TK: Tensor, context: StepContext) -> Tensor:
         token_index_T = context.token_index(len(probs_TK), probs_TK.device)
         draw_key = context.draw_key(self.dims.layer, "second")
-        return rng.uniform(draw_key, token_index_T, 1, self.dims.kernels)[:, 0]
+        return rng.uniform(draw_key, token_index_T, 1, kernels=self.dims.kernels)[:, 0]
 
     def _weights(
         self, probs_TE: Tensor, scores_TE: Tensor, candidates_TE: Tensor | None, expert_TK: Tensor

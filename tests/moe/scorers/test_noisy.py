@@ -51,7 +51,7 @@ def test_scores_and_gradients_follow_the_plain_formula(floor: float) -> None:
     scores_TE, extras = scorer(hidden_TH, CONTEXT)
     (scores_TE * upstream_TE).sum().backward()
 
-    eps_TE = rng.normal(rng.key(1, 4, 1, "router_noise"), torch.arange(9), 4, Kernels()).double()
+    eps_TE = rng.normal(rng.key(1, 4, 1, "router_noise"), torch.arange(9), 4, kernels=Kernels()).double()
     w_score_function, w_noise = (
         w.detach().double().requires_grad_() for w in (scorer.weight, scorer.noise_weight)
     )

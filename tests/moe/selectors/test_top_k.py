@@ -168,7 +168,7 @@ def test_a_random_second_is_sent_where_2_g_2_exceeds_the_draw() -> None:
 
 
 def test_a_random_second_exactly() -> None:
-    draws_T = rng.uniform(rng.key(1, 0, 1, "second"), torch.arange(MANY), 1, Kernels())[:, 0]
+    draws_T = rng.uniform(rng.key(1, 0, 1, "second"), torch.arange(MANY), 1, kernels=Kernels())[:, 0]
     pairs = two_of_four("random", [0.6, 0.2, 0.1, 0.1], weights="raw")
     sent_T = torch.bincount(pairs.token_N) == 2
     assert torch.equal(sent_T, draws_T < 2 * 0.2 / 0.8)
