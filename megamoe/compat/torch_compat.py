@@ -37,6 +37,44 @@ def add_to_all(tensors: list[Tensor], number: float) -> None:
     torch._foreach_add_(tensors, number)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, whose dtype may differ, in a few launches on CUDA.
+
+    Reason: `torch._foreach_copy_` has no public name.
+    Seen with: torch 2.13 and 2.15.
+    Without it: a launch per parameter.
+    Canary: test_torch.py::test_foreach_operators
+    """
+    torch._foreach_copy_(targets, sources)
+
+
+def norms_of_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the L2 norm of each tensor, an fp32 scalar, in a few launches on CUDA.
+
+    Reason: `torch._foreach_norm` has no public name, and torch.nn.utils.get_total_norm sums bf16 norms in
+        bf16.
+    Seen with: torch 2.13 and 2.15.
+    Without it: a launch per parameter.
+    Canary: test_torch.py::test_foreach_operators
+    """
+    return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+
+
+def step_with_scaled_gradients(optimizer: torch.optim.Adam, factor: float, device: torch.device) -> None:
+    """Take PyTorch's fused step with the gradients times `factor`, without a pass of their own.
+
+    Reason: the fused step divides by the attribute `grad_scale`, which only torch.amp.GradScaler sets.
+    Seen with: torch 2.13 and 2.15.
+    Without it: clipping reads and writes every gradient once more.
+    Canary: test_torch.py::test_steps_with_scaled_gradients
+    """
+    optimizer.grad_scale = torch.full((), 1 / factor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+    try:
+        torch.optim.Adam.step(optimizer)
+    finally:
+        del optimizer.grad_scale  # type: ignore[attr-defined]
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail if the bool scalar is false, on CUDA without waiting for the device.
 

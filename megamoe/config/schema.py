@@ -98,9 +98,7 @@ class ModelConfig:
     )
     norm_kernel: Literal["auto", "torch", "apex"] = "auto"  # for `backend: torch`; auto: Apex if installed
     cpu_kernels: Literal["auto", "plain", "compiled"] = "auto"  # auto: compiled if GCC is found
-    gpu_kernels: Literal["plain", "triton"] = (
-        "plain"  # passes over an MoE layer's rows; no GPU has run triton
-    )
+    gpu_kernels: Literal["auto", "plain", "triton"] = "auto"  # auto: triton if installed
     keep_freed_memory: bool = (
         True  # on the CPU: malloc reuses freed memory and does not return it to the system
     )

@@ -5,7 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.compat.torch_compat import AdamState, add_to_all, scale_all
+from megamoe.compat.torch_compat import (
+    AdamState,
+    add_to_all,
+    copy_all,
+    norms_of_all,
+    scale_all,
+    step_with_scaled_gradients,
+)
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.library import Library
 
@@ -18,8 +25,7 @@ def sum_of_squares(tensors: list[Tensor], kernels: Kernels) -> Tensor:
     library = kernels.library_for(*tensors) if tensors[0].dtype == torch.float32 else None
     if library is not None:
         return torch.tensor(library.sum_of_squares(tensors), dtype=torch.float64)
-    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
-    return norms.double().square().sum()
+    return torch.stack(norms_of_all(tensors)).double().square().sum()
 
 
 class AdamW(torch.optim.Adam):
@@ -63,12 +69,14 @@ class AdamW(torch.optim.Adam):
         self, parameters: list[Tensor], factor: float, rounded: dict[Tensor, Tensor] | None
     ) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if factor != 1 and gradients:
-            scale_all(gradients, factor)
-        torch.optim.Adam.step(self)
-        for parameter in parameters if rounded is not None else ():
-            assert rounded is not None
-            rounded[parameter].copy_(parameter)
+        if factor != 1 and gradients and gradients[0].device.type == "cuda" and self.defaults["fused"]:
+            step_with_scaled_gradients(self, factor, gradients[0].device)
+        else:
+            if factor != 1 and gradients:
+                scale_all(gradients, factor)
+            torch.optim.Adam.step(self)
+        if rounded is not None and parameters:
+            copy_all([rounded[parameter] for parameter in parameters], parameters)
 
 
 def _decays(group: dict[str, Any]) -> tuple[float, float]:

@@ -8,14 +8,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.choice import Kernels
-from megamoe.kernels.library import SUFFIXES, Library
+from megamoe.kernels.choice import Kernels, RowKernels
+
+WIDEST = 16384  # columns that a GPU's program can hold
 
 
 def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float, kernels: Kernels) -> Tensor:
     """Apply RMSNorm over the last dimension; [..., H] to the same shape (Zhang and Sennrich 2019, eq. 4)."""
-    library = kernels.library_for(hidden, weight_H)
-    if library is None or hidden.shape[-1:] != weight_H.shape:
+    library = kernels.rows_for(hidden)
+    fits = hidden.dtype == weight_H.dtype and weight_H.is_contiguous() and hidden.shape[-1:] == weight_H.shape
+    if library is None or not fits or len(weight_H) > WIDEST:
         return functional.rms_norm(hidden, weight_H.shape, weight_H, eps)
     normed: Tensor = _RMSNorm.apply(hidden, weight_H, eps, library)
     return normed
@@ -23,7 +25,7 @@ def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float, kernels: Kernels) -> 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight_H: Tensor, eps: float, library: Library) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight_H: Tensor, eps: float, library: RowKernels) -> Tensor:
         count, width = hidden.numel() // len(weight_H), len(weight_H)
         normed, scale_N = torch.empty_like(hidden), hidden.new_empty(count, dtype=torch.float32)
         library.call("rms_norm", hidden.dtype, hidden, weight_H, count, width, eps, normed, scale_N)
@@ -44,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
 def rotary(heads_SBND: Tensor, base: float, kernels: Kernels) -> Tensor:
     """Rotate queries or keys by their positions 0 .. S-1, in halves of a head as Megatron-Core does.
 
-    [S, B, heads, D] to the same shape; from the library it is a view of memory in the order [B, heads, S, D].
+    [S, B, heads, D] to the same shape; from a kernel it is a view of memory in the order [B, heads, S, D].
     Angles and arithmetic are fp32. Source: Su et al. 2021 (RoFormer), section 3.2.2.
     """
     tables_SD = angles(len(heads_SBND), heads_SBND.shape[-1], float(base), heads_SBND.device)
@@ -53,8 +55,8 @@ def rotary(heads_SBND: Tensor, base: float, kernels: Kernels) -> Tensor:
 
 def turned(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels: Kernels) -> Tensor:
     """Rotate heads by the given angles, fp32 [S, D / 2], as `rotary` does."""
-    library = kernels.library_on(heads_SBND.device)
-    if library is None or heads_SBND.dtype not in SUFFIXES:
+    library = kernels.rows_on(heads_SBND.device)
+    if library is None or heads_SBND.dtype not in library.dtypes:
         return plain_rotary(heads_SBND, cosine_SD, sine_SD)
     turned_SBND: Tensor = _Rotary.apply(heads_SBND, cosine_SD, sine_SD, library)
     return turned_SBND
@@ -81,7 +83,9 @@ def plain_rotary(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tens
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: Library) -> Tensor:
+    def forward(
+        ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: RowKernels
+    ) -> Tensor:
         ctx.angles, ctx.library = (cosine_SD, sine_SD), library
         length, batch, heads, size = heads_SBND.shape
         turned_BNSD = heads_SBND.new_empty(batch, heads, length, size)
@@ -95,12 +99,13 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(
-    heads_SBND: Tensor, output_SBND: Tensor, angles: tuple[Tensor, Tensor], turn: float, library: Library
+    heads_SBND: Tensor, output_SBND: Tensor, angles: tuple[Tensor, Tensor], turn: float, library: RowKernels
 ) -> Tensor:
     if heads_SBND.stride(-1) != 1:
         heads_SBND = heads_SBND.contiguous()
     length, batch, heads, size = heads_SBND.shape
     sizes = (length, batch, heads, size // 2)
-    sides = (heads_SBND, *heads_SBND.stride()[:3], output_SBND, *output_SBND.stride()[:3])
+    (from_s, from_b, from_n, _), (to_s, to_b, to_n, _) = heads_SBND.stride(), output_SBND.stride()
+    sides = (heads_SBND, from_s, from_b, from_n, output_SBND, to_s, to_b, to_n)
     library.call("rotate", heads_SBND.dtype, *sides, *sizes, *angles, turn)
     return output_SBND

@@ -1,7 +1,11 @@
 """Which implementation of the passes a model uses: a value made from the configuration and passed to them."""
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -18,7 +22,7 @@ class RowKernels(Protocol):
 
     def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]: ...
 
-    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | None) -> None: ...
+    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -26,17 +30,20 @@ class Kernels:
     """The choice of kernels of one model. Two models of a process may differ in it.
 
     compiled: the compiled library for tensors on the CPU, where it can be built. triton: Triton's kernels for
-    tensors on CUDA; the first pass that needs them imports triton. Everything else is done by PyTorch's
+    tensors on CUDA; the first pass that needs them imports triton. triton_products: also for the experts'
+    grouped products that PyTorch computes without a loop on the host. Everything else is done by PyTorch's
     operators.
     """
 
     compiled: bool = True
     triton: bool = False
+    triton_products: bool = False
 
     @classmethod
     def of(cls, cpu_kernels: str, gpu_kernels: str) -> "Kernels":
         """Return what `model.cpu_kernels` and `model.gpu_kernels` of the configuration choose."""
-        return cls(compiled=cpu_kernels != "plain", triton=gpu_kernels == "triton")
+        triton = gpu_kernels == "triton" or (gpu_kernels == "auto" and triton_problem() == "")
+        return cls(cpu_kernels != "plain", triton, triton_products=gpu_kernels == "triton")
 
     def library_on(self, device: torch.device) -> Library | None:
         """Return the compiled library if it is chosen, can be built, and the device is the CPU; else None."""
@@ -56,9 +63,9 @@ class Kernels:
         return device.type == "cuda" and self.triton
 
     def rows_on(self, device: torch.device) -> RowKernels | None:
-        """Return the kernels for rows of an MoE layer on that device, or None for PyTorch's operators."""
+        """Return the kernels of passes over rows on that device, or None for PyTorch's operators."""
         if self.uses_triton(device):
-            from megamoe.kernels.triton_rows import TritonKernels
+            from megamoe.kernels.triton import TritonKernels
 
             return TritonKernels()
         return self.library_on(device)
@@ -69,5 +76,32 @@ class Kernels:
         fits = found is not None and rows.dtype in found.dtypes and rows.is_contiguous()
         return found if fits else None
 
+    def multiplies(self, rows: Tensor) -> bool:
+        """Return whether Triton's kernels multiply these rows of experts by their weights."""
+        if not self.uses_triton(rows.device):
+            return False
+        return self.triton_products or not has_grouped_product(rows.dtype, rows.device)
+
 
 DEFAULT_KERNELS = Kernels()
+
+
+@cache
+def has_grouped_product(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether PyTorch's grouped product reads the row counts on that CUDA device.
+
+    Otherwise it copies them to the host and loops over the experts.
+    """
+    known = dtype == torch.bfloat16 and torch.cuda.is_available()
+    return known and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def triton_problem() -> str:
+    """Return why this process cannot use Triton, or an empty string if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+    if not any(shutil.which(compiler) for compiler in compilers if compiler):
+        return "triton needs a C compiler, and none was found"
+    return ""

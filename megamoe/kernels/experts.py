@@ -1,8 +1,8 @@
 """The experts' FFNs as one operation over rows grouped by expert: linear, SwiGLU, linear.
 
-They are computed by `grouped_product` and `swiglu`, or on the CPU by the compiled library, which activates a
-product's result while it is in the cache. The library saves the first product alone for the backward pass,
-and writes its gradient over it.
+They are computed by `grouped_product` and `swiglu`, or by kernels that activate a product's result before it
+leaves the cache: the compiled library on the CPU, Triton's on CUDA. These save the first product alone for
+the backward pass, and write its gradient over it.
 """
 
 from typing import Any
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megamoe.kernels.choice import Kernels
-from megamoe.kernels.library import Library
-from megamoe.kernels.products import checked_ends, grouped_product, product_library
+from megamoe.kernels.choice import Kernels, RowKernels
+from megamoe.kernels.products import blas_of, checked_ends, grouped_product, product_library
 from megamoe.kernels.rows import swiglu
 
 
@@ -46,7 +45,7 @@ def plain_swiglu_experts(
 
 
 class _Experts(torch.autograd.Function):
-    """The library's forward and backward pass. It saves the weights themselves, for the reason of
+    """The kernels' forward and backward pass. It saves the weights themselves, for the reason of
     `_GroupedProduct`.
 
     The backward pass overwrites the first product. A second one (retain_graph) computes it again.
@@ -59,13 +58,14 @@ class _Experts(torch.autograd.Function):
         up: Tensor,
         down: Tensor,
         ends: Tensor,
-        library: Library,
+        library: RowKernels,
         kernels: Kernels,
     ) -> Tensor:
         hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
-        sides = (*_blas(library, rows.dtype), rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
-        room = () if rows.dtype == torch.float32 else (rows.new_empty(len(rows), down.shape[2]),)
-        library.call("experts", rows.dtype, *sides, hidden, *room, output)
+        blas = blas_of(library, rows.dtype)  # with it, the activated rows need no memory
+        sides = (*blas, rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
+        active = () if blas else (rows.new_empty(len(rows), down.shape[2]),)
+        library.call("experts", rows.dtype, *sides, hidden, *active, output)
         ctx.save_for_backward(rows, up, down, ends, hidden)
         ctx.library, ctx.kernels, ctx.was_written = library, kernels, False
         return output
@@ -74,7 +74,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, up, down, ends, hidden = ctx.saved_tensors
-        library: Library = ctx.library
+        library: RowKernels = ctx.library
         if ctx.was_written:
             counts = torch.diff(ends, prepend=ends.new_zeros(1))
             hidden = grouped_product(rows, up, counts, ctx.kernels)
@@ -83,8 +83,8 @@ class _Experts(torch.autograd.Function):
         wanted = zip((rows, up, down), ctx.needs_input_grad, strict=False)
         gradients = [torch.empty_like(side) if needed else None for side, needed in wanted]
         sides = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
-        arguments = (*sides, ends, *_sizes(down), hidden, active, *gradients)
-        library.call("experts_backward", rows.dtype, *_blas(library, rows.dtype), *arguments)
+        arguments = (*sides, ends, *_sizes(down), hidden.data, active, *gradients)
+        library.call("experts_backward", rows.dtype, *blas_of(library, rows.dtype), *arguments)
         return *gradients, None, None, None
 
 
@@ -93,14 +93,9 @@ def _sizes(down: Tensor) -> tuple[int, int, int]:
     return experts, hidden_size, ffn_size
 
 
-def _library_for(rows: Tensor, up: Tensor, down: Tensor, kernels: Kernels) -> Library | None:
-    """Return the library if it supports these tensors, else None."""
+def _library_for(rows: Tensor, up: Tensor, down: Tensor, kernels: Kernels) -> RowKernels | None:
+    """Return the kernels that support these tensors, else None."""
     alike = rows.dtype == up.dtype == down.dtype
     fits = alike and up.shape == (len(down), 2 * down.shape[2], down.shape[1])
     library = product_library(rows, up.shape, kernels)
     return library if fits and product_library(rows, down.shape, kernels) is not None else None
-
-
-def _blas(library: Library, dtype: torch.dtype) -> tuple[int | None, ...]:
-    """Return the first arguments of a product in that dtype."""
-    return (library.sgemm,) if dtype == torch.float32 else ()

@@ -2,7 +2,8 @@
 
 PyTorch's grouped GEMM computes it on every device. On the CPU the compiled library replaces it, with any
 number of rows per expert: in fp32 by PyTorch's own BLAS, where each thread takes an equal share of the rows,
-and in bf16 by AMX if the processor has it.
+and in bf16 by AMX if the processor has it. On CUDA Triton's kernels replace it where PyTorch would loop over
+the experts on the host.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.library import Library
 
 TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
@@ -101,8 +102,13 @@ def _to_weight(
     return _compiled("to_weight", library, (gradient_NO, rows_NI), ends_E, weight_EOI, output_EOI)
 
 
-def product_library(rows: Tensor, shape: torch.Size, kernels: Kernels) -> Library | None:
-    """Return the library if it supports the product of such rows with weights of that shape, else None."""
+def product_library(rows: Tensor, shape: torch.Size, kernels: Kernels) -> RowKernels | None:
+    """Return the library, or Triton's kernels, for the product of such rows with weights of that shape.
+
+    Return None for PyTorch's.
+    """
+    if kernels.multiplies(rows):
+        return kernels.rows_for(rows)
     library = kernels.library_for(rows)
     if library is None:
         return None
@@ -115,7 +121,7 @@ def product_library(rows: Tensor, shape: torch.Size, kernels: Kernels) -> Librar
 
 def _compiled(
     name: str,
-    library: Library,
+    library: RowKernels,
     factors: tuple[Tensor, Tensor],
     ends_E: Tensor,
     weight_EOI: Tensor,
@@ -123,6 +129,11 @@ def _compiled(
 ) -> Tensor:
     num_experts, out_size, in_size = weight_EOI.shape
     dtype = output.dtype
-    blas = (library.sgemm,) if dtype == torch.float32 else ()
-    library.call(name, dtype, *blas, *factors, ends_E, num_experts, in_size, out_size, output)
+    arguments = (*blas_of(library, dtype), *factors, ends_E, num_experts, in_size, out_size, output)
+    library.call(name, dtype, *arguments)
     return output
+
+
+def blas_of(library: RowKernels, dtype: torch.dtype) -> tuple[int | None, ...]:
+    """Return the first arguments of a product in that dtype: the compiled library's sgemm in fp32."""
+    return (library.sgemm,) if isinstance(library, Library) and dtype == torch.float32 else ()

@@ -20,8 +20,8 @@ from megamoe.kernels.choice import Kernels, RowKernels
 class RowTokens:
     """The token of each row.
 
-    token_N: int64. row_N: the rows ordered by token, stably. ends_T: where the rows of each token end in
-    row_N. row_N and ends_T are for kernels, and None without them.
+    token_N: int64. row_N: the rows ordered by token. ends_T: where the rows of each token end in row_N. row_N
+    and ends_T are for kernels, and None without them. Kernels sum a token's rows in the order of row_N.
     """
 
     token_N: Tensor
@@ -36,6 +36,24 @@ class RowTokens:
         if chosen is None:
             return cls(token_N, num_tokens)
         return cls(token_N, num_tokens, *chosen.rows_by_token(token_N, num_tokens))
+
+    @classmethod
+    def of_pairs(cls, token_N: Tensor, order: "Order", num_tokens: int, kernels: Kernels) -> "RowTokens":
+        """Return the RowTokens of rows that `order` makes of pairs. token_N: the pairs' tokens, ascending.
+
+        Triton's kernels need no second sort: `order` knows where the rows of neighbouring pairs are. They sum
+        a token's rows in the order of its pairs; the compiled library does in that of its experts.
+        """
+        moved_N = token_N.index_select(0, order.order_N)
+        if not kernels.uses_triton(token_N.device):
+            return cls.of(moved_N, num_tokens, kernels)
+        return cls(moved_N, num_tokens, order.place_N, ends_of(token_N, num_tokens))
+
+
+def ends_of(sorted_N: Tensor, size: int) -> Tensor:
+    """Return where each of the keys 0 .. size-1 ends in an ascending list of keys, int64 [size]."""
+    key_S = torch.arange(size, device=sorted_N.device, dtype=sorted_N.dtype)
+    return torch.searchsorted(sorted_N, key_S, right=True)
 
 
 @dataclass

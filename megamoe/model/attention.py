@@ -29,8 +29,8 @@ class BlockConfig(TransformerConfig):
 class SDPAttention(nn.Module):
     """Core attention, causal in whole sequences or in their documents.
 
-    It replaces Megatron-Core's `DotProductAttention` in a layer specification; grouped-query attention by broadcasting
-    the key and value heads. On the CPU it applies the rotary positions (`BlockConfig.own_rotary_base`).
+    It replaces Megatron-Core's `DotProductAttention` in a layer specification. Grouped-query attention
+    broadcasts the key and value heads. On the CPU it applies the rotary positions (`BlockConfig.own_rotary_base`).
     """
 
     def __init__(

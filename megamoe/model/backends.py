@@ -12,6 +12,7 @@ from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, OLDEST, fp8_a
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
 from megamoe.errors import UserError
+from megamoe.kernels.choice import Kernels, has_grouped_product, triton_problem
 from megamoe.kernels.library import find_library
 
 
@@ -130,8 +131,8 @@ def _check_triton() -> None:
     asked = "model.gpu_kernels: found triton"
     if not has_cuda():
         raise UserError(f"{asked}, but there is no CUDA device; set model.gpu_kernels: plain")
-    if not is_installed("triton"):
-        raise UserError(f"{asked}, but it is not installed; install triton, or set model.gpu_kernels: plain")
+    if triton_problem():
+        raise UserError(f"{asked}, but {triton_problem()}; install it, or set model.gpu_kernels: plain")
 
 
 def _check_fp8_options(model: ModelConfig) -> None:
@@ -187,12 +188,15 @@ def _check_fp8_sizes(config: RunConfig) -> None:
             )
 
 
-def backend_rows(config: RunConfig) -> dict[str, str]:
-    """What the start-up summary says: of each accelerator, what this run has from it."""
+def backend_rows(config: RunConfig, precision: str = "bf16") -> dict[str, str]:
+    """What the start-up summary says: of each accelerator, what this run has from it.
+
+    precision: of the run's weights.
+    """
     return {
         "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU, gloo",
         "CPU kernels": _cpu_kernels_row(config),
-        **({"GPU kernels": _gpu_kernels_row(config)} if has_cuda() else {}),
+        **(_gpu_rows(config, precision) if has_cuda() else {}),
         "Transformer Engine": _engine_row(config),
         "Apex": "norms" if uses_apex_norms(config.model) else "none",
     }
@@ -209,10 +213,25 @@ def _cpu_kernels_row(config: RunConfig) -> str:
     return f"compiled, experts in bf16 by {'AMX' if library.has_tiles else 'PyTorch'}"
 
 
-def _gpu_kernels_row(config: RunConfig) -> str:
-    if config.model.gpu_kernels == "plain":
-        return "PyTorch's (model.gpu_kernels: plain)"
-    return "Triton's for the rows of MoE layers"
+def _gpu_rows(config: RunConfig, precision: str) -> dict[str, str]:
+    """Return who computes our own passes on CUDA, and the grouped products of the experts."""
+    model = config.model
+    kernels, key = Kernels.of(model.cpu_kernels, model.gpu_kernels), f"model.gpu_kernels: {model.gpu_kernels}"
+    passes = "MoE rows, norms, rotary positions, loss"
+    rows = {"GPU kernels": f"Triton's: {passes}" if kernels.triton else f"PyTorch's ({key})"}
+    if model.gpu_kernels == "auto" and triton_problem():
+        rows["GPU kernels"] = f"PyTorch's: {triton_problem()}"
+    if not moe_layer_numbers(config.moe, model.num_layers):
+        return rows
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    fast = has_grouped_product(dtype, torch.device("cuda"))
+    if uses_transformer_engine(model):
+        products = "Transformer Engine's"
+    elif kernels.triton and (kernels.triton_products or not fast):
+        products = "Triton's"
+    else:
+        products = "PyTorch's" if fast else f"PyTorch's, which waits for the device and loops in {precision}"
+    return {**rows, "experts' products": products}
 
 
 def _engine_row(config: RunConfig) -> str:

@@ -50,9 +50,10 @@ class Decoder(GPTModel):
     label_smoothing = 0.0
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """int64 [B, S] and [S, B, vocabulary slice] -> fp32 [B, S]; overwrites fp32 logits."""
+        """int64 [B, S] and [S, B, vocabulary slice] -> fp32 [B, S]; may write into the logits."""
         labels_SB = labels.transpose(0, 1).contiguous()
-        return token_losses(logits.float(), labels_SB, self.label_smoothing).transpose(0, 1)
+        losses_SB = token_losses(logits, labels_SB, self.label_smoothing, self.config.kernels)
+        return losses_SB.transpose(0, 1)
 
 
 class GPT(nn.Module):

@@ -15,6 +15,7 @@ from torch import nn
 
 from megamoe.compat.megatron_compat import ffn_submodules
 from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.kernels.choice import Kernels
 from megamoe.model.attention import SDPAttention, SplittingSelfAttention
 from megamoe.model.backends import fp8_format, has_cuda, uses_apex_norms, uses_transformer_engine
 from megamoe.model.norm import Norm
@@ -58,7 +59,9 @@ def choose_modules(config: RunConfig) -> Modules:
     """Return the classes that model.backend and model.norm_kernel select on this machine."""
     if not uses_transformer_engine(config.model):
         norm = ApexNorm if uses_apex_norms(config.model) else Norm
-        return Modules(norm=norm, own_rotation=not has_cuda())
+        kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+        # Without a kernel of ours, Megatron-Core's operators move fewer bytes than our plain form.
+        return Modules(norm=norm, own_rotation=not has_cuda() or kernels.triton)
     from megatron.core.extensions import transformer_engine as engine
 
     return Modules(

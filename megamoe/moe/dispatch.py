@@ -166,8 +166,7 @@ class AllToAllDispatch:
 
 def _sort_by_expert(routing: Routing, kernels: Kernels) -> Plan:
     by_expert_N = Order.by_key(routing.pairs.expert_N, routing.num_experts, kernels)
-    token_N = routing.pairs.token_N.index_select(0, by_expert_N.order_N)
-    rows = RowTokens.of(token_N, routing.num_tokens, kernels)
+    rows = RowTokens.of_pairs(routing.pairs.token_N, by_expert_N, routing.num_tokens, kernels)
     return Plan(rows, permute(routing.pairs.weight_N, by_expert_N))
 
 

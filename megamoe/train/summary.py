@@ -56,7 +56,7 @@ def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int)
         "run": _run_rows(config, run.schedule, run.steps, first_step),
         "model": _model_rows(config, run.vocabulary, size),
         "ranks": _rank_rows(run, world, rollouts, size),
-        "backends": list(backend_rows(config).items()),
+        "backends": list(backend_rows(config, run.plan.precision).items()),
     }
 
 

@@ -12,11 +12,14 @@ from megamoe.compat.torch_compat import (
     AdamState,
     add_to_all,
     assert_on_device,
+    copy_all,
     loader_deaths_raise,
     loader_processes,
+    norms_of_all,
     scale_all,
     sgemm_address,
     shut_down_loader,
+    step_with_scaled_gradients,
 )
 
 NUMBERS = TensorDataset(torch.arange(100))
@@ -27,8 +30,30 @@ def test_foreach_operators() -> None:
     scale_all(tensors, 3.0)
     add_to_all(tensors, 1.0)
     assert [tensor.tolist() for tensor in tensors] == [[4.0] * 2, [4.0] * 3]
-    public = [name for name in ("foreach_mul_", "foreach_add_") if hasattr(torch, name)]
+    halves = [torch.empty(2, dtype=torch.bfloat16), torch.empty(3, dtype=torch.bfloat16)]
+    copy_all(halves, tensors)
+    assert [half.tolist() for half in halves] == [[4.0] * 2, [4.0] * 3]
+    norms = norms_of_all([*tensors, torch.full((5,), 3.0, dtype=torch.bfloat16)])
+    assert all(norm.dtype == torch.float32 for norm in norms)
+    torch.testing.assert_close(torch.stack(norms), torch.tensor([32.0, 48.0, 45.0]).sqrt())
+    names = ("foreach_mul_", "foreach_add_", "foreach_copy_", "foreach_norm")
+    public = [name for name in names if hasattr(torch, name)]
     assert not public, "PyTorch has public names for them now"
+
+
+def test_steps_with_scaled_gradients() -> None:
+    """As with gradients that were scaled before; the next step is not scaled."""
+    starts = torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
+    weights = [torch.nn.Parameter(starts[0].clone()) for _ in range(2)]
+    optimizers = [torch.optim.Adam([weight], lr=0.1, weight_decay=0.1, fused=True) for weight in weights]
+    for factor in (0.3, 1e-4, 1.0):
+        for weight in weights:
+            weight.grad = starts[1].clone()
+        step_with_scaled_gradients(optimizers[0], factor, torch.device("cpu"))
+        weights[1].grad = starts[1] * factor
+        optimizers[1].step()
+        torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
+    assert not hasattr(optimizers[0], "grad_scale")
 
 
 def test_assert_on_device() -> None:

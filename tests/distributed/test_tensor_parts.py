@@ -1,5 +1,7 @@
 """The components of tensor parallelism, on the ranks of one world: 4 of them, and 2 and 2."""
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import stand_in_for_cuda
+from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.model.attention import SDPAttention
-from megamoe.model.loss import token_losses
+from megamoe.model.loss import narrow_token_losses, whole_token_losses
 from megamoe.model.random_streams import OneStream, use_one_stream
 from megamoe.moe.process_groups import TokenSpread
 from megamoe.parallel import launch
@@ -38,7 +41,11 @@ def every_part() -> dict[int, Found]:
             group = start_groups(layout, timeout_minutes=1).tensor
             place = layout.tensor_rank(world.rank)
             found[size] = {
-                "loss": {smoothing: spread_loss(place, size, smoothing) for smoothing in SMOOTHINGS},
+                "loss": {
+                    (way, smoothing): spread_loss(place, size, smoothing, way)
+                    for way in LOSSES
+                    for smoothing in SMOOTHINGS
+                },
                 "rows": spread_rows(place, size, group),
                 "stream": one_stream(layout.data_rank(world.rank)),
                 "sums": {
@@ -67,17 +74,24 @@ def loss_problem() -> tuple[Tensor, Tensor, Tensor]:
     return logits_SBV, torch.tensor([[0, 15], [4, 7], [8, 11]]), torch.randn(S, B, generator=generator)
 
 
-def spread_loss(place: int, size: int, smoothing: float) -> tuple[Tensor, Tensor]:
+LOSSES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "whole": whole_token_losses,
+    "narrow": functools.partial(narrow_token_losses, kernels=DEFAULT_KERNELS),
+}
+
+
+def spread_loss(place: int, size: int, smoothing: float, way: str) -> tuple[Tensor, Tensor]:
     logits_SBV, labels_SB, upstream_SB = loss_problem()
     own_SBV = logits_SBV.chunk(size, -1)[place].clone().requires_grad_()
-    losses_SB = token_losses(own_SBV * 1, labels_SB, smoothing)
+    losses_SB = LOSSES[way](own_SBV * 1, labels_SB, smoothing)
     return losses_SB.detach(), torch.autograd.grad(losses_SB, own_SBV, upstream_SB)[0]
 
 
+@pytest.mark.parametrize("way", LOSSES)
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_loss_over_a_vocabulary_cut_in_pieces(
-    ranks: list[dict[int, Found]], size: int, smoothing: float
+    ranks: list[dict[int, Found]], size: int, smoothing: float, way: str
 ) -> None:
     """Against -sum_v t_v log p_v, in which the other words share the smoothing."""
     logits_SBV, labels_SB, upstream_SB = loss_problem()
@@ -85,7 +99,7 @@ def test_the_loss_over_a_vocabulary_cut_in_pieces(
     target_SBV = torch.full((S, B, V), smoothing / (V - 1)).scatter(-1, labels_SB[..., None], 1 - smoothing)
     expected_SB = -(target_SBV * logits_SBV.log_softmax(-1)).sum(-1)
     (gradient_SBV,) = torch.autograd.grad(expected_SB, logits_SBV, upstream_SB)
-    found = [rank[size]["loss"][smoothing] for rank in ranks]
+    found = [rank[size]["loss"][way, smoothing] for rank in ranks]
     for losses_SB, _ in found:
         torch.testing.assert_close(losses_SB, expected_SB.detach(), rtol=1e-5, atol=1e-5)
     for first in range(0, RANKS, size):

@@ -1,7 +1,6 @@
 """Checks of Triton's kernels without a GPU, in a process of their own: Triton decides once how to run.
 
     TRITON_INTERPRET=1 python -m tests.kernels.on_interpreter NAME ...    # the kernels, run on CPU tensors
-    python -m tests.kernels.on_interpreter compiles_for_gpus              # compiled, run by nobody
 
 prints, as JSON, each check's name and its traceback, empty where it passed.
 """
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megamoe.kernels import choice
 from megamoe.kernels.choice import Kernels
 from tests.in_subprocess import checks_of, run_checks
 from tests.kernels import chosen as passes
@@ -32,7 +32,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 @contextmanager
 def on_triton() -> Iterator[list[str]]:
     """CPU tensors are for Triton; gives the names of the passes that it ran."""
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     names: list[str] = []
 
@@ -41,7 +41,11 @@ def on_triton() -> Iterator[list[str]]:
             names.append(name)
             super().call(name, dtype, *arguments)
 
-    with mock.patch.object(Kernels, "rows_on", lambda self, device: Recorded()):
+    chosen: dict[str, Any] = {
+        "rows_on": lambda self, device: Recorded(),
+        "uses_triton": lambda self, device: True,
+    }
+    with mock.patch.multiple(Kernels, **chosen, multiplies=lambda self, rows: True):
         yield names
 
 
@@ -90,15 +94,24 @@ def close(found: list[Tensor], exact: list[Tensor], case: str) -> None:
         )
 
 
-def check_outputs_and_gradients_are_those_of_float64() -> None:
+CASES = [(case, width, torch.float32) for case in TOKENS for width in (1, 16, 1030)]
+CASES += [("uneven", width, dtype) for width in (7, 1030) for dtype in (torch.bfloat16, torch.float16)]
+EVERY_CASE = [(case, width, dtype) for case in TOKENS for width in WIDTHS for dtype in TOLERANCES]
+
+
+def check_outputs_and_gradients_are_those_of_float64(
+    cases: list[tuple[str, int, torch.dtype]] = CASES,
+) -> None:
     for name, (run, exact, expected_names) in PASSES.items():
-        for case, tokens in TOKENS.items():
-            for width in WIDTHS:
-                for dtype in TOLERANCES:
-                    with on_triton() as names:
-                        found = run(dtype, *tokens, width)
-                    assert names == expected_names
-                    close(found, exact(dtype, *tokens, width), f"{name}, {case}, {width}, {dtype}")
+        for case, width, dtype in cases:
+            with on_triton() as names:
+                found = run(dtype, *TOKENS[case], width)
+            assert names == expected_names
+            close(found, exact(dtype, *TOKENS[case], width), f"{name}, {case}, {width}, {dtype}")
+
+
+def check_all_outputs_and_gradients_are_those_of_float64() -> None:
+    check_outputs_and_gradients_are_those_of_float64(EVERY_CASE)
 
 
 def check_outputs_and_gradients_are_the_plain_ones() -> None:
@@ -120,7 +133,7 @@ def check_numbers_by_hand_and_at_extremes() -> None:
 
 
 def check_rows_by_token() -> None:
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     strided_N = torch.tensor([[2, 9], [0, 9], [2, 9], [4, 9]])[:, 0]
     for token_N in (strided_N, strided_N.to(torch.int32)):
@@ -135,7 +148,7 @@ def check_rows_by_token() -> None:
 
 def check_nothing_is_read_or_written_beside_the_rows() -> None:
     """The inputs are surrounded by NaN and the outputs by sevens."""
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     def inside(numbers: Tensor, around: float) -> tuple[Tensor, Tensor]:
         edge = torch.full((2048,), around, dtype=numbers.dtype)
@@ -175,7 +188,7 @@ def check_a_nan_stays_in_its_token() -> None:
 
 def check_rows_of_more_than_two_billion_numbers() -> None:
     """A sparse file holds only the row that is read; with 32-bit indices, row 1 would be read."""
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     width, row = 2**10, 2**22 + 1
     with tempfile.TemporaryDirectory() as folder:
@@ -202,12 +215,24 @@ def check_what_does_not_fit_is_pytorchs() -> None:
 
 
 def check_the_choice() -> None:
-    from megamoe.kernels.triton_rows import TritonKernels
+    from megamoe.kernels.triton import TritonKernels
 
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert Kernels().rows_on(cuda) is None
     assert isinstance(Kernels(triton=True).rows_on(cuda), TritonKernels)
     assert not isinstance(Kernels(triton=True).rows_on(cpu), TritonKernels)
+    rows = mock.Mock(device=cuda, dtype=torch.bfloat16)
+    for capability, expected in (((9, 0), False), ((8, 0), True)):
+        choice.has_grouped_product.cache_clear()
+        with (
+            mock.patch("torch.cuda.is_available", return_value=True),
+            mock.patch("torch.cuda.get_device_capability", return_value=capability),
+        ):
+            assert Kernels(triton=True).multiplies(rows) is expected
+            assert Kernels(triton=True, triton_products=True).multiplies(rows)
+            assert Kernels(triton=True).multiplies(mock.Mock(device=cuda, dtype=torch.float32))
+            assert not Kernels().multiplies(rows)
+    choice.has_grouped_product.cache_clear()
 
 
 def check_a_whole_layer() -> None:
@@ -221,33 +246,9 @@ def check_a_whole_layer() -> None:
 
     with on_triton() as names:
         found = run()
-    assert names == ["swiglu", "combine", "combine_backward", "swiglu_backward", "combine"]
+    assert names == ["experts", "combine", "combine_backward", "experts_backward", "combine"]
     with on_plain():
         torch.testing.assert_close(found, run(), rtol=1e-5, atol=1e-5)
-
-
-def check_compiles_for_gpus() -> None:
-    """The interpreter takes what Triton's compiler does not. Without TRITON_INTERPRET."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from megamoe.kernels import triton_rows
-
-    def compiled(kernel: Any, kinds: dict[str, str], capability: int, **constants: Any) -> None:
-        signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
-        source = triton.compiler.ASTSource(kernel, signature, {**constants, "BLOCK": 1024})
-        code = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
-        assert code["cubin"] and "cvt.rz" not in code["ptx"]
-        assert ("cvt.rn.bf16" in code["ptx"]) == ("*bf16" in kinds.values())
-
-    for number, capability in (("bf16", 80), ("bf16", 90), ("fp32", 90), ("fp16", 90)):
-        names = ("rows", "out", "gradient", "to_rows")
-        kinds = dict.fromkeys(names, f"*{number}") | dict.fromkeys(("row", "ends", "token"), "*i64")
-        kinds |= {"width": "i32"} | dict.fromkeys(("weight", "to_weight"), "*fp32")
-        for name in ("_combine", "_combine_backward", "_swiglu", "_swiglu_backward"):
-            compiled(getattr(triton_rows, name), kinds, capability)
-        without = {name: kind for name, kind in kinds.items() if name != "weight"}
-        compiled(triton_rows._combine, without, capability, weight=None)
 
 
 CHECKS = checks_of(globals())

@@ -1,4 +1,4 @@
-"""Triton's passes over rows, in its interpreter and through its compiler: on_interpreter.py. No GPU."""
+"""Triton's passes over rows, in its interpreter: on_interpreter.py. No GPU."""
 
 import importlib.util
 import json
@@ -12,8 +12,8 @@ import pytest
 from tests.kernels.on_interpreter import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILED = "compiles_for_gpus"
-INTERPRETED = [check for check in CHECKS if check != COMPILED]
+INTERPRETED = list(CHECKS)
+LONG = "all_outputs_and_gradients_are_those_of_float64"
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -38,11 +38,8 @@ def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
     return run_checks(asked, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("check", INTERPRETED)
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=pytest.mark.full if check == LONG else ()) for check in INTERPRETED]
+)
 def test_in_the_interpreter(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""
-
-
-def test_compiles_for_gpus(tmp_path: Path) -> None:
-    verdicts = run_checks([COMPILED], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert verdicts[COMPILED] == ""

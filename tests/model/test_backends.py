@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from megamoe.errors import UserError
+from megamoe.kernels import choice
+from megamoe.kernels.choice import Kernels
 from megamoe.model import backends
 from megamoe.model.attention import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
@@ -101,14 +103,15 @@ def test_triton_is_refused_where_it_is_not_installed(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "has_cuda", lambda: True)
+    monkeypatch.setattr(backends, "triton_problem", lambda: "triton is not installed")
     check_on(tiny(), 1)
     with pytest.raises(UserError) as refused:
         check_on(tiny("model.gpu_kernels=triton"), 1)
     assert str(refused.value) == (
-        "model.gpu_kernels: found triton, but it is not installed; install triton, or set "
+        "model.gpu_kernels: found triton, but triton is not installed; install it, or set "
         "model.gpu_kernels: plain"
     )
-    monkeypatch.setattr(backends, "is_installed", lambda name: name == "triton")
+    monkeypatch.setattr(backends, "triton_problem", lambda: "")
     check_on(tiny("model.gpu_kernels=triton"), 1)
 
 
@@ -134,11 +137,47 @@ def test_the_summary_names_the_gpus_kernels_where_there_is_one(
 ) -> None:
     assert "GPU kernels" not in backend_rows(tiny())
     monkeypatch.setattr(backends, "has_cuda", lambda: True)
-    summaries = [backend_rows(tiny(f"model.gpu_kernels={name}")) for name in ("plain", "triton")]
-    assert [summary["GPU kernels"] for summary in summaries] == [
-        "PyTorch's (model.gpu_kernels: plain)",
-        "Triton's for the rows of MoE layers",
-    ]
+    found = {}
+    for is_hopper in (True, False):
+        monkeypatch.setattr(backends, "has_grouped_product", lambda dtype, device, fast=is_hopper: fast)
+        for name in ("plain", "triton", "auto"):
+            for problem in ("", "no Triton here"):
+                monkeypatch.setattr(backends, "triton_problem", lambda problem=problem: problem)
+                monkeypatch.setattr(choice, "triton_problem", lambda problem=problem: problem)
+                rows = backend_rows(tiny(f"model.gpu_kernels={name}"), "fp16")
+                found[is_hopper, name, problem] = (rows["GPU kernels"], rows["experts' products"])
+    triton = "Triton's: MoE rows, norms, rotary positions, loss"
+    loop = "PyTorch's, which waits for the device and loops in fp16"
+    assert found[True, "plain", ""] == ("PyTorch's (model.gpu_kernels: plain)", "PyTorch's")
+    assert found[False, "plain", ""] == ("PyTorch's (model.gpu_kernels: plain)", loop)
+    assert found[True, "triton", ""] == found[False, "triton", ""] == (triton, "Triton's")
+    assert found[True, "auto", ""] == (triton, "PyTorch's")
+    assert found[False, "auto", ""] == (triton, "Triton's")
+    assert found[False, "auto", "no Triton here"] == ("PyTorch's: no Triton here", loop)
+
+
+def test_triton_is_the_default_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for problem, expected in (("", True), ("no compiler", False)):
+        monkeypatch.setattr(choice, "triton_problem", lambda problem=problem: problem)
+        assert [Kernels.of("auto", name).triton for name in ("auto", "triton", "plain")] == [
+            expected,
+            True,
+            False,
+        ]
+    assert tiny().model.gpu_kernels == "auto"
+
+
+def test_what_triton_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, compiler, expected in (
+        ("triton", "/usr/bin/gcc", ""),
+        ("triton", None, "triton needs a C compiler, and none was found"),
+        ("other", "/usr/bin/gcc", "triton is not installed"),
+    ):
+        choice.triton_problem.cache_clear()
+        monkeypatch.setattr("importlib.util.find_spec", lambda asked, name=name: asked == name or None)
+        monkeypatch.setattr("shutil.which", lambda asked, compiler=compiler: compiler)
+        assert choice.triton_problem() == expected
+    choice.triton_problem.cache_clear()
 
 
 def test_without_them_everything_is_pytorchs(nothing_installed: None) -> None:

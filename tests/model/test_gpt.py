@@ -232,17 +232,19 @@ def test_the_base_of_rotary_positions_reaches_attention(one_rank: None) -> None:
     assert ((found[0] - found[1]).abs() > 1e-5).all()
 
 
-def test_on_cuda_megatron_core_applies_rotary_positions(
+def test_on_cuda_without_triton_megatron_core_applies_rotary_positions(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its operators and ours give the same losses."""
     tokens, labels = text()
-    config = tiny("model.init_std=0.5", "model.rope_base=50")
+    config = tiny("model.init_std=0.5", "model.rope_base=50", "model.gpu_kernels=plain")
     ours = tiny_gpt(config)
     monkeypatch.setattr(modules, "has_cuda", lambda: True)
     theirs = tiny_gpt(config)
     assert [gpt.model.position_embedding_type for gpt in (ours, theirs)] == ["none", "rope"]
     assert not theirs.model.config.apply_rope_fusion
+    with_triton = tiny_gpt(tiny("model.gpu_kernels=triton"))
+    assert with_triton.model.position_embedding_type == "none"
     found, expected = (gpt(tokens, POSITIONS, labels) for gpt in (theirs, ours))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -1,0 +1,243 @@
+"""The experts' FFNs with SwiGLU as Triton kernels: the activation is computed beside the products.
+
+The first product writes its result, which the backward pass needs, and the activated rows. The backward pass
+computes the gradient of the first product's result where the gradient of the activated rows comes out of its
+product, and the activated rows once more. Sizes: N rows, E experts, H hidden, F FFN columns.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megamoe.kernels.operators import kernel_operator
+from megamoe.kernels.triton.blocks import tile_for
+from megamoe.kernels.triton.costs import bytes_of
+from megamoe.kernels.triton.products import (
+    add_product,
+    find_rows,
+    grid_of,
+    multiply,
+    precision_of,
+    weigh,
+)
+
+
+def _cost_of_forward(
+    rows_NH: Tensor,
+    up_EGH: Tensor,
+    down_EHF: Tensor,
+    ends_E: Tensor,
+    count: int,
+    hidden_size: int,
+    ffn_size: int,
+    hidden_NG: Tensor,
+    active_NF: Tensor,
+    out_NH: Tensor,
+) -> tuple[int, int]:
+    """Return (bytes, FLOPs): the activated rows are written and read."""
+    moved = bytes_of(rows_NH, up_EGH, down_EHF, ends_E, hidden_NG, active_NF, active_NF, out_NH)
+    return moved, 6 * len(rows_NH) * hidden_size * ffn_size
+
+
+@kernel_operator(
+    "experts",
+    mutates={"hidden_NG", "active_NF", "out_NH"},
+    bytes_moved=lambda *arguments, result: _cost_of_forward(*arguments)[0],
+    flops=lambda *arguments, result: _cost_of_forward(*arguments)[1],
+    launches=2,
+)
+def experts(
+    rows_NH: Tensor,
+    up_EGH: Tensor,
+    down_EHF: Tensor,
+    ends_E: Tensor,
+    count: int,
+    hidden_size: int,
+    ffn_size: int,
+    hidden_NG: Tensor,
+    active_NF: Tensor,
+    out_NH: Tensor,
+) -> None:
+    """Compute hidden = up rows (gate | value), active = SwiGLU(hidden), out = down active. G = 2 F."""
+    if not len(rows_NH):
+        return
+    tile = tile_for("up", rows_NH)
+    _up[grid_of(rows_NH, count, ffn_size, tile)](
+        rows_NH,
+        up_EGH,
+        ends_E,
+        count,
+        hidden_size,
+        ffn_size,
+        hidden_NG,
+        active_NF,
+        EXPERTS=triton.next_power_of_2(count),
+        PRECISION=precision_of(rows_NH),
+        **tile.options(),
+    )
+    sizes = (count, ffn_size, hidden_size)
+    multiply(active_NF, down_EHF, ends_E, *sizes, out_NH, weight_is_out_in=True)
+
+
+def _cost_of_backward(
+    sent_NH: Tensor,
+    rows_NH: Tensor,
+    up_EGH: Tensor,
+    down_EHF: Tensor,
+    ends_E: Tensor,
+    count: int,
+    hidden_size: int,
+    ffn_size: int,
+    hidden_NG: Tensor,
+    active_NF: Tensor,
+    to_rows_NH: Tensor | None,
+    to_up_EGH: Tensor | None,
+    to_down_EHF: Tensor | None,
+) -> tuple[int, int]:
+    """Return (bytes, FLOPs) of the product for the activated rows and of the gradients that are wanted."""
+    product = 2 * len(rows_NH) * hidden_size * ffn_size
+    moved = bytes_of(sent_NH, down_EHF, ends_E, hidden_NG, hidden_NG, active_NF)
+    flops = product
+    if to_down_EHF is not None:
+        moved, flops = moved + bytes_of(sent_NH, active_NF, to_down_EHF), flops + product
+    if to_rows_NH is not None:
+        moved, flops = moved + bytes_of(hidden_NG, up_EGH, to_rows_NH), flops + 2 * product
+    if to_up_EGH is not None:
+        moved, flops = moved + bytes_of(hidden_NG, rows_NH, to_up_EGH), flops + 2 * product
+    return moved, flops
+
+
+@kernel_operator(
+    "experts_backward",
+    mutates={"hidden_NG", "active_NF", "to_rows_NH", "to_up_EGH", "to_down_EHF"},
+    bytes_moved=lambda *arguments, result: _cost_of_backward(*arguments)[0],
+    flops=lambda *arguments, result: _cost_of_backward(*arguments)[1],
+    launches=4,
+)
+def experts_backward(
+    sent_NH: Tensor,
+    rows_NH: Tensor,
+    up_EGH: Tensor,
+    down_EHF: Tensor,
+    ends_E: Tensor,
+    count: int,
+    hidden_size: int,
+    ffn_size: int,
+    hidden_NG: Tensor,
+    active_NF: Tensor,
+    to_rows_NH: Tensor | None,
+    to_up_EGH: Tensor | None,
+    to_down_EHF: Tensor | None,
+) -> None:
+    """Compute the gradients that are not None. It writes the gradient of `hidden_NG` over it, and
+    active_NF."""
+    if len(rows_NH):
+        tile = tile_for("down_backward", rows_NH)
+        _down_backward[grid_of(rows_NH, count, ffn_size, tile)](
+            sent_NH,
+            down_EHF,
+            ends_E,
+            count,
+            hidden_size,
+            ffn_size,
+            hidden_NG,
+            active_NF,
+            EXPERTS=triton.next_power_of_2(count),
+            PRECISION=precision_of(rows_NH),
+            **tile.options(),
+        )
+    if to_down_EHF is not None:
+        weigh(sent_NH, active_NF, ends_E, count, ffn_size, hidden_size, to_down_EHF)
+    if to_rows_NH is not None:
+        sizes = (count, 2 * ffn_size, hidden_size)
+        multiply(hidden_NG, up_EGH, ends_E, *sizes, to_rows_NH, weight_is_out_in=False)
+    if to_up_EGH is not None:
+        weigh(hidden_NG, rows_NH, ends_E, count, hidden_size, 2 * ffn_size, to_up_EGH)
+
+
+@triton.jit
+def _up(  # type: ignore[no-untyped-def]
+    rows,
+    up,
+    ends,
+    experts,
+    inner,
+    width,
+    hidden,
+    active,
+    EXPERTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each program computes COLUMNS of the gate, those of the value, and the activation of both."""
+    expert, first, count, left = find_rows(ends, experts, width, EXPERTS, ROWS, COLUMNS)
+    if expert < experts:
+        row = tl.arange(0, ROWS)
+        column = left + tl.arange(0, COLUMNS)
+        gates = up + expert.to(tl.int64) * 2 * width * inner
+        values = gates + tl.cast(width, tl.int64) * inner
+        rows += first * inner
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        value = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for depth in range(0, inner, DEPTH):
+            gate = add_product(
+                gate, rows, row, count, gates, column, width, depth, inner, True, PRECISION, DEPTH
+            )
+            value = add_product(
+                value, rows, row, count, values, column, width, depth, inner, True, PRECISION, DEPTH
+            )
+        inside = (row < count)[:, None] & (column < width)[None, :]
+        place = hidden + first * 2 * width + (row[:, None] * 2 * width + column[None, :])
+        # The activation is that of the rounded numbers, which the backward pass reads.
+        gate = gate.to(hidden.dtype.element_ty)
+        value = value.to(hidden.dtype.element_ty)
+        tl.store(place, gate, mask=inside)
+        tl.store(place + width, value, mask=inside)
+        gate = gate.to(tl.float32)
+        product = gate * tl.sigmoid(gate) * value.to(tl.float32)
+        place = active + first * width + (row[:, None] * width + column[None, :])
+        tl.store(place, product.to(active.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _down_backward(  # type: ignore[no-untyped-def]
+    sent,
+    down,
+    ends,
+    experts,
+    inner,
+    width,
+    hidden,
+    active,
+    EXPERTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each program computes COLUMNS of the activated rows' gradient and what follows from it."""
+    expert, first, count, left = find_rows(ends, experts, width, EXPERTS, ROWS, COLUMNS)
+    if expert < experts:
+        row = tl.arange(0, ROWS)
+        column = left + tl.arange(0, COLUMNS)
+        own = down + expert.to(tl.int64) * inner * width
+        sent += first * inner
+        sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for depth in range(0, inner, DEPTH):
+            sum = add_product(
+                sum, sent, row, count, own, column, width, depth, inner, False, PRECISION, DEPTH
+            )
+        inside = (row < count)[:, None] & (column < width)[None, :]
+        place = hidden + first * 2 * width + (row[:, None] * 2 * width + column[None, :])
+        # Rounded as between a product and a pass of its own.
+        received = sum.to(hidden.dtype.element_ty).to(tl.float32)
+        gate = tl.load(place, mask=inside, other=0).to(tl.float32)
+        value = tl.load(place + width, mask=inside, other=0).to(tl.float32)
+        share = tl.sigmoid(gate)
+        to_gate = received * value * share * (1 + gate * (1 - share))
+        tl.store(place, to_gate.to(hidden.dtype.element_ty), mask=inside)
+        tl.store(place + width, (received * gate * share).to(hidden.dtype.element_ty), mask=inside)
+        place = active + first * width + (row[:, None] * width + column[None, :])
+        tl.store(place, (gate * share * value).to(active.dtype.element_ty), mask=inside)
