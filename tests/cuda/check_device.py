@@ -220,6 +220,7 @@ def check_waits_of_the_host_are_found() -> None:
         lambda: torch.where(mask, values, 0.0),
         lambda: values.index_select(0, mask.long()),
         lambda: values.sort(),
+        lambda: values.clone().__setitem__(mask, 0.0),
     ]
     for number, work in enumerate(free):
         assert not found("sync", work), number

@@ -19,6 +19,10 @@ const std::set<std::string> WAITING = {  // their results have a size that the h
 const std::set<std::string> INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
 const std::string PREPARED = "aten::index";  // PyTorch takes a mask's `nonzero` and moves indices before the kernel
 
+// Of index_put: a number on the host is filled in under a mask, without a `nonzero`.
+bool is_host_number(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().is_cpu() && value.toTensor().numel() == 1;
+}
 bool has_mask(const c10::IValue& value) {
   if (!value.isOptionalTensorList()) return false;
   for (std::optional<Tensor> tensor : value.toOptionalTensorList())
@@ -34,6 +38,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   const std::string full = overload.empty() ? name : name + "." + overload;
   const auto first = stack->size() - schema.arguments().size();
   Moved moved;
+  const bool indexes = INDEXING.count(name);
+  const bool fills = indexes && name != PREPARED && is_host_number((*stack)[first + 2]);
   bool masks = false;
   for (size_t i = 0; i < schema.arguments().size(); i++) {
     auto& value = (*stack)[first + i];
@@ -41,7 +47,6 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     masks |= has_mask(value);
     value = moved.to_cpu(value, alias && alias->isWrite());
   }
-  const bool indexes = INDEXING.count(name);
   if (moved.has_other_device || (moved.has_host_tensor && !moved.pairs.empty() && !indexes)) {
     say("mixed", full, moved.has_other_device ? "cuda tensors of two devices" : "cuda and cpu tensors");
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices in ", full);
@@ -51,7 +56,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   moved.note_uses(full);
   const bool repeats = name == "aten::repeat_interleave" && overload == "Tensor" && stack->back().isNone();
   if (WAITING.count(name) || repeats) host_waits(full);
-  if (indexes && name != PREPARED && masks) host_waits(full, "a mask");
+  if (indexes && name != PREPARED && masks && !fills) host_waits(full, "a mask");
   if (indexes && name != PREPARED && moved.has_host_tensor) host_waits(full, "an index on the host");
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   moved.write_back();
