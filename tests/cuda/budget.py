@@ -8,6 +8,7 @@ each may be; to write it anew:
 """
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from tests.distributed.runs import ds_config
 
 PATH = Path(__file__).with_name("budget.json")
 LAYERS = 2
-ROUNDED_TO = {"synchronisations": 1, "kernels": 25}  # up: PyTorch versions differ by a few kernels
+ROUNDED_TO = {"synchronisations": 1, "kernels": 25}  # PyTorch versions differ by a few kernels
+SLACK = {"synchronisations": 1.0, "kernels": 1.05}
 TOP_2: dict[str, Any] = {
     "moe__router": {"selector": {"name": "top_k", "k": 2}},
     "moe__losses": {"switch_balance": 0.01, "z_loss": 0.001},
@@ -100,16 +102,17 @@ def costs_of(name: str, found: dict[str, Found]) -> dict[str, Costs]:
     }
 
 
+def _rounded_up(count: int, kind: str) -> int:
+    return math.ceil(count * SLACK[kind] / ROUNDED_TO[kind]) * ROUNDED_TO[kind]
+
+
 def measured(folder: Path) -> dict[str, dict[str, dict[str, int]]]:
     """What each costs now, in the form of `budget.json`: counts rounded up."""
     runs = [run for name in BUDGETED for run in budget_runs(name)]
     found = run_on_device(runs, folder, devices=2)
     return {
         name: {
-            kind: {
-                part: -(-count // ROUNDED_TO[kind]) * ROUNDED_TO[kind]
-                for part, count in costs.totals().items()
-            }
+            kind: {part: _rounded_up(count, kind) for part, count in costs.totals().items()}
             for kind, costs in costs_of(name, found).items()
         }
         for name in BUDGETED

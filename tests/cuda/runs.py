@@ -113,11 +113,18 @@ def run_on_cpu(pool: Pool, runs: list[Run]) -> dict[str, dict[str, list[float]]]
     return losses
 
 
-def assert_as_on_cpu(found: Found, expected: dict[str, list[float]], tolerance: float) -> None:
-    """No error, no mixed devices, no race, and the CPU's losses."""
+def assert_as_on_cpu(found: Found, expected: dict[str, list[float]]) -> None:
+    """No error, no mixed devices, no race, and the CPU's losses.
+
+    In bf16 sums of other orders round otherwise, and a token whose scores nearly tie may choose another
+    expert, which the norm of the gradients shows most.
+    """
     assert not found.errors().strip(), found.errors()
     assert not found.all_of("mixed")
     assert not found.all_of("race")
     assert expected["train/lm_loss"]
+    in_bf16 = "bf16" in str(found.run.tree.get("parallel", {}).get("deepspeed"))
     for word, values in expected.items():
+        rounded = 2e-2 if word == "train/grad_norm" else 5e-3
+        tolerance = rounded if in_bf16 else 1e-5
         assert found.losses()[word] == pytest.approx(values, rel=tolerance), word

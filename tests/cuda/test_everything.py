@@ -69,7 +69,7 @@ def compare(pool: Pool, runs: list[Run], folder: Path) -> None:
     problems = []
     for run in runs:
         try:
-            assert_as_on_cpu(found[run.name], on_cpu[run.name], tolerance=1e-4)
+            assert_as_on_cpu(found[run.name], on_cpu[run.name])
         except AssertionError as error:
             problems.append(f"{run.name} on {run.ranks} ranks: {str(error)[-2000:]}")
     assert not problems, "\n".join(problems)

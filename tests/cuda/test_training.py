@@ -50,7 +50,7 @@ ALL = [*NAMES, *(run.name for name in BUDGETED for run in budget_runs(name))]
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_run_is_the_same_as_on_the_cpu(found: dict[str, Found], on_cpu: Losses, name: str) -> None:
-    assert_as_on_cpu(found[name], on_cpu[name], tolerance=1e-5)
+    assert_as_on_cpu(found[name], on_cpu[name])
 
 
 def test_a_stream_that_does_not_wait_is_found_in_a_run(found: dict[str, Found]) -> None:
