@@ -23,7 +23,9 @@ from megamoe.checkpoint.format.integrity import sha256
 from megamoe.checkpoint.format.reader import chunk_key
 from megamoe.checkpoint.planning import Plan, chunk_id
 from megamoe.parallel.consensus import catch_error
+from megamoe.resilience.heartbeat import tick
 
+LOOK_EVERY_S = 1.0  # while the main thread waits for a save, at how much is written
 IDLE_PRIORITY_S = 60  # for so long the thread runs on otherwise idle cores alone (Linux)
 
 
@@ -100,9 +102,21 @@ class Save:
         return False
 
     def wait(self) -> None:
-        """Block until this rank has written, or failed to."""
-        if self._thread is not None:
-            self._thread.join()
+        """Block until this rank has written, or failed to. The watchdog is told of what is written."""
+        if self._thread is None:
+            return
+        written = -1
+        while self._thread.is_alive():
+            now = self._bytes_written()
+            if now != written:
+                tick()
+            written = now
+            self._thread.join(LOOK_EVERY_S)
+
+    def _bytes_written(self) -> int:
+        with suppress(OSError):
+            return sum(entry.stat().st_size for entry in os.scandir(self.folder))
+        return 0
 
     def _write(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
         if tensors:

@@ -81,6 +81,9 @@ def settle_vendors() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in ("DeepSpeed", "megatron.core", "torch.distributed.elastic", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        # Expert batches change their sizes at every step, by which fixed segments fragment.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch
 
     if not torch.cuda.is_available():

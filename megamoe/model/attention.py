@@ -30,7 +30,7 @@ class SDPAttention(nn.Module):
     """Core attention, causal in whole sequences or in their documents.
 
     It replaces Megatron-Core's `DotProductAttention` in a layer specification. Grouped-query attention
-    broadcasts the key and value heads. On the CPU it applies the rotary positions (`BlockConfig.own_rotary_base`).
+    broadcasts the key and value heads. It applies rotary positions if `BlockConfig.own_rotary_base` is set.
     """
 
     def __init__(

@@ -28,8 +28,11 @@ def balanced_assignment(scores_TE: Tensor, tolerance: float = 1e-9) -> Tensor:
     scores_TE: fp32; NaN counts as 0. The total score comes up to `tolerance`, a share of it, of the optimum,
     or to T * LAST times the range of the scores where that is more. It depends on the scores alone, and as
     good as the optimum itself it is also the same where another layout rounds them otherwise: stopped at 5e-5
-    of it, two ranks and one drifted apart within ten steps.
+    of it, two ranks and one drifted apart within ten steps. On a GPU the scores go to the host, where it is
+    solved, and the experts come back.
     """
+    if scores_TE.is_cuda:  # each round asks whether all have a place: on the device, hundreds of waits
+        return balanced_assignment(scores_TE.detach().cpu(), tolerance).to(scores_TE.device)
     num_tokens, num_experts = scores_TE.shape
     scores_TE = scores_TE.detach().nan_to_num()
     low, high = torch.stack(scores_TE.aminmax()).tolist() if num_tokens else (0.0, 0.0)

@@ -213,7 +213,8 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale = torch.tensor(ctx.context.aux_scale, dtype=ctx.loss_dtype, device=ctx.loss_device)
+        # Not torch.tensor, whose copy to a GPU the host waits for.
+        scale = torch.full((), ctx.context.aux_scale, dtype=ctx.loss_dtype, device=ctx.loss_device)
         return gradients[0], scale, None
 
 

@@ -60,8 +60,10 @@ def raise_any_error_fast(problem: str | None, device: torch.device) -> None:
         CollectiveError: on every rank, with the first rank's problem.
     """
     if dist.get_world_size() > 1:
-        count = torch.tensor([float(problem is not None)], device=device)
+        count = torch.full((), float(problem is not None), device=device)
         dist.all_reduce(count)
         if float(count) == 0:
             return
+    elif problem is None:
+        return
     raise_any_error(problem)

@@ -199,7 +199,8 @@ def _export(world: World) -> None:
     """Set the variables that torch.distributed and DeepSpeed read, for any launcher."""
     os.environ["RANK"] = str(world.rank)
     os.environ["WORLD_SIZE"] = str(world.size)
-    os.environ["LOCAL_RANK"] = str(world.local_rank)
+    # DeepSpeed takes it for the index of the device, which is 0 where each task is shown one device.
+    os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port()) if world.size == 1 else "29500"

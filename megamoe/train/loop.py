@@ -138,7 +138,9 @@ class Loop:
         mine = self.stop_rule.reason()
         vote = 0.0 if mine is None else 2.0 if self.stop_rule.signalled else 1.0
         writes = not self.trainer.checkpoints.is_written
-        votes = torch.tensor([vote, float(writes)], device=self.trainer.world.device)
+        # Made on the device: the host waits once, for the answer.
+        values = (vote, float(writes))
+        votes = torch.stack([torch.full((), value, device=self.trainer.world.device) for value in values])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         stops, writing = votes.tolist()
         if not writing:

@@ -1,4 +1,4 @@
-"""One optimiser step, and its record.
+"""One optimiser step.
 
 The lm loss is the mean over the unmasked tokens of the global batch, over ranks and accumulation alike:
 the tokens are counted first, then each micro batch contributes its sum over that count. The auxiliary
@@ -8,8 +8,6 @@ engine averages gradients over ranks; both scales below undo that, and nothing e
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,110 +19,11 @@ from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
+from megamoe.train.step_record import StepRecord
+from megamoe.train.step_sums import StepSums
 from megamoe.zero.engine import Engine
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
-
-
-@dataclass
-class LayerLoad:
-    """The load of one MoE layer in a step, over all ranks: int64 [E] pairs wanted and computed."""
-
-    load_E: Tensor
-    wanted_E: Tensor
-
-
-@dataclass
-class StepRecord:
-    """The sums of a step; `reduce` makes them the global batch's.
-
-    losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
-    weight * loss over all of them. problem: why the step was not applied. not_finite: of this rank's micro
-    batches, by their places, the samples whose lm loss is not finite. message: printed by the loop.
-    """
-
-    lm_sum: float = 0.0
-    tokens: float = 0.0
-    micro_batches: int = 0
-    weighted: float = 0.0
-    losses: dict[str, float] = field(default_factory=dict)
-    layers: dict[int, LayerLoad] = field(default_factory=dict)
-    grad_norm: float = float("nan")
-    problem: Problem | None = None
-    not_finite: dict[int, list[int]] = field(default_factory=dict)
-    message: str = ""
-
-    def add(self, model: GPT, lm_sum: float, tokens: float) -> None:
-        """Add one micro batch after its forward pass."""
-        self.lm_sum += lm_sum
-        self.tokens += tokens
-        self.micro_batches += 1
-        for number, layer in model.moe_layers():
-            seen = layer.observation
-            assert seen is not None
-            for name, value in seen.losses.items():
-                self.losses[name] = self.losses.get(name, 0.0) + float(value)
-                self.weighted += float(value) * layer.loss_weights[name]
-            known = self.layers.get(number)
-            if known is None:
-                self.layers[number] = LayerLoad(seen.load_E.clone(), seen.wanted_E.clone())
-            else:
-                known.load_E += seen.load_E
-                known.wanted_E += seen.wanted_E
-
-    def reduce(self, device: torch.device, copies: int) -> None:
-        """Sum over all ranks in one collective; all ranks get the same bits.
-
-        copies: the number of ranks with the same micro batch. float64 holds counts exactly up to 2^53.
-        """
-        names = sorted(self.losses)
-        numbers = sorted(self.layers)
-        head = [self.lm_sum, self.tokens, float(self.micro_batches), self.weighted]
-        head += [self.losses[name] for name in names]
-        counts = [tensor for n in numbers for tensor in (self.layers[n].load_E, self.layers[n].wanted_E)]
-        packed = torch.cat([torch.tensor(head, dtype=torch.float64)] + [c.double().cpu() for c in counts]).to(
-            device
-        )
-        dist.all_reduce(packed)
-        values = packed.cpu() / copies
-        self.lm_sum, self.tokens, micro_batches, self.weighted = values[:4].tolist()
-        self.micro_batches = round(micro_batches)
-        for place, name in enumerate(names):
-            self.losses[name] = float(values[4 + place])
-        rest = values[4 + len(names) :].long()
-        for number in numbers:
-            experts = self.layers[number].load_E.numel()
-            self.layers[number] = LayerLoad(rest[:experts], rest[experts : 2 * experts])
-            rest = rest[2 * experts :]
-
-    @property
-    def lm_loss(self) -> float:
-        """The mean cross entropy of the unmasked tokens, in nats."""
-        return self.lm_sum / max(self.tokens, 1.0)
-
-    @property
-    def loss(self) -> float:
-        """The lm loss plus the auxiliary losses, weighted and summed over layers."""
-        return self.lm_loss + self.weighted / max(self.micro_batches, 1)
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the metrics by their names in metrics.jsonl; an auxiliary loss is a mean over layers and
-        micro batches.
-        """
-        values: dict[str, Any] = {
-            "train/lm_loss": self.lm_loss,
-            "train/loss": self.loss,
-        }
-        for name, total in self.losses.items():
-            values[f"train/{name}"] = total / (self.micro_batches * len(self.layers))
-        values["train/grad_norm"] = self.grad_norm
-        for number, layer in self.layers.items():
-            load, wanted = layer.load_E.double(), int(layer.wanted_E.sum())
-            prefix = f"moe/layer_{number:02d}"
-            values[f"{prefix}/load"] = layer.load_E.tolist()
-            values[f"{prefix}/imbalance"] = float(load.max() / load.mean()) if load.sum() > 0 else 0.0
-            values[f"{prefix}/dropped"] = 1 - float(load.sum()) / wanted if wanted else 0.0
-        return values
 
 
 def train_step(
@@ -145,15 +44,17 @@ def train_step(
     model = engine.model
     assert isinstance(model, GPT)
     engine.set_accumulation(len(batches))
-    tokens = torch.stack([batch.loss_mask_BS.sum(dtype=torch.float64) for batch in batches]).sum().to(device)
+    own_tokens = float(sum(batch.loss_mask_BS.sum(dtype=torch.float64) for batch in batches))
+    tokens = torch.full((), own_tokens, dtype=torch.float64, device=device)
     dist.all_reduce(tokens, group=engine.data_group)
-    lm_scale = engine.layout.data / max(float(tokens), 1.0)
+    lm_scale = (engine.layout.data / tokens.clamp(min=1)).float()  # on the device, where it is needed
     # Every tensor-parallel rank works out a micro batch's auxiliary losses, and their gradients are summed.
     share = 1.0 / (len(batches) * engine.layout.tensor)
     # Attached inside the graph: the engine, which scales the loss, does not see these.
     context.aux_scale = share * engine.loss_scale
     rollouts = num_rollouts(model)
-    record = StepRecord()
+    sums = StepSums()
+    judged: list[tuple[Tensor, Tensor]] = []  # of each micro batch: lm loss, finite_B
     for place, batch in enumerate(batches):
         batch = batch.to(device).repeat(rollouts)
         set_context(context, batch, micro_batches_before + _number(engine, place), rollouts)
@@ -167,12 +68,12 @@ def train_step(
             if layer.objectives:
                 loss = loss + share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
         engine.backward(loss)
-        value = float(lm_sum.detach())
-        record.add(model, value, float(batch.loss_mask_BS.sum()) / rollouts)
-        if not math.isfinite(value):
-            record.not_finite[place] = _samples_not_finite(masked_BS, batch)
+        sums.add(model, lm_sum, batch.loss_mask_BS.sum().double() / rollouts)
+        judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
         tick()
-    record.reduce(device, copies=engine.layout.tensor)
+    record = sums.record(copies=engine.layout.tensor)
+    if not math.isfinite(record.lm_sum):
+        record.not_finite = _samples_not_finite(judged, batches, rollouts)
     record.problem = judge(record.lm_loss, record.loss)
     scale, can_fall = engine.loss_scale, engine.loss_scale_can_fall
     record.grad_norm = engine.step(lr, rest=record.problem is not None)
@@ -182,12 +83,17 @@ def train_step(
     return record
 
 
-def _samples_not_finite(losses_BS: Tensor, batch: Batch) -> list[int]:
-    """Return the samples whose loss is not finite; all of them if only their sum is not."""
-    finite_B = losses_BS.detach().isfinite().all(1)
-    broken_B = ~finite_B if not finite_B.all() else finite_B
-    samples: list[int] = batch.sample_index_B[broken_B.to(batch.sample_index_B.device)].unique().tolist()
-    return samples
+def _samples_not_finite(
+    judged: list[tuple[Tensor, Tensor]], batches: list[Batch], rollouts: int
+) -> dict[int, list[int]]:
+    """By the places of the micro batches: all samples, where it is only their sum that is not finite."""
+    found: dict[int, list[int]] = {}
+    for place, (lm_sum, finite_B) in enumerate(judged):
+        if lm_sum.isfinite():
+            continue
+        broken_B = ~finite_B if not finite_B.all() else finite_B
+        found[place] = batches[place].sample_index_B.repeat(rollouts)[broken_B.cpu()].unique().tolist()
+    return found
 
 
 @torch.no_grad()
@@ -197,16 +103,15 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
     """
     model = engine.model
     assert isinstance(model, GPT)
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
     engine.train(False)
     for place, batch in enumerate(batches):
         batch = batch.to(engine.world.device)
         set_context(context, batch, _number(engine, place))
         losses_BS = model(**model_inputs(batch))
-        sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double().cpu()
+        sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double()
         tick()
     engine.train(True)
-    sums = sums.to(engine.world.device)
     dist.all_reduce(sums, group=engine.data_group)
     total, tokens = sums.tolist()
     return float(total / max(tokens, 1.0))

@@ -39,7 +39,8 @@ from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import learning_rate
-from megamoe.train.step import StepRecord, evaluate, train_step
+from megamoe.train.step import evaluate, train_step
+from megamoe.train.step_record import StepRecord
 from megamoe.zero.engine import Engine
 from megamoe.zero.expert_host import hosted_layer_factory
 
@@ -251,7 +252,7 @@ class Trainer:
         constraints = []
         for number, layer in self.model.moe_layers():
             with self.engine.gathered(layer.parameters_after_step()):
-                layer.after_step(record.layers[number].wanted_E.to(self.world.device))
+                layer.after_step(record.wanted_on_device[number])
             constraints += layer.constraints()
         self.engine.project(constraints)
 

@@ -231,6 +231,8 @@ def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[st
         filled["gradient_clipping"] = 0.0  # our optimiser clips: DeepSpeed's is wrong with experts there
     filled.setdefault("zero_allow_untested_optimizer", True)
     filled.setdefault("steps_per_print", 10**9)
+    # DeepSpeed's timer of the throughput waits for the device at every micro batch; the trainer has its own.
+    filled.setdefault("timers", {"throughput": {"enabled": False}})
     if plan.offload.optimizer != "none":
         filled.setdefault("zero_force_ds_cpu_optimizer", False)
     _check_the_rest(where, filled)

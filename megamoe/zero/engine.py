@@ -24,6 +24,7 @@ from megamoe.compat.deepspeed_compat import (
     LossScaler,
     forget_gradients,
     inner_optimizer,
+    read_norm_once,
     silence_memory_reports,
     skip_gradient_buckets,
 )
@@ -70,6 +71,7 @@ class Engine:
         )
         optimizer = _build_optimizer(config, model, plan, world)
         silence_memory_reports()
+        read_norm_once()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # notices for the libraries' own developers
             self._engine, *_ = deepspeed.initialize(

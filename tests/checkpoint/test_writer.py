@@ -3,11 +3,13 @@
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from megamoe.checkpoint import writer
+from megamoe.resilience import heartbeat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread's own scheduling is Linux's")
@@ -31,3 +33,34 @@ def test_a_writer_starts_at_idle_priority(tmp_path: Path, monkeypatch: pytest.Mo
     go_on.set()
     save.wait()
     assert save.is_done and save.problem is None
+
+
+def test_the_watchdog_is_told_of_what_the_last_save_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the main thread waits: each time that the files have grown, and never while they have not."""
+    monkeypatch.setattr(writer, "LOOK_EVERY_S", 0.01)
+    parts, is_told = 3, threading.Event()
+    seen: list[int] = []
+    plain_tick = heartbeat.tick
+
+    def tick() -> None:
+        plain_tick()
+        seen.append(1)
+        is_told.set()
+
+    def write(save: writer.Save, *unused: object) -> None:
+        is_told.wait(30)  # of the empty folder
+        for _ in range(parts):
+            is_told.clear()
+            with (save.folder / "shard").open("ab") as file:
+                file.write(b"more")
+            is_told.wait(30)
+        time.sleep(0.1)  # nothing is written: nothing is told
+
+    monkeypatch.setattr(writer, "tick", tick)
+    monkeypatch.setattr(writer.Save, "_write", write)
+    save = writer.Save(tmp_path, tmp_path, 0)
+    save.start({}, {})
+    save.wait()
+    assert len(seen) == 1 + parts

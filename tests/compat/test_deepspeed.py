@@ -7,9 +7,10 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
 from deepspeed.utils import groups
@@ -76,6 +77,26 @@ def test_memory_reports_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     deepspeed_compat.silence_memory_reports()
     bf16_optimizer.see_memory_usage("before", force=True)
     assert reported == []
+
+
+@pytest.mark.parametrize("values", [(3.0, 4.0), (3.0, float("inf")), (float("nan"), 4.0), (0.0, 0.0)])
+def test_norm_is_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch, values: tuple[float, float]) -> None:
+    """Ours answers what DeepSpeed's answers."""
+    plain = utils.get_norm_with_moe_layers
+    assert "float(v)" in inspect.getsource(plain), "DeepSpeed keeps the norms on the device by now"
+    assert "torch.tensor(-1.0" in inspect.getsource(utils.mask_nan_or_inf_with_val_inplace)
+    for module in (utils, bf16_optimizer):
+        for name in ("mask_nan_or_inf_with_val_inplace", "get_norm_with_moe_layers"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(groups, "_get_expert_parallel_group", lambda name: None)
+    dense, expert = torch.tensor(values[0]), [torch.tensor([values[1]])]
+    utils.mask_nan_or_inf_with_val_inplace(dense)
+    expected = plain(dense, None, {"experts": expert})
+    deepspeed_compat.read_norm_once()
+    dense = torch.tensor(values[0])
+    utils.mask_nan_or_inf_with_val_inplace(dense)
+    assert bf16_optimizer.get_norm_with_moe_layers(dense, None, {"experts": expert}) == expected
 
 
 def test_cpu_adam_counts_in_int() -> None:

@@ -11,7 +11,9 @@ from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
-from megamoe.train.step import LayerLoad, StepRecord, evaluate, model_inputs, set_context, train_step
+from megamoe.train.step import evaluate, model_inputs, train_step
+from megamoe.train.step_record import LayerLoad, StepRecord
+from megamoe.train.step_sums import StepSums
 from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import adamw_options, parameter_groups
 from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
@@ -82,7 +84,7 @@ def test_record_where_nothing_was_routed() -> None:
     )
 
 
-def test_record_takes_in_micro_batches() -> None:
+def test_record_takes_in_micro_batches(one_rank: None) -> None:
     """Losses are summed over layers and micro batches, by name and weighted; counts over micro batches."""
 
     def seen(load: list[int], balance: float) -> SimpleNamespace:
@@ -93,19 +95,21 @@ def test_record_takes_in_micro_batches() -> None:
         )
         return SimpleNamespace(observation=observation, loss_weights={"balance": 0.5})
 
-    record = StepRecord()
+    sums = StepSums()
+    two = torch.tensor(2.0)
     for layers in (
         {1: seen([1, 2], 1.0), 3: seen([3, 0], 2.0)},
         {1: seen([5, 5], 4.0), 3: seen([0, 1], 8.0)},
     ):
-        record.add(SimpleNamespace(moe_layers=layers.items), lm_sum=2.5, tokens=2.0)  # type: ignore[arg-type]
+        sums.add(SimpleNamespace(moe_layers=layers.items), lm_sum=torch.tensor(2.5), tokens=two)
+    record = sums.record(copies=1)
     assert (record.lm_sum, record.tokens, record.micro_batches) == (5.0, 4.0, 2)
     assert (record.losses, record.weighted) == ({"balance": 15.0}, 7.5)
     assert {number: layer.load_E.tolist() for number, layer in record.layers.items()} == {
         1: [6, 7],
         3: [3, 1],
     }
-    assert record.layers[1].wanted_E.tolist() == [8, 9]
+    assert record.layers[1].wanted_E.tolist() == record.wanted_on_device[1].tolist() == [8, 9]
 
 
 def test_token_index_follows_the_order_of_a_block() -> None:

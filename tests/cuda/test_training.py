@@ -1,0 +1,67 @@
+"""Whole runs on the pretended device: the CPU's losses, no race, no mixed devices, few waits of the host."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.budget import BUDGETED, budget, budget_runs, costs_of
+from tests.cuda.runs import Found, Run, assert_as_on_cpu, run_on_cpu, run_on_device
+from tests.cuda.training import small
+from tests.distributed.pool import Pool
+from tests.distributed.runs import CUT_ALL, ds_config, ds_variant
+
+Losses = dict[str, dict[str, list[float]]]
+NAMES = ("plain", "dropped", "overlapping", "cut", "tensor_parallel")
+FAULT = "without_waits"
+
+
+def quick_runs(folder: Path) -> list[Run]:
+    """Each of NAMES, and one in which DeepSpeed's streams do not wait for each other."""
+    overlap = ds_variant(folder, "zero2_bf16", zero_optimization={"overlap_comm": True})
+    cut = ds_variant(folder, "zero3_fp32", zero_optimization=CUT_ALL)
+    two: dict[str, Any] = {"train__global_batch_size": 8, "parallel__expert": 2}
+    tensor = {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}
+    capacity = {"selector": {"name": "top_k", "k": 2}, "capacity": {"name": "per_expert", "factor": 1.0}}
+    return [
+        Run(small("plain", checkpoint__every=2)),
+        Run(small("dropped", moe__router=capacity, model__recompute="full", train__global_batch_size=4)),
+        Run(small("overlapping", **two, parallel__deepspeed=overlap, moe__num_shared_experts=1), 2),
+        Run(small("cut", **two, parallel__deepspeed=cut), 2),
+        Run(small("tensor_parallel", parallel=tensor, moe__losses={"switch_balance": 0.1}), 2),
+        Run(small(FAULT, **two, parallel__deepspeed=overlap), 2, fault="wait_stream"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder = tmp_path_factory.mktemp("device")
+    runs = quick_runs(folder) + [run for name in BUDGETED for run in budget_runs(name)]
+    return run_on_device(runs, folder, devices=2)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(pool: Pool, found: dict[str, Found]) -> Losses:
+    return run_on_cpu(pool, [each.run for each in found.values() if each.run.fault is None])
+
+
+ALL = [*NAMES, *(run.name for name in BUDGETED for run in budget_runs(name))]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_is_the_same_as_on_the_cpu(found: dict[str, Found], on_cpu: Losses, name: str) -> None:
+    assert_as_on_cpu(found[name], on_cpu[name])
+
+
+def test_a_stream_that_does_not_wait_is_found_in_a_run(found: dict[str, Found]) -> None:
+    assert not found[FAULT].errors().strip(), found[FAULT].errors()
+    assert found[FAULT].all_of("race")
+
+
+@pytest.mark.parametrize("kind", ["synchronisations", "kernels"])
+@pytest.mark.parametrize("name", BUDGETED)
+def test_a_step_stays_within_its_budget(found: dict[str, Found], name: str, kind: str) -> None:
+    costs = costs_of(name, found)[kind]
+    allowed = budget()[name][kind]
+    above = {part: count for part, count in costs.totals().items() if count > allowed[part]}
+    assert not above, f"{kind} of {name}: {costs.totals()}, allowed {allowed}\n{costs.told()}"
