@@ -11,7 +11,7 @@ from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
 from megamoe.moe.part import StepContext
-from megamoe.train.step import evaluate, model_inputs, train_step
+from megamoe.train.step import evaluate, model_inputs, set_context, train_step
 from megamoe.train.step_record import LayerLoad, StepRecord
 from megamoe.train.step_sums import StepSums
 from megamoe.zero.engine import Engine
