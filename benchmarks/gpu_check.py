@@ -9,7 +9,7 @@ environment         devices, driver, versions
 rates               matrix products, experts and copies in memory on one device
 collectives         all-reduce and all-to-all between the devices
 parity              losses of five layouts beside one rank's on the CPU
-triton              every Triton kernel beside its plain form, and block sizes beside the built-in ones
+kernels             every kernel of ours beside its plain form, and tiles beside those of the built-in table
 transformer_engine  its layers, in bf16 and FP8, if it is installed
 layer               our MoE layer beside those of Megatron-Core, DeepSpeed and transformers
 step                our training step beside transformers'
@@ -38,7 +38,7 @@ settle_vendors()
 import torch  # noqa: E402
 
 from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
-from gpu import collectives  # noqa: E402
+from gpu import collectives, training  # noqa: E402
 from gpu.findings import Machine, Section, Skip  # noqa: E402
 from gpu.report import SECTIONS, load_section, summary, write_report  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
@@ -160,7 +160,7 @@ def _run_section(name: str, machine: Machine, path: Path) -> int:
 
 def _on_rank(arguments: argparse.Namespace) -> int:
     given: dict[str, Any] = json.loads(arguments.given)
-    found = {"collectives": collectives.on_rank}[arguments.on_rank](given)
+    found = {"collectives": collectives.on_rank, "training": training.on_rank}[arguments.on_rank](given)
     if found["rank"] == 0:
         Path(arguments.json).write_text(json.dumps(found))
     return 0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gpu import collectives, comparisons, environment, extensions, parity, rates
+from gpu import collectives, comparisons, environment, extensions, kernels, parity, rates, training
 from gpu.findings import Finding, Machine, Section
 
 SECTIONS: dict[str, Callable[[Machine, Section], None]] = {
@@ -14,9 +14,11 @@ SECTIONS: dict[str, Callable[[Machine, Section], None]] = {
     "rates": rates.run,
     "collectives": collectives.run,
     "parity": parity.run,
+    "kernels": kernels.run,
     "transformer_engine": extensions.run,
     "layer": comparisons.run_layer,
     "step": comparisons.run_step,
+    "training": training.run,
 }
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }

@@ -1,0 +1,149 @@
+"""Section `kernels`: every kernel of ours beside its plain form, and tiles of the products beside the table."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu.findings import Machine, Section
+from gpu.rates import seconds_of, uneven_counts
+from megamoe.kernels.block import rms_norm, rotary
+from megamoe.kernels.choice import Kernels, triton_problem
+from megamoe.kernels.experts import swiglu_experts
+from megamoe.kernels.rows import RowTokens, combine, gather, swiglu
+
+PLAIN = Kernels(compiled=False, triton=False)
+# Of the largest number: sums in another order, and in bf16 and fp16 a rounding of each result.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+# Tokens, hidden size, FFN size, experts, choices, heads.
+SIZES = {"cuda": (8192, 1024, 1376, 16, 2, 16), "cpu": (64, 32, 48, 4, 2, 2)}
+DTYPES = {"cuda": (torch.float32, torch.bfloat16, torch.float16), "cpu": (torch.float32,)}
+
+Call = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass: a function of its inputs and the choice of kernels, and its inputs, which have gradients."""
+
+    name: str
+    call: Call
+    inputs: tuple[Tensor, ...]
+
+
+def run(machine: Machine, section: Section) -> None:
+    """Require each kernel to equal its plain form, forward and backward; report the times of both."""
+    device = torch.device(machine.device)
+    problem = triton_problem() if machine.device == "cuda" else ""
+    if problem:
+        section.add("Triton", problem, note="the plain form is used")
+        return
+    ours = Kernels(compiled=True, triton=True, triton_products=True)
+    for dtype in DTYPES[machine.device]:
+        for each in passes(SIZES[machine.device], dtype, device):
+            _compare(
+                section, f"{each.name}, {str(dtype).removeprefix('torch.')}", each, ours, TOLERANCE[dtype]
+            )
+    if machine.device == "cuda":
+        _try_tiles(section, device)
+
+
+def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[Pass]:
+    """Yield the passes of an MoE layer and a block, with drawn inputs."""
+    tokens, hidden, ffn, experts, choices, heads = sizes
+    rows = tokens * choices
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        drawn = torch.randn(*shape, generator=generator) * scale
+        return drawn.to(device, dtype).requires_grad_()
+
+    token_N = torch.arange(tokens).repeat_interleave(choices)[torch.randperm(rows, generator=generator)]
+    token_N, counts_E = token_N.to(device), uneven_counts(rows, experts).to(device)
+    weight_N = torch.rand(rows, generator=generator).to(device).requires_grad_()
+
+    def gathered(hidden_TH: Tensor, kernels: Kernels) -> Tensor:
+        return gather(hidden_TH, RowTokens.of(token_N, tokens, kernels), kernels)
+
+    def combined(rows_NH: Tensor, weight_N: Tensor, kernels: Kernels) -> Tensor:
+        return combine(rows_NH, weight_N, RowTokens.of(token_N, tokens, kernels), kernels)
+
+    def through_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, kernels: Kernels) -> Tensor:
+        return swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels)
+
+    yield Pass("gather", gathered, (draw(tokens, hidden),))
+    yield Pass("combine", combined, (draw(rows, hidden), weight_N))
+    yield Pass("SwiGLU", swiglu, (draw(rows, 2 * ffn),))
+    weights = draw(experts, 2 * ffn, hidden, scale=hidden**-0.5), draw(experts, hidden, ffn, scale=ffn**-0.5)
+    yield Pass("experts", through_experts, (draw(rows, hidden), *weights))
+    yield Pass("RMSNorm", partial(_norm, eps=1e-5), (draw(tokens, hidden), draw(hidden)))
+    yield Pass("rotary", partial(_rotated, base=10000.0), (draw(tokens // 4, 4, heads, hidden // heads),))
+
+
+def _norm(hidden: Tensor, weight_H: Tensor, kernels: Kernels, eps: float) -> Tensor:
+    return rms_norm(hidden, weight_H, eps, kernels)
+
+
+def _rotated(heads_SBND: Tensor, kernels: Kernels, base: float) -> Tensor:
+    return rotary(heads_SBND, base, kernels)
+
+
+def _both_ways(each: Pass, kernels: Kernels) -> list[Tensor]:
+    """The output and the gradient of every input."""
+    output = each.call(*each.inputs, kernels=kernels)
+    upstream = torch.ones_like(output) + output.detach().sign() / 2
+    return [output.detach(), *torch.autograd.grad(output, each.inputs, upstream)]
+
+
+def _compare(section: Section, name: str, each: Pass, ours: Kernels, tolerance: float) -> None:
+    expected = _both_ways(replace(each, inputs=_widened(each.inputs)), PLAIN)
+    error = max(
+        float((found.double() - right.double()).abs().max() / right.double().abs().max())
+        for found, right in zip(_both_ways(each, ours), expected, strict=True)
+    )
+    note = f"largest error over the largest number, at most {tolerance:.2g}"
+    section.add(name, error, holds=error <= tolerance, note=note)
+    plain_s, ours_s = (seconds_of(partial(_both_ways, each, kernels)) for kernels in (PLAIN, ours))
+    section.add(f"{name}: time", 1e3 * ours_s, "ms", note=f"{ours_s / plain_s:.3f} of the plain form's")
+
+
+def _widened(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The inputs in fp32, in which the plain form is the reference."""
+    return tuple(each.detach().float().requires_grad_() for each in inputs)
+
+
+def _try_tiles(section: Section, device: torch.device) -> None:
+    """Report the fastest of some tiles for each product of the experts in bf16, beside the table's tile."""
+    from megamoe.kernels.triton import blocks
+
+    major = torch.cuda.get_device_capability(device)[0]
+    ours = Kernels(compiled=True, triton=True, triton_products=True)
+    each = next(p for p in passes(SIZES["cuda"], torch.bfloat16, device) if p.name == "experts")
+    built_in = dict(blocks.TILES)
+    for kind in ("product", "up", "down_backward", "to_weight"):
+        table = blocks.tile_of(kind, 2, major)
+        times: dict[Any, float] = {}
+        for tile in dict.fromkeys((table, *_neighbours(table))):
+            blocks.TILES[kind, 2, major] = tile
+            try:
+                times[tile] = seconds_of(partial(_both_ways, each, ours))
+            except Exception as error:  # a tile that needs more shared memory than the device has
+                section.add(f"tile of {kind}", f"{tile}: {type(error).__name__}")
+        blocks.TILES.clear()
+        blocks.TILES.update(built_in)
+        best = min(times, key=lambda tile: times[tile])
+        ratio = times[best] / times[table] if table in times else float("nan")
+        section.add(f"tile of {kind}", str(best), note=f"{ratio:.3f} of the time with the table's {table}")
+
+
+def _neighbours(tile: Any) -> Iterator[Any]:
+    """Yield tiles that differ from one in a size, the number of warps or of stages."""
+    for name, factors in (("rows", (0.5, 2)), ("columns", (0.5, 2)), ("depth", (0.5, 2)), ("warps", (0.5,))):
+        for factor in factors:
+            yield replace(
+                tile, **{name: max(16 if name != "warps" else 4, int(getattr(tile, name) * factor))}
+            )
+    yield replace(tile, stages=tile.stages - 1)
