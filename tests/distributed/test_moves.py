@@ -15,7 +15,7 @@ from tests.distributed.matrix import covering
 from tests.distributed.pool import Pool
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, recorded_steps, small_run
 
-BEFORE, AFTER = 2, 3  # steps
+BEFORE, AFTER = 2, 2  # steps
 WORDS = ("lm_loss", "loss", "grad_norm")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
@@ -30,8 +30,8 @@ RUN: dict[str, Any] = {
     "model__bias": True,
     "model__tie_embeddings": False,
     "model__hidden_dropout": 0.0,
-    "train__global_batch_size": 8,
-    "train__micro_batch_size": 2,
+    "train__global_batch_size": 4,
+    "train__micro_batch_size": 1,
     "optimizer__schedule": "cosine",
 }
 

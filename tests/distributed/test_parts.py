@@ -16,8 +16,9 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, in_order, recorded_steps, small_run
 from tests.moe.part_layers import PART_IDS, PARTS, moe_tree
 
-STEPS = 3
+STEPS = 2
 RANKS = 4
+STEPS_BEFORE_SAVE = 3  # the scorer `stable` is then in its second phase
 TOLERANCE = 1e-5
 WORDS = ("lm_loss", "loss", "grad_norm")
 
@@ -132,7 +133,7 @@ def save_and_go_on(
 
 @pytest.mark.parametrize(
     ("ranks", "file", "steps"),
-    [(1, "zero0_fp32", STEPS), pytest.param(2, "zero2_bf16", 2, marks=pytest.mark.full)],
+    [(1, "zero0_fp32", STEPS_BEFORE_SAVE), pytest.param(2, "zero2_bf16", 2, marks=pytest.mark.full)],
 )
 def test_the_state_of_every_part_survives_a_checkpoint(
     pool: Pool, tmp_path: Path, ranks: int, file: str, steps: int

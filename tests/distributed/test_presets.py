@@ -14,7 +14,7 @@ from tests.distributed.pool import Pool
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = sorted((ROOT / "examples/presets").glob("*.yaml"))
 NAMES = [path.stem for path in RUNS]
-QUICK_STEPS, FULL_STEPS = 3, 30
+QUICK_STEPS, FULL_STEPS = 2, 30
 SHORT = ["data.sequence_length=32"]  # of the few steps
 MOCK = ["data.mock=true", "data.sources=[]", "data.workers=0", "model.vocab_size=200", "evaluation.batches=0"]
 # Its assignment is over the tokens of all ranks: one rank takes them as one micro batch.
