@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.kernels.documents import Documents
 from megamoe.kernels.library import Library, find_library
 from megamoe.model.attention import SplittingSelfAttention
 from megamoe.model.random_streams import use_one_stream
@@ -16,9 +17,7 @@ from tests.tiny import VOCABULARY, tiny, tiny_gpt
 S = 8
 TOKENS = torch.arange(2 * S).view(2, S) * 5 % VOCABULARY
 POSITIONS = torch.arange(S).expand(2, S)
-DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1, 1]])
-APART = DOCUMENTS[:, None, :, None] != DOCUMENTS[:, None, None, :]
-MASK = torch.ones(S, S, dtype=torch.bool).triu(1) | APART
+DOCUMENTS = Documents.of(torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3], [0, 0, 0, 0, 0, 5, 5, 5]]))
 FOUR_HEADS = "model.num_attention_heads=4"
 CASES = {
     "plain": [],
@@ -51,14 +50,16 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     torch.set_num_threads(threads)
 
 
-def losses_and_gradients(changes: list[str], mask: Tensor | None, compiled: bool) -> dict[str, Tensor]:
+def losses_and_gradients(
+    changes: list[str], documents: Documents | None, compiled: bool
+) -> dict[str, Tensor]:
     use_one_stream()
     torch.manual_seed(0)
     model = tiny_gpt(
         tiny("model.init_std=0.3", f"model.cpu_kernels={'auto' if compiled else 'plain'}", *changes)
     )
     torch.manual_seed(3)
-    losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1), mask)
+    losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1), documents)
     losses_BS.sum().backward()
     found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return {"losses": losses_BS.detach(), **found}
@@ -71,14 +72,14 @@ def test_same_gradients(
     case: str, documents: bool, recompute: str, one_rank: None, called: Counter[str]
 ) -> None:
     changes = [*CASES[case], f"model.recompute={recompute}"]
-    mask = MASK if documents else None
-    ours = losses_and_gradients(changes, mask, True)
+    packed = DOCUMENTS if documents else None
+    ours = losses_and_gradients(changes, packed, True)
     # Two blocks; recomputation goes through what it covers twice.
     attention, experts = {"none": (2, 2), "selective": (2, 4), "full": (4, 4)}[recompute]
-    assert called["attention"] == (0 if documents or case == "dropout" else attention)
+    assert called["attention"] == (0 if case == "dropout" else attention)
     assert called["experts"] == (0 if case in ("dropout", "gelu", "geglu experts") else experts)
     called.clear()
-    theirs = losses_and_gradients(changes, mask, False)
+    theirs = losses_and_gradients(changes, packed, False)
     assert not called and ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         largest = float(gradient.abs().max())
