@@ -57,6 +57,7 @@ VENDORS = {
 VENDORS |= {
     "megamoe.compat.megatron_compat": VENDORS["megatron"],
     "megamoe.compat.megatron_datasets": VENDORS["megatron.core.datasets"],
+    "megamoe.compat.megatron_groups": VENDORS["megatron.core.parallel_state"],
     "megamoe.compat.deepspeed_compat": VENDORS["deepspeed"],
     "megamoe.compat.deepspeed_zero": VENDORS["deepspeed"],
     "megamoe.compat.transformer_engine_compat": VENDORS["transformer_engine"],

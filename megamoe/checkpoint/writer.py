@@ -26,31 +26,31 @@ from megamoe.parallel.consensus import catch_error
 from megamoe.resilience.heartbeat import tick
 
 LOOK_EVERY_S = 1.0  # while the main thread waits for a save, at how much is written
+PIECE_BYTES = 64 << 20  # of pinned memory, a power of two, in which PyTorch allocates it
+NUM_PIECES = 2
 IDLE_PRIORITY_S = 60  # for so long the thread runs on otherwise idle cores alone (Linux)
 
 
 class Staging:
-    """Buffers in host memory for the copies, which the next save uses again.
-
-    They are pinned for a GPU's tensors.
-    """
+    """Copies in host memory of what is saved, whose memory the next save uses again."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._from_device = PinnedPipe()
 
     def copy(self, groups: Iterable[list[LocalChunk]], plan: Plan) -> dict[str, Tensor]:
         """Copy the chunks that this rank writes; return them by their keys in its shard file."""
         copies: dict[str, Tensor] = {}
-        on_device = False
         for local_chunks in groups:
             for local in local_chunks:
                 if chunk_id(local) in plan.own:
                     key = chunk_key(local.name, local.global_shape, local.chunk.offsets, local.chunk.sizes)
                     copies[key] = self._buffer(key, local.tensor)
-                    copies[key].copy_(local.tensor, non_blocking=local.tensor.is_cuda)
-                    on_device = on_device or local.tensor.is_cuda
-            if on_device:  # the next group may use this one's memory
-                torch.cuda.synchronize()
+                    if local.tensor.is_cuda:
+                        self._from_device.copy(local.tensor, copies[key])
+                    else:
+                        copies[key].copy_(local.tensor)
+            self._from_device.finish()  # the next group may use this one's memory
         self._buffers = copies  # frees the buffers of what is no longer saved
         return copies
 
@@ -58,7 +58,51 @@ class Staging:
         known = self._buffers.get(key)
         if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
             return known
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+class PinnedPipe:
+    """Copies tensors of a GPU to ordinary host memory, piece by piece through two pinned buffers.
+
+    While the GPU fills one buffer, the host empties the other. PyTorch takes a power of two of pinned memory
+    for each tensor, up to twice its size, and does not give it back; here it is 2 * PIECE_BYTES a rank,
+    whatever is saved.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._under_way: list[tuple[Tensor, Tensor, torch.cuda.Event]] = []  # (buffer, target, when filled)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy a tensor of any strides to a contiguous one in host memory, complete after `finish`."""
+        from_bytes, to_bytes = _bytes_of(source.detach().contiguous()), _bytes_of(target)
+        for piece, to_piece in zip(from_bytes.split(PIECE_BYTES), to_bytes.split(PIECE_BYTES), strict=True):
+            if len(self._under_way) == NUM_PIECES:
+                self._empty_one()
+            buffer = self._free.pop() if self._free else _pinned()
+            buffer[: len(piece)].copy_(piece, non_blocking=True)
+            filled = torch.cuda.Event()
+            filled.record()
+            self._under_way.append((buffer, to_piece, filled))
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        while self._under_way:
+            self._empty_one()
+
+    def _empty_one(self) -> None:
+        buffer, target, filled = self._under_way.pop(0)
+        filled.synchronize()
+        target.copy_(buffer[: len(target)])
+        self._free.append(buffer)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _pinned() -> Tensor:
+    return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
 
 class Save:

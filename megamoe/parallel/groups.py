@@ -1,13 +1,17 @@
 """Process groups: Megatron-Core's for the dense model and ours for the experts, registered with DeepSpeed."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megamoe.compat import deepspeed_compat
+from megamoe.compat.megatron_groups import groups_made_by
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.parallel.layout import Layout
 
@@ -52,7 +56,38 @@ class _Made:
     groups: ParallelGroups
 
 
+class _SharedGroups:
+    """One process group for each set of ranks, whatever its purpose; the set of all ranks has the world's.
+
+    On NCCL each group costs a communicator, that is memory, and time of all ranks at the start. A shared
+    group is used for several purposes, so its collectives must be called in the same order on every rank.
+    They are: the main thread and, while that waits, the thread of the backward pass call them, in the order
+    of the program, which is the same on all ranks. The collectives between the steps find no gradients still
+    on the way, because DeepSpeed waits for its reductions before it takes a step. The experts' exchange has
+    groups of its own (`_make_groups`): it must not queue behind gradients that are reduced meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._by_ranks: dict[tuple[int, ...], Any] = {}
+
+    def get(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
+        """Return the group of these ranks; on other ranks, what `dist.new_group` returns there.
+
+        Collective over all ranks, which must ask for the same sets in the same order.
+        """
+        key = tuple(ranks)
+        if key not in self._by_ranks:
+            is_world = key == tuple(range(dist.get_world_size()))
+            self._by_ranks[key] = dist.group.WORLD if is_world else dist.new_group(ranks, timeout=timeout)
+        return self._by_ranks[key]
+
+    def clear(self) -> None:
+        """Forget the groups, at the end of their world."""
+        self._by_ranks.clear()
+
+
 _made: dict[Layout, _Made] = {}  # of the present world
+_shared = _SharedGroups()  # of the present world
 
 
 def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
@@ -73,6 +108,7 @@ def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
 def stop_groups() -> None:
     """Forget all groups, together with the world that they belong to."""
     _made.clear()
+    _shared.clear()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     deepspeed_compat.forget_groups()
@@ -83,27 +119,32 @@ def _start_megatron(layout: Layout, timeout_minutes: float) -> None:
         if parallel_state.get_tensor_model_parallel_world_size() == layout.tensor:
             return
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        distributed_timeout_minutes=math.ceil(timeout_minutes),
-        create_gloo_process_groups=False,  # for collectives on the CPU, which nothing here needs
-    )
+    with groups_made_by(_shared.get):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            distributed_timeout_minutes=math.ceil(timeout_minutes),
+            create_gloo_process_groups=False,  # for collectives on the CPU, which nothing here needs
+        )
 
 
 def _make_groups(layout: Layout, timeout: timedelta) -> _Made:
-    holders = _make(layout.expert_holder_groups(), timeout)
+    """Create the experts' groups: new ones for what they exchange, shared ones for norms and gradients."""
     expert = expert_tensor = None
     if layout.expert > 1:
-        expert = holders if layout.expert_tensor == 1 else _make(layout.expert_groups(), timeout)
+        expert = _own(layout.expert_groups(), partial(dist.new_group, timeout=timeout))
     if layout.expert_tensor > 1:
-        expert_tensor = holders if layout.expert == 1 else _make(layout.expert_tensor_groups(), timeout)
-    copies = _make(layout.expert_copy_groups(), timeout)
+        expert_tensor = _own(layout.expert_tensor_groups(), partial(dist.new_group, timeout=timeout))
+    shared = partial(_shared.get, timeout=timeout)
+    # Where only one of them cuts the experts, its ranks hold all. A norm is summed when no exchange runs.
+    exchange = [group for group in (expert, expert_tensor) if group is not None]
+    holders = exchange[0] if len(exchange) == 1 else _own(layout.expert_holder_groups(), shared)
+    copies = _own(layout.expert_copy_groups(), shared)
     return _Made(holders, copies, ParallelGroups(expert=expert, expert_tensor=expert_tensor))
 
 
-def _make(all_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+def _own(all_ranks: list[list[int]], make: Callable[[list[int]], Any]) -> dist.ProcessGroup:
     """Create all groups, as every rank must; return this rank's."""
-    made = [dist.new_group(ranks, timeout=timeout) for ranks in all_ranks]
+    made = [make(ranks) for ranks in all_ranks]
     own = next(group for group, ranks in zip(made, all_ranks, strict=True) if dist.get_rank() in ranks)
     assert isinstance(own, dist.ProcessGroup)  # new_group returns a number for groups of other ranks
     return own

@@ -277,6 +277,34 @@ def check_pinned_memory_is_a_power_of_two() -> None:
     assert DEVICE[0].most_pinned_bytes() == 2048
 
 
+def check_saves_take_two_pinned_pieces() -> None:
+    """Of whatever sizes, dtypes and strides the tensors are; the copies are complete after `finish`."""
+    import torch
+
+    from megamoe.checkpoint import writer
+
+    plain, writer.PIECE_BYTES = writer.PIECE_BYTES, 256
+    try:
+        pipe = writer.PinnedPipe()
+        DEVICE[0].most_pinned_bytes()
+        for _ in range(2):  # the second save takes the same memory
+            sources = [torch.randn(sizes) for sizes in ((), (0, 3), (64,), (65,), (40, 50), (7, 3, 11))]
+            sources += [torch.randn(30, 9).bfloat16(), torch.arange(1000), torch.randn(20, 30).t()]
+            sources.append(torch.randn(20, 30)[3:9, 5:21])
+            copies = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+
+            def save(sources: list[Any] = sources, copies: list[Any] = copies) -> None:
+                for source, copy in zip(sources, copies, strict=True):
+                    pipe.copy(source.cuda(), copy)
+                pipe.finish()
+
+            assert not found("race", save)
+            assert all(torch.equal(copy, source) for copy, source in zip(copies, sources, strict=True))
+        assert DEVICE[0].most_pinned_bytes() == writer.NUM_PIECES * writer.PIECE_BYTES
+    finally:
+        writer.PIECE_BYTES = plain
+
+
 CHECKS = checks_of(globals())
 DEVICE: list[pretended.Device] = []
 

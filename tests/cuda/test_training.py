@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megamoe.checkpoint.writer import NUM_PIECES, PIECE_BYTES
 from tests.cuda.budget import BUDGETED, budget, budget_runs, costs_of
 from tests.cuda.runs import Found, Run, assert_as_on_cpu, run_on_cpu, run_on_device
 from tests.cuda.training import small
@@ -56,6 +57,11 @@ def test_a_run_is_the_same_as_on_the_cpu(found: dict[str, Found], on_cpu: Losses
 def test_a_stream_that_does_not_wait_is_found_in_a_run(found: dict[str, Found]) -> None:
     assert not found[FAULT].errors().strip(), found[FAULT].errors()
     assert found[FAULT].all_of("race")
+
+
+def test_a_save_pins_two_pieces(found: dict[str, Found]) -> None:
+    """Whatever the model's size."""
+    assert found["plain"].of_rank[0]["pinned_bytes"] == NUM_PIECES * PIECE_BYTES
 
 
 @pytest.mark.parametrize("kind", ["synchronisations", "kernels"])

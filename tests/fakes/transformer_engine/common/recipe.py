@@ -1,7 +1,6 @@
 """The recipes of FP8; like the original's they are pydantic dataclasses, which ignore unknown keywords."""
 
 from enum import Enum
-from typing import Any
 
 from pydantic.dataclasses import dataclass
 
@@ -21,13 +20,9 @@ class DelayedScaling(Recipe):
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
-    override_linear_precision: Any = (False, False, False)
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.override_linear_precision in ((False, False, False), (False, False, True))
 
 
 @dataclass
