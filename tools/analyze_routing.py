@@ -80,15 +80,29 @@ def _analyze(parsed: argparse.Namespace) -> None:
     overrides += data_overrides([parsed.data] if parsed.data else [])
     with session(overrides, parsed.precision) as ranks:
         is_first = ranks.world.is_first
+        if is_first and parsed.output:
+            _make(parsed.output)  # what cannot be written must not cost a long evaluation first
         results = study(ranks, paths, options, report=print if is_first else lambda line: None)
         if is_first:
             folder = parsed.output or _default_folder(Path(results["checkpoints"][0]["path"]))
+            _make(folder)
             _show(results)
             try:
                 written = write_study(folder, results)
             except OSError as error:
-                raise UserError(f"--output: {folder} cannot be written: {error.strerror}") from None
+                raise _unwritable(folder, error) from None
             print(f"{len(written)} files in {folder}")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"--output: {folder} cannot be written: {error.strerror}; name another folder")
 
 
 def _is_path(text: str) -> bool:

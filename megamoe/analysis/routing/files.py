@@ -12,12 +12,11 @@ TABLES = "tokens.txt"
 
 
 def write_study(folder: Path, results: dict[str, Any]) -> list[Path]:
-    """Write the files into a folder, which is made if needed; return them. Each is replaced in one move.
+    """Write the files into a folder; return them. Each is replaced in one move.
 
     Raises:
         OSError: if one cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     contents = {RESULTS: (json.dumps(results, allow_nan=False) + "\n").encode()}
     if tables := token_tables(results):
         contents[TABLES] = tables.encode(errors="backslashreplace")

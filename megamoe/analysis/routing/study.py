@@ -79,7 +79,7 @@ class Examined:
 
 
 @dataclass
-class _Input:
+class StudyData:
     """The data set, which the first checkpoint's configuration names, for all checkpoints."""
 
     name: str
@@ -91,7 +91,7 @@ class _Input:
     sample: TokenSample
 
     @classmethod
-    def of(cls, trained: TrainedModel, options: Options) -> "_Input":
+    def of(cls, trained: TrainedModel, options: Options) -> "StudyData":
         samples = options.samples or trained.validation_samples
         sets = datasets_of(trained, samples).validation
         if not sets:
@@ -138,14 +138,14 @@ def study(
     """
     check_names(options, len(paths))
     examined: list[Examined] = []
-    data: _Input | None = None
+    data: StudyData | None = None
     for path in paths:
         trained = ranks.open(path)
         report(f"{trained.path}, step {trained.step}, {trained.precision}")
-        data = data or _Input.of(trained, options)
+        data = data or StudyData.of(trained, options)
         if examined:
             data.check(trained, examined[0].path)
-            _check_layers(trained, examined[0], options)
+            check_shape(trained, examined[0], options)
         examined.append(examine(trained, data, options))
         del trained
     assert data is not None
@@ -175,7 +175,7 @@ def check_names(options: Options, checkpoints: int) -> None:
             raise UserError(f"--threshold: found {threshold:g}, expected 0 to 1")
 
 
-def examine(trained: TrainedModel, data: _Input, options: Options) -> Examined:
+def examine(trained: TrainedModel, data: StudyData, options: Options) -> Examined:
     """Run the analyses of one checkpoint. Collective over all ranks."""
     layers = chosen_layers(trained, options.layers)
     wanted = options.analyses or _suitable(trained)
@@ -254,7 +254,7 @@ def _suitable(trained: TrainedModel) -> tuple[str, ...]:
     return tuple(name for name in ALONE if name not in ASKED_FOR and (signed or name != "positive"))
 
 
-def _check_layers(trained: TrainedModel, first: Examined, options: Options) -> None:
+def check_shape(trained: TrainedModel, first: Examined, options: Options) -> None:
     """Refuse a model whose MoE layers are not those of the first one, in number and experts."""
     sizes = {number: layer.num_experts for number, layer in chosen_layers(trained, options.layers).items()}
     wanted = {number: len(layer.load_E) for number, layer in first.layers.items()}
