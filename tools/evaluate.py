@@ -80,31 +80,14 @@ def _values(sweep: str) -> list[str]:
     return [f"{key}={value}" for value in values.split(",")]
 
 
-def _data_overrides(given: list[str]) -> list[str]:
-    if not given:
-        return []
-    sets: dict[str, list[str]] = {}
-    for each in given:
-        name, equals, prefix = each.partition("=")
-        if not (name and equals and prefix):
-            raise UserError(f"--data: found {each!r}, expected NAME=PREFIX, such as books=data/books/books")
-        sets.setdefault(name, []).append(prefix)
-    first = next(iter(sets.values()))
-    return [
-        "data.mock=false",
-        f"data.sources={json.dumps(first)}",
-        f"data.validation={json.dumps(sets)}",
-        "data.split=[1, 0, 0]",
-    ]
-
-
 def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> list[dict[str, Any]]:
     """Evaluate every data set at every point of the sweeps; return the results on the first rank."""
+    from megamoe.analysis.data_option import data_overrides
     from megamoe.analysis.perplexity import datasets_of, perplexity_on
     from megamoe.analysis.trained_model import session
 
     rows: list[dict[str, Any]] = []
-    overrides = [*options.overrides, *_data_overrides(options.data)]
+    overrides = [*options.overrides, *data_overrides(options.data)]
     with session(overrides, options.precision) as ranks:
         for point in points:
             trained = ranks.open(options.path, point)

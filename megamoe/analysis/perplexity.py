@@ -117,7 +117,7 @@ def perplexity_on(trained: TrainedModel, dataset: Any, samples: int) -> Perplexi
     """
     sums = _Sums()
     started = time.perf_counter()
-    for number, batch in _micro_batches(trained, dataset, samples):
+    for number, batch in micro_batches(trained, dataset, samples):
         set_context(trained.context, batch, number)
         losses_BS = trained.model(**model_inputs(batch))
         sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
@@ -133,8 +133,12 @@ def perplexity_on(trained: TrainedModel, dataset: Any, samples: int) -> Perplexi
     return _reduced(trained, sums, time.perf_counter() - started)
 
 
-def _micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator[tuple[int, Batch]]:
-    """This rank's micro batches, with their numbers among those of all ranks."""
+def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator[tuple[int, Batch]]:
+    """Yield this rank's micro batches of the first `samples` samples, with their numbers over all ranks.
+
+    Raises:
+        UserError: as `perplexity_on`.
+    """
     layout, size = trained.layout, trained.config.train.micro_batch_size
     if samples < 1 or samples % (size * layout.data):
         raise UserError(

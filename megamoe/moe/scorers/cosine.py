@@ -92,9 +92,7 @@ class CosineScorer(Part):
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """[T, H] fp32 -> scores [T, E] fp32, and with normalisation the extra cosine_TE, fp32 in [-1, 1]."""
-        token_TD, embedding_ED = hidden_TH, self.embedding.float()
-        if self.config.reduction:
-            token_TD = functional.linear(hidden_TH, self.weight.float())
+        token_TD, embedding_ED = self.project(hidden_TH), self.embedding.float()
         extras: dict[str, Tensor] = {}
         if self.config.normalise:
             scores_TE = functional.linear(_direction(token_TD), _direction(embedding_ED))
@@ -104,6 +102,12 @@ class CosineScorer(Part):
         if self.has_temperature:
             scores_TE = scores_TE / self.log_temperature.float().exp()
         return scores_TE, extras
+
+    def project(self, hidden_TH: Tensor) -> Tensor:
+        """Return the tokens in the space of the embeddings, W x: [T, H] fp32 -> [T, D] fp32; x itself without
+        reduction.
+        """
+        return functional.linear(hidden_TH, self.weight.float()) if self.config.reduction else hidden_TH
 
     def constraints(self) -> list[Constraint]:
         """Return the projection of the embeddings to their norm if scores are normalised."""

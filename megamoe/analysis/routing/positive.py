@@ -1,0 +1,136 @@
+"""Positive activations: the share of an FFN's intermediate values that its activation leaves above 0."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamoe.analysis.perplexity import micro_batches
+from megamoe.analysis.trained_model import TrainedModel
+from megamoe.config.shapes import expert_activation
+from megamoe.errors import UserError
+from megamoe.moe.experts.activations import is_gated
+from megamoe.moe.experts.grouped import GroupedExperts
+from megamoe.moe.layer import MoELayer
+from megamoe.train.step import model_inputs, set_context
+
+SIGNED = {"relu", "gelu", "reglu", "geglu"}  # f(x) > 0 where x > 0, and for ReLU and GELU nowhere else
+
+
+def check_activation(trained: TrainedModel) -> None:
+    """Refuse a model whose experts have neither ReLU nor GELU.
+
+    Raises:
+        UserError: for such a model.
+    """
+    activation = expert_activation(trained.config)
+    if activation not in SIGNED:
+        raise UserError(
+            f"{trained.path}: positive activations need experts with {', '.join(sorted(SIGNED))}; these "
+            f"have {activation}"
+        )
+
+
+@torch.no_grad()
+def positive_activations(
+    trained: TrainedModel, dataset: Any, samples: int, layers: dict[int, MoELayer]
+) -> dict[str, dict[str, float | None]]:
+    """Return the share of values above 0 after the activation, by layer. Collective over all ranks.
+
+    experts: of the routed experts of these MoE layers, over the rows that they compute. dense: of all blocks
+    with a dense FFN whose activation is ReLU or GELU. A gated activation counts f(gate), before the product.
+    None: the experts had no row.
+
+    Source: Yang et al. 2024 (XMoE), figure 1 (dense models) and figure 6 (experts).
+
+    Raises:
+        UserError: as `check_activation` and `perplexity_on`.
+    """
+    check_activation(trained)
+    experts = {number: _Positives(trained.world.device) for number in layers}
+    dense: dict[int, _Positives] = {}
+    if trained.config.model.activation in SIGNED:
+        dense = {number: _Positives(trained.world.device) for number, _ in _dense_blocks(trained)}
+    with _counting(trained, layers, experts, dense):
+        for number, batch in micro_batches(trained, dataset, samples):
+            set_context(trained.context, batch, number)
+            trained.model(**model_inputs(batch))
+    return {
+        "experts": {str(number): found.share() for number, found in experts.items()},
+        "dense": {str(number): found.share() for number, found in dense.items()},
+    }
+
+
+def up_projections(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Iterator[Tensor]:
+    """Yield what each expert's activation f reads, [n, F]: the first product, or of a gated one the gate."""
+    for rows, up in zip(rows_NH.split(counts_E.tolist()), experts.up, strict=True):
+        rows_nF = rows @ up.T
+        yield rows_nF.chunk(2, dim=-1)[0] if is_gated(experts.activation) else rows_nF
+
+
+class _Positives:
+    """Values above 0, and all values, of this rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def add(self, values: Tensor) -> None:
+        self.counts[0] += (values > 0).sum()
+        self.counts[1] += values.numel()
+
+    def share(self) -> float | None:
+        """Over all ranks: each computes its own rows, or its own slice of an FFN."""
+        dist.all_reduce(self.counts)
+        positive, values = self.counts.tolist()
+        return positive / values if values else None
+
+
+def _dense_blocks(trained: TrainedModel) -> Iterator[tuple[int, nn.Module]]:
+    """The first linear layer of each dense FFN, with its block's number."""
+    for block in trained.model.model.decoder.layers:
+        with suppress(AttributeError):
+            yield block.layer_number, block.mlp.linear_fc1
+
+
+@contextmanager
+def _counting(
+    trained: TrainedModel,
+    layers: dict[int, MoELayer],
+    experts: dict[int, _Positives],
+    dense: dict[int, _Positives],
+) -> Iterator[None]:
+    """Count what passes through; an expert of several sub-layers counts all of them."""
+    handles = []
+    for number, layer in layers.items():
+        for module in layer.experts.modules():
+            if isinstance(module, GroupedExperts):
+                handles.append(module.register_forward_hook(_expert_hook(experts[number])))
+    for number, linear in _dense_blocks(trained):
+        if number in dense:
+            gated = is_gated(trained.config.model.activation)
+            handles.append(linear.register_forward_hook(_dense_hook(dense[number], gated)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _expert_hook(found: _Positives) -> Any:
+    def add(module: GroupedExperts, inputs: tuple[Any, ...], output: Tensor) -> None:
+        for values in up_projections(module, inputs[0], inputs[1]):
+            found.add(values)
+
+    return add
+
+
+def _dense_hook(found: _Positives, gated: bool) -> Any:
+    def add(module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+        values, bias = output
+        values = values if bias is None else values + bias
+        found.add(values.chunk(2, dim=-1)[0] if gated else values)
+
+    return add
