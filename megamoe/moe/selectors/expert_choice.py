@@ -50,7 +50,7 @@ class ExpertChoice(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        return {"even_load", "by_experts"}
+        return {"even_load", "by_experts", "over_tokens"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
