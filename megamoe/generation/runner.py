@@ -10,6 +10,7 @@ from megamoe.analysis.trained_model import TrainedModel
 from megamoe.errors import UserError
 from megamoe.model.key_value_cache import KeyValueCache
 from megamoe.moe.alternatives import capabilities
+from megamoe.moe.part import Part
 
 CHUNK = 256  # positions of a prompt that are computed at a time, so that few logits are held
 
@@ -113,7 +114,7 @@ def _logits(
     return trained.model.whole_logits(tokens_BS, position_BS, cache)
 
 
-class KeepAll(nn.Module):
+class KeepAll(Part):
     """Stands for a router's capacity, and drops nothing."""
 
     def forward(self, *unused: object) -> None:
@@ -134,17 +135,17 @@ def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bo
     drops = bool(layers) and "dropless" not in capabilities(router.capacity)
     if drops and not keep_capacity:
         for layer in layers:
-            layer.router.capacity = KeepAll()
+            layer.router.capacity = KeepAll(None, layer.router.dims)
         lines.append(
             f"moe.router.capacity {router.capacity.name} would drop pairs by the other tokens of a batch; "
             "generating without it (--keep-capacity keeps it)"
         )
     if drops and keep_capacity:
         reasons.append(f"moe.router.capacity {router.capacity.name} drops pairs by all tokens of a sequence")
-    parts = [router.scorer, *router.masks, router.score_function, router.selector] if layers else []
+    choices = [router.scorer, *router.masks, router.score_function, router.selector] if layers else []
     reasons += [
         f"the {part.kind} {part.name} lets a token's experts depend on other tokens"
-        for part in parts
+        for part in choices
         if "over_tokens" in capabilities(part)
     ]
     if reasons and trained.layout.tensor > 1:

@@ -37,7 +37,7 @@ class Sampling:
             raise UserError(f"--max-tokens: found {self.max_tokens}, expected 1 to {MOST_TOKENS}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(
-                f"--temperature: found {self.temperature:g}, expected a number >= 0; 0 takes the likeliest token"
+                f"--temperature: found {self.temperature:g}, expected at least 0; 0 takes the likeliest"
             )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k: found {self.top_k}, expected at least 1; leave it out for all tokens")

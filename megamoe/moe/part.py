@@ -352,6 +352,23 @@ class Selector(Part):
         """Whether a training step sends every token to all of this many candidates."""
         return cls.wanted(options, num_candidates) >= num_candidates
 
+    @classmethod
+    def replays(cls, options: Any) -> bool:
+        """Whether `replayed` is defined for these options."""
+        return False
+
+    def replayed(self, scored: Any, expert_TK: Tensor, count_T: Tensor) -> Any:
+        """Return the Pairs of choices made elsewhere, with the weights that `forward` gives to such choices.
+
+        expert_TK: int64, the first count_T (int64) of a token's row are its experts in order of choice; the
+        others are valid experts that must have no effect. For the choices that `forward` made, the result
+        and its gradients are bit for bit those of `forward`.
+
+        Raises:
+            NotImplementedError: unless `replays`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot replay choices")
+
     def after_drops(self, pairs: Any) -> Any:
         """Return the pairs that the capacity kept, with their final weights."""
         return pairs

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from megamoe.generation.experts import lines_of, page_of
+from megamoe.generation.experts import Experts, lines_of, page_of
 from megamoe.generation.sampling import Sampling
 
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [1.0, 1.0, 1.0, 1.0]]).log()
@@ -75,7 +75,8 @@ def test_options_out_of_range(options: dict[str, Any], start: str) -> None:
 
 
 def test_experts_as_lines_and_page() -> None:
-    texts, experts = ["<b>", "\n"], [{"2": [(3, 0.75), (5, 0.25)]}, {"2": []}]
+    texts = ["<b>", "\n"]
+    experts: list[Experts] = [{"2": [(3, 0.75), (5, 0.25)]}, {"2": []}]
     assert list(lines_of(texts, experts)) == ["'<b>'  layer 2: 3 (0.75) 5 (0.25)", " '\\n'  layer 2: none"]
     page = page_of("a & b", [(texts, experts, 1)])
     assert "<b>" not in page and "&lt;b&gt;" in page and "a &amp; b" in page
