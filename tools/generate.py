@@ -24,6 +24,8 @@ from megamoe.plain_files import read_plain, reason
 from megamoe.resilience.error_reporting import exit_process, report_error
 
 MOST_BYTES = 1 << 28
+# A terminal would obey control characters; the JSON file has them.
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -124,7 +126,7 @@ def _run(options: argparse.Namespace) -> None:
         ):
             results.append(result)
             say(f"--- prompt {len(results)} ({len(result.tokens)} tokens, {result.reason})")
-            say(prompt + result.text)
+            say((prompt + result.text).translate(CONTROLS))
             if options.show_experts:
                 _show(trained, result, say)
         if ranks.world.is_first:

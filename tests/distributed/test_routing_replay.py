@@ -51,7 +51,7 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     """Job: a recorded run, its replays, a resumed record, and what is refused."""
     record, again, resumed = (str(folder / name) for name in ("record", "again", "resumed"))
     replay = {"output": folder, "moe__router": {**OTHER, "replay": record}}
-    found = {
+    found: dict[str, Any] = {
         "recorded": trained(STEPS, output=folder, name="save", log__routing=record),
         "replayed": trained(STEPS, **replay, name="b", log__routing=again),
         "otherwise": trained(STEPS, output=folder, name="c", moe__router=OTHER),

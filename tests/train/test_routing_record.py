@@ -73,7 +73,12 @@ def test_a_torn_end_is_told_with_the_last_whole_step(tmp_path: Path, damage: str
     content = bytearray(path.read_bytes())
     if damage == "changed":
         content[-1] ^= 1
-    kept = {"cut": content[:-9], "empty": b"", "changed": content, "zeros": bytes(len(content))}
+    kept: dict[str, bytes | bytearray] = {
+        "cut": content[:-9],
+        "empty": b"",
+        "changed": content,
+        "zeros": bytes(len(content)),
+    }
     if damage == "not there":
         path.unlink()
         assert last_whole_step(tmp_path, 1) == (2, "it is not in the record")
