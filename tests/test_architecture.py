@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "checkpoint": SHARDING | {"zero", "resilience"},
     "train": SHARDING | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe"},
     "analysis": SHARDING | {"data", "metrics", "model", "zero", "checkpoint", "train"},
+    "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
 }

@@ -149,6 +149,9 @@ def configuration_of(meta: Meta, path: Path, overrides: Sequence[str]) -> RunCon
             f"{path}: the model was trained with plugins={plugins}, which are run only where you name them; "
             f"add plugins={plugins} if you trust these files"
         )
+    # A record is of the steps of training, and these choices are not of training.
+    router = {key: value for key, value in tree.get("moe", {}).get("router", {}).items() if key != "replay"}
+    tree["moe"] = {**tree.get("moe", {}), "router": router}
     # The number of ranks may be another one, which need not divide the batches of training.
     tree["train"] = {
         **tree.get("train", {}),
@@ -156,7 +159,11 @@ def configuration_of(meta: Meta, path: Path, overrides: Sequence[str]) -> RunCon
         "global_batch_size": None,
         "batch_rampup": None,
     }
-    return configure(tree, list(overrides), source=str(path))
+    config = configure(tree, list(overrides), source=str(path))
+    for key, value in (("moe.router.replay", config.moe.router.replay), ("log.routing", config.log.routing)):
+        if value is not None:
+            raise UserError(f"{key}: found {value!r}, which only a run that trains can do; leave it out")
+    return config
 
 
 def _checkpoints(path: Path) -> list[Path]:

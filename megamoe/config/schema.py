@@ -147,6 +147,7 @@ class RouterConfig:
     score_function: ScoreFunction = field(default_factory=lambda: PartChoice.default("score_function"))
     selector: Selector = field(default_factory=lambda: PartChoice.default("selector"))
     capacity: Capacity = field(default_factory=lambda: PartChoice.default("capacity"))
+    replay: PathText | None = None  # folder of a record (log.routing) whose choices replace the selector's
 
 
 @dataclass
@@ -326,6 +327,7 @@ class LogConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False
     report: bool = True  # an HTML page at the end
+    routing: PathText | None = None  # folder for the experts chosen for every token
 
 
 @dataclass

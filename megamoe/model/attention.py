@@ -12,6 +12,7 @@ from megamoe.compat.megatron_compat import head_norm
 from megamoe.kernels.attention import attend, causal_attention, rotated, split_heads
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.documents import Documents
+from megamoe.model.key_value_cache import KeyValueCache
 
 
 @dataclass
@@ -47,15 +48,17 @@ class SDPAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Documents | None,
+        documents: Documents | KeyValueCache | None,
         *unused: Any,
         **also_unused: Any,
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
 
         documents: stands where Megatron-Core's blocks hand on their attention mask; None: each sequence is
-        one document.
+        one document. A cache: the positions continue those that it holds (generation, without gradient).
         """
+        if isinstance(documents, KeyValueCache):
+            return documents.attend(self, query, key, value, self.rotary_base, self.scale, self.kernels)
         dropout = self.dropout if self.training else 0.0
         rotary_base, kernels = self.rotary_base, self.kernels
         if not dropout:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -28,8 +29,9 @@ from megamoe.config.shapes import (
 )
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.documents import Documents
-from megamoe.model.attention import BlockConfig
+from megamoe.model.attention import BlockConfig, SDPAttention
 from megamoe.model.block import Block, MoEBlock
+from megamoe.model.key_value_cache import KeyValueCache
 from megamoe.model.loss import token_losses
 from megamoe.model.modules import Modules, choose_modules, fp8_options
 from megamoe.model.random_streams import use_one_stream
@@ -87,6 +89,26 @@ class GPT(nn.Module):
         """int64 [B, S] -> [B, S, padded vocabulary]; under tensor parallelism, this rank's part of it."""
         output: Tensor = self.model(tokens_BS, position_ids_BS, documents)
         return output
+
+    def whole_logits(
+        self, tokens_BS: Tensor, position_ids_BS: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """int64 [B, S] -> fp32 [B, S, padded vocabulary] on every tensor-parallel rank.
+
+        cache: the tokens continue those that it holds; None: they are whole sequences.
+        """
+        output: Tensor = self.model(tokens_BS, position_ids_BS, cache)
+        whole: Tensor = gather_from_tensor_model_parallel_region(output)
+        return whole.float()
+
+    def problem_with_cache(self) -> str | None:
+        """Return why this model cannot use a `KeyValueCache`, as the end of a sentence; None if it can."""
+        blocks = self.model.decoder.layers
+        if any(not isinstance(block.self_attention.core_attention, SDPAttention) for block in blocks):
+            return "model.backend: transformer_engine computes the attention"
+        if self.model.position_embedding_type == "rope":
+            return "Megatron-Core applies the rotary positions, from 0 in each forward pass"
+        return None
 
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
         """Yield (number, layer) of every MoE layer; the number, from 1, is that of its block or of the

@@ -107,6 +107,7 @@ CAPABILITIES = {
     "drawn": "draws the experts",
     "assigned": "solves an assignment of tokens to experts",
     "over_all_ranks": "chooses for the micro batches of all data-parallel ranks together",
+    "over_tokens": "lets a token's experts depend on other tokens, in evaluation too",
     "by_experts": "lets the experts choose, so that a token may get none",
     "even_load": "gives every expert as many tokens",
     "even_first_choices": "gives every expert as many first choices",
@@ -350,6 +351,23 @@ class Selector(Part):
     def takes_all(cls, options: Any, num_candidates: int) -> bool:
         """Whether a training step sends every token to all of this many candidates."""
         return cls.wanted(options, num_candidates) >= num_candidates
+
+    @classmethod
+    def replays(cls, options: Any) -> bool:
+        """Whether `replayed` is defined for these options."""
+        return False
+
+    def replayed(self, scored: Any, expert_TK: Tensor, count_T: Tensor) -> Any:
+        """Return the Pairs of choices made elsewhere, with the weights that `forward` gives to such choices.
+
+        expert_TK: int64, the first count_T (int64) of a token's row are its experts in order of choice; the
+        others are valid experts that must have no effect. For the choices that `forward` made, the result
+        and its gradients are bit for bit those of `forward`.
+
+        Raises:
+            NotImplementedError: unless `replays`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot replay choices")
 
     def after_drops(self, pairs: Any) -> Any:
         """Return the pairs that the capacity kept, with their final weights."""

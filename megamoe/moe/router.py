@@ -1,7 +1,7 @@
 """The router: the stages from the hidden states to the Routing."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from megamoe.kernels.router import masked
 from megamoe.moe.alternatives import capabilities
 from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
 from megamoe.moe.process_groups import TokenSpread
-from megamoe.moe.routing import Routing, Scored, has_row_per_token
+from megamoe.moe.routing import Pairs, Routing, Scored, has_row_per_token
 from megamoe.registry import failure_of, get_part, is_ours
 
 
@@ -40,16 +40,25 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
     return part
 
 
+class Choices(Protocol):
+    """Stands between a router and its selector, to record the choices or to replace them."""
+
+    def select(self, selector: Selector, scored: Scored, context: StepContext) -> Pairs:
+        """Return the pairs of the micro batch."""
+        ...
+
+
 class Router(nn.Module):
     """scorer -> masks -> score function -> selector -> capacity, all in fp32 whatever the model's dtype.
 
     spread: if a micro batch's tokens are spread over ranks, each rank scores its own tokens, and every rank
-    runs the later stages for all of them.
+    runs the later stages for all of them. choices: None unless the choices are recorded or replayed.
     """
 
     def __init__(self, config: RouterConfig, dims: Dims, spread: TokenSpread | None = None) -> None:
         super().__init__()
         self.spread = spread or TokenSpread(None)
+        self.choices: Choices | None = None
         dims = replace(dims, score_function=frozenset(capabilities(config.score_function)))
         self.selector: Selector = build_part(config.selector, dims)
         self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
@@ -63,12 +72,18 @@ class Router(nn.Module):
         with torch.autocast(hidden_TH.device.type, enabled=False):
             scored = self._score(hidden_TH.float(), context)
             self._restrict(scored, context)
-            wanted = pairs = self.selector(scored, context)
+            wanted = pairs = self._select(scored, context)
             keep_N = self.capacity(wanted, scored, context)
             if keep_N is not None:
                 pairs = self.selector.after_drops(wanted.keep(keep_N))
         is_local = any(r.keeps_tokens_local(context) for r in self.masks)  # type: ignore[operator]
         return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local)
+
+    def _select(self, scored: Scored, context: StepContext) -> Pairs:
+        if self.choices is None:
+            pairs: Pairs = self.selector(scored, context)
+            return pairs
+        return self.choices.select(self.selector, scored, context)
 
     def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
         whole = self.spread.whole

@@ -1,11 +1,14 @@
 """Checks between sections of the configuration and the number of ranks, before anything is allocated."""
 
+from typing import Any
+
 from megamoe.config.schema import DataConfig, Precision, RunConfig
 from megamoe.config.shapes import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
 from megamoe.errors import UserError
 from megamoe.model.backends import check_backends
 from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout_rules import check_layout, row_unit
+from megamoe.registry import get_part
 from megamoe.train.length import check_warmup
 from megamoe.zero.deepspeed_config import ParallelPlan
 
@@ -57,10 +60,24 @@ def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:
         )
     check_layout(config, plan.layout, plan.precision)
     if not moe_layer_numbers(moe, config.model.num_layers):
+        for key, value in (("log.routing", config.log.routing), ("moe.router.replay", moe.router.replay)):
+            if value is not None:
+                raise UserError(f"{key}: found {value!r}, but the model has no MoE layer; leave it out")
         return
     check_parts(moe, config.parallel.expert)
+    _check_replay(config)
     _check_inserted(config)
     _check_rows(config, plan.precision)
+
+
+def _check_replay(config: RunConfig) -> None:
+    router = config.moe.router
+    selector: Any = get_part("selector", router.selector.name)
+    if router.replay is not None and not selector.replays(router.selector.options):
+        raise UserError(
+            f"moe.router.replay: {router.replay}: weights of selector {router.selector.name} with "
+            "these options do not follow from a token's experts alone; choose another moe.router.selector"
+        )
 
 
 def _check_inserted(config: RunConfig) -> None:

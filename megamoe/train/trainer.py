@@ -37,6 +37,7 @@ from megamoe.train.memory import check_memory
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
+from megamoe.train.routing_replay import RunRouting
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import learning_rate
 from megamoe.train.step import evaluate, train_step
@@ -103,6 +104,7 @@ class Trainer:
         if saved is not None:
             self._resume(saved)
         self.engine.train(True)
+        self._open_routing(model)
         self._stream = self._open_stream()
 
     @property
@@ -152,7 +154,9 @@ class Trainer:
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
         judge = self.skip_policy.judge
-        record = train_step(self.engine, self.context, batches, lr, smoothing, before, judge)
+        with self.routing.of(self.context.step, "train"):
+            self.routing.check_batches(batches)
+            record = train_step(self.engine, self.context, batches, lr, smoothing, before, judge)
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
@@ -194,13 +198,20 @@ class Trainer:
         }
         if at_end and self.datasets.test is not None:
             sets["test"] = self.datasets.test
-        return {f"{name}/lm_loss": self._loss_on(dataset) for name, dataset in sets.items()}
+        return {f"{name}/lm_loss": self._loss_on(name, dataset) for name, dataset in sets.items()}
 
-    def _loss_on(self, dataset: Any) -> float:
+    def _loss_on(self, name: str, dataset: Any) -> float:
         micro_batches = self.config.evaluation.batches * self.run.schedule.final // self.run.schedule.unit
-        with self._stream_of(dataset, start_sample=0, workers=0) as stream:
-            batches = (self._take(stream, 1)[0] for _ in range(micro_batches))
+        recorded = self.routing.of(self.progress.step, name)
+        with recorded, self._stream_of(dataset, start_sample=0, workers=0) as stream:
+            batches = (self._take_known(stream) for _ in range(micro_batches))
             return evaluate(self.engine, self.context, batches)
+
+    def _take_known(self, stream: BatchStream) -> Batch:
+        """Return this rank's next micro batch; if choices are replayed, it must be in their record."""
+        batches = self._take(stream, 1)
+        self.routing.check_batches(batches)
+        return batches[0]
 
     def _take(self, stream: BatchStream, count: int) -> list[Batch]:
         """Return this rank's next micro batches; if any rank cannot read its own, all raise the same
@@ -308,6 +319,16 @@ class Trainer:
         )
         rest = f"; of the MoE layers as drawn: {', '.join(kept)}" if kept else ""
         self._say(f"weights from {path}, experts: {init.experts}{rest}")
+
+    def _open_routing(self, model: GPT) -> None:
+        """Prepare the record of the routers' choices, and the one that is replayed."""
+        self.routing, train = RunRouting(self.run, self.world), self.config.train
+        step, last = self.progress.step, self.run.steps
+        if train.exit_after_steps is not None:
+            last = min(last, step + train.exit_after_steps)
+        may_replace = self.config.overwrite or self.folder.restarted
+        raise_any_error(catch_error(lambda: self.routing.check(step, last, may_replace and step == 0)))
+        self.routing.attach(model)
 
     def _say(self, line: str) -> None:
         if self.world.is_first:

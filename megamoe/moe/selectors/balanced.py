@@ -9,6 +9,7 @@ from torch import Tensor
 from megamoe.moe.assignment import balanced_assignment
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.choices import valid_TK
 from megamoe.registry import register
 
 
@@ -61,6 +62,14 @@ class Balanced(Selector):
             expert_T = scored.ranking_TE.argmax(dim=-1)
         expert_T1 = expert_T[:, None]
         return Pairs.of_choices(expert_T1, scored.probs_TE.gather(1, expert_T1))
+
+    @classmethod
+    def replays(cls, options: Config) -> bool:
+        return True
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices, weighted with p."""
+        return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK(expert_TK, count_T))
 
 
 def _assign(scores_TE: Tensor, context: StepContext) -> Tensor:

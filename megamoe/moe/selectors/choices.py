@@ -23,6 +23,18 @@ def first_choices(expert_TK: Tensor, count_T: Tensor, probs_TE: Tensor) -> Pairs
     return Pairs(token_N, expert_N, probs_N(probs_TE, token_N, expert_N), choice_N)
 
 
+def valid_TK(expert_TK: Tensor, count_T: Tensor) -> Tensor | None:
+    """Return which columns of each token are among its first `count_T`, bool; None if all tokens have all."""
+    column_K = torch.arange(expert_TK.shape[1], device=expert_TK.device)
+    kept_TK = column_K < count_T[:, None]
+    return None if bool(kept_TK.all()) else kept_TK
+
+
+def only_valid(value_TK: Tensor, kept_TK: Tensor | None, other: float = 0.0) -> Tensor:
+    """Return the values with `other` where they are not kept; None: all are."""
+    return value_TK if kept_TK is None else value_TK.masked_fill(~kept_TK, other)
+
+
 def probs_N(probs_TE: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:
     """Return probs_TE[token_N, expert_N], [N], for distinct pairs; its backward on GPU needs no sort."""
     return probs_TE.reshape(-1).index_select(0, token_N * probs_TE.shape[1] + expert_N)

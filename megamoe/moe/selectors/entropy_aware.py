@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.compatibility import refuse_more_than_experts
@@ -68,6 +69,14 @@ class EntropyAware(Selector):
         wanted_T = perplexity_T.round().long().clamp(self.config.min_k, self.config.max_k)
         count_T = wanted_T.minimum(num_candidates_T(scored.candidates_TE, probs_TE))
         expert_TK = scored.ranking_TE.topk(self.config.max_k, dim=-1).indices
+        return self.replayed(scored, expert_TK, count_T)
+
+    @classmethod
+    def replays(cls, options: Config) -> bool:
+        return True
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices with the weights that the options name."""
         pairs = first_choices(expert_TK, count_T, scored.probs_TE)
         if self.config.weights == "renormalised":
             total_T = pairs.weight_N.new_zeros(scored.num_tokens).index_add(0, pairs.token_N, pairs.weight_N)

@@ -13,7 +13,7 @@ from megamoe.kernels.router import masked
 from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
-from megamoe.moe.selectors.choices import probs_N
+from megamoe.moe.selectors.choices import first_choices, probs_N
 from megamoe.registry import register
 
 
@@ -50,7 +50,7 @@ class ExpertChoice(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        return {"even_load", "by_experts"}
+        return {"even_load", "by_experts", "over_tokens"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
@@ -100,6 +100,14 @@ class ExpertChoice(Selector):
         first_T = count_T.cumsum(0) - count_T
         choice_N = torch.arange(len(token_N), device=token_N.device) - first_T[token_N]
         return Pairs(token_N, expert_N, probs_N(scored.probs_TE, token_N, expert_N), choice_N)
+
+    @classmethod
+    def replays(cls, options: Config) -> bool:
+        return True
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices, weighted with p."""
+        return first_choices(expert_TK, count_T, scored.probs_TE)
 
 
 def _values_TE(scored: Scored, kernels: Kernels) -> Tensor:

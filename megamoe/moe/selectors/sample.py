@@ -12,7 +12,7 @@ from megamoe.moe import rng
 from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL
+from megamoe.moe.selectors.choices import SMALLEST_TOTAL, only_valid, valid_TK
 from megamoe.registry import register
 
 
@@ -72,6 +72,16 @@ class Sample(Selector):
         weight_TK = self._weights_TK(scored.probs_TE.gather(1, expert_TK))
         valid_TK = None if scored.candidates_TE is None else scored.candidates_TE.gather(1, expert_TK)
         return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
+
+    @classmethod
+    def replays(cls, options: Config) -> bool:
+        return True
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices, weighted as those drawn."""
+        kept_TK = valid_TK(expert_TK, count_T)
+        weight_TK = self._weights_TK(only_valid(scored.probs_TE.gather(1, expert_TK), kept_TK))
+        return Pairs.of_choices(expert_TK, weight_TK, kept_TK)
 
     def _drawn_TE(self, scored: Scored, context: StepContext) -> Tensor:
         """Return the log probabilities plus the noise, fp32 [T, E]; -inf for non-candidates."""

@@ -10,6 +10,7 @@ from megamoe.kernels.router import masked
 from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.choices import valid_TK
 from megamoe.registry import register
 
 MOST_ITERATIONS = 10_000
@@ -80,6 +81,14 @@ class Sinkhorn(Selector):
         expert_TK = ranking_TE.topk(self.config.k, dim=-1).indices
         valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)
         return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK)
+
+    @classmethod
+    def replays(cls, options: Config) -> bool:
+        return True
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices, weighted with p."""
+        return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK(expert_TK, count_T))
 
 
 def log_column_factors_E(scores_TE: Tensor, iterations: int) -> Tensor:

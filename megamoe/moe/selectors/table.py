@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.selectors.choices import valid_TK
 from megamoe.registry import register
 
 
@@ -57,3 +58,12 @@ class Table(Selector):
         expert_TK = scored.extras["table_TK"]
         weight_TK: Tensor = torch.ones_like(expert_TK, dtype=torch.float32)
         return Pairs.of_choices(expert_TK, weight_TK)
+
+    @classmethod
+    def replays(cls, options: Config) -> bool:
+        return True
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices, each of weight 1."""
+        weight_TK = torch.ones_like(expert_TK, dtype=torch.float32)
+        return Pairs.of_choices(expert_TK, weight_TK, valid_TK(expert_TK, count_T))

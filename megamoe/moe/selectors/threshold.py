@@ -63,6 +63,14 @@ class Threshold(Selector):
         expert_TE[long_S] = whole_SE
         return first_choices(expert_TE, count_T, scored.probs_TE)
 
+    @classmethod
+    def replays(cls, options: Config) -> bool:
+        return True
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices, weighted with p."""
+        return first_choices(expert_TK, count_T, scored.probs_TE)
+
     def _count(self, scored: Scored, expert_SK: Tensor, token_S: Tensor | slice) -> Tensor:
         """Return m of each token, int64 [S], given its best K experts; a number above K if more may be
         needed.

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked, top_k
@@ -12,7 +13,7 @@ from megamoe.moe import rng
 from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL
+from megamoe.moe.selectors.choices import SMALLEST_TOTAL, only_valid, valid_TK
 from megamoe.registry import register
 
 
@@ -116,6 +117,19 @@ class TopK(Selector):
             valid_TK = sent_TK if valid_TK is None else valid_TK & sent_TK
         return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
 
+    @classmethod
+    def replays(cls, options: Config) -> bool:
+        # The weight of a random second depends on the second expert even where it is not sent.
+        return options.second != "random"
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices with the weights that the options name."""
+        more = max(0, self.config.k - expert_TK.shape[1])  # sums over as many columns have the same bits
+        expert_TK = functional.pad(expert_TK, (0, more))
+        kept_TK = valid_TK(expert_TK, count_T)
+        weight_TK = self._weights(scored.probs_TE, scored.scores_TE, None, expert_TK, kept_TK)
+        return Pairs.of_choices(expert_TK, weight_TK, kept_TK)
+
     def after_drops(self, pairs: Pairs) -> Pairs:
         """Return the pairs that the capacity kept, renormalised if the options say so."""
         if self.config.renormalise == "before_drops":
@@ -153,7 +167,12 @@ class TopK(Selector):
         return rng.uniform(draw_key, token_index_T, 1, kernels=self.dims.kernels)[:, 0]
 
     def _weights(
-        self, probs_TE: Tensor, scores_TE: Tensor, candidates_TE: Tensor | None, expert_TK: Tensor
+        self,
+        probs_TE: Tensor,
+        scores_TE: Tensor,
+        candidates_TE: Tensor | None,
+        expert_TK: Tensor,
+        kept_TK: Tensor | None = None,
     ) -> Tensor:
         kind = self.config.weights
         if kind == "one":
@@ -161,9 +180,9 @@ class TopK(Selector):
         elif kind == "kept_softmax":
             if candidates_TE is not None:
                 scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
-            weight_TK = scores_TE.gather(1, expert_TK).softmax(dim=-1)
+            weight_TK = only_valid(scores_TE.gather(1, expert_TK), kept_TK, float("-inf")).softmax(dim=-1)
         else:
-            weight_TK = probs_TE.gather(1, expert_TK)
+            weight_TK = only_valid(probs_TE.gather(1, expert_TK), kept_TK)
             if kind == "renormalised":
                 total_T1 = weight_TK.sum(dim=-1, keepdim=True)
                 weight_TK = weight_TK / total_T1.clamp_min(SMALLEST_TOTAL)

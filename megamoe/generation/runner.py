@@ -1,0 +1,160 @@
+"""Runs a trained model on growing sequences: with a key/value cache, or whole sequences again and again."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megamoe.analysis.trained_model import TrainedModel
+from megamoe.errors import UserError
+from megamoe.model.key_value_cache import KeyValueCache
+from megamoe.moe.alternatives import capabilities
+from megamoe.moe.part import Part
+
+CHUNK = 256  # positions of a prompt that are computed at a time, so that few logits are held
+
+# Gets the position of each token of a forward pass after it; see `experts.ExpertRecord.take`.
+Observer = Callable[[Tensor], None]
+
+
+class Runner(Protocol):
+    """A batch of sequences that grow by one token at a time."""
+
+    def feed(self, new: list[int]) -> Tensor:
+        """Append a token to each sequence; return the logits of the next ones, fp32 [B, vocabulary]."""
+        ...
+
+    def begin(self) -> Tensor:
+        """Compute the prompts; return the logits of the tokens after them, fp32 [B, vocabulary]."""
+        ...
+
+
+class CachedRunner:
+    """Each position of each sequence is computed once.
+
+    observe: called after each forward pass with the positions of its tokens, int64 [B, S], -1 for what is no
+    token of a sequence.
+    """
+
+    def __init__(
+        self, trained: TrainedModel, prompts: list[list[int]], max_tokens: int, observe: Observer
+    ) -> None:
+        self.trained, self.observe = trained, observe
+        self.unit = trained.layout.tensor  # tensor-parallel ranks share a pass's positions evenly
+        longest = max(map(len, prompts))
+        device = trained.world.device
+        rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        self.prompts_BS = torch.tensor(rows, device=device)
+        start_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        self.cache = KeyValueCache(start_B, longest + max_tokens + self.unit)
+
+    def begin(self) -> Tensor:
+        """Compute the prompts in chunks."""
+        chunk = -(-CHUNK // self.unit) * self.unit
+        for tokens_BS in self.prompts_BS.split(chunk, dim=1):
+            logits_BV = self._forward(tokens_BS)
+        return logits_BV
+
+    def feed(self, new: list[int]) -> Tensor:
+        """Append a token to each sequence."""
+        return self._forward(torch.tensor(new, device=self.prompts_BS.device)[:, None])
+
+    def _forward(self, tokens_BS: Tensor) -> Tensor:
+        size = tokens_BS.shape[1]
+        padded_BS = nn.functional.pad(tokens_BS, (0, -size % self.unit))
+        position_BS = self.cache.positions_BS(padded_BS.shape[1])
+        logits_BSV = _logits(self.trained, padded_BS, position_BS, self.cache)
+        slot_S = torch.arange(self.cache.length, self.cache.length + padded_BS.shape[1])
+        is_token_BS = (slot_S >= self.cache.start_B.cpu()[:, None]) & (slot_S < self.cache.length + size)
+        self.observe(torch.where(is_token_BS, position_BS.cpu(), -1))
+        self.cache.advance(size)
+        return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
+
+
+class PlainRunner:
+    """The whole of one sequence is computed for each token: the definition, and for what cannot be cached."""
+
+    def __init__(self, trained: TrainedModel, prompt: list[int], observe: Observer) -> None:
+        self.trained, self.observe = trained, observe
+        self.tokens = list(prompt)
+
+    def begin(self) -> Tensor:
+        """Compute the prompt."""
+        return self._forward()
+
+    def feed(self, new: list[int]) -> Tensor:
+        """Append a token."""
+        self.tokens += new
+        return self._forward()
+
+    def _forward(self) -> Tensor:
+        size = len(self.tokens)
+        padding = -size % self.trained.layout.tensor
+        device = self.trained.world.device
+        tokens_BS = torch.tensor([self.tokens + [0] * padding], device=device)
+        position_BS = torch.arange(size + padding, device=device)[None]
+        logits_BSV = _logits(self.trained, tokens_BS, position_BS, None)
+        self.observe(torch.where(position_BS < size, position_BS, -1).cpu())
+        return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
+
+
+@torch.no_grad()
+def _logits(
+    trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor, cache: KeyValueCache | None
+) -> Tensor:
+    """Run the model on tokens with the layers' context set; collective over all ranks."""
+    context, num_sequences = trained.context, len(tokens_BS)
+    context.token_ids_T = tokens_BS.T.reshape(-1)
+    context.token_index_T = position_BS.T.reshape(-1)
+    context.sample_index_B = torch.arange(num_sequences, device=tokens_BS.device)
+    context.num_rollouts = 1
+    if trained.config.model.position == "learned":  # padding at the end may be beyond the last position
+        position_BS = position_BS.clamp_max(trained.config.data.sequence_length - 1)
+    return trained.model.whole_logits(tokens_BS, position_BS, cache)
+
+
+class KeepAll(Part):
+    """Stands for a router's capacity, and drops nothing."""
+
+    def forward(self, *unused: object) -> None:
+        """Return None: every pair is kept."""
+
+
+def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bool, list[str]]:
+    """Make a model ready to generate; return whether it can use a cache, and lines for the user.
+
+    keep_capacity: keep the routers' capacity, which drops pairs by the tokens of the micro batch. cache:
+    whether the user wants one.
+
+    Raises:
+        UserError: if the experts depend on all tokens and tensor parallelism would pad the sequences.
+    """
+    router, lines, reasons = trained.config.moe.router, [], []
+    layers = [layer for _, layer in trained.model.moe_layers()]
+    drops = bool(layers) and "dropless" not in capabilities(router.capacity)
+    if drops and not keep_capacity:
+        for layer in layers:
+            layer.router.capacity = KeepAll(None, layer.router.dims)
+        lines.append(
+            f"moe.router.capacity {router.capacity.name} would drop pairs by the other tokens of a batch; "
+            "generating without it (--keep-capacity keeps it)"
+        )
+    if drops and keep_capacity:
+        reasons.append(f"moe.router.capacity {router.capacity.name} drops pairs by all tokens of a sequence")
+    choices = [router.scorer, *router.masks, router.score_function, router.selector] if layers else []
+    reasons += [
+        f"the {part.kind} {part.name} lets a token's experts depend on other tokens"
+        for part in choices
+        if "over_tokens" in capabilities(part)
+    ]
+    if reasons and trained.layout.tensor > 1:
+        raise UserError(
+            f"parallel.tensor: found {trained.layout.tensor}, which pads sequences, but {reasons[0]}; "
+            "generate with parallel.tensor=1"
+        )
+    if problem := trained.model.problem_with_cache():
+        reasons.append(problem)
+    if reasons and cache:
+        lines.append(f"generating without key/value cache, prompt by prompt: {'; '.join(reasons)}")
+    return cache and not reasons, lines

@@ -1,0 +1,92 @@
+"""The keys and values of the positions so far, so that generation computes each position once."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.kernels.block import angles, turned
+from megamoe.kernels.choice import Kernels
+
+
+class KeyValueCache:
+    """Keys and values of B sequences of different lengths, for every attention of a model.
+
+    All sequences end in the same slot: a shorter one begins later, and the slots before are padding that
+    nothing sees. It stands where Megatron-Core's blocks hand on their attention mask, as `Documents` does.
+    A forward pass with it takes the next S slots; `advance` then keeps them.
+
+    start_B: int64, the slot of each sequence's first token. capacity: slots. length: slots kept so far.
+    """
+
+    def __init__(self, start_B: Tensor, capacity: int) -> None:
+        self.start_B = start_B
+        self.capacity = capacity
+        self.length = 0
+        self._sides: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def positions_BS(self, size: int) -> Tensor:
+        """Return the positions of the next `size` slots in their sequences, int64; 0 for padding."""
+        slot_S = torch.arange(self.length, self.length + size, device=self.start_B.device)
+        return (slot_S - self.start_B[:, None]).clamp_min(0)
+
+    def advance(self, size: int) -> None:
+        """Keep the first `size` slots of the last forward pass; the next one overwrites the others."""
+        self.length += size
+
+    def attend(
+        self,
+        owner: nn.Module,
+        query_SBND: Tensor,
+        key_SBGD: Tensor,
+        value_SBGD: Tensor,
+        rotary_base: float | None,
+        scale: float | None,
+        kernels: Kernels,
+    ) -> Tensor:
+        """Compute `causal_attention` of the next S slots over them and those kept; return [S, B, N * D].
+
+        owner: the attention whose keys and values these are.
+
+        Raises:
+            ValueError: if the slots are beyond the capacity.
+        """
+        size, batch = query_SBND.shape[:2]
+        end = self.length + size
+        if end > self.capacity:
+            raise ValueError(f"a key/value cache of {self.capacity} slots was given slot {end}")
+        if rotary_base is not None:
+            query_SBND = self._rotated(query_SBND, rotary_base, kernels)
+            key_SBGD = self._rotated(key_SBGD, rotary_base, kernels)
+        keys, values = self._kept(owner, key_SBGD, value_SBGD)
+        keys[self.length : end], values[self.length : end] = key_SBGD, value_SBGD
+        query, key, value = (side.permute(1, 2, 0, 3) for side in (query_SBND, keys[:end], values[:end]))
+        output_BNSD = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=self._visible(size),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output_BNSD.permute(2, 0, 1, 3).reshape(size, batch, -1)
+
+    def _kept(self, owner: nn.Module, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor]:
+        if owner not in self._sides:
+            key, value = (side.new_zeros(self.capacity, *side.shape[1:]) for side in (key_SBGD, value_SBGD))
+            self._sides[owner] = key, value
+        return self._sides[owner]
+
+    def _visible(self, size: int) -> Tensor:
+        """Return which slots each of the next `size` slots sees, bool [B, 1, size, slots]."""
+        slot_L = torch.arange(self.length + size, device=self.start_B.device)
+        own_S1 = slot_L[self.length :, None]
+        seen = (slot_L <= own_S1) & (slot_L >= self.start_B[:, None, None])
+        return (seen | (slot_L == own_S1))[:, None]  # padding sees itself: a row of nothing would be NaN
+
+    def _rotated(self, heads_SBND: Tensor, base: float, kernels: Kernels) -> Tensor:
+        size, batch, heads, width = heads_SBND.shape
+        place_T = self.positions_BS(size).T.flatten()
+        tables_SD = angles(self.capacity, width, float(base), heads_SBND.device)
+        cosine_TD, sine_TD = (table_SD[place_T] for table_SD in tables_SD)
+        rows = heads_SBND.reshape(size * batch, 1, heads, width)
+        return turned(rows, cosine_TD, sine_TD, kernels).reshape(size, batch, heads, width)
