@@ -326,6 +326,11 @@ class LogConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False
     report: bool = True  # an HTML page at the end
+    dead_window: PositiveInt = 100  # steps without a pair after which an expert counts as dead
+    gradient_shares_every: NonNegativeInt = 0  # steps; 0: never
+    timers: bool = False  # the time of each stage of the MoE layers
+    peak_tflops: PositiveFloat | None = None  # of one rank, for perf/mfu; default: of known GPUs
+    heat_map_every: NonNegativeInt = 100  # steps; pictures for W&B and TensorBoard; 0: none
 
 
 @dataclass

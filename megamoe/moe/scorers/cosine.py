@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.moe.part import Constraint, Dims, Part, StepContext
+from megamoe.moe.part import Constraint, Dims, Part, StepContext, mean_row_norm
 from megamoe.moe.scorers.temperature import default_temperature
 from megamoe.registry import register
 
@@ -104,6 +104,13 @@ class CosineScorer(Part):
         if self.has_temperature:
             scores_TE = scores_TE / self.log_temperature.float().exp()
         return scores_TE, extras
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the temperature tau, and the mean L2 norm of the expert embeddings."""
+        found = {"embedding_norm": mean_row_norm(self.embedding)}
+        if self.has_temperature:
+            found["temperature"] = self.log_temperature.float().exp().mean()
+        return found
 
     def constraints(self) -> list[Constraint]:
         """Return the projection of the embeddings to their norm if scores are normalised."""
