@@ -52,6 +52,7 @@ VENDORS = {
     "apex": {"model"},
     "triton": {"kernels"},
     "wandb": {"metrics"},
+    "wandb_workspaces": {"metrics"},
 }
 # What megamoe.compat has of them belongs to the same packages.
 VENDORS |= {

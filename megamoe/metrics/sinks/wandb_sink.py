@@ -124,7 +124,10 @@ def has_login() -> bool:
 def _run_id(path: Path, resumed: bool) -> str:
     if resumed and path.exists():
         return path.read_text(encoding="utf-8").strip()
-    run_id = uuid.uuid4().hex[:8]
+    # An agent of `wandb sweep` has chosen the id.
+    run_id = (os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None) or uuid.uuid4().hex[
+        :8
+    ]
     path.write_text(run_id + "\n", encoding="utf-8")
     return run_id
 
