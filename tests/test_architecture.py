@@ -53,6 +53,7 @@ VENDORS = {
     "apex": {"model"},
     "triton": {"kernels"},
     "wandb": {"metrics"},
+    "wandb_workspaces": {"metrics"},
 }
 # What megamoe.compat has of them belongs to the same packages.
 VENDORS |= {

@@ -328,6 +328,11 @@ class LogConfig:
     tensorboard: bool = False
     report: bool = True  # an HTML page at the end
     routing: PathText | None = None  # folder for the experts chosen for every token
+    dead_window: PositiveInt = 100  # steps without a pair after which an expert counts as dead
+    gradient_shares_every: NonNegativeInt = 0  # steps; 0: never
+    timers: bool = False  # the time of each stage of the MoE layers
+    peak_tflops: PositiveFloat | None = None  # of one rank, for perf/mfu; default: of known GPUs
+    heat_map_every: NonNegativeInt = 100  # steps; pictures for W&B and TensorBoard; 0: none
 
 
 @dataclass

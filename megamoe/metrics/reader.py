@@ -22,6 +22,7 @@ LARGEST_STEP = 1 << 53  # exact as a float, which charts make of it
 BLANK = b"\0 \t\r\n"
 MEASURED = ("train/", "val/", "test/", "perf/", "moe/")  # keys that begin so hold numbers
 LOAD = re.compile("moe/([^/]+)/load")  # of a layer, by its name
+COUNTS = re.compile("moe/[^/]+/(width_histogram|rank_load)")  # further lists, of any length
 SHOWN, LONGEST_KEY = 40, 100  # characters of a message
 
 
@@ -137,12 +138,18 @@ def _expected(key: str, value: Any, experts: dict[str, int]) -> str | None:
 
     experts: the length of each load seen so far, by key.
     """
+    if COUNTS.fullmatch(key) is not None:
+        return None if _is_counts(value) else "a list of numbers of at least 0"
     if LOAD.fullmatch(key) is None:
         return None if value is None or _is_number(value) else "a number"
-    if not (isinstance(value, list) and value and all(_is_number(it) and it >= 0 for it in value)):
+    if not _is_counts(value):
         return "a list of numbers of at least 0, one for each expert"
     known = experts.setdefault(key, len(value))
     return None if known == len(value) else f"{known} numbers, one for each expert, as in the lines before"
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_number(it) and it >= 0 for it in value)
 
 
 def _is_number(value: Any) -> bool:

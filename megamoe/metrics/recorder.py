@@ -12,6 +12,7 @@ from typing import IO, Any, Protocol
 
 from megamoe.config.schema import LogConfig
 from megamoe.metrics.reader import whole_lines
+from megamoe.metrics.sinks.summaries import Shown, Summaries
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
 from megamoe.metrics.sinks.wandb_sink import WandbSink
 
@@ -19,11 +20,11 @@ METRICS_FILE = "metrics.jsonl"
 BLOCK = 1 << 20  # bytes copied at a time
 
 
-class Sink(Protocol):
-    """An output for metrics."""
+class Copy(Protocol):
+    """An output for metrics beside metrics.jsonl."""
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        """Write one step: `step` (int), scalars, and lists of ints per expert."""
+    def log(self, metrics: dict[str, Any], shown: Shown) -> None:
+        """Write one step. metrics: as in metrics.jsonl; shown: what is to be shown of them."""
 
     def close(self) -> None:
         """Write out what is pending."""
@@ -51,10 +52,12 @@ class JsonLinesSink:
 
 
 class Recorder:
-    """Hands each step's metrics to every sink."""
+    """Hands each step's metrics to metrics.jsonl, and their summaries to W&B and TensorBoard."""
 
-    def __init__(self, sinks: list[Sink]) -> None:
-        self._sinks = sinks
+    def __init__(self, lines: JsonLinesSink, copies: list[Copy], heat_map_every: int) -> None:
+        self._lines = lines
+        self._copies = copies
+        self._summaries = Summaries(heat_map_every)
 
     @classmethod
     def open(
@@ -76,21 +79,25 @@ class Recorder:
         """
         run_folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard comes first: it alone may raise, and then no existing file has been replaced.
-        copies: list[Sink] = [TensorBoardSink(run_folder / "tensorboard")] if log.tensorboard else []
+        copies: list[Copy] = [TensorBoardSink(run_folder / "tensorboard")] if log.tensorboard else []
         if log.wandb.enabled:
             copies.append(WandbSink(run_folder, log.wandb, run_name, config, resumed_step is not None))
-        return cls([JsonLinesSink(run_folder / METRICS_FILE, resumed_step), *copies])
+        return cls(JsonLinesSink(run_folder / METRICS_FILE, resumed_step), copies, log.heat_map_every)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Record one step. Values: numbers, lists of numbers, and anything with `.tolist()`."""
         plain = {key: _to_plain(value) for key, value in metrics.items()}
-        for sink in self._sinks:
-            sink.log(plain)
+        self._lines.log(plain)
+        if self._copies:
+            shown = self._summaries.of(plain)
+            for copy in self._copies:
+                copy.log(plain, shown)
 
     def close(self) -> None:
         """Close every sink; a second call does nothing."""
-        while self._sinks:
-            self._sinks.pop().close()
+        while self._copies:
+            self._copies.pop().close()
+        self._lines.close()
 
 
 def check_record(run_folder: Path, resumed_step: int) -> None:

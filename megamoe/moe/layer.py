@@ -1,6 +1,7 @@
 """The MoE layer."""
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
+from megamoe.moe.gradient_share import measure_gradients
+from megamoe.moe.observation import Observation, observe
 from megamoe.moe.part import Constraint, Dims, Objective, Part, StepContext
 from megamoe.moe.process_groups import ParallelGroups, TokenSpread, rank_in, size_of
 from megamoe.moe.router import Router, build_part
@@ -53,15 +56,6 @@ class LayerShape:
     norm_eps: float = 1e-5
     products: Products = OWN_PRODUCTS
     kernels: Kernels = DEFAULT_KERNELS
-
-
-@dataclass
-class Observation:
-    """Statistics of one forward pass, without gradient: int64 counts, and the losses by name."""
-
-    load_E: Tensor
-    wanted_E: Tensor
-    losses: dict[str, Tensor]
 
 
 class MoELayer(nn.Module):
@@ -105,18 +99,28 @@ class MoELayer(nn.Module):
 
         The output's backward also carries the gradient of the auxiliary losses.
         """
-        routing = self.router(hidden_TH, self.context)
-        own = self.spread.own(routing)
+        with self._stage("route"):
+            routing = self.router(hidden_TH, self.context)
+            own = self.spread.own(routing)
         shared_TH = None if self.shared is None else self.shared(hidden_TH)
-        rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, own)
-        dropout = self._expert_dropout(own, plan)
-        rows_NH = self.experts(rows_NH, counts_E, dropout)
-        if dropout is not None:
-            rows_NH = dropout.on_output(rows_NH)
-        output_TH = self.dispatcher.combine(rows_NH, plan)
+        with self._stage("dispatch"):
+            rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, own)
+        with self._stage("experts"):
+            dropout = self._expert_dropout(own, plan)
+            rows_NH = self.experts(rows_NH, counts_E, dropout)
+            if dropout is not None:
+                rows_NH = dropout.on_output(rows_NH)
+        with self._stage("combine"):
+            output_TH = self.dispatcher.combine(rows_NH, plan)
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
         return self._with_losses(output_TH, routing)
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        """Return the context that measures a stage, if it is to be measured (`log.timers`)."""
+        timers = self.context.timers
+        measured = timers is not None and self.training and not self.recomputing
+        return timers.stage(name) if timers is not None and measured else nullcontext()
 
     def _expert_dropout(self, own: Routing, plan: Plan) -> ExpertDropout | None:
         """Return the dropout of the experts' rows in training, if a rate is set; row numbers travel with the
@@ -144,8 +148,10 @@ class MoELayer(nn.Module):
         }
         if not self.recomputing:
             losses = {name: value.detach() for name, value in values.items()}
-            self.observation = Observation(routing.counts_E(), routing.wanted_counts_E(), losses)
+            self.observation = observe(routing, losses)
             self.routing = routing if self.objectives else None
+        if self.context.measure_gradients and self.training and self.observation is not None:
+            measure_gradients(self.observation, routing, self._weighted(values), self.context, self.spread)
         if not values or not self.training:
             return output_TH
         return attach_loss(output_TH, self._weighted_sum(values), self.context)
@@ -183,6 +189,11 @@ class MoELayer(nn.Module):
         learning = [part for part in self._learning_parts() if type(part).after_step is not Part.after_step]
         return [parameter for part in learning for parameter in part.parameters()]
 
+    def measured_parts(self) -> dict[str, Part]:
+        """Return the parts that declare metrics, by their names in the layer (`router.scorer`)."""
+        parts = {name: part for name, part in self.named_modules() if isinstance(part, Part)}
+        return {name: part for name, part in parts.items() if type(part).metrics is not Part.metrics}
+
     def constraints(self) -> list[Constraint]:
         """Return the projections of all parts, see `Part.constraints`."""
         return [constraint for part in self._learning_parts() for constraint in part.constraints()]
@@ -191,8 +202,11 @@ class MoELayer(nn.Module):
         frozen = set(self.router.modules()) if "router" in self.frozen else set()
         return [part for part in self.modules() if isinstance(part, Part) and part not in frozen]
 
+    def _weighted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value * self.loss_weights[name] for name, value in values.items()}
+
     def _weighted_sum(self, values: dict[str, Tensor]) -> Tensor:
-        return torch.stack([value * self.loss_weights[name] for name, value in values.items()]).sum()
+        return torch.stack([*self._weighted(values).values()]).sum()
 
 
 def attach_loss(output: Tensor, loss: Tensor, context: StepContext) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe import rng
+from megamoe.moe.timers import StageTimers
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class StepContext:
     aux_scale: multiplies the gradient of the auxiliary losses, see `layer.attach_loss`. token_index_T: int64,
     each token's index in the data of the whole run, the key of every random draw; None: tokens are numbered
     from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each sequence;
-    None: one sequence. micro_batch: its number in the run; data-parallel ranks take micro batches in turn.
+    None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary losses'
+    gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. micro_batch: its
+    number in the run; data-parallel ranks take micro batches in turn.
     num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
     rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
     alone.
@@ -68,6 +71,8 @@ class StepContext:
     micro_batch: int = 0
     num_rollouts: int = 1
     data_group: dist.ProcessGroup | None = None
+    measure_gradients: bool = False
+    timers: StageTimers | None = None
 
     def token_index(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return each token's index in the data, int64 [T]."""
@@ -214,11 +219,24 @@ class Part(nn.Module):
         save it.
         """
 
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the part's own numbers by name, such as a temperature; scalars, logged once a step.
+
+        They must come from weights and buffers alone, not from tokens, and never wait for the device. The
+        names are the same in every step and on every rank. Under ZeRO 3 the weights are whole here.
+        """
+        return {}
+
     def constraints(self) -> list[Constraint]:
         """Return (parameter, projection) pairs, applied after each optimiser step; pure functions fp32 ->
         fp32.
         """
         return []
+
+
+def mean_row_norm(weight_ED: Tensor) -> Tensor:
+    """Return the mean over experts of the L2 norm of their rows, a scalar fp32, for `Part.metrics`."""
+    return torch.linalg.vector_norm(weight_ED.float(), dim=1).mean()
 
 
 class ScoreFunction(Part):

@@ -1,42 +1,15 @@
-"""GPUs and the assumptions of the roofline model. All numbers that a roofline rests on are here.
+"""GPUs and the assumptions of the roofline model. All numbers that a roofline rests on are here and in
+`megamoe/costs/gpus.py`.
 
 They stay as they are while code is compared with code. After a change here, earlier figures do not compare.
 """
 
 from dataclasses import dataclass
 
+from megamoe.costs.gpus import GPUS, Gpu
 
-@dataclass(frozen=True)
-class Gpu:
-    """Peak rates of one GPU, from NVIDIA's data sheets, dense (without sparsity).
+__all__ = ["ASSUMED", "GPUS", "RANKS_OF_A_NODE", "Assumptions", "Gpu"]
 
-    bf16, fp32: FLOP/s of matrix products with tensor cores in bf16 or fp16, and in fp32 without them (TF32 is
-    off by default in PyTorch). memory: bytes/s. nvlink, network: bytes/s of one direction, within a node of 8
-    and between nodes.
-    """
-
-    name: str
-    bf16: float
-    fp32: float
-    memory: float
-    nvlink: float
-    network: float
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s for products of that dtype."""
-        return self.bf16 if dtype in ("bfloat16", "float16") else self.fp32
-
-
-GPUS = {
-    # NVIDIA A100 data sheet (SXM, 80 GB); NVLink 600 GB/s both ways; DGX A100: 200 Gb/s InfiniBand a GPU.
-    "a100": Gpu("A100 SXM 80GB", 312e12, 19.5e12, 2.039e12, 300e9, 25e9),
-    # NVIDIA H100 data sheet (SXM): bf16 1,979 TFLOP/s with sparsity; NVLink 900 GB/s both ways; DGX H100:
-    # 400 Gb/s InfiniBand a GPU.
-    "h100": Gpu("H100 SXM", 989.5e12, 67e12, 3.35e12, 450e9, 50e9),
-    # NVIDIA HGX B200 data sheet, of 8 GPUs: bf16 36 PFLOP/s with sparsity, fp32 600 TFLOP/s; memory 8 TB/s
-    # and NVLink 1.8 TB/s both ways a GPU; DGX B200: 400 Gb/s InfiniBand a GPU.
-    "b200": Gpu("B200 SXM", 2.25e15, 75e12, 8e12, 900e9, 50e9),
-}
 
 RANKS_OF_A_NODE = 8
 

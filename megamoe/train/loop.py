@@ -102,10 +102,20 @@ class Loop:
         print_summary(summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step))
         resumed_step = first_step if folder.continues else None
         self.recorder = Recorder.open(
-            folder.path, self.config.log, self.config.name, to_dict(self.config), resumed_step
+            folder.path, self.config.log, self.config.name, self._told_wandb(), resumed_step
         )
         cleanup.callback(self.recorder.close)
         self.line = cleanup.enter_context(ProgressLine(trainer.run.steps, self.config.log.every))
+
+    def _told_wandb(self) -> dict[str, Any]:
+        """Return the configuration, and by what runs are grouped: layout and study (`seed` is in it)."""
+        layout, stage = self.trainer.layout, self.trainer.run.plan.stage
+        sizes = f"ranks {layout.ranks}, tensor {layout.tensor}, expert {layout.expert}"
+        more = {
+            "layout": f"{sizes}, expert tensor {layout.expert_tensor}, ZeRO {stage}",
+            "study": self.config.log.wandb.group or self.config.name,
+        }
+        return to_dict(self.config) | more
 
     def _one_step(self) -> str | None:
         """Step, evaluate and save if due, and record; return the reason to stop, if any."""

@@ -20,7 +20,7 @@ from megamoe.moe.part import StepContext
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
 from megamoe.train.step_record import StepRecord
-from megamoe.train.step_sums import StepSums
+from megamoe.train.step_sums import StepSums, measured_parameters, own_numbers
 from megamoe.zero.engine import Engine
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
@@ -71,7 +71,8 @@ def train_step(
         sums.add(model, lm_sum, batch.loss_mask_BS.sum().double() / rollouts)
         judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
         tick()
-    record = sums.record(copies=engine.layout.tensor)
+    with engine.gathered(measured_parameters(model)):
+        record = sums.record(engine.layout.tensor, own_numbers(model))
     if not math.isfinite(record.lm_sum):
         record.not_finite = _samples_not_finite(judged, batches, rollouts)
     record.problem = judge(record.lm_loss, record.loss)

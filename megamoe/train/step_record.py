@@ -9,11 +9,23 @@ from megamoe.resilience.skipped_steps import Problem
 
 
 @dataclass
-class LayerLoad:
-    """What one MoE layer saw in a step, over all ranks: int64 [E] pairs wanted and computed."""
+class LayerRecord:
+    """What one MoE layer saw in a step, over all ranks and micro batches.
+
+    load_E, wanted_E: int64, pairs computed and wanted. width_D: int64 [E + 1], tokens by their number of
+    computed experts. entropy, top_1: sums over tokens, see `Observation`. losses: sums over micro batches,
+    unweighted. gradient_shares: of the losses that reach the scores, in steps that measure them, see
+    `gradient_share`. own_numbers: of the parts, by `<part>/<name>`.
+    """
 
     load_E: Tensor
     wanted_E: Tensor
+    width_D: Tensor
+    entropy: float = 0.0
+    top_1: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
+    gradient_shares: dict[str, float] = field(default_factory=dict)
+    own_numbers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -31,7 +43,8 @@ class StepRecord:
     micro_batches: int = 0
     weighted: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
-    layers: dict[int, LayerLoad] = field(default_factory=dict)
+    loss_weights: dict[str, float] = field(default_factory=dict)
+    layers: dict[int, LayerRecord] = field(default_factory=dict)
     wanted_on_device: dict[int, Tensor] = field(default_factory=dict)
     grad_norm: float = float("nan")
     problem: Problem | None = None
@@ -49,18 +62,13 @@ class StepRecord:
         return self.lm_loss + self.weighted / max(self.micro_batches, 1)
 
     def metrics(self) -> dict[str, Any]:
-        """Under metrics.jsonl's names; an auxiliary loss as its mean over layers and micro batches."""
+        """Return the losses and the gradient norm under metrics.jsonl's names."""
         values: dict[str, Any] = {
             "train/lm_loss": self.lm_loss,
             "train/loss": self.loss,
         }
         for name, total in self.losses.items():
             values[f"train/{name}"] = total / (self.micro_batches * len(self.layers))
+            values[f"train/{name}/weighted"] = self.loss_weights[name] * total / self.micro_batches
         values["train/grad_norm"] = self.grad_norm
-        for number, layer in self.layers.items():
-            load, wanted = layer.load_E.double(), int(layer.wanted_E.sum())
-            prefix = f"moe/layer_{number:02d}"
-            values[f"{prefix}/load"] = layer.load_E.tolist()
-            values[f"{prefix}/imbalance"] = float(load.max() / load.mean()) if load.sum() > 0 else 0.0
-            values[f"{prefix}/dropped"] = 1 - float(load.sum()) / wanted if wanted else 0.0
         return values

@@ -1,14 +1,18 @@
 """The sums of a step, kept on the device: one collective and one copy to the host make them a record."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megamoe.moe.gradient_share import WHOLE
 from megamoe.moe.layer import MoELayer
-from megamoe.train.step_record import LayerLoad, StepRecord
+from megamoe.moe.observation import Observation
+from megamoe.train.step_record import LayerRecord, StepRecord
+
+GATE_SUMS = 2  # of each layer: entropy and largest share
 
 
 class HasMoELayers(Protocol):
@@ -22,61 +26,144 @@ class StepSums:
 
     def __init__(self) -> None:
         self.micro_batches = 0
-        self.layers: dict[int, LayerLoad] = {}  # on the device
+        self._counts: dict[int, Tensor] = {}  # of each layer: int64 load, wanted and width, on the device
         self._names: list[str] = []  # of the auxiliary losses, the same in every layer
         self._weights: dict[str, float] = {}
         self._sums: Tensor | None = None  # fp64: lm loss, tokens, and the losses of _names
+        self._values: Tensor | None = None  # fp64 [layers, losses of _names + GATE_SUMS]
+        self._squares: Tensor | None = None  # fp64 [layers, losses of _names + 1], see `gradient_share`
 
     def add(self, model: HasMoELayers, lm_sum: Tensor, tokens: Tensor) -> None:
-        """Take in one micro batch after its forward pass; lm_sum, tokens: scalars on the device."""
+        """Take in one micro batch after its backward pass; lm_sum, tokens: scalars on the device."""
         self.micro_batches += 1
-        values = [lm_sum, tokens]
+        sums = torch.stack([value.detach().double() for value in (lm_sum, tokens)])
         by_layer: list[Tensor] = []
+        squares: list[Tensor] = []
         for number, layer in model.moe_layers():
             seen = layer.observation
             assert seen is not None
             self._weights = layer.loss_weights
             self._names = sorted(seen.losses)
             by_layer += [seen.losses[name].detach().double() for name in self._names]
-            known = self.layers.get(number)
-            if known is None:
-                self.layers[number] = LayerLoad(seen.load_E.clone(), seen.wanted_E.clone())
-            else:
-                known.load_E += seen.load_E
-                known.wanted_E += seen.wanted_E
-        sums = torch.stack([value.detach().double() for value in values])
+            by_layer += [seen.entropy.double(), seen.top_1.double()]
+            squares += self._gradient_squares(seen)
+            counts = torch.cat((seen.load_E, seen.wanted_E, seen.width_D))
+            known = self._counts.get(number)
+            self._counts[number] = counts if known is None else known.add_(counts)
         if by_layer:
-            sums = torch.cat([sums, torch.stack(by_layer).view(-1, len(self._names)).sum(0)])
+            values = torch.stack(by_layer).view(len(self._counts), -1)
+            sums = torch.cat([sums, values[:, : len(self._names)].sum(0)])
+            self._values = values if self._values is None else self._values + values
+        if squares:
+            square = torch.stack(squares).view(len(self._counts), -1)
+            self._squares = square if self._squares is None else self._squares + square
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def record(self, copies: int) -> StepRecord:
+    def _gradient_squares(self, seen: Observation) -> list[Tensor]:
+        """Return WHOLE and every loss; NaN for a loss that does not reach the scores."""
+        found = seen.gradient_squares
+        if WHOLE not in found:
+            return []
+        nothing = found[WHOLE].new_full((), float("nan"))
+        return [found.get(name, nothing) for name in (WHOLE, *self._names)]
+
+    def record(self, copies: int, own_numbers: dict[str, Tensor] | None = None) -> StepRecord:
         """Sum over all ranks in one collective, so that all know the same to the last bit.
 
-        copies: how many ranks have each micro batch. float64 carries counts exactly up to 2^53.
+        copies: how many ranks have each micro batch. own_numbers: by name, fp64 [layers] on the device, the
+        same on every rank (`Part.metrics`). float64 carries counts exactly up to 2^53.
         """
         assert self._sums is not None
-        loads = list(self.layers.values())
-        counts = [tensor.double() for load in loads for tensor in (load.load_E, load.wanted_E)]
-        batches = torch.full((1,), float(self.micro_batches), dtype=torch.float64, device=self._sums.device)
-        packed = torch.cat([batches, self._sums, *counts])
+        device = self._sums.device
+        layers, names = list(self._counts), self._names
+        own = own_numbers or {}
+        batches = torch.full((1,), float(self.micro_batches), dtype=torch.float64, device=device)
+        values = self._values if self._values is not None else batches.new_empty(0, GATE_SUMS)
+        # Always of the same size, even where a rank measures no gradients.
+        squares = self._squares
+        if squares is None:
+            squares = batches.new_full((len(layers), len(names) + 1), float("nan"))
+        share = copies / dist.get_world_size()
+        packed = torch.cat(
+            [
+                batches,
+                self._sums,
+                values.view(-1),
+                squares.view(-1),
+                *(numbers * share for numbers in own.values()),
+                *(counts.double() for counts in self._counts.values()),
+            ]
+        )
         dist.all_reduce(packed)
         packed = packed / copies
-        sizes = [3 + len(self._names), *(load.load_E.numel() for load in loads for _ in range(2))]
-        parts = packed.cpu().split(sizes)
-        micro_batches, lm_sum, tokens, *losses = parts[0].tolist()
-        by_name = dict(zip(self._names, losses, strict=True))
-        wanted = packed.split(sizes)[2::2]
+        num_counts = [counts.numel() for counts in self._counts.values()]
+        sizes = [3 + len(names), values.numel(), squares.numel(), *([len(layers)] * len(own)), *num_counts]
+        parts = iter(packed.cpu().split(sizes))
+        micro_batches, lm_sum, tokens, *losses = next(parts).tolist()
+        by_name = dict(zip(names, losses, strict=True))
+        of_values, of_squares = (next(parts).view(each.shape).tolist() for each in (values, squares))
+        of_parts = {name: next(parts).tolist() for name in own}
+        records = dict(zip(layers, self._layers(of_values, of_squares, of_parts, parts), strict=True))
+        on_device = zip(layers, packed.split(sizes)[3 + len(own) :], strict=True)
         return StepRecord(
             lm_sum=lm_sum,
             tokens=tokens,
             micro_batches=round(micro_batches),
             weighted=sum(value * self._weights[name] for name, value in by_name.items()),
             losses=by_name,
-            layers={
-                number: LayerLoad(parts[1 + 2 * place].long(), parts[2 + 2 * place].long())
-                for place, number in enumerate(self.layers)
-            },
-            wanted_on_device={
-                number: wanted_E.long() for number, wanted_E in zip(self.layers, wanted, strict=True)
-            },
+            loss_weights=self._weights,
+            layers=records,
+            wanted_on_device={number: _wanted(counts).long() for number, counts in on_device},
         )
+
+    def _layers(
+        self,
+        values: list[list[float]],
+        squares: list[list[float]],
+        parts: dict[str, list[float]],
+        counts: Iterator[Tensor],
+    ) -> Iterator[LayerRecord]:
+        """Yield each layer's record from the sums over all ranks."""
+        for place, (numbers, (whole, *each), packed) in enumerate(zip(values, squares, counts, strict=True)):
+            load_E, wanted_E, width_D = packed.long().split(_sizes(packed))
+            *losses, entropy, top_1 = numbers
+            ratios = {
+                n: (s / whole) ** 0.5 for n, s in zip(self._names, each, strict=True) if s == s and whole
+            }
+            yield LayerRecord(
+                load_E,
+                wanted_E,
+                width_D,
+                entropy=entropy,
+                top_1=top_1,
+                losses=dict(zip(self._names, losses, strict=True)),
+                gradient_shares=ratios,
+                own_numbers={name: numbers[place] for name, numbers in parts.items()},
+            )
+
+
+def _sizes(counts: Tensor) -> list[int]:
+    """Return the lengths of load, wanted and width in a layer's counts: E, E and E + 1."""
+    num_experts = len(counts) // 3
+    return [num_experts, num_experts, num_experts + 1]
+
+
+def _wanted(counts: Tensor) -> Tensor:
+    return counts.split(_sizes(counts))[1]
+
+
+def measured_parameters(model: HasMoELayers) -> list[nn.Parameter]:
+    """Return the parameters of the parts that declare metrics."""
+    parts = [part for _, layer in model.moe_layers() for part in layer.measured_parts().values()]
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
+@torch.no_grad()
+def own_numbers(model: HasMoELayers) -> dict[str, Tensor]:
+    """Return the parts' own numbers (`Part.metrics`) of all layers by name, fp64 [layers], on the device."""
+    found: dict[str, list[Tensor]] = {}
+    for _, layer in model.moe_layers():
+        for name, part in layer.measured_parts().items():
+            for metric, value in part.metrics().items():
+                found.setdefault(f"{name.removeprefix('router.')}/{metric}", []).append(value.double())
+    return {name: torch.stack(values) for name, values in found.items()}

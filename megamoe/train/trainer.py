@@ -20,6 +20,7 @@ from megamoe.errors import UserError
 from megamoe.metrics import check_record
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.part import StepContext
+from megamoe.moe.timers import StageTimers
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.consensus import (
     CollectiveError,
@@ -38,8 +39,11 @@ from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.routing_replay import RunRouting
+from megamoe.train.routing_history import RoutingHistory
+from megamoe.train.routing_metrics import routing_metrics
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import learning_rate
+from megamoe.train.speed import Speed, stage_metrics
 from megamoe.train.step import evaluate, train_step
 from megamoe.train.step_record import StepRecord
 from megamoe.zero.engine import Engine
@@ -84,7 +88,9 @@ class Trainer:
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         self.context = StepContext(
-            seed=config.seed, data_group=data_group() if self.layout.data > 1 else None
+            seed=config.seed,
+            data_group=data_group() if self.layout.data > 1 else None,
+            timers=StageTimers(self.world.device) if config.log.timers else None,
         )
         make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
         model = build_gpt(config, self.run.vocabulary.size, make_moe_layer)
@@ -100,6 +106,9 @@ class Trainer:
         self.progress = Progress()
         self._seed()
         self.skip_policy = SkipPolicy(config.train)
+        num_layers = len(list(self.model.moe_layers()))
+        self.routing_history = RoutingHistory(num_layers, config.moe.num_experts, config.log.dead_window)
+        self.speed = Speed.of(config, self.run, self.world)
         self.last_checkpoint: Path | None = None
         if saved is not None:
             self._resume(saved)
@@ -150,6 +159,8 @@ class Trainer:
         size = self.run.schedule.size_at(self.progress.samples)
         batches = self._take(self._stream, size // self.run.schedule.unit)
         self.context.step = self.progress.step + 1
+        shares_every = self.config.log.gradient_shares_every
+        self.context.measure_gradients = bool(shares_every) and self.context.step % shares_every == 0
         lr = learning_rate(self.context.step, self.config.optimizer, self.run.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
@@ -160,6 +171,7 @@ class Trainer:
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
+            self.routing_history.update(record.layers)
         else:
             self._report_problem(record, size)
         self.progress.step += 1
@@ -173,11 +185,12 @@ class Trainer:
             "tokens": self.progress.samples * length,
             "time": time.time(),
             **record.metrics(),
+            **routing_metrics(record.layers, record.micro_batches, self.routing_history, self.layout.expert),
             **self._skipping_metrics(scale),
             "train/lr": lr,
             "train/batch_size": size,
-            "perf/tokens_per_s": size * length / seconds,
-            "perf/step_s": seconds,
+            **self.speed.metrics(record, size * length, seconds),
+            **stage_metrics(self.context.timers),
         }
         return record, metrics
 
@@ -242,6 +255,7 @@ class Trainer:
             "tokens": self.progress.samples * self.config.data.sequence_length,
             "vocabulary": self.run.vocabulary.size,
             "skip_policy": self.skip_policy.state(),
+            "routing_history": self.routing_history.state(),
             "config": to_dict(self.config),
         }
         self.checkpoints.begin(self.engine, self.progress.step, state)
@@ -361,6 +375,7 @@ class Trainer:
             has_random = load(saved, self.engine)
         self.progress = Progress(meta["step"], meta["samples"], meta["micro_batches"], meta["skipped_steps"])
         self.skip_policy.restore(meta.get("skip_policy", {}))
+        self.routing_history.restore(meta.get("routing_history", {}))
         self.last_checkpoint = saved.path
         if not has_random:
             self._seed()

@@ -157,9 +157,9 @@ def test_a_record_that_is_a_pipe_is_reported(tmp_path: Path) -> None:
         check_record(tmp_path, resumed_step=1)
 
 
-def test_tensorboard_holds_scalars_and_loads(tmp_path: Path) -> None:
+def test_tensorboard_holds_scalars_histograms_and_pictures(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = LogConfig(tensorboard=True)
+    log = LogConfig(tensorboard=True, heat_map_every=3)
     for resumed_step, steps in ((None, (1, 2, 3)), (1, (2, 3))):
         recorder = Recorder.open(tmp_path, log, "run", {}, resumed_step)
         for step in steps:
@@ -168,6 +168,7 @@ def test_tensorboard_holds_scalars_and_loads(tmp_path: Path) -> None:
                     "step": step,
                     "train/lm_loss": step + (resumed_step or 0) * 0.5,
                     "moe/layer_02/load": [6, 0, 2],
+                    "moe/layer_02/width_histogram": [1, 5, 2],
                 }
             )
         recorder.close()
@@ -175,10 +176,12 @@ def test_tensorboard_holds_scalars_and_loads(tmp_path: Path) -> None:
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("train/lm_loss")]
     assert shown == [(1, 1.0), (2, 2.5), (3, 3.5)], "the resumed run supersedes the steps it repeats"
-    histogram = events.Histograms("moe/layer_02/load")[0].histogram_value
-    assert histogram.num == 8 and histogram.sum == 0 * 6 + 1 * 0 + 2 * 2
-    # The writer puts an empty bucket in front of the first one.
-    assert list(zip(histogram.bucket_limit, histogram.bucket, strict=True))[-3:] == [(1, 6), (2, 0), (3, 2)]
+    histogram = events.Histograms("experts_per_token")[0].histogram_value
+    assert (histogram.num, histogram.sum) == (8, 0 * 1 + 1 * 5 + 2 * 2)
+    buckets = zip(histogram.bucket_limit, histogram.bucket, strict=True)
+    assert [bucket for bucket in buckets if bucket[1]] == [(1, 1), (2, 5), (3, 2)]
+    (picture,) = events.Images("load/heat_map_1")
+    assert (picture.step, picture.width, picture.height) == (3, 800, 500)
 
 
 def test_a_missing_tensorboard_is_reported_before_anything_is_written(

@@ -31,6 +31,7 @@ class FakeRun:
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
+        self.alerts: list[tuple[str, str]] = []
 
     def init(self, **arguments: Any) -> "FakeRun":
         self.inits.append(arguments)
@@ -41,6 +42,9 @@ class FakeRun:
 
     def log(self, metrics: dict[str, Any]) -> None:
         self.logged.append(metrics)
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append((title, text))
 
     def finish(self) -> None:
         pass
@@ -76,23 +80,27 @@ def test_an_offline_run_is_recorded_without_network(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_load_becomes_a_histogram_and_a_scalar_per_expert(
+def test_a_load_becomes_summaries_a_histogram_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = FakeRun()
     monkeypatch.setattr(wandb, "init", run.init)
-    open_recorder(tmp_path).log({"step": 4, "train/lr": 0.1, "moe/layer_02/load": [3, 0, 1]})
+    open_recorder(tmp_path).log({"step": 100, "train/lr": 0.1, "moe/layer_02/load": [3, 0, 1, 4]})
     (logged,) = run.logged
-    histogram = logged.pop("moe/layer_02/load")
-    assert (list(histogram.histogram), list(histogram.bins)) == ([3, 0, 1], [0, 1, 2, 3])
-    assert logged == {
-        "step": 4,
-        "train/lr": 0.1,
-        "moe/layer_02/load/expert_00": 3,
-        "moe/layer_02/load/expert_01": 0,
-        "moe/layer_02/load/expert_02": 1,
-    }
+    histogram, picture = logged.pop("load/histogram"), logged.pop("load/heat_map_1")
+    assert sum(histogram.histogram) == 4 and len(histogram.bins) == len(histogram.histogram) + 1
+    assert isinstance(picture, wandb.Image)
+    assert (logged["step"], logged["train/lr"], logged["load/max"]) == (100, 0.1, 2.0)
     assert run.inits[0]["config"] == {"seed": 7}
+
+
+def test_alerts_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun()
+    monkeypatch.setattr(wandb, "init", run.init)
+    recorder = open_recorder(tmp_path)
+    for step, loss in enumerate((3.0, float("nan"), float("nan")), start=1):
+        recorder.log({"step": step, "train/lm_loss": loss})
+    assert run.alerts == [("divergence", "step 2: train/lm_loss is nan, the lowest so far was 3")]
 
 
 def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

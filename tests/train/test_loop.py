@@ -29,7 +29,12 @@ WHOLE = [
     "moe.losses={switch_balance: 0.01}",
     "optimizer.warmup_steps=2",
 ]
-LASTING = ("time", "perf/tokens_per_s", "perf/step_s")
+LASTING = ("time", "perf/tokens_per_s", "perf/step_s", "perf/tflops_per_rank")
+OVERALL = (
+    "imbalance", "max_vio", "max_vio_run", "load_cv", "dead", "dropped", "experts_per_token", "gate_entropy",
+    "top1_prob",
+)  # fmt: skip
+OF_A_LAYER = ("load", "width_histogram", "loss/switch_balance", "scorer/embedding_norm")
 
 
 def run(output: Path, *overrides: str, code: ExitCode = ExitCode.FINISHED) -> list[dict[str, Any]]:
@@ -82,9 +87,10 @@ def test_every_step_is_recorded_with_its_keys(whole: tuple[Path, list[dict[str, 
     start, *rows = whole[1]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     always = {
-        "step", "tokens", "time", "train/lm_loss", "train/loss", "train/switch_balance", "train/grad_norm",
-        "train/lr", "train/batch_size", "perf/tokens_per_s", "perf/step_s",
-        *(f"moe/layer_{n}/{what}" for n in ("01", "02") for what in ("load", "imbalance", "dropped")),
+        "step", "tokens", "train/lm_loss", "train/loss", "train/switch_balance", "train/grad_norm",
+        "train/switch_balance/weighted", "train/lr", "train/batch_size", *LASTING,
+        *(f"moe/{what}" for what in OVERALL),
+        *(f"moe/layer_{n}/{what}" for n in ("01", "02") for what in (*OVERALL, *OF_A_LAYER)),
     }  # fmt: skip
     evaluated = {"val/lm_loss", "val/code/lm_loss"}
     assert start.keys() == {"step", "tokens"} | evaluated

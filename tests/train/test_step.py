@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.model.gpt import GPT
+from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
 from megamoe.train.step import evaluate, model_inputs, set_context, train_step
-from megamoe.train.step_record import LayerLoad, StepRecord
+from megamoe.train.step_record import LayerRecord, StepRecord
 from megamoe.train.step_sums import StepSums
 from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import adamw_options, parameter_groups
@@ -45,53 +46,39 @@ def engine_of(config: RunConfig) -> tuple[Engine, StepContext]:
 
 
 def test_record_by_hand() -> None:
+    nothing = torch.zeros(4, dtype=torch.int64)
     record = StepRecord(
         lm_sum=12.0,
         tokens=4.0,
         micro_batches=2,
-        weighted=0.3,
+        weighted=0.44,
         losses={"switch_balance": 4.4},
-        layers={
-            1: LayerLoad(torch.tensor([6, 2, 0, 0]), torch.tensor([8, 2, 0, 0])),
-            12: LayerLoad(torch.tensor([2, 2, 2, 2]), torch.tensor([2, 2, 2, 2])),
-        },
+        loss_weights={"switch_balance": 0.1},
+        layers={number: LayerRecord(nothing, nothing, nothing) for number in (1, 12)},
         grad_norm=1.5,
     )
-    metrics = record.metrics()
-    assert [metrics.pop(f"moe/layer_{number}/load") for number in ("01", "12")] == [
-        [6, 2, 0, 0],
-        [2, 2, 2, 2],
-    ]
-    assert metrics == pytest.approx(
+    assert record.metrics() == pytest.approx(
         {
             "train/lm_loss": 3.0,
-            "train/loss": 3.15,  # the weighted losses are a mean over micro batches, a sum over layers
+            "train/loss": 3.22,  # the weighted losses are a mean over micro batches, a sum over layers
             "train/switch_balance": 1.1,  # the mean of 2 layers x 2 micro batches
+            "train/switch_balance/weighted": 0.22,  # its share of train/loss
             "train/grad_norm": 1.5,
-            "moe/layer_01/imbalance": 3.0,  # the largest, 6, over the mean, 2
-            "moe/layer_01/dropped": 0.2,  # 8 of 10 were computed
-            "moe/layer_12/imbalance": 1.0,
-            "moe/layer_12/dropped": 0.0,
         }
-    )
-
-
-def test_record_where_nothing_was_routed() -> None:
-    nothing = torch.zeros(4, dtype=torch.int64)
-    metrics = StepRecord(layers={1: LayerLoad(nothing, nothing)}).metrics()
-    assert (
-        metrics["train/lm_loss"] == metrics["moe/layer_01/imbalance"] == metrics["moe/layer_01/dropped"] == 0
     )
 
 
 def test_record_takes_in_micro_batches(one_rank: None) -> None:
     """Losses are summed over layers and micro batches, by name and weighted; counts over micro batches."""
 
-    def seen(load: list[int], balance: float) -> SimpleNamespace:
-        observation = SimpleNamespace(
-            load_E=torch.tensor(load),
-            wanted_E=torch.tensor(load) + 1,
-            losses={"balance": torch.tensor(balance)},
+    def seen(load: list[int], balance: float, entropy: float = 1.0) -> SimpleNamespace:
+        observation = Observation(
+            torch.tensor(load),
+            torch.tensor(load) + 1,
+            {"balance": torch.tensor(balance)},
+            torch.tensor([0, load[0], load[1]]),
+            torch.tensor(entropy),
+            torch.tensor(0.5),
         )
         return SimpleNamespace(observation=observation, loss_weights={"balance": 0.5})
 
@@ -99,10 +86,11 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
     two = torch.tensor(2.0)
     for layers in (
         {1: seen([1, 2], 1.0), 3: seen([3, 0], 2.0)},
-        {1: seen([5, 5], 4.0), 3: seen([0, 1], 8.0)},
+        {1: seen([5, 5], 4.0, entropy=0.25), 3: seen([0, 1], 8.0)},
     ):
         sums.add(SimpleNamespace(moe_layers=layers.items), lm_sum=torch.tensor(2.5), tokens=two)
-    record = sums.record(copies=1)
+    tau = {"scorer/temperature": torch.tensor([0.5, 0.25], dtype=torch.float64)}
+    record = sums.record(copies=1, own_numbers=tau)
     assert (record.lm_sum, record.tokens, record.micro_batches) == (5.0, 4.0, 2)
     assert (record.losses, record.weighted) == ({"balance": 15.0}, 7.5)
     assert {number: layer.load_E.tolist() for number, layer in record.layers.items()} == {
@@ -110,6 +98,11 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
         3: [3, 1],
     }
     assert record.layers[1].wanted_E.tolist() == record.wanted_on_device[1].tolist() == [8, 9]
+    assert record.layers[3].width_D.tolist() == [0, 3, 1]
+    assert [layer.losses for layer in record.layers.values()] == [{"balance": 5.0}, {"balance": 10.0}]
+    assert [(layer.entropy, layer.top_1) for layer in record.layers.values()] == [(1.25, 1.0), (2.0, 1.0)]
+    assert [it.own_numbers["scorer/temperature"] for it in record.layers.values()] == [0.5, 0.25]
+    assert all(layer.gradient_shares == {} for layer in record.layers.values())
 
 
 def test_token_index_follows_the_order_of_a_block() -> None:
@@ -191,16 +184,17 @@ def test_auxiliary_losses_are_means_over_micro_batches(one_rank: None) -> None:
             assert layer.observation is not None
             for name, value in layer.observation.losses.items():
                 values[name].append(float(value))
-    metrics = train_step(engine, context, BATCHES, lr=0.01, label_smoothing=0.0).metrics()
+    record = train_step(engine, context, BATCHES, lr=0.01, label_smoothing=0.0)
+    metrics = record.metrics()
     means = {name: sum(found) / 4 for name, found in values.items()}
     assert {name: metrics[f"train/{name}"] for name in means} == pytest.approx(means, rel=1e-6)
     # Two layers' losses are added.
-    added = 2 * sum(WEIGHTS[name] * mean for name, mean in means.items())
-    assert metrics["train/loss"] - metrics["train/lm_loss"] == pytest.approx(added, rel=1e-5)
+    weighted = {f"train/{name}/weighted": 2 * WEIGHTS[name] * mean for name, mean in means.items()}
+    assert {name: metrics[name] for name in weighted} == pytest.approx(weighted, rel=1e-6)
+    assert metrics["train/loss"] - metrics["train/lm_loss"] == pytest.approx(sum(weighted.values()), rel=1e-5)
     # 16 tokens x 2 choices over 4 experts x 0.5: 4 places an expert, so at most 16 of 32 pairs a micro batch.
-    assert max(metrics["moe/layer_01/load"]) <= 8
-    assert metrics["moe/layer_01/dropped"] == pytest.approx(1 - sum(metrics["moe/layer_01/load"]) / 64)
-    assert metrics["moe/layer_01/dropped"] >= 0.5
+    load_E, wanted_E = record.layers[1].load_E, record.layers[1].wanted_E
+    assert load_E.max() <= 8 and wanted_E.sum() == 64 and load_E.sum() <= 32
 
 
 def test_label_smoothing_reaches_the_model(one_rank: None) -> None:

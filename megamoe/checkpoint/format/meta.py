@@ -52,6 +52,14 @@ class SkipPolicyMeta(TypedDict):
     losses: NotRequired[list[FiniteFloat]]
 
 
+class RoutingHistoryMeta(TypedDict):
+    """The state of `RoutingHistory`: of every MoE layer, numbers of its experts."""
+
+    steps: Number
+    load: list[list[Number]]
+    unused: list[list[Number]]
+
+
 class Meta(TypedDict):
     """checkpoint.json. step, samples, micro_batches and tokens count over all ranks since the run's start.
 
@@ -71,6 +79,7 @@ class Meta(TypedDict):
     loss_scaler: dict[ScalerName, FiniteFloat]
     config: dict[str, Any]
     skip_policy: NotRequired[SkipPolicyMeta]
+    routing_history: NotRequired[RoutingHistoryMeta]
     random_layout: NotRequired[RandomLayout]
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard: every scalar under its own name, every load as a histogram over the experts.
+"""TensorBoard: the scalars, histograms and pictures of `Summaries`.
 
 torch is imported only here and only when asked for: `torch.utils.tensorboard` is the one writer
 that can purge the steps which a resumed run repeats.
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.errors import UserError
+from megamoe.metrics.sinks.summaries import Shown
 
 
 class TensorBoardSink:
@@ -29,32 +30,32 @@ class TensorBoardSink:
         self._folder = folder
         self._writer: Any = None
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        step = metrics["step"]
+    def log(self, metrics: dict[str, Any], shown: Shown) -> None:
+        step, when = shown.step, shown.time
         if self._writer is None:
             # From this step on, an earlier file of the same run is superseded.
             self._writer = self._make_writer(str(self._folder), purge_step=step)
-        for key, value in metrics.items():
-            if isinstance(value, list):
-                self._add_load(key, value, step)
-            elif isinstance(value, int | float) and key != "step":
-                self._writer.add_scalar(key, value, step, walltime=metrics.get("time"))
+        for key, value in shown.scalars.items():
+            if key != "time":
+                self._writer.add_scalar(key, value, step, walltime=when)
+        for key, (counts, edges) in shown.histograms.items():
+            self._add_histogram(key, counts, edges, step)
+        for key, picture in shown.images.items():
+            self._writer.add_image(key, picture, step, walltime=when, dataformats="HWC")
         self._writer.flush()
 
-    def _add_load(self, key: str, load_E: list[int], step: int) -> None:
-        """Write a histogram with one bucket per expert; the axis is the expert's number."""
-        experts = range(len(load_E))
-        if not load_E:
-            return
+    def _add_histogram(self, key: str, counts: list[int], edges: list[float], step: int) -> None:
+        """Write a histogram as it is; its sums are of the bins' lower edges."""
+        lower = edges[:-1]
         self._writer.add_histogram_raw(
             key,
-            min=0,
-            max=len(load_E),
-            num=sum(load_E),
-            sum=sum(expert * load for expert, load in zip(experts, load_E, strict=True)),
-            sum_squares=sum(expert**2 * load for expert, load in zip(experts, load_E, strict=True)),
-            bucket_limits=[expert + 1.0 for expert in experts],
-            bucket_counts=load_E,
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(edge * count for edge, count in zip(lower, counts, strict=True)),
+            sum_squares=sum(edge**2 * count for edge, count in zip(lower, counts, strict=True)),
+            bucket_limits=edges[1:],
+            bucket_counts=counts,
             global_step=step,
         )
 

@@ -19,12 +19,13 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from megamoe.config.schema import WandbConfig
+from megamoe.metrics.sinks.alerts import Alerts
+from megamoe.metrics.sinks.summaries import Shown
 
 ID_FILE = "wandb_run_id.txt"
 START_LIMIT_S = 30.0
 FINISH_LIMIT_S = 60.0
 PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # one service under an old and a new name
-MAX_HISTOGRAM_BINS = 512  # W&B refuses more
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class WandbSink:
         self, run_folder: Path, config: WandbConfig, run_name: str, run_config: dict[str, Any], resumed: bool
     ) -> None:
         self._run: Any = None
+        self._alerts = Alerts()
         try:
             self._start(run_folder, config, run_name, run_config, resumed)
         except Exception as error:
@@ -73,11 +75,13 @@ class WandbSink:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, metrics: dict[str, Any]) -> None:
+    def log(self, metrics: dict[str, Any], shown: Shown) -> None:
         if self._run is None:
             return
         try:
-            self._run.log(_for_wandb(metrics))
+            self._run.log(_for_wandb(shown))
+            for alert in self._alerts.of(metrics):
+                self._run.alert(title=alert.title, text=alert.text)
         except Exception as error:
             self._give_up(error)
 
@@ -120,21 +124,21 @@ def has_login() -> bool:
 def _run_id(path: Path, resumed: bool) -> str:
     if resumed and path.exists():
         return path.read_text(encoding="utf-8").strip()
-    run_id = uuid.uuid4().hex[:8]
+    # An agent of `wandb sweep` has chosen the id.
+    run_id = (os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None) or uuid.uuid4().hex[
+        :8
+    ]
     path.write_text(run_id + "\n", encoding="utf-8")
     return run_id
 
 
-def _for_wandb(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics for W&B: scalars as they are, a load as a histogram and as one scalar per expert."""
+def _for_wandb(shown: Shown) -> dict[str, Any]:
+    """Return the step with W&B's own types for histograms and pictures."""
     import wandb
 
-    shown: dict[str, Any] = {}
-    for key, value in metrics.items():
-        if not isinstance(value, list):
-            shown[key] = value
-            continue
-        shown |= {f"{key}/expert_{expert:02d}": load for expert, load in enumerate(value)}
-        if 0 < len(value) <= MAX_HISTOGRAM_BINS:
-            shown[key] = wandb.Histogram(np_histogram=(np.asarray(value), np.arange(len(value) + 1)))
-    return shown
+    logged: dict[str, Any] = {"step": shown.step, **shown.scalars}
+    for key, (counts, edges) in shown.histograms.items():
+        logged[key] = wandb.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))
+    for key, picture in shown.images.items():
+        logged[key] = wandb.Image(picture)
+    return logged

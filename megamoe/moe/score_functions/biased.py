@@ -66,6 +66,10 @@ class BiasedScoreFunction(ScoreFunction):
         """Return the scores divided by the temperature; at 1 the scores themselves, without an operation."""
         return scores if self.config.temperature == 1 else scores / self.config.temperature
 
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the range of the bias, max b - min b, if there is one."""
+        return {} if self.bias_E is None else {"bias_range": self.bias_E.max() - self.bias_E.min()}
+
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
         """Move the bias of the open experts against their load, int64 [E]."""
         last = self.config.bias_until

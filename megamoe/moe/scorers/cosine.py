@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.moe.part import Constraint, Dims, Part, StepContext
+from megamoe.moe.part import Constraint, Dims, Part, StepContext, mean_row_norm
 from megamoe.moe.scorers.temperature import default_temperature
 from megamoe.registry import register
 
@@ -108,6 +108,13 @@ class CosineScorer(Part):
         reduction.
         """
         return functional.linear(hidden_TH, self.weight.float()) if self.config.reduction else hidden_TH
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the temperature tau, and the mean L2 norm of the expert embeddings."""
+        found = {"embedding_norm": mean_row_norm(self.embedding)}
+        if self.has_temperature:
+            found["temperature"] = self.log_temperature.float().exp().mean()
+        return found
 
     def constraints(self) -> list[Constraint]:
         """Return the projection of the embeddings to their norm if scores are normalised."""

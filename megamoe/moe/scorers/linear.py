@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Example, Part, StepContext
+from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
 from megamoe.registry import register
 
 
@@ -38,6 +38,10 @@ class LinearScorer(Part):
         super().__init__(config, dims)
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
         dims.init_weight(self.weight, "router")
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the mean L2 norm of the experts' rows of the weight."""
+        return {"embedding_norm": mean_row_norm(self.weight)}
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         """[T, H] fp32 -> [T, E] fp32."""

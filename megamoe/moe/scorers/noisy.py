@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
 from megamoe.registry import register
 
 
@@ -48,6 +48,10 @@ class NoisyScorer(Part):
         if config.start == "normal":
             dims.init_weight(self.weight, "router")
             dims.init_weight(self.noise_weight, "router_noise")
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the mean L2 norm of the experts' rows of the weight."""
+        return {"embedding_norm": mean_row_norm(self.weight)}
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """[T, H] fp32 -> scores [T, E] fp32, and the extras clean_TE and noise_std_TE, both fp32."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
 from megamoe.registry import register
 
 
@@ -68,6 +68,10 @@ class PolicyScorer(Part):
         self.reference_weight: Tensor
         self.register_buffer("old_weight", self.weight.detach().clone())
         self.register_buffer("reference_weight", self.weight.detach().clone())
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the mean L2 norm of the experts' rows of the weight."""
+        return {"embedding_norm": mean_row_norm(self.weight)}
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """[T, H] fp32 -> [T, E] fp32; in training also two extras, both fp32 without gradient.

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megamoe.errors import UserError
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Example, Part, StepContext
+from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
 from megamoe.registry import register
 
 
@@ -91,6 +91,10 @@ class StableScorer(Part):
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
         self.register_buffer("frozen_embedding", torch.zeros(dims.vocab_size, width))
         self.register_buffer("frozen_centroids", torch.zeros(dims.num_experts, width))
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the mean L2 norm of the expert centroids."""
+        return {"embedding_norm": mean_row_norm(self.centroids)}
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """[T, H] fp32 -> s [T, E] fp32, and the extras.

@@ -1,0 +1,57 @@
+"""The share of the auxiliary losses in the gradient of a layer's scores, measured in chosen steps."""
+
+import torch
+from torch import Tensor
+
+from megamoe.moe.observation import Observation
+from megamoe.moe.part import StepContext
+from megamoe.moe.process_groups import TokenSpread
+from megamoe.moe.routing import Routing
+
+WHOLE = ""  # of the gradient from all losses together; no loss has this name
+
+
+def measure_gradients(
+    observation: Observation,
+    routing: Routing,
+    weighted: dict[str, Tensor],
+    context: StepContext,
+    spread: TokenSpread,
+) -> None:
+    """Let the backward pass fill in `observation.gradient_squares`, over this rank's tokens.
+
+    Each is the squared L2 norm of a gradient of the scores: of every auxiliary loss with its weight, by name,
+    and of everything together (`WHOLE`), with the language-model loss. All have the scale of the backward
+    pass, which cancels in their ratios. weighted: the losses times their weights, with gradient.
+    The training gradient does not change.
+    """
+    scores_TE = routing.scores_TE
+    if not (torch.is_grad_enabled() and scores_TE.requires_grad):
+        return  # nothing learns here, or a block's first pass before its recomputation
+    own = _own_rows(len(scores_TE), spread)
+    factor = context.aux_scale * spread.size  # every rank of `spread` adds the same share of a loss
+    by_name: dict[str, Tensor] = {}
+    for name, loss in weighted.items():
+        if loss.requires_grad:
+            (found,) = torch.autograd.grad(loss, scores_TE, retain_graph=True, allow_unused=True)
+            if found is not None:
+                by_name[name] = found[own] * factor
+    observation.gradient_squares = {name: _square(gradient) for name, gradient in by_name.items()}
+    missing = (spread.size - 1) / spread.size  # of the auxiliary gradient, on the other ranks
+
+    def keep(gradient_TE: Tensor) -> None:
+        whole = gradient_TE[own]
+        if missing:
+            whole = whole + missing * sum(by_name.values(), torch.zeros_like(whole))
+        observation.gradient_squares[WHOLE] = _square(whole)
+
+    scores_TE.register_hook(keep)
+
+
+def _own_rows(num_tokens: int, spread: TokenSpread) -> slice:
+    share = num_tokens // spread.size
+    return slice(spread.rank * share, (spread.rank + 1) * share)
+
+
+def _square(gradient: Tensor) -> Tensor:
+    return gradient.detach().double().square().sum()

@@ -1,0 +1,104 @@
+"""The metrics of the MoE layers under metrics.jsonl's names; docs/metrics.md has their formulas and units."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megamoe.train.routing_history import RoutingHistory
+from megamoe.train.step_record import LayerRecord
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def routing_metrics(
+    layers: dict[int, LayerRecord], micro_batches: int, history: RoutingHistory, expert_ranks: int
+) -> dict[str, Any]:
+    """Return the metrics of a step: of every layer, and their means over layers (for `dead` the sum).
+
+    micro_batches: of the step, over all ranks. history: with this step. expert_ranks: ranks that share one
+    set of experts (`Layout.expert`).
+    """
+    if not layers:
+        return {}
+    load_LE = _stacked([layer.load_E.numpy() for layer in layers.values()])
+    wanted_LE = _stacked([layer.wanted_E.numpy() for layer in layers.values()])
+    by_name = {
+        **load_metrics(load_LE),
+        "dropped": 1 - _ratio(load_LE.sum(1), wanted_LE.sum(1), where_none=1.0),
+        "max_vio_run": _violation(_max_over_mean(history.load_LE)),
+        "dead": history.dead_L(),
+        **_token_metrics(layers),
+        **_rank_metrics(load_LE, expert_ranks),
+    }
+    metrics: dict[str, Any] = {}
+    for place, (number, layer) in enumerate(layers.items()):
+        prefix = f"moe/layer_{number:02d}"
+        metrics[f"{prefix}/load"] = layer.load_E.tolist()
+        metrics[f"{prefix}/width_histogram"] = _trimmed(layer.width_D.tolist())
+        if expert_ranks > 1:
+            metrics[f"{prefix}/rank_load"] = _by_rank(load_LE, expert_ranks)[place].tolist()
+        metrics |= {f"{prefix}/{name}": found_L[place].item() for name, found_L in by_name.items()}
+        metrics |= {f"{prefix}/loss/{name}": it / micro_batches for name, it in layer.losses.items()}
+        metrics |= {f"{prefix}/gradient_share/{name}": it for name, it in layer.gradient_shares.items()}
+        metrics |= {f"{prefix}/{name}": it for name, it in layer.own_numbers.items()}
+    for name, found_L in by_name.items():
+        metrics[f"moe/{name}"] = found_L.sum().item() if name == "dead" else found_L.mean().item()
+    return metrics
+
+
+def load_metrics(load_LE: Ints) -> dict[str, Floats]:
+    """Return imbalance, MaxVio and coefficient of variation of each layer, fp64 [L]; 0 without any load."""
+    imbalance_L = _max_over_mean(load_LE)
+    variation_L = _ratio(load_LE.std(1), load_LE.mean(1))
+    return {"imbalance": imbalance_L, "max_vio": _violation(imbalance_L), "load_cv": variation_L}
+
+
+def _token_metrics(layers: dict[int, LayerRecord]) -> dict[str, Floats]:
+    width_LD = _stacked([layer.width_D.numpy() for layer in layers.values()])
+    tokens_L = width_LD.sum(1)
+    return {
+        "experts_per_token": _ratio(width_LD @ np.arange(width_LD.shape[1]), tokens_L),
+        "gate_entropy": _ratio(np.array([layer.entropy for layer in layers.values()]), tokens_L),
+        "top1_prob": _ratio(np.array([layer.top_1 for layer in layers.values()]), tokens_L),
+    }
+
+
+def _rank_metrics(load_LE: Ints, ranks: int) -> dict[str, Floats]:
+    """Return the imbalance over the expert-parallel ranks and the share of pairs above their mean."""
+    if ranks == 1:
+        return {}
+    load_LR = _by_rank(load_LE, ranks)
+    above_LR = np.maximum(load_LR - load_LR.mean(1, keepdims=True), 0)
+    overload_L = _ratio(above_LR.sum(1), load_LR.sum(1))
+    return {"rank_imbalance": _max_over_mean(load_LR), "rank_overload": overload_L}
+
+
+def _by_rank(load_LE: Ints, ranks: int) -> Ints:
+    """Return the load of each expert-parallel rank, which holds neighbouring experts: int64 [L, ranks]."""
+    return load_LE.reshape(len(load_LE), ranks, -1).sum(2)
+
+
+def _max_over_mean(load_LX: Ints) -> Floats:
+    return _ratio(load_LX.max(1), load_LX.mean(1))
+
+
+def _violation(imbalance_L: Floats) -> Floats:
+    return np.maximum(imbalance_L - 1, 0)  # the imbalance is 0 without any load
+
+
+def _ratio(top_L: NDArray[Any], bottom_L: NDArray[Any], where_none: float = 0.0) -> Floats:
+    """Return the quotients; `where_none` where the divisor is 0."""
+    found = np.full(len(top_L), where_none)
+    return np.divide(top_L, bottom_L, out=found, where=bottom_L != 0)
+
+
+def _stacked(rows: list[NDArray[Any]]) -> Ints:
+    return np.stack(rows).astype(np.int64, copy=False)
+
+
+def _trimmed(counts: list[int]) -> list[int]:
+    """Return the counts without zeros at the end, but for the first."""
+    last = max((place for place, count in enumerate(counts) if count), default=0)
+    return counts[: last + 1]

@@ -1,0 +1,50 @@
+"""The model FLOPs against those that PyTorch counts in a forward pass."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megamoe.costs.gpus import peak_of_device
+from megamoe.model.flops import PASSES, model_flops
+from megamoe.moe.experts.grouped import GroupedExperts, loop_experts
+from tests.tiny import VOCABULARY, tiny, tiny_gpt
+
+CASES = {
+    "dense": ["moe.layers=none", "model.num_query_groups=1", "model.tie_embeddings=false"],
+    "moe": ["moe.layers.every=2", "moe.num_shared_experts=1", "model.activation=gelu"],
+    "inserted": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flops_are_those_of_pytorchs_counter(
+    one_rank: None, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not count attention on the CPU, and it counts the experts' products in our own loop."""
+    config = tiny(*CASES[case], "model.cpu_kernels=plain", "moe.router.selector={name: top_k, k: 2}")
+    model = tiny_gpt(config).eval()
+    monkeypatch.setattr(GroupedExperts, "_ffn", plain_ffn)
+    tokens_BS = torch.randint(0, VOCABULARY, (2, 8))
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(tokens_BS, torch.arange(8).expand(2, 8), tokens_BS, None)
+    layers = list(model.moe_layers())
+    flops = model_flops(config, VOCABULARY)
+    # Of a token and block: 2 products of 16 wide rows with half of 8 keys, 2 FLOPs each.
+    attention = 16 * config.model.num_layers * 2 * 2 * 16 * 8 / 2
+    expected = flops.of_step(16, 2 * 16 * len(layers)) / PASSES
+    assert counter.get_total_flops() + attention == expected
+
+
+def plain_ffn(
+    experts: GroupedExperts, rows_NH: torch.Tensor, counts_E: torch.Tensor, dropout: None
+) -> torch.Tensor:
+    return loop_experts(experts, rows_NH, counts_E)
+
+
+def test_peaks_of_devices() -> None:
+    assert peak_of_device("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    assert peak_of_device("NVIDIA H100 80GB HBM3", "fp32") == 67e12
+    assert peak_of_device("NVIDIA H200", "fp16") == 989.5e12
+    for unknown in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090", "A1000"):
+        assert peak_of_device(unknown, "bf16") is None

@@ -1,0 +1,114 @@
+"""What a layer observes, by hand, and the shares of its losses' gradients, by plain autograd."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.moe.gradient_share import WHOLE
+from megamoe.moe.layer import MoELayer
+from megamoe.moe.observation import SMALLEST, gate_sums, observe
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Pairs, Routing
+from tests.moe.build import make_hidden, make_layer, moe_config
+
+TOP_2 = {"selector": {"name": "top_k", "k": 2}}
+
+
+def test_gate_entropy_and_top_1_by_hand() -> None:
+    probs_TE = torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.9, 0.3, 0.3, 0.3]])
+    entropy, top_1 = gate_sums(probs_TE)
+    third = -(0.5 * math.log(0.5) + 3 / 6 * math.log(1 / 6))  # its shares are 1/2 and three times 1/6
+    assert float(entropy) == pytest.approx(math.log(2) + 0 + third)
+    assert float(top_1) == pytest.approx(0.5 + 1 + 0.5)
+    assert [float(it) for it in gate_sums(torch.zeros(0, 4))] == [0.0, 0.0]
+    assert [float(it) for it in gate_sums(torch.zeros(1, 4))] == pytest.approx([math.log(SMALLEST), 0.0])
+
+
+def test_experts_per_token_by_hand() -> None:
+    """Token 0 has two experts, token 1 none, token 2 one expert named twice and another one."""
+    token_N, expert_N = torch.tensor([0, 0, 2, 2, 2]), torch.tensor([1, 0, 1, 1, 0])
+    pairs = Pairs(token_N, expert_N, torch.ones(5), torch.zeros(5, dtype=torch.int64))
+    half_TE = torch.full((3, 2), 0.5)
+    routing = Routing(half_TE, half_TE, half_TE, half_TE, wanted=pairs, pairs=pairs)
+    seen = observe(routing, {})
+    assert seen.width_D.tolist() == [1, 0, 2], "of 2 experts a token counts as having at most 2"
+    assert seen.load_E.tolist() == seen.wanted_E.tolist() == [2, 3]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "softmax": {"losses": {"switch_balance": 0.5, "z_loss": 0.25}, "router": TOP_2},
+    "one loss goes by cosines": {
+        "losses": {"cosine_balance": 0.5, "importance": 0.25},
+        "router": {**TOP_2, "scorer": "cosine"},
+    },
+}
+
+
+def gradient_of_scores(layer: MoELayer, hidden_TH: Tensor, context: StepContext) -> dict[str, Tensor]:
+    """The oracle: the squares of gradients of separate forward passes, by retained gradients."""
+    found = {}
+    for name in (WHOLE, *layer.losses):
+        routings: list[Routing] = []
+        hook = layer.router.register_forward_hook(lambda *call, kept=routings: kept.append(call[-1]))
+        output_TH = layer(hidden_TH)
+        hook.remove()
+        scores_TE = routings[0].scores_TE
+        scores_TE.retain_grad()
+        if name == WHOLE:
+            output_TH.square().sum().backward()
+        else:
+            (
+                layer.loss_weights[name] * context.aux_scale * layer.losses[name](routings[0], context)
+            ).backward()
+        if scores_TE.grad is not None:
+            found[name] = scores_TE.grad.double().square().sum()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_shares_are_those_of_plain_autograd(case: str) -> None:
+    context = StepContext(aux_scale=0.7)
+    layer = make_layer(moe_config(num_experts=4, **CASES[case]), context)
+    hidden_TH = make_hidden(24)
+    expected = gradient_of_scores(layer, hidden_TH, context)
+    context.measure_gradients = True
+    layer(hidden_TH).square().sum().backward()
+    assert layer.observation is not None
+    squares = layer.observation.gradient_squares
+    assert squares.keys() == expected.keys()
+    assert "cosine_balance" not in squares, "its gradient goes to the cosines, not to the scores"
+    for name, square in expected.items():
+        torch.testing.assert_close(squares[name], square, rtol=1e-4, atol=0)
+
+
+def test_measuring_does_not_change_the_gradients() -> None:
+    found = []
+    for measures in (False, True):
+        context = StepContext(aux_scale=0.7, measure_gradients=measures)
+        layer = make_layer(moe_config(num_experts=4, **CASES["softmax"]), context)
+        layer(make_hidden(24)).square().sum().backward()
+        found.append([weight.grad for weight in layer.parameters()])
+    for without, measured in zip(*found, strict=True):
+        assert without is not None and measured is not None and torch.equal(without, measured)
+
+
+def test_parts_declare_their_numbers() -> None:
+    score_function = {"name": "sigmoid", "bias_update": 0.1}
+    router = {**TOP_2, "scorer": "cosine", "score_function": score_function}
+    layer = make_layer(moe_config(num_experts=4, router=router))
+    layer.router.score_function.bias_E.copy_(torch.tensor([0.1, -0.2, 0.0, 0.3]))  # type: ignore[union-attr]
+    found = {
+        f"{name}/{metric}": value.item()
+        for name, part in layer.measured_parts().items()
+        for metric, value in part.metrics().items()
+    }
+    assert found == pytest.approx(
+        {
+            "router.scorer/temperature": 0.07,
+            "router.scorer/embedding_norm": 0.1,
+            "router.score_function/bias_range": 0.5,
+        }
+    )
