@@ -37,16 +37,16 @@ class StepSums:
             assert seen is not None
             self._weights = layer.loss_weights
             self._names = sorted(seen.losses)
-            by_layer += [seen.losses[name].detach().double() for name in self._names]
+            by_layer += [seen.losses[name].detach() for name in self._names]
             known = self.layers.get(number)
-            if known is None:
-                self.layers[number] = LayerLoad(seen.load_E.clone(), seen.wanted_E.clone())
+            if known is None:  # replaced below, never written: the layer still holds them
+                self.layers[number] = LayerLoad(seen.load_E, seen.wanted_E)
             else:
-                known.load_E += seen.load_E
-                known.wanted_E += seen.wanted_E
+                known.load_E = known.load_E + seen.load_E
+                known.wanted_E = known.wanted_E + seen.wanted_E
         sums = torch.stack([value.detach().double() for value in values])
         if by_layer:
-            sums = torch.cat([sums, torch.stack(by_layer).view(-1, len(self._names)).sum(0)])
+            sums = torch.cat([sums, torch.stack(by_layer).double().view(-1, len(self._names)).sum(0)])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def record(self, copies: int) -> StepRecord:
@@ -56,9 +56,9 @@ class StepSums:
         """
         assert self._sums is not None
         loads = list(self.layers.values())
-        counts = [tensor.double() for load in loads for tensor in (load.load_E, load.wanted_E)]
+        counts = [tensor for load in loads for tensor in (load.load_E, load.wanted_E)]
         batches = torch.full((1,), float(self.micro_batches), dtype=torch.float64, device=self._sums.device)
-        packed = torch.cat([batches, self._sums, *counts])
+        packed = torch.cat([batches, self._sums, *([torch.cat(counts).double()] if counts else [])])
         dist.all_reduce(packed)
         packed = packed / copies
         sizes = [3 + len(self._names), *(load.load_E.numel() for load in loads for _ in range(2))]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import masked, top_k
+from megamoe.kernels.router import masked, renormalised_weights, top_k
 from megamoe.moe import rng
 from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, Selector, StepContext
@@ -162,9 +162,9 @@ class TopK(Selector):
             if candidates_TE is not None:
                 scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
             weight_TK = scores_TE.gather(1, expert_TK).softmax(dim=-1)
+        elif kind == "renormalised":
+            numbers = (SMALLEST_TOTAL, self.config.scale)
+            return renormalised_weights(probs_TE, expert_TK, *numbers, self.dims.kernels)
         else:
             weight_TK = probs_TE.gather(1, expert_TK)
-            if kind == "renormalised":
-                total_T1 = weight_TK.sum(dim=-1, keepdim=True)
-                weight_TK = weight_TK / total_T1.clamp_min(SMALLEST_TOTAL)
         return weight_TK * self.config.scale
