@@ -1,4 +1,4 @@
-"""Section `kernels`: every kernel of ours beside its plain form, and tiles of the products beside the table."""
+"""Section `kernels`: every kernel of ours beside its plain form, and tiles beside those of the table."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

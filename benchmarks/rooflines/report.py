@@ -28,6 +28,8 @@ def figures(costs: StepCosts) -> dict[str, Any]:
         found[name] = {
             "ms": round(times.seconds * 1e3, 2),
             "utilisation": round(times.utilisation, 4),
+            "overlapped_ms": round((times.seconds - times.hidden) * 1e3, 2),
+            "overlapped_utilisation": round(times.overlapped_utilisation, 4),
             "parts_ms": parts,
         }
     return found
@@ -60,7 +62,11 @@ def _parts(times: Roofline) -> list[str]:
         counts = f"{part.launches:7} {part.bytes / 1e9:7.2f} {part.flops / 1e12:7.2f}"
         lines.append(f"{name:22} {part.total * 1e3:8.2f} {row}  {counts}  {part.bound}")
     total = f"{times.seconds * 1e3:.1f} ms a step, model FLOP utilisation {times.utilisation:.1%}"
-    return [*lines, total]
+    shorter = f"{(times.seconds - times.hidden) * 1e3:.1f} ms, {times.overlapped_utilisation:.1%}"
+    beside = (
+        f"with the {times.hidden * 1e3:.1f} ms of collectives that run beside the backward pass: {shorter}"
+    )
+    return [*lines, total, *([beside] if times.hidden else [])]
 
 
 def _memory(costs: StepCosts) -> list[str]:

@@ -116,9 +116,9 @@ def _norm_with_experts(
         norms.append(utils.get_global_norm_of_tensors(tensors, norm_type, mpu, moe_ep_group=group))
     norms_G = torch.stack([norm.float() for norm in norms])
     invalid = (norms_G.isfinite().logical_not_() | (norms_G < 0)).any()
-    total, is_invalid = torch.stack([norms_G.pow(norm_type).sum(), invalid.float()]).tolist()
-    norm = float(total) ** (1.0 / norm_type)
-    return -1.0 if is_invalid or not math.isfinite(norm) else norm
+    total = float(norms_G.pow(norm_type).sum().masked_fill_(invalid, math.nan))
+    norm = total ** (1.0 / norm_type)
+    return norm if math.isfinite(norm) else -1.0
 
 
 def skip_gradient_buckets(engine: Any) -> None:

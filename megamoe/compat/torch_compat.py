@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -60,8 +60,15 @@ def norms_of_all(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
 
 
-def step_with_scaled_gradients(optimizer: torch.optim.Adam, factor: float, device: torch.device) -> None:
+def step_with_scaled_gradients(
+    optimizer: torch.optim.Adam,
+    factor: float,
+    device: torch.device,
+    step: Callable[[], Any] | None = None,
+) -> None:
     """Take PyTorch's fused step with the gradients times `factor`, without a pass of their own.
+
+    step: the step to take; None: that of torch.optim.Adam.
 
     Reason: the fused step divides by the attribute `grad_scale`, which only torch.amp.GradScaler sets.
     Seen with: torch 2.13 and 2.15.
@@ -70,7 +77,7 @@ def step_with_scaled_gradients(optimizer: torch.optim.Adam, factor: float, devic
     """
     optimizer.grad_scale = torch.full((), 1 / factor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
     try:
-        torch.optim.Adam.step(optimizer)
+        torch.optim.Adam.step(optimizer) if step is None else step()
     finally:
         del optimizer.grad_scale  # type: ignore[attr-defined]
 

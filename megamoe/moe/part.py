@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -139,7 +139,8 @@ class Part(nn.Module):
     A subclass has a nested dataclass `Config` and a `forward`; `register(kind, name)` registers it. The
     signatures of `forward`, by kind (`Scored`, `Pairs` and `Routing` are in `routing`):
 
-        scorer          (hidden_TH fp32, context) -> scores_TE fp32, or (scores_TE, extras by name)
+        scorer          (hidden_TH fp32, context) -> scores_TE fp32, or (scores_TE, extras by name);
+                        with `takes_any_dtype` the tokens come in the model's dtype
         mask            (Scored, context) -> candidates_TE bool, or None: all experts in this step
         score_function  (scores_TE, candidates_TE | None) -> probs_TE
         selector        (Scored, context) -> Pairs
@@ -157,6 +158,8 @@ class Part(nn.Module):
     extra, one of `CAPABILITIES`, or a plugin's own word. `composition.check_parts` compares what parts
     provide, require and refuse. `examples.example_trees` adds the parts that a part requires.
     """
+
+    takes_any_dtype: ClassVar[bool] = False
 
     @dataclass
     class Config:

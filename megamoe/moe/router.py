@@ -70,7 +70,7 @@ class Router(nn.Module):
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Routing:
         """Take this rank's tokens, [T, H] in any float dtype; return the whole micro batch's Routing."""
         with torch.autocast(hidden_TH.device.type, enabled=False):
-            scored = self._score(hidden_TH.float(), context)
+            scored = self._score(hidden_TH, context)
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)
             keep_N = self.capacity(wanted, scored, context)
@@ -87,6 +87,8 @@ class Router(nn.Module):
 
     def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
         whole = self.spread.whole
+        if not self.scorer.takes_any_dtype:
+            hidden_TH = hidden_TH.float()
         found = self.scorer(hidden_TH, self.spread.own_context(context, len(hidden_TH)))
         scores_TE, extras = found if isinstance(found, tuple) else (found, {})
         scores_TE = whole(scores_TE)

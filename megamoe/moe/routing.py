@@ -152,14 +152,23 @@ class Routing(Scored):
     wanted: Pairs = field(kw_only=True)
     pairs: Pairs = field(kw_only=True)
     is_local: bool = False
+    _counts: list[tuple[Pairs, Tensor]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def wanted_counts_E(self) -> Tensor:
-        """Return the number of pairs that the selector chose for each expert, int64."""
-        return count(self.wanted.expert_N, self.num_experts)
+        """Return the number of pairs that the selector chose for each expert, int64; not to be written."""
+        return self._counts_of(self.wanted)
 
     def counts_E(self) -> Tensor:
-        """Return the load: the number of computed pairs of each expert, int64."""
-        return count(self.pairs.expert_N, self.num_experts)
+        """Return the load: the number of computed pairs of each expert, int64; not to be written."""
+        return self._counts_of(self.pairs)
+
+    def _counts_of(self, pairs: Pairs) -> Tensor:
+        """Count once, though the dispatch, the losses and the metrics all ask."""
+        known = next((counts_E for counted, counts_E in self._counts if counted is pairs), None)
+        if known is None:
+            known = count(pairs.expert_N, self.num_experts)
+            self._counts.append((pairs, known))
+        return known
 
     def of_tokens(self, first: int, num_tokens: int) -> "Routing":
         """Return the routing of `num_tokens` tokens from `first` on, renumbered from 0."""

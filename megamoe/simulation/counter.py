@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamoe.compat.fake_cuda import ranks_of_collective
+from megamoe.compat.fake_cuda import ranks_of_collective, schema_of
 from megamoe.simulation.memory import ACTIVATIONS, BATCH, TEMPORARY, MemoryTimeline
 from megamoe.simulation.operators import dtype_of, name_of, operator_cost, tensor_bytes, tensors_in
 from megamoe.simulation.parts import Parts
@@ -39,12 +39,14 @@ class OperatorKey:
 
 @dataclass(frozen=True)
 class CollectiveKey:
-    """kind: the operator of torch.ops.c10d. ranks: the global ranks of the group."""
+    """kind: the operator of torch.ops.c10d. ranks: the global ranks of the group. is_async: the caller goes
+    on at once, and waits for it later."""
 
     part: str
     phase: str
     kind: str
     ranks: tuple[int, ...]
+    is_async: bool = False
 
 
 @dataclass
@@ -95,7 +97,7 @@ class CostCounter(TorchDispatchMode):
             return None
         result = function(*args, **kwargs)
         if name.startswith("c10d::"):
-            self._count_collective(function, args, part)
+            self._count_collective(function, args, kwargs, part)
         else:
             self._count(function, args, kwargs, result, part)
         for tensor in tensors_in(result):
@@ -140,11 +142,13 @@ class CostCounter(TorchDispatchMode):
         elif blocking:
             self.counts.uploads[part] += 1
 
-    def _count_collective(self, function: Any, args: Any, part: str) -> None:
+    def _count_collective(self, function: Any, args: Any, kwargs: Any, part: str) -> None:
         kind = name_of(function).removeprefix("c10d::").strip("_")
         if "barrier" in kind:
             return
         ranks = tuple(ranks_of_collective(function, args))
-        total = self.counts.collectives[CollectiveKey(part, self.phase, kind, ranks)]
+        names = [argument.name for argument in schema_of(function).arguments]
+        is_async = bool({**dict(zip(names, args, strict=False)), **kwargs}.get("async_op", False))
+        total = self.counts.collectives[CollectiveKey(part, self.phase, kind, ranks, is_async)]
         total.calls += 1
         total.bytes += max(sum(map(tensor_bytes, tensors_in(arg))) for arg in args)

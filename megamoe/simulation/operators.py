@@ -124,7 +124,9 @@ def _bytes_of_all(*arguments: Any, result: Any, **options: Any) -> int:
 def _bytes(name: str, function: Any, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
     rule = _RULES.get(name)
     if rule is not None:
-        return rule(arguments, result)
+        # A fused update with a scale also writes the scaled gradients back.
+        scaled = arguments[1] if options.get("grad_scale") is not None else ()
+        return rule(arguments, result) + sum(map(tensor_bytes, tensors_in(scaled)))
     values = [*zip(schema_of(function).arguments, arguments, strict=False)]
     values += [(each, options[each.name]) for each in schema_of(function).arguments if each.name in options]
     total = 0

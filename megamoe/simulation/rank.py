@@ -113,7 +113,8 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
     world = launch.World(0, ranks, 0, torch.device("cuda", 0), "fake")
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     config.model.cpu_kernels = "plain"
-    run = resolve_run(config, ranks)
+    with fake_torch_cuda():
+        run = resolve_run(config, ranks)
     if load != 1 and not 1 < load <= run.plan.layout.expert:
         most = f"1 to {run.plan.layout.expert}, the ranks of parallel.expert"
         raise UserError(f"load: found {load:g}, expected {most}: one of them cannot have more than all rows")
@@ -173,6 +174,8 @@ def _count(
         train_step(
             engine, context, [batch] * micro_batches, config.optimizer.lr, config.train.label_smoothing
         )
+        if engine.step_skipped:
+            raise RuntimeError("the simulated step was skipped, so its update of the weights is not counted")
         engine.name_states()
     parameters = list(model.parameters())
     return StepCosts(

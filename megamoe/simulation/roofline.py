@@ -8,7 +8,7 @@ from megamoe.simulation.hardware import ASSUMED, RANKS_OF_A_NODE, Assumptions, G
 from megamoe.simulation.rank import StepCosts
 
 BOUNDS = ("flops", "bytes", "link", "launch", "sync")
-GROUPED = ("aten::_grouped_mm", "megamoe::grouped")  # the beginnings of their names
+GROUPED = ("aten::_grouped_mm", "megamoe::grouped", "megamoe::experts")  # the beginnings of their names
 SCATTERED = {"aten::index_add", "aten::index_add_", "aten::scatter_add_", "aten::scatter_add"}
 SCATTERED |= {"aten::index_put_", "aten::index_copy_", "aten::index_copy", "aten::embedding_dense_backward"}
 
@@ -35,12 +35,18 @@ class PartTime:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step's time by part, in seconds, and its model FLOP utilisation."""
+    """A step's time by part, in seconds, and its model FLOP utilisation.
+
+    seconds: everything one after the other. hidden: of these, the collectives that the code launches beside
+    the backward pass, as far as the pass lasts so long; overlapped_utilisation: without them.
+    """
 
     parts: dict[str, PartTime]
     seconds: float
     model_flops: float
     utilisation: float
+    hidden: float
+    overlapped_utilisation: float
 
 
 def roofline(costs: StepCosts, gpu: Gpu, assumed: Assumptions = ASSUMED) -> Roofline:
@@ -63,7 +69,23 @@ def roofline(costs: StepCosts, gpu: Gpu, assumed: Assumptions = ASSUMED) -> Roof
         parts[name].seconds["sync"] += waits * assumed.sync_s
     seconds = sum(part.total for part in parts.values())
     flops = model_flops(costs)
-    return Roofline(dict(parts), seconds, flops, flops / (seconds * gpu.bf16))
+    hidden = hidden_seconds(costs, gpu, assumed)
+    utilisations = [flops / (time * gpu.bf16) for time in (seconds, seconds - hidden)]
+    return Roofline(dict(parts), seconds, flops, utilisations[0], hidden, utilisations[1])
+
+
+def hidden_seconds(costs: StepCosts, gpu: Gpu, assumed: Assumptions) -> float:
+    """Seconds of the collectives that run beside the backward pass.
+
+    These are the ones that the code launches there and waits for at its end. It is assumed that neither slows
+    the other down, and that they can begin when the first part of the pass is done, of the vocabulary.
+    """
+    backward = [(key, total) for key, total in costs.counts.operators.items() if key.phase == "backward"]
+    beside = [key for key in costs.counts.collectives if key.phase == "backward" and key.is_async]
+    times = {key: operator_seconds(key, total, gpu, assumed)[0] for key, total in backward}
+    passed = sum(time for key, time in times.items() if key.part != "vocabulary and loss")
+    traffic = costs.counts.collectives
+    return min(passed, sum(collective_seconds(key, traffic[key], gpu, assumed) for key in beside))
 
 
 def operator_seconds(

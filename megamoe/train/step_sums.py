@@ -44,14 +44,14 @@ class StepSums:
             assert seen is not None
             self._weights = layer.loss_weights
             self._names = sorted(seen.losses)
-            by_layer += [seen.losses[name].detach().double() for name in self._names]
-            by_layer += [seen.entropy.double(), seen.top_1.double()]
+            by_layer += [seen.losses[name].detach() for name in self._names]
+            by_layer += [seen.entropy, seen.top_1]
             squares += self._gradient_squares(seen)
             counts = torch.cat((seen.load_E, seen.wanted_E, seen.width_D))
             known = self._counts.get(number)
             self._counts[number] = counts if known is None else known.add_(counts)
         if by_layer:
-            values = torch.stack(by_layer).view(len(self._counts), -1)
+            values = torch.stack(by_layer).double().view(len(self._counts), -1)
             sums = torch.cat([sums, values[:, : len(self._names)].sum(0)])
             self._values = values if self._values is None else self._values + values
         if squares:

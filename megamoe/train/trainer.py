@@ -38,9 +38,9 @@ from megamoe.train.memory import check_memory
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
-from megamoe.train.routing_replay import RunRouting
 from megamoe.train.routing_history import RoutingHistory
 from megamoe.train.routing_metrics import routing_metrics
+from megamoe.train.routing_replay import RunRouting
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import learning_rate
 from megamoe.train.speed import Speed, stage_metrics

@@ -44,6 +44,7 @@ from megamoe.zero.optimizer import (
     resting,
     zero_optimizer,
 )
+from megamoe.zero.scattered_gradients import ScatteredGradients
 from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
 
@@ -77,6 +78,10 @@ class Engine:
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
             )
+        if ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
+            kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+            section = filled.get("zero_optimization", {})
+            ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
         self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
         if self.stage == 0 and world.size == 1:
             skip_gradient_buckets(self._engine)

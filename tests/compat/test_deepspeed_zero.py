@@ -1,6 +1,7 @@
 """Canaries of DeepSpeed's engine and ZeRO, on the smallest model and one rank."""
 
 import inspect
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +17,21 @@ from torch import Tensor, nn
 from megamoe.compat import deepspeed_zero
 from megamoe.compat.deepspeed_compat import forget_gradients, inner_optimizer, without_inner_steps
 from megamoe.compat.deepspeed_zero import FlatRange, ranges_at_zero1, ranges_at_zero3
+from megamoe.compat.deepspeed_zero1 import is_zero1_in_bf16, own_gradient
+from megamoe.kernels.choice import Kernels
 from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import Stage0AdamW
+from megamoe.zero.scattered_gradients import ScatteredGradients
 from tests.distributed.runs import ds_config
 from tests.tiny import VOCABULARY, tiny, tiny_engine
 
 LR = 0.01
+SIXTEEN = "moe.expert_ffn_hidden_size=16"  # PyTorch's product in bf16 wants strides of 16 bytes
 
 
 def built(file: str) -> tuple[Engine, Any]:
     """Ours and DeepSpeed's."""
-    config = tiny(f"parallel.deepspeed={ds_config(file)}", "moe.expert_ffn_hidden_size=16")
+    config = tiny(f"parallel.deepspeed={ds_config(file)}", SIXTEEN)
     engine = tiny_engine(config)
     engine.train(True)
     return engine, engine._engine
@@ -83,6 +88,34 @@ def test_wrapped_optimizers(one_rank: None, file: str) -> None:
     backward(engine)
     engine.step(LR)
     assert not same(weights_of(engine), before)
+
+
+@pytest.mark.parametrize("grad_clip", [0.05, 0.0])
+def test_gradients_have_an_owner(one_rank: None, grad_clip: float) -> None:
+    """Two steps, of which one has a norm that is not finite: the weights and the norm are DeepSpeed's."""
+    found = []
+    for own in (False, True):
+        config = tiny(
+            f"parallel.deepspeed={ds_config('zero1_bf16')}", f"optimizer.grad_clip={grad_clip}", SIXTEEN
+        )
+        engine = tiny_engine(config)
+        engine.train(True)
+        inner = engine._engine
+        assert is_zero1_in_bf16(inner.optimizer) and "step" not in vars(inner.optimizer)
+        if own:
+            ScatteredGradients(inner, {}, grad_clip, Kernels())
+        norms = []
+        for scale in (1.0, float("nan"), 0.5):
+            backward(engine, scale)
+            if own and math.isfinite(scale):
+                assert own_gradient(inner.optimizer, 0).any()
+            norms.append(engine.step(LR))
+            assert engine.step_skipped == math.isnan(scale)
+        found.append((weights_of(engine), norms))
+    (expected, norms), (weights, own_norms) = found
+    assert own_norms == pytest.approx(norms, rel=1e-5)
+    for one, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
 
 
 def test_marks_of_experts(one_rank: None) -> None:

@@ -38,7 +38,11 @@ void count(const std::string& name) {
   kernel_counts[name]++;
 }
 void use(const Tensor& tensor, bool writes, const std::string& name, int64_t time) {
-  if (tensor.has_storage()) say_all(order.use(tensor.storage().data(), writes, name, current_stream, time), name);
+  if (!tensor.has_storage()) return;
+  int64_t end = tensor.storage_offset() + (tensor.numel() ? 1 : 0);
+  for (int64_t i = 0; i < tensor.dim() && tensor.numel(); i++) end += (tensor.size(i) - 1) * tensor.stride(i);
+  const int64_t bytes = tensor.element_size(), begin = tensor.storage_offset();
+  say_all(order.use(tensor.storage().data(), begin * bytes, end * bytes, writes, name, current_stream, time), name);
 }
 void host_waits(const std::string& name, const std::string& detail = "") {
   order.host_waits_for(current_stream);

@@ -4,6 +4,7 @@
 // stream, the time up to which its owner has waited for it. Streams have clocks, events carry a copy of one, and
 // the host has one. Two uses of a storage on different streams race if neither stream has waited for the other.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -63,18 +64,20 @@ class Order {
   void allocate(const void* storage, Stream stream) {
     if (!storage) return;
     std::lock_guard<std::mutex> held(lock_);
-    uses_[storage] = Uses{stream, {stream, 0}, "", "", {}, {}, true};
+    uses_[storage] = Uses{stream, {}, {}, {}, true};
   }
   void record_stream(const void* storage, Stream stream) {
     std::lock_guard<std::mutex> held(lock_);
     auto found = uses_.find(storage);
     if (found != uses_.end()) found->second.promised.insert(stream);
   }
-  Races use(const void* storage, bool writes, const std::string& name, Stream stream, int64_t time) {
+  // A use of the bytes [begin, end) of a storage: parts of it may be used on several streams at once.
+  Races use(const void* storage, int64_t begin, int64_t end, bool writes, const std::string& name, Stream stream,
+            int64_t time) {
     Races races;
     std::lock_guard<std::mutex> held(lock_);
     auto found = uses_.find(storage);
-    if (!storage || found == uses_.end()) return races;
+    if (!storage || found == uses_.end() || begin >= end) return races;
     auto& uses = found->second;
     if (uses.fresh) {
       uses.fresh = false;
@@ -84,20 +87,21 @@ class Order {
                           std::to_string(other) + " still " + what + "; no wait and no record_stream");
       left_[uses.home].clear();
     }
-    if (!has_seen(stream, uses.written.first, uses.written.second))
-      races.push_back(name + (writes ? " writes" : " reads") + " on stream " + std::to_string(stream) + " what " +
-                      uses.writer + " wrote on stream " + std::to_string(uses.written.first) + ", without waiting");
+    for (const auto& write : uses.written)
+      if (write.meets(begin, end) && !has_seen(stream, write.stream, write.time))
+        races.push_back(name + (writes ? " writes" : " reads") + " on stream " + std::to_string(stream) + " what " +
+                        write.name + " wrote on stream " + std::to_string(write.stream) + ", without waiting");
     if (writes) {
-      for (const auto& [other, entry] : uses.read)
-        if (!has_seen(stream, other, entry))
+      for (const auto& read : uses.read)
+        if (read.meets(begin, end) && !has_seen(stream, read.stream, read.time))
           races.push_back(name + " writes on stream " + std::to_string(stream) + " what is read on stream " +
-                          std::to_string(other) + ", without waiting");
-      uses.written = {stream, time};
-      uses.writer = name;
-      uses.read.clear();
+                          std::to_string(read.stream) + ", without waiting");
+      forget(uses.written, [&](const Use& use) { return use.within(begin, end); });
+      forget(uses.read, [&](const Use& use) { return use.within(begin, end); });
+      uses.written.push_back({begin, end, stream, time, name});
     } else {
-      uses.read[stream] = time;
-      uses.reader = name;
+      forget(uses.read, [&](const Use& use) { return use.stream == stream && use.within(begin, end); });
+      uses.read.push_back({begin, end, stream, time, name});
     }
     return races;
   }
@@ -113,16 +117,26 @@ class Order {
       if (stream != uses.home && !uses.promised.count(stream) && !has_seen(uses.home, stream, time))
         left_[uses.home].push_back({stream, time, what});
     };
-    leave(uses.written.first, uses.written.second, "writes (" + uses.writer + ")");
-    for (const auto& [stream, time] : uses.read) leave(stream, time, "reads (" + uses.reader + ")");
+    for (const auto& write : uses.written) leave(write.stream, write.time, "writes (" + write.name + ")");
+    for (const auto& read : uses.read) leave(read.stream, read.time, "reads (" + read.name + ")");
   }
 
  private:
+  struct Use {
+    int64_t begin, end;
+    Stream stream;
+    int64_t time;
+    std::string name;
+    bool meets(int64_t first, int64_t last) const { return begin < last && first < end; }
+    bool within(int64_t first, int64_t last) const { return first <= begin && end <= last; }
+  };
+  template <class Which>
+  static void forget(std::vector<Use>& uses, Which which) {
+    uses.erase(std::remove_if(uses.begin(), uses.end(), which), uses.end());
+  }
   struct Uses {
     Stream home;
-    std::pair<Stream, int64_t> written;
-    std::string writer, reader;
-    Clock read;
+    std::vector<Use> written, read;
     std::set<Stream> promised;
     bool fresh;  // allocated, and not used yet
   };

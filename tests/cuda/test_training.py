@@ -13,13 +13,17 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "dropped", "overlapping", "cut", "tensor_parallel")
+NAMES = ("plain", "dropped", "overlapping", "scattered", "cut", "tensor_parallel")
 FAULT = "without_waits"
 
 
 def quick_runs(folder: Path) -> list[Run]:
     """Each of NAMES, and one in which DeepSpeed's streams do not wait for each other."""
     overlap = ds_variant(folder, "zero2_bf16", zero_optimization={"overlap_comm": True})
+    # So small a bucket that every matrix is reduced by itself, beside the backward pass.
+    scattered = ds_variant(
+        folder, "zero1_bf16", zero_optimization={"overlap_comm": True, "reduce_bucket_size": 1000}
+    )
     cut = ds_variant(folder, "zero3_fp32", zero_optimization=CUT_ALL)
     two: dict[str, Any] = {"train__global_batch_size": 8, "parallel__expert": 2}
     tensor = {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}
@@ -28,6 +32,7 @@ def quick_runs(folder: Path) -> list[Run]:
         Run(small("plain", checkpoint__every=2)),
         Run(small("dropped", moe__router=capacity, model__recompute="full", train__global_batch_size=4)),
         Run(small("overlapping", **two, parallel__deepspeed=overlap, moe__num_shared_experts=1), 2),
+        Run(small("scattered", parallel__deepspeed=scattered, train__global_batch_size=8), 2),
         Run(small("cut", **two, parallel__deepspeed=cut), 2),
         Run(small("tensor_parallel", parallel=tensor, moe__losses={"switch_balance": 0.1}), 2),
         Run(small(FAULT, **two, parallel__deepspeed=overlap), 2, fault="wait_stream"),

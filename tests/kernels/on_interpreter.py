@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels import choice
+from megamoe.kernels import choice, router
 from megamoe.kernels.choice import Kernels
 from tests.in_subprocess import checks_of, run_checks
 from tests.kernels import chosen as passes
@@ -246,9 +246,57 @@ def check_a_whole_layer() -> None:
 
     with on_triton() as names:
         found = run()
-    assert names == ["experts", "combine", "combine_backward", "experts_backward", "combine"]
+    both_ways = ("router_scores", "chosen_weights", "experts", "combine")
+    assert sorted(names) == sorted([*both_ways, *(f"{name}_backward" for name in both_ways), "combine"])
     with on_plain():
         torch.testing.assert_close(found, run(), rtol=1e-5, atol=1e-5)
+
+
+ROUTERS = [(1, 1, 16), (70, 16, 64), (33, 5, 7), (0, 4, 8), (130, 100, 40)]  # tokens, experts, hidden
+
+
+def check_scores_of_a_router() -> None:
+    """Output and gradients to fp32 rounding; the tokens' gradient to that of their dtype."""
+    for tokens, experts, width in ROUTERS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            hidden_TH = draw(tokens, width).to(dtype).requires_grad_()
+            weight_EH = draw(experts, width, seed=1).to(dtype).requires_grad_()
+            sent_TE = draw(tokens, experts, seed=2)
+            sides = [
+                hidden_TH.detach().double().requires_grad_(),
+                weight_EH.detach().double().requires_grad_(),
+            ]
+            exact_TE = sides[0] @ sides[1].T
+            exact = [exact_TE, *torch.autograd.grad(exact_TE, sides, sent_TE.double())]
+            with on_triton() as names:
+                found_TE = router.scores(hidden_TH, weight_EH, Kernels())
+                gradients = torch.autograd.grad(found_TE, [hidden_TH, weight_EH], sent_TE)
+            assert names == ["router_scores", "router_scores_backward"]
+            assert found_TE.dtype == torch.float32 and [g.dtype for g in gradients] == [dtype, dtype]
+            case = f"{tokens} tokens, {experts} experts, {width}, {dtype}"
+            close([found_TE.detach(), *gradients], [each.detach() for each in exact], case)
+
+
+def check_weights_of_chosen_experts() -> None:
+    """Also of a token whose p are all 0, whose sum is below the smallest."""
+    for tokens, experts, choices in ((1, 2, 1), (70, 16, 2), (33, 5, 3), (0, 4, 2), (65, 100, 8)):
+        probs_TE = draw(tokens, experts).softmax(-1)
+        if tokens > 1:
+            probs_TE[1] = 0
+        expert_TK = draw(tokens, experts, seed=1).topk(choices).indices
+        sent_TK = draw(tokens, choices, seed=2)
+
+        def run(probs_TE: Tensor, expert_TK: Tensor, sent_TK: Tensor) -> list[Tensor]:
+            probs_TE = probs_TE.clone().requires_grad_()
+            weight_TK = router.renormalised_weights(probs_TE, expert_TK, 1e-20, 2.5, Kernels())
+            return [weight_TK.detach(), *torch.autograd.grad(weight_TK, probs_TE, sent_TK)]
+
+        with on_triton() as names:
+            found = run(probs_TE, expert_TK, sent_TK)
+        assert names == ["chosen_weights", "chosen_weights_backward"]
+        with on_plain():
+            expected = run(probs_TE, expert_TK, sent_TK)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 CHECKS = checks_of(globals())

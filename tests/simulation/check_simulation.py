@@ -196,6 +196,7 @@ def check_collectives() -> None:
         half = dist.new_group([0, 1])
         dist.all_reduce(cuda(16))
         dist.all_reduce(cuda(16))
+        dist.reduce(cuda(16), 1, async_op=True)
         dist.all_gather_into_tensor(cuda(32), cuda(16), group=half)
         dist.all_to_all_single(cuda(5, 8), cuda(16, 8), [2, 1, 1, 1], [4, 4, 4, 4])
 
@@ -204,7 +205,9 @@ def check_collectives() -> None:
         found = counted(program).counts.collectives
     finally:
         dist.destroy_process_group()
+    assert [key.kind for key in found if key.is_async] == ["reduce"]
     shown = {(key.kind, key.ranks): (total.calls, total.bytes) for key, total in found.items()}
+    assert shown.pop(("reduce", (0, 1, 2, 3)))[0] == 1
     assert shown == {
         ("allreduce", (0, 1, 2, 3)): (2, 64),
         ("allgather_base", (0, 1)): (1, 64),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.rows import ends_of
-from megamoe.kernels.triton import activation, cross_entropy, experts, norms, products, rotary, rows
+from megamoe.kernels.triton import activation, cross_entropy, experts, norms, products, rotary, router, rows
 
 
 class TritonKernels:
@@ -50,6 +50,10 @@ LAUNCHERS: dict[str, Callable[..., None]] = {
     "rms_norm": norms.rms_norm,
     "rms_norm_backward": norms.rms_norm_backward,
     "rotate": rotary.rotate,
+    "router_scores": router.scores,
+    "router_scores_backward": router.scores_backward,
+    "chosen_weights": router.chosen_weights,
+    "chosen_weights_backward": router.chosen_weights_backward,
     "cross_entropy": cross_entropy.statistics,
     "cross_entropy_backward": cross_entropy.gradient,
 }

@@ -8,8 +8,10 @@ from megamoe.moe.routing import Routing, count
 
 def wanted_counts(routing: Routing, first_choice: bool = False) -> Tensor:
     """Return the wanted pairs of each expert, int64 [E]; `first_choice`: only each token's first choice."""
+    if not first_choice:
+        return routing.wanted_counts_E()
     wanted = routing.wanted
-    return count(wanted.expert_N, routing.num_experts, wanted.choice_N == 0 if first_choice else None)
+    return count(wanted.expert_N, routing.num_experts, wanted.choice_N == 0)
 
 
 def fractions(counts: Tensor) -> Tensor:

@@ -134,6 +134,7 @@ class SwitchBalance(Part):
         if self.config.running and context.micro_batch in self._so_far:
             return self._so_far[context.micro_batch]
         if context.data_group is not None:
+            counts_E = counts_E.clone()
             dist.all_reduce(counts_E, group=context.data_group)
         if self.config.running:
             if self._so_far:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from megamoe.kernels.router import scores
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
 from megamoe.registry import register
@@ -19,6 +19,8 @@ class LinearScorer(Part):
 
     Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), section 2.4.
     """
+
+    takes_any_dtype = True
 
     @dataclass
     class Config:
@@ -44,10 +46,10 @@ class LinearScorer(Part):
         return {"embedding_norm": mean_row_norm(self.weight)}
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
-        """[T, H] fp32 -> [T, E] fp32."""
+        """[T, H] in any float dtype -> [T, E] fp32."""
         if self.training and self.config.jitter > 0:
-            hidden_TH = hidden_TH * self._jitter_TH(hidden_TH, context)
-        return functional.linear(hidden_TH, self.weight.float())
+            hidden_TH = hidden_TH.float() * self._jitter_TH(hidden_TH, context)
+        return scores(hidden_TH, self.weight, self.dims.kernels)
 
     def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         num_tokens, hidden_size = hidden_TH.shape

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import masked, top_k
+from megamoe.kernels.router import masked, renormalised_weights, top_k
 from megamoe.moe import rng
 from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, Selector, StepContext
@@ -181,6 +181,9 @@ class TopK(Selector):
             if candidates_TE is not None:
                 scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
             weight_TK = only_valid(scores_TE.gather(1, expert_TK), kept_TK, float("-inf")).softmax(dim=-1)
+        elif kind == "renormalised" and kept_TK is None:
+            numbers = (SMALLEST_TOTAL, self.config.scale)
+            return renormalised_weights(probs_TE, expert_TK, *numbers, self.dims.kernels)
         else:
             weight_TK = only_valid(probs_TE.gather(1, expert_TK), kept_TK)
             if kind == "renormalised":

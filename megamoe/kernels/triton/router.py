@@ -1,0 +1,244 @@
+"""A router's products and small passes as Triton kernels. Sizes: T tokens, E experts, H columns, K choices.
+
+The product reads the tokens in the model's dtype and sums in fp32. Plain forms: `kernels/router.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megamoe.kernels.operators import kernel_operator
+from megamoe.kernels.triton.costs import bytes_of, each_once
+
+TOKENS, DEPTH = 32, 64  # of a block
+MOST_EXPERTS = 64  # of a block
+PARTS = 32  # programs that share the sum over all tokens, for each block of the weight's gradient
+TOKENS_OF_A_PASS = 64  # of a program of the passes over rows of few numbers
+
+
+def _experts_of_a_block(experts: int) -> int:
+    return min(MOST_EXPERTS, max(16, triton.next_power_of_2(experts)))
+
+
+def _flops(rows_TH: Tensor, other: Tensor, tokens: int, experts: int, width: int, *rest: object) -> int:
+    return 2 * tokens * experts * width
+
+
+@kernel_operator(
+    "router_scores", mutates={"out_TE"}, bytes_moved=each_once, flops=lambda *a, result: _flops(*a)
+)
+def scores(rows_TH: Tensor, weight_EH: Tensor, tokens: int, experts: int, width: int, out_TE: Tensor) -> None:
+    """Compute out = rows weight^T in fp32."""
+    if out_TE.numel():
+        block = _experts_of_a_block(experts)
+        grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(experts, block))
+        sizes = {"ROWS": TOKENS, "COLUMNS": block, "DEPTH": DEPTH}
+        _scores[grid](rows_TH, weight_EH, tokens, experts, width, out_TE, **sizes)
+
+
+def _bytes_of_backward(
+    sent_TE: Tensor,
+    rows_TH: Tensor,
+    weight_EH: Tensor,
+    tokens: int,
+    experts: int,
+    width: int,
+    to_rows_TH: Tensor,
+    to_weight_EH: Tensor,
+) -> int:
+    """The parts of the weight's gradient are written and read."""
+    parts = 2 * PARTS * 4 * experts * width
+    return bytes_of(sent_TE, sent_TE, rows_TH, weight_EH, to_rows_TH, to_weight_EH) + parts
+
+
+@kernel_operator(
+    "router_scores_backward",
+    mutates={"to_rows_TH", "to_weight_EH"},
+    bytes_moved=lambda *arguments, result: _bytes_of_backward(*arguments),
+    flops=lambda *a, result: 2 * _flops(*a[1:]),
+    launches=3,
+)
+def scores_backward(
+    sent_TE: Tensor,
+    rows_TH: Tensor,
+    weight_EH: Tensor,
+    tokens: int,
+    experts: int,
+    width: int,
+    to_rows_TH: Tensor,
+    to_weight_EH: Tensor,
+) -> None:
+    """Compute the gradients of the rows, in their dtype, and of the weight, fp32, in one order of sums."""
+    if not tokens:
+        to_weight_EH.zero_()
+        return
+    grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(width, DEPTH))
+    sizes = {"ROWS": TOKENS, "COLUMNS": DEPTH, "DEPTH": 16}
+    _to_rows[grid](sent_TE, weight_EH, tokens, experts, width, to_rows_TH, **sizes)
+    block = _experts_of_a_block(experts)
+    parts = min(PARTS, triton.cdiv(tokens, TOKENS))
+    part_PEH = torch.empty(parts, experts, width, dtype=torch.float32, device=rows_TH.device)
+    grid_of_parts = (triton.cdiv(width, DEPTH), triton.cdiv(experts, block), parts)
+    sizes = {"ROWS": block, "COLUMNS": DEPTH, "DEPTH": TOKENS}
+    _to_weight[grid_of_parts](sent_TE, rows_TH, tokens, experts, width, part_PEH, **sizes)
+    torch.sum(part_PEH, dim=0, out=to_weight_EH)
+
+
+@kernel_operator("chosen_weights", mutates={"out_TK"}, bytes_moved=each_once)
+def chosen_weights(
+    probs_TE: Tensor,
+    expert_TK: Tensor,
+    tokens: int,
+    experts: int,
+    choices: int,
+    smallest: float,
+    scale: float,
+    out_TK: Tensor,
+) -> None:
+    """Compute out = scale * p / max(the sum of the chosen p, smallest), for the chosen p."""
+    if out_TK.numel():
+        sizes = {"ROWS": TOKENS_OF_A_PASS, "CHOICES": triton.next_power_of_2(choices)}
+        grid = (triton.cdiv(tokens, TOKENS_OF_A_PASS),)
+        arguments = (probs_TE, expert_TK, tokens, experts, choices, smallest, scale, out_TK)
+        _chosen_weights[grid](*arguments, **sizes)
+
+
+@kernel_operator("chosen_weights_backward", mutates={"to_probs_TE"}, bytes_moved=each_once)
+def chosen_weights_backward(
+    sent_TK: Tensor,
+    probs_TE: Tensor,
+    expert_TK: Tensor,
+    tokens: int,
+    experts: int,
+    choices: int,
+    smallest: float,
+    scale: float,
+    to_probs_TE: Tensor,
+) -> None:
+    """Compute the gradient of p, 0 for experts that were not chosen."""
+    if to_probs_TE.numel():
+        sizes = {"ROWS": TOKENS_OF_A_PASS, "EXPERTS": triton.next_power_of_2(experts), "CHOICES": choices}
+        grid = (triton.cdiv(tokens, TOKENS_OF_A_PASS),)
+        arguments = (sent_TK, probs_TE, expert_TK, tokens, experts, smallest, scale, to_probs_TE)
+        _chosen_weights_backward[grid](*arguments, **sizes)
+
+
+@triton.jit
+def _scores(  # type: ignore[no-untyped-def]
+    rows, weight, tokens, experts, width, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Each program computes the scores of ROWS tokens for COLUMNS experts."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for depth in range(0, width, DEPTH):
+        place = depth + tl.arange(0, DEPTH)
+        deep = place < width
+        inside = (row < tokens)[:, None] & deep[None, :]
+        left = tl.load(rows + (row[:, None] * width + place[None, :]), mask=inside, other=0)
+        inside = deep[:, None] & (column < experts)[None, :]
+        right = tl.load(weight + (column[None, :] * width + place[:, None]), mask=inside, other=0)
+        sum = tl.dot(left.to(tl.float32), right.to(tl.float32), sum, input_precision="ieee")
+    inside = (row < tokens)[:, None] & (column < experts)[None, :]
+    tl.store(out + (row[:, None] * experts + column[None, :]), sum, mask=inside)
+
+
+@triton.jit
+def _to_rows(  # type: ignore[no-untyped-def]
+    sent, weight, tokens, experts, width, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Each program computes ROWS x COLUMNS of the rows' gradient."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, experts, DEPTH):
+        expert = first + tl.arange(0, DEPTH)
+        inside = (row < tokens)[:, None] & (expert < experts)[None, :]
+        left = tl.load(sent + (row[:, None] * experts + expert[None, :]), mask=inside, other=0)
+        inside = (expert < experts)[:, None] & (column < width)[None, :]
+        right = tl.load(weight + (expert[:, None] * width + column[None, :]), mask=inside, other=0)
+        sum = tl.dot(left, right.to(tl.float32), sum, input_precision="ieee")
+    inside = (row < tokens)[:, None] & (column < width)[None, :]
+    tl.store(out + (row[:, None] * width + column[None, :]), sum.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _to_weight(  # type: ignore[no-untyped-def]
+    sent, rows, tokens, experts, width, part, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Each program adds up every so-many-th block of DEPTH tokens, for ROWS experts and COLUMNS columns."""
+    expert = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(tl.program_id(2) * DEPTH, tokens, tl.num_programs(2) * DEPTH):
+        token = tl.cast(first, tl.int64) + tl.arange(0, DEPTH)
+        inside = (expert < experts)[:, None] & (token < tokens)[None, :]
+        left = tl.load(sent + (token[None, :] * experts + expert[:, None]), mask=inside, other=0)
+        inside = (token < tokens)[:, None] & (column < width)[None, :]
+        right = tl.load(rows + (token[:, None] * width + column[None, :]), mask=inside, other=0)
+        sum = tl.dot(left, right.to(tl.float32), sum, input_precision="ieee")
+    own = part + tl.program_id(2).to(tl.int64) * experts * width
+    inside = (expert < experts)[:, None] & (column < width)[None, :]
+    tl.store(own + (expert[:, None] * width + column[None, :]), sum, mask=inside)
+
+
+@triton.jit
+def _chosen_weights(  # type: ignore[no-untyped-def]
+    probs,
+    expert,
+    tokens,
+    experts,
+    choices,
+    smallest,
+    scale,
+    out,
+    ROWS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """Each program handles ROWS tokens."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    choice = tl.arange(0, CHOICES)
+    inside = (row < tokens)[:, None] & (choice < choices)[None, :]
+    place = row[:, None] * choices + choice[None, :]
+    chosen = tl.load(expert + place, mask=inside, other=0)
+    prob = tl.load(probs + (row[:, None] * experts + chosen), mask=inside, other=0)
+    total = tl.maximum(tl.sum(prob, axis=1), smallest)
+    tl.store(out + place, prob / total[:, None] * scale, mask=inside)
+
+
+@triton.jit
+def _chosen_weights_backward(  # type: ignore[no-untyped-def]
+    sent,
+    probs,
+    expert,
+    tokens,
+    experts,
+    smallest,
+    scale,
+    to_probs,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """Each program handles ROWS tokens; a sum below `smallest` has no gradient."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, EXPERTS)
+    total = tl.zeros([ROWS], tl.float32)
+    product = tl.zeros([ROWS], tl.float32)
+    received = tl.zeros([ROWS, EXPERTS], tl.float32)
+    is_chosen = tl.zeros([ROWS, EXPERTS], tl.int32)
+    for choice in tl.static_range(CHOICES):
+        chosen = tl.load(expert + row * CHOICES + choice, mask=row < tokens, other=0)
+        prob = tl.load(probs + row * experts + chosen, mask=row < tokens, other=0)
+        gradient = tl.load(sent + row * CHOICES + choice, mask=row < tokens, other=0) * scale
+        total += prob
+        product += prob * gradient
+        here = column[None, :] == chosen[:, None]
+        received = tl.where(here, received + gradient[:, None], received)
+        is_chosen = tl.where(here, 1, is_chosen)
+    bound = tl.maximum(total, smallest)
+    share = tl.where(total >= smallest, product / (bound * bound), 0.0)
+    result = tl.where(is_chosen == 1, received / bound[:, None] - share[:, None], 0.0)
+    inside = (row < tokens)[:, None] & (column < experts)[None, :]
+    tl.store(to_probs + (row[:, None] * experts + column[None, :]), result, mask=inside)
