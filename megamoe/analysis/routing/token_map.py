@@ -1,7 +1,6 @@
 """A map of tokens in two dimensions, to be coloured by expert."""
 
 import importlib
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,8 @@ def token_map(layer: LayerPass) -> dict[str, Any]:
     vectors = layer.hidden_SH if layer.projected_SD is None else layer.projected_SD
     vectors_SD, first_S = vectors[:POINTS].double().numpy(), layer.first_S[:POINTS]
     found: dict[str, Any] = {"first_S": first_S.tolist()}
-    if importlib.util.find_spec("umap") is not None and len(vectors_SD) > 3:
-        xy_S2 = _umap(vectors_SD)
+    xy_S2 = umap_of(vectors_SD) if len(vectors_SD) > 3 else None
+    if xy_S2 is not None:
         return {"method": "umap", "xy_S2": xy_S2.round(4).tolist(), **found}
     xy_S2, explained = pca(vectors_SD)
     return {"method": "pca", "explained": explained, "xy_S2": xy_S2.round(4).tolist(), **found}
@@ -52,8 +51,12 @@ def pca(vectors_SD: Floats) -> tuple[Floats, list[float]]:
     return np.pad(xy_S2, ((0, 0), (0, missing))), shares
 
 
-def _umap(vectors_SD: Floats) -> Floats:
-    umap = importlib.import_module("umap")
+def umap_of(vectors_SD: Floats) -> Floats | None:
+    """Return UMAP's two dimensions [S, 2], the same in every call; None if umap-learn cannot be imported."""
+    try:
+        umap = importlib.import_module("umap")
+    except ImportError:
+        return None
     neighbours = min(NEIGHBOURS, len(vectors_SD) - 1)
     reducer = umap.UMAP(
         n_neighbors=neighbours, min_dist=MIN_DISTANCE, n_components=2, random_state=0, n_jobs=1

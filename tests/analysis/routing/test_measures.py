@@ -1,5 +1,7 @@
 """Each measure of routing against a case worked by hand, or against scipy."""
 
+import sys
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -168,7 +170,7 @@ def test_principal_components_are_the_eigenvectors_of_the_covariance() -> None:
 
 
 def test_the_map_is_of_the_scorers_space_and_by_umap_where_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "umap", None)  # what cannot be imported
     layer = layer_pass([[0], [1], [2], [], [3]])
     found = token_map(layer)
     assert found["method"] == "pca" and found["first_S"] == [0, 1, 2, -1, 3]
@@ -185,8 +187,7 @@ def test_the_map_is_of_the_scorers_space_and_by_umap_where_installed(monkeypatch
             assert asked == (4, 1.0, 0)
             return vectors_SD[:, [0, 0]]
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "umap")
-    monkeypatch.setattr("importlib.import_module", lambda name: type("umap", (), {"UMAP": UMAP}))
+    monkeypatch.setitem(sys.modules, "umap", type("umap", (), {"UMAP": UMAP}))
     found = token_map(layer)
     assert found["method"] == "umap" and found["xy_S2"][1] == [4.0, 4.0]
 
