@@ -75,6 +75,7 @@ SECTIONS: dict[str, list[Chart]] = {
         Chart("test loss", "nats", ["test/lm_loss"]),
     ],
 }
+OPEN_SECTIONS = 2  # the first ones
 COMPARED = ("loss", "load", "speed", "evaluation")  # sections of the report that compares runs
 GROUPS = ("study", "layout", "seed")  # keys of a run's configuration in W&B
 
@@ -107,8 +108,8 @@ class Dashboard:
             project=self._project,
             name="MoE training",
             sections=[
-                ws.Section(name=name, panels=self._panels(name), is_open=name in ("loss", "load"))
-                for name in SECTIONS
+                ws.Section(name=name, panels=self._panels(name), is_open=place < OPEN_SECTIONS)
+                for place, name in enumerate(SECTIONS)
             ],
             settings=ws.WorkspaceSettings(x_axis="step"),
             runset_settings=ws.RunsetSettings(groupby=[ws.Config(key) for key in self._group_by]),
