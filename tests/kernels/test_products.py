@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -176,7 +177,7 @@ def test_a_weight_may_begin_anywhere_in_a_larger_tensor(
     """ZeRO 3 gathers several parameters into one; on CUDA PyTorch's product wants multiples of 16 bytes."""
     counts, plain = [3, 0, 5], functional.grouped_mm
 
-    def on_cuda(left: Tensor, right: Tensor, **named: Tensor) -> Tensor:
+    def on_cuda(left: Tensor, right: Tensor, **named: Any) -> Tensor:
         assert left.data_ptr() % 16 == right.data_ptr() % 16 == 0
         return plain(left, right, **named)
 
