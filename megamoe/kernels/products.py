@@ -17,6 +17,7 @@ from torch.nn import functional
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.library import Library
 
+ALIGNMENT = 16  # bytes
 TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
 
 
@@ -65,7 +66,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
         library = product_library(rows_NI, weight_EOI.shape, kernels)
         if library is None:
-            return functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends_E.to(torch.int32))
+            return _grouped_mm(rows_NI, _aligned(weight_EOI).transpose(1, 2), ends_E)
         output_NO = rows_NI.new_empty(len(rows_NI), weight_EOI.shape[1])
         return _compiled(
             "forward", library, (rows_NI, weight_EOI.contiguous()), ends_E, weight_EOI, output_NO
@@ -82,10 +83,23 @@ class _GroupedProduct(torch.autograd.Function):
         return rows, weight, None, None
 
 
+def _grouped_mm(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
+    return functional.grouped_mm(left, right, offs=ends_E.to(torch.int32))
+
+
+def _aligned(weight_EOI: Tensor) -> Tensor:
+    """Return the weight, or a copy that begins at a multiple of ALIGNMENT, which `grouped_mm` asks for.
+
+    ZeRO 3 gathers several parameters into one tensor, where a weight may begin anywhere.
+    """
+    begin = weight_EOI.storage_offset() * weight_EOI.element_size()
+    return weight_EOI.clone() if begin % ALIGNMENT else weight_EOI
+
+
 def _to_rows(gradient_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels) -> Tensor:
     library = product_library(gradient_NO, weight_EOI.shape, kernels)
     if library is None:
-        return functional.grouped_mm(gradient_NO, weight_EOI, offs=ends_E.to(torch.int32))
+        return _grouped_mm(gradient_NO, _aligned(weight_EOI), ends_E)
     output_NI = gradient_NO.new_empty(len(gradient_NO), weight_EOI.shape[2])
     return _compiled(
         "to_rows", library, (gradient_NO, weight_EOI.contiguous()), ends_E, weight_EOI, output_NI
@@ -97,7 +111,7 @@ def _to_weight(
 ) -> Tensor:
     library = product_library(rows_NI, weight_EOI.shape, kernels)
     if library is None:
-        return functional.grouped_mm(gradient_NO.T, rows_NI, offs=ends_E.to(torch.int32))
+        return _grouped_mm(gradient_NO.T, rows_NI, ends_E)
     output_EOI = rows_NI.new_empty(weight_EOI.shape)
     return _compiled("to_weight", library, (gradient_NO, rows_NI), ends_E, weight_EOI, output_EOI)
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megamoe.kernels.library import Library
 from megamoe.kernels.products import takes_any_count
@@ -166,3 +168,24 @@ def test_second_derivatives_are_refused(dtype: torch.dtype) -> None:
 def test_what_does_not_fit_is_not_read(weight: Tensor, counts: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grouped_product(torch.zeros(6, 4), weight, torch.tensor(counts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_weight_may_begin_anywhere_in_a_larger_tensor(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO 3 gathers several parameters into one; on CUDA PyTorch's product wants multiples of 16 bytes."""
+    counts, plain = [3, 0, 5], functional.grouped_mm
+
+    def on_cuda(left: Tensor, right: Tensor, **named: Any) -> Tensor:
+        assert left.data_ptr() % 16 == right.data_ptr() % 16 == 0
+        return plain(left, right, **named)
+
+    rows_NI, weight_EOI, sent_NO = make(counts, 16, 24, dtype)
+    use_compiled(False)
+    expected = run(rows_NI, weight_EOI, sent_NO, counts)
+    monkeypatch.setattr(functional, "grouped_mm", on_cuda)
+    flat = torch.empty(1 + weight_EOI.numel(), dtype=dtype)
+    shifted_EOI = flat[1:].view_as(weight_EOI).copy_(weight_EOI.detach()).requires_grad_()
+    found = run(rows_NI, shifted_EOI, sent_NO, counts)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
