@@ -147,8 +147,11 @@ class CostCounter(TorchDispatchMode):
         if "barrier" in kind:
             return
         ranks = tuple(ranks_of_collective(function, args))
+        # An argument of the default value, which is true, is left out of `args`.
         names = [argument.name for argument in schema_of(function).arguments]
-        is_async = bool({**dict(zip(names, args, strict=False)), **kwargs}.get("async_op", False))
+        is_async = bool(
+            {**dict(zip(names, args, strict=False)), **kwargs}.get("async_op", "async_op" in names)
+        )
         total = self.counts.collectives[CollectiveKey(part, self.phase, kind, ranks, is_async)]
         total.calls += 1
         total.bytes += max(sum(map(tensor_bytes, tensors_in(arg))) for arg in args)
