@@ -12,7 +12,7 @@ from megamoe.train.schedule import BatchSchedule
 from megamoe.zero.deepspeed_config import fill_in, resolve_parallel
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "wandb")
 DEMO_VOCABULARY = 4096
 
 

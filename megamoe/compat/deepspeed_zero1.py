@@ -7,7 +7,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 
-class GradientOwner(Protocol):
+class _GradientOwner(Protocol):
     """Takes the gradients of ZeRO 1 in bf16 from autograd to the update."""
 
     def take(self, parameter: nn.Parameter, group: int, place: int) -> None: ...
@@ -30,7 +30,7 @@ def is_zero1_in_bf16(optimizer: Any) -> bool:
     return isinstance(optimizer, BF16_Optimizer) and bool(optimizer.immediate_grad_update)
 
 
-def give_gradients_to(owner: GradientOwner, engine: Any) -> None:
+def give_gradients_to(owner: _GradientOwner, engine: Any) -> None:
     """Let `owner` accumulate, reduce, apply and clear the gradients of the engine's optimiser.
 
     take: called for each parameter as soon as autograd has its gradient. reduce: called by the backward pass
@@ -73,6 +73,18 @@ def finish_step(optimizer: Any, norm: float, updates: Callable[[], None] | None)
     updates()
     optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()
+
+
+def parameters_of_groups(optimizer: Any) -> list[list[nn.Parameter]]:
+    """Return the model's parameters by group, in the order of the flat tensors.
+
+    Reason: the attribute has no documentation.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: gradients would be reduced to the wrong parts.
+    Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
+    """
+    groups: list[list[nn.Parameter]] = optimizer.bf16_groups
+    return groups
 
 
 def own_gradient(optimizer: Any, group: int) -> Tensor:

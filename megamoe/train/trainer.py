@@ -114,7 +114,7 @@ class Trainer:
             self._resume(saved)
         self.engine.train(True)
         self._open_routing(model)
-        self._stream = self._open_stream()
+        self._stream = self._stream_of(self.datasets.train, self.progress.samples, config.data.workers)
 
     @property
     def layout(self) -> Layout:
@@ -381,14 +381,9 @@ class Trainer:
             self._seed()
 
     def _seed(self) -> None:
-        """Seed this data-parallel rank's draws (dropout) for this step; all ranks initialise the model
-        alike.
-        """
+        """Seed this data-parallel rank's dropout for this step; all ranks initialise the model alike."""
         data_rank = self.layout.data_rank(self.world.rank)
         random_state.seed(self.config.seed + 1 + data_rank + 1_000_003 * self.progress.step)
-
-    def _open_stream(self) -> BatchStream:
-        return self._stream_of(self.datasets.train, self.progress.samples, self.config.data.workers)
 
     def _stream_of(self, dataset: Any, start_sample: int, workers: int) -> BatchStream:
         return BatchStream(

@@ -18,7 +18,8 @@ from megamoe.data.batches import BatchStream
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
 from megamoe.model.gpt import GPT, build_gpt
 from megamoe.moe.layer import LayerShape, MoELayer
-from megamoe.moe.part import Objective, Part, StepContext
+from megamoe.moe.objective import Objective
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.parallel import launch

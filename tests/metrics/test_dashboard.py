@@ -117,7 +117,7 @@ def test_a_missing_package_is_one_line(
 
 def test_the_sweep_starts_valid_runs_in_folders_of_their_own(tmp_path: Path) -> None:
     """Its command with W&B's macros filled in as an agent does; `python` prints its arguments."""
-    sweep = yaml.safe_load((ROOT / "examples/sweep.yaml").read_text())
+    sweep = yaml.safe_load((ROOT / "examples/wandb/sweep.yaml").read_text())
     last = {name: options["values"][-1] for name, options in sweep["parameters"].items()}
     macros = {
         "${env}": ["/usr/bin/env"],

@@ -146,6 +146,8 @@ def test_a_line_without_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(WHOLE + b"\0" * 1000 + b'{"step": 3}\n')
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    path.write_bytes(WHOLE + b'{"step": 3, "tra\0\0\0s": 1}\n{"step": 4}\n')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 4]
     path.write_bytes(WHOLE + b"x" * 1000 + b'\n{"step": 3}\n')
     with pytest.raises(UserError, match="line 3 is no record: 'xxx"):
         read_metrics(path)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megamoe import registry
 from megamoe.model.gpt import GPT
-from megamoe.moe.part import Objective, StepContext
+from megamoe.moe.objective import Objective
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 

@@ -13,7 +13,8 @@ from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.part import Objective, StepContext
+from megamoe.moe.objective import Objective
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import make_hidden, make_layer, moe_config
 from tests.moe.part_layers import PARTS

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.moe.layer import LayerShape, MoELayer
-from megamoe.moe.part import Objective, StepContext
+from megamoe.moe.objective import Objective
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import FFN, HIDDEN, gradient_of, make_hidden, make_layer, moe_config
 from tests.moe.plain import PlainResult, plain_layer

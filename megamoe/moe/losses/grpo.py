@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.part import Objective, StepContext
+from megamoe.moe.objective import Objective
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.registry import register
 
