@@ -57,11 +57,14 @@ compare: $(STAMP) $(DEMO_DATA).card.json
 	$(PY) pretrain_gpt_moe.py --config examples/demo_dense.yaml checkpoint.resume=auto
 	$(PY) tools/report.py runs/demo runs/demo_dense
 
+# Two workers: a test of one process, or the start of a test of several, leaves a core free.
+PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
+
 test: $(STAMP)
-	$(PY) -m pytest tests -m "not full"
+	$(PYTEST) -m "not full"
 
 test-full: $(STAMP)
-	$(PY) -m pytest tests
+	$(PYTEST)
 
 # On a machine with GPUs: a report in gpu_check/ within some ten minutes.
 gpu-check: $(STAMP)

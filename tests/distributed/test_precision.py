@@ -8,7 +8,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import PLAIN_FILES, ds_config, run_each, run_steps
 
 FILES = PLAIN_FILES
-STEPS = 5
+STEPS = 3
 LONG = 30
 
 

@@ -96,6 +96,8 @@ def make_routing(experts: list[list[int]], scores_TE: Tensor, probs_TE: Tensor) 
 class GivenScores(nn.Module):
     """A scorer that returns given scores, whatever the hidden states."""
 
+    takes_any_dtype = False
+
     def __init__(self, scores_TE: Tensor, extras: dict[str, Tensor]) -> None:
         super().__init__()
         self.scores_TE, self.extras = scores_TE, extras

@@ -7,6 +7,13 @@ from megamoe.errors import ExitCode
 from megamoe.resilience.error_reporting import explain
 
 
+@pytest.fixture(autouse=True)
+def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank's number stands before a line."""
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
