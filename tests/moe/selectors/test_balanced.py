@@ -59,7 +59,7 @@ def test_tokens_keep_their_experts_in_any_order_of_the_batch() -> None:
     [
         (
             {"score_function": "softmax"},
-            "the score function is 'softmax', expected .* its own score alone, .*set score_function: sigmoid.*",
+            "the score function is 'softmax', expected .* its own score alone, .*score_function: sigmoid.*",
         ),
         (
             {"capacity": "per_expert"},
