@@ -25,7 +25,8 @@ def load() -> None:
     """Build and load the device, in about 3 s; do nothing where PyTorch was built with CUDA.
 
     Raises:
-        UserError: if torch is already imported, or the device cannot be built.
+        UserError: if torch is already imported, the device cannot be built, or PyTorch is built with CUDA
+            and there is no device.
     """
     if "torch" in sys.modules:
         raise UserError("simulation: torch is imported already; call simulation.cuda_device.load before that")
@@ -36,6 +37,11 @@ def load() -> None:
         raise UserError("simulation: PyTorch is not installed")
     root = Path(spec.origin).parent
     if (root / "lib" / "libtorch_cuda.so").exists():
+        if not Path("/dev/nvidiactl").exists():
+            raise UserError(
+                "simulation: this PyTorch is built with CUDA, and this machine has no CUDA device; install "
+                "PyTorch's CPU build (https://download.pytorch.org/whl/cpu), or take a machine with a device"
+            )
         return
     with tempfile.TemporaryDirectory(prefix="megamoe-device-") as folder:
         library = Path(folder) / "cuda_device.so"

@@ -20,8 +20,9 @@ S, D, N = 4096, 64, 2**14
 heads = [torch.randn(S, 1, 2, D) for _ in range(3)]
 output, log_sum = torch.zeros(S, 1, 2 * D), torch.zeros(1, 2, S)
 sides = [part for side in heads for part in (side, *side.stride()[:3])]
-rows, weight, scale = torch.randn(N, 512), torch.ones(512), torch.ones(N)
-to_rows, to_weight = torch.zeros_like(rows), torch.zeros(512)
+W = 2**20
+rows, weight, scale = torch.randn(4, W), torch.ones(W), torch.ones(4)
+to_rows, to_weight = torch.zeros_like(rows), torch.zeros(W)
 x, up, down = torch.randn(N, 4), torch.randn(1, 1024, 4), torch.randn(1, 4, 512)
 ends, hidden, out = torch.tensor([N]), torch.zeros(N, 1024), torch.zeros(N, 4)
 
@@ -31,7 +32,7 @@ def attention():
     return output
 
 def norm():
-    library.call("rms_norm_backward", torch.float32, rows, rows, weight, scale, N, 512, to_rows, to_weight)
+    library.call("rms_norm_backward", torch.float32, rows, rows, weight, scale, 4, W, to_rows, to_weight)
     return to_rows
 
 def experts():

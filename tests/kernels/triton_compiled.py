@@ -100,8 +100,9 @@ def compiled(launch: Launch, capability: int, number: str) -> Any:
 
 def resources(ptx: str, capability: int) -> dict[str, int]:
     """Registers, and bytes of spilled registers, by NVIDIA's assembler."""
-    name = "ptxas-blackwell" if capability >= 100 else "ptxas"
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    assembler = Path(get_ptxas(capability).path)  # whose version the PTX was written for
     target = re.search(r"\.target\s+(\w+)", ptx)
     assert target is not None
     with tempfile.TemporaryDirectory() as folder:

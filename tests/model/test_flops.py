@@ -20,7 +20,7 @@ CASES = {
 def test_flops_are_those_of_pytorchs_counter(
     one_rank: None, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not count attention on the CPU, and it counts the experts' products in our own loop."""
+    """The count of attention on the CPU is left out: it depends on the version. Experts are our own loop."""
     config = tiny(*CASES[case], "model.cpu_kernels=plain", "moe.router.selector={name: top_k, k: 2}")
     model = tiny_gpt(config).eval()
     monkeypatch.setattr(GroupedExperts, "_ffn", plain_ffn)
@@ -33,7 +33,9 @@ def test_flops_are_those_of_pytorchs_counter(
     # Of a token and block: 2 products of 16 wide rows with half of 8 keys, 2 FLOPs each.
     attention = 16 * config.model.num_layers * 2 * 2 * 16 * 8 / 2
     expected = flops.of_step(16, 2 * 16 * len(layers)) / PASSES
-    assert counter.get_total_flops() + attention == expected
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(count for operator, count in counted.items() if "attention" not in str(operator))
+    assert products + attention == expected
 
 
 def plain_ffn(
