@@ -75,7 +75,14 @@ class SharedExperts(nn.Module):
         # ZeRO 3 frees the weights at once, and the input may be freed too: not while `side` reads them.
         for read in (hidden_TH, *used_here):
             read.record_stream(side)
+        if shared_TH.requires_grad:
+            # ZeRO 3 gathers the weights again for the backward pass, into other memory, before this hook.
+            shared_TH.register_hook(lambda gradient: self._record_weights(side))
         return shared_TH
+
+    def _record_weights(self, side: torch.cuda.Stream) -> None:
+        for weight in (self.up, self.down):
+            weight.data.record_stream(side)
 
     def _ffn(self, hidden_TH: Tensor) -> Tensor:
         rows_TF = activate(functional.linear(hidden_TH, self.up), self.activation, self.kernels)
