@@ -128,6 +128,7 @@ def test_on_cuda_they_wait_for_their_input_and_are_waited_for(monkeypatch: pytes
         *["kept for side"] * 3,  # the input and the weights
         "main waits for side",
         "kept for main",  # the output
+        *["kept for side"] * 2,  # the weights, once more in the backward pass
     ]
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
