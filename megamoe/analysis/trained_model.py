@@ -1,5 +1,6 @@
 """A trained model from a checkpoint, without optimizer and DeepSpeed engine, at any layout."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import first_intact
 from megamoe.checkpoint.state import load_weights
 from megamoe.config import RunConfig, configure
+from megamoe.config.schema import ParallelConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.model.gpt import GPT, build_gpt
@@ -73,7 +75,8 @@ class Session:
     world: launch.World
     overrides: Sequence[str] = ()
     precision: str | None = None
-    _layout: Layout | None = field(default=None, repr=False)
+    _is_started: bool = field(default=False, repr=False)
+    _intact: dict[Path, Path] = field(default_factory=dict, repr=False)  # the checkpoint, by what was named
 
     def open(self, path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
         """Load the weights of a checkpoint, or of the newest intact one of a run's folder.
@@ -85,14 +88,10 @@ class Session:
             UserError: on every rank, if there is no intact checkpoint, or if the configuration does not fit
                 its weights or this number of ranks.
         """
-        found = _checkpoints(path)
-        meta = read_meta(found[0], KEY)
-        config = configuration_of(meta, found[0], [*self.overrides, *overrides])
+        intact = self._verified(path)
+        meta = read_meta(intact, KEY)
+        config = configuration_of(meta, intact, [*self.overrides, *overrides])
         run = resolve_run(config, self.world.size)
-        self._start(run.plan.layout, config)
-        intact, _ = first_intact(found, report=lambda line: None)
-        if intact != found[0]:
-            return self.open(intact, overrides)
         check_vocabulary(intact, meta, run.vocabulary.size)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
@@ -107,10 +106,18 @@ class Session:
             intact, meta, config, model, context, run.plan.layout, self.world, run.vocabulary, precision
         )
 
-    def _start(self, layout: Layout, config: RunConfig) -> None:
-        if self._layout is None:
-            launch.start(self.world, config.parallel.timeout_minutes)
-        self._layout = layout
+    def _verified(self, path: Path) -> Path:
+        """Return the intact checkpoint that `path` names; its bytes are read once in a session."""
+        if path not in self._intact:
+            found = _checkpoints(path)
+            if not self._is_started:
+                launch.start(self.world, ParallelConfig().timeout_minutes)
+                self._is_started = True
+            self._intact[path], _ = first_intact(found, report=self._report)
+        return self._intact[path]
+
+    def _report(self, line: str) -> None:
+        print(f"warning: {line}", file=sys.stderr)
 
     def _load(self, path: Path, model: nn.Module, layout: Layout) -> None:
         with CheckpointReader(path, KEY) as reader:
