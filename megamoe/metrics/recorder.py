@@ -117,7 +117,7 @@ def check_record(run_folder: Path, resumed_step: int) -> None:
 
 
 def _repeats(path: Path, resumed_step: int) -> int:
-    """Return how many steps after `resumed_step` there are in a record, which is read as far as it is whole."""
+    """Return how many steps after `resumed_step` a record has; it is read as far as it is whole."""
     last = resumed_step
     with suppress(UserError):
         for line in whole_lines(path):
