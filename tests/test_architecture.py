@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "resilience": FOUNDATION | {"parallel"},
     "checkpoint": SHARDING | {"zero", "resilience"},
     "train": SHARDING | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe"},
-    "analysis": SHARDING | {"data", "metrics", "model", "zero", "checkpoint", "train"},
+    "analysis": SHARDING | {"data", "metrics", "model", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
