@@ -32,6 +32,7 @@ def summary_record(run: ResolvedRun) -> dict[str, Any]:
     """Return the plain figures for summary.json."""
     size, layout = model_size(run.config, run.vocabulary.size), run.plan.layout
     return {
+        "steps": run.steps,
         "parameters_total": size.total,
         "parameters_active": size.active,
         "parameters_routed_experts": size.expert,
