@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 
 from megamoe.compat.startup import settle_vendors
 
+# Before torch starts: threads that wait for work spin, here and in what the tests start, which doubles the time
+# of small tensors. Tests of threads set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settle_vendors()
 
 if TYPE_CHECKING:
