@@ -1,0 +1,108 @@
+"""Span corruption: an encoder reads text with gaps, a decoder writes what belongs into them."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from megamoe.config.schema import RunConfig
+from megamoe.data.batches import Batch, Item
+from megamoe.data.pairs import pair_batch
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import UserError
+from megamoe.objectives.objective import TokenShares, TrainingObjective
+from megamoe.registry import register
+
+
+@register("objective", "span_corruption")
+class SpanCorruption(TrainingObjective):
+    """Replace spans by sentinels, and write the spans (Raffel et al. 2020, T5, section 3.1.4).
+
+    Of a sequence a b c d e f the source may be `a <0> d <1>` and the target `<0> b c <1> e f <end>`. The
+    sentinels are ids behind the data's vocabulary, one for each span; <end>, with which the decoder also
+    begins, is the end-of-document token. All samples have the same lengths.
+    """
+
+    architectures = ("encoder_decoder",)
+
+    @dataclass
+    class Config:
+        """density: the share of tokens in spans. mean_span: the mean length of a span, in tokens."""
+
+        density: Annotated[float, Field(gt=0, lt=1)] = 0.15
+        mean_span: Annotated[float, Field(ge=1, le=1000)] = 3.0
+
+    @classmethod
+    def check(cls, options: Config, config: RunConfig) -> None:
+        length = config.data.sequence_length
+        if config.data.document_aware:
+            raise ValueError(
+                "a sample is one sequence, whatever documents it holds; set data.document_aware to false"
+            )
+        if length < 2:
+            raise ValueError(f"data.sequence_length {length} leaves nothing to hide; set at least 2")
+        hidden, spans = _sizes(options, length)
+        if hidden + spans + 1 > length:
+            raise ValueError(
+                f"density {options.density:g} and mean_span {options.mean_span:g} make targets of "
+                f"{hidden + spans + 1} tokens of {length} (data.sequence_length); lower density or raise "
+                "mean_span"
+            )
+
+    @classmethod
+    def added_ids(cls, options: Config, config: RunConfig) -> int:
+        """Return the number of sentinels."""
+        return _sizes(options, config.data.sequence_length)[1]
+
+    @classmethod
+    def shares(cls, options: Config, config: RunConfig) -> TokenShares:
+        length = config.data.sequence_length
+        hidden, spans = _sizes(options, length)
+        target = (hidden + spans + 1) / length
+        return TokenShares((length - hidden + spans) / length, target, target)
+
+    def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
+        super().__init__(options, config, vocabulary)
+        if vocabulary.eod is None:
+            raise UserError(
+                "train.objective span_corruption: the end-of-document token is unknown; give data.tokenizer"
+            )
+        self.end, self.first_sentinel = vocabulary.eod, vocabulary.of_data.size
+
+    def sample(self, item: Item, place: str) -> Item:
+        """Return `source` and `target`, int64."""
+        tokens_S, draws = item["tokens"].numpy(), self.draws(place)
+        hidden, spans = _sizes(self.options, len(tokens_S))
+        kept_lengths = _cut(len(tokens_S) - hidden, spans, draws)
+        hidden_lengths = _cut(hidden, spans, draws)
+        source: list[Any] = []
+        target: list[Any] = []
+        first = 0
+        for number, (kept, gap) in enumerate(zip(kept_lengths, hidden_lengths, strict=True)):
+            sentinel = [self.first_sentinel + number]
+            source += [tokens_S[first : first + kept], sentinel]
+            target += [sentinel, tokens_S[first + kept : first + kept + gap]]
+            first += kept + gap
+        target.append([self.end])
+        sides = (np.concatenate(side).astype(np.int64) for side in (source, target))
+        return dict(zip(("source", "target"), map(torch.from_numpy, sides), strict=True))
+
+    def batch(self, items: list[Item], indices: list[int]) -> Batch:
+        """Return the batch of pairs; under tensor parallelism their lengths are filled up."""
+        return pair_batch(items, indices, start=self.end, multiple=self.config.parallel.tensor)
+
+
+def _sizes(options: Any, length: int) -> tuple[int, int]:
+    """Return the number of hidden tokens and of spans."""
+    hidden = min(max(round(length * options.density), 1), length - 1)
+    spans = min(max(round(hidden / options.mean_span), 1), length - hidden)
+    return hidden, spans
+
+
+def _cut(total: int, parts: int, draws: np.random.Generator) -> list[int]:
+    """Cut so many tokens into parts of at least one token, all ways with equal probability."""
+    edges = 1 + np.sort(draws.choice(total - 1, parts - 1, replace=False))
+    lengths: list[int] = np.diff(np.concatenate(([0], edges, [total]))).tolist()
+    return lengths
