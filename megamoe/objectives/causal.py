@@ -6,6 +6,9 @@ from megamoe.registry import register
 
 @register("objective", "causal")
 class Causal(TrainingObjective):
-    """The next token, given the tokens before it. The data's samples are such pairs already."""
+    """Predict the next token from the tokens before it; the data's samples are made for that already.
+
+    Source: Radford et al. 2018 (GPT), section 3.1.
+    """
 
     architectures = ("decoder",)

@@ -1,11 +1,10 @@
 """Masked language modelling: predict tokens that were hidden, from both sides."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item, stacked
@@ -15,17 +14,20 @@ from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares, TrainingObjective
 from megamoe.registry import register
 
-Share = Annotated[float, Field(ge=0, le=1)]
+LONGEST_SPAN = 10_000
 
 
 @register("objective", "masked")
 class Masked(TrainingObjective):
-    """Hide a share of each sequence's tokens and predict them (Devlin et al. 2018, section 3.1).
+    """Hide a share of each sequence's tokens and predict them from both sides.
 
     Of the chosen tokens, a share is replaced by the mask, a share by a random token, and the rest stays. The
-    choice is new for each sample, so another one in each epoch (Liu et al. 2019, section 4.1). Sequences are
-    full; with `data.document_aware` a token sees its own document only. End-of-document tokens are never
-    chosen. The mask is the id behind the data's vocabulary.
+    choice is new for each sample, so another one in each epoch. Sequences are full; with
+    `data.document_aware` a token sees its own document only. End-of-document tokens are never chosen. The
+    mask is the id behind the data's vocabulary.
+
+    Source: Devlin et al. 2018 (BERT), section 3.1; dynamic: Liu et al. 2019 (RoBERTa), section 4.1; spans:
+    Joshi et al. 2019 (SpanBERT), section 3.1.
     """
 
     architectures = ("encoder",)
@@ -35,19 +37,28 @@ class Masked(TrainingObjective):
         """probability: the share of tokens to predict, in each sequence exactly (rounded, at least one).
 
         mask, random: of these, the shares that become the mask and a random token. unit: what is chosen
-        together: single tokens; whole words; or spans, with lengths from a geometric distribution over 1 to
-        max_span (Joshi et al. 2019, SpanBERT: p = 0.2 and 10, mean 3.8), and one replacement for a span.
+        together: single tokens; whole words; or spans, with lengths from a geometric distribution of
+        parameter span_p over 1 to max_span (0.2 and 10: 3.8 on average), and one replacement for a span.
         """
 
-        probability: Annotated[float, Field(gt=0, le=1)] = 0.15
-        mask: Share = 0.8
-        random: Share = 0.1
+        probability: float = 0.15
+        mask: float = 0.8
+        random: float = 0.1
         unit: Literal["token", "word", "span"] = "token"
-        span_p: Annotated[float, Field(gt=0, le=1)] = 0.2
-        max_span: Annotated[int, Field(gt=0, le=10_000)] = 10
+        span_p: float = 0.2
+        max_span: int = 10
 
     @classmethod
     def check(cls, options: Config, config: RunConfig) -> None:
+        for name, value in (("probability", options.probability), ("span_p", options.span_p)):
+            if not 0 < value <= 1:
+                raise ValueError(f"{name}: found {value:g}, expected a share above 0, at most 1")
+        if min(options.mask, options.random) < 0:
+            raise ValueError(
+                f"mask {options.mask:g}, random {options.random:g}: expected shares of at least 0"
+            )
+        if not 1 <= options.max_span <= LONGEST_SPAN:
+            raise ValueError(f"max_span: found {options.max_span}, expected 1 to {LONGEST_SPAN:,} tokens")
         if options.mask + options.random > 1 + 1e-9:
             raise ValueError(
                 f"mask {options.mask:g} and random {options.random:g} are more than 1 together; lower one"

@@ -1,11 +1,10 @@
 """Span corruption: an encoder reads text with gaps, a decoder writes what belongs into them."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item
@@ -18,11 +17,13 @@ from megamoe.registry import register
 
 @register("objective", "span_corruption")
 class SpanCorruption(TrainingObjective):
-    """Replace spans by sentinels, and write the spans (Raffel et al. 2020, T5, section 3.1.4).
+    """Replace spans of the source by sentinels, and write the spans behind their sentinels.
 
     Of a sequence a b c d e f the source may be `a <0> d <1>` and the target `<0> b c <1> e f <end>`. The
     sentinels are ids behind the data's vocabulary, one for each span; <end>, with which the decoder also
     begins, is the end-of-document token. All samples have the same lengths.
+
+    Source: Raffel et al. 2020 (T5), section 3.1.4.
     """
 
     architectures = ("encoder_decoder",)
@@ -31,12 +32,16 @@ class SpanCorruption(TrainingObjective):
     class Config:
         """density: the share of tokens in spans. mean_span: the mean length of a span, in tokens."""
 
-        density: Annotated[float, Field(gt=0, lt=1)] = 0.15
-        mean_span: Annotated[float, Field(ge=1, le=1000)] = 3.0
+        density: float = 0.15
+        mean_span: float = 3.0
 
     @classmethod
     def check(cls, options: Config, config: RunConfig) -> None:
         length = config.data.sequence_length
+        if not 0 < options.density < 1:
+            raise ValueError(f"density: found {options.density:g}, expected a share between 0 and 1")
+        if options.mean_span < 1:
+            raise ValueError(f"mean_span: found {options.mean_span:g}, expected at least 1 token")
         if config.data.document_aware:
             raise ValueError(
                 "a sample is one sequence, whatever documents it holds; set data.document_aware to false"

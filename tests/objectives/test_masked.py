@@ -161,6 +161,7 @@ def test_the_mask_is_the_id_behind_the_data() -> None:
             [*ENCODER, "train.objective={name: masked, random: 0.3}"],
             "mask 0.8 and random 0.3 are more than 1 together",
         ),
+        ([*ENCODER, "train.objective={name: masked, probability: 0}"], "probability: found 0, expected"),
         ([*ENCODER, "model.encoder_layers=2"], "model.encoder_layers: 2 is for an encoder_decoder"),
         ([*ENCODER, "moe.layers={decoder: {every: 1}}"], "moe.layers.decoder: .* has one stack"),
         ([*ENCODER, "moe.losses={grpo: 0.1}"], "moe.losses.grpo: needs the loss of each next token"),
