@@ -23,8 +23,8 @@ class Masked(TrainingObjective):
 
     Of the chosen tokens, a share is replaced by the mask, a share by a random token, and the rest stays. The
     choice is new for each sample, so another one in each epoch. Sequences are full; with
-    `data.document_aware` a token sees its own document only. End-of-document tokens are never chosen. The
-    mask is the id behind the data's vocabulary.
+    `data.document_aware` a token sees its own document only. End-of-document and reserved tokens are
+    never chosen. The mask is the one that the tokenizer reserves, or the id behind the data's vocabulary.
 
     Source: Devlin et al. 2018 (BERT), section 3.1; dynamic: Liu et al. 2019 (RoBERTa), section 4.1; spans:
     Joshi et al. 2019 (SpanBERT), section 3.1.
@@ -65,9 +65,9 @@ class Masked(TrainingObjective):
             )
 
     @classmethod
-    def added_ids(cls, options: Config, config: RunConfig) -> int:
-        """Return 1: the mask."""
-        return 1
+    def added_ids(cls, options: Config, config: RunConfig, vocabulary: Vocabulary) -> int:
+        """Return 1 for the mask, if the tokenizer reserves none."""
+        return 1 if vocabulary.special.mask is None else 0
 
     @classmethod
     def shares(cls, options: Config, config: RunConfig) -> TokenShares:
@@ -76,8 +76,11 @@ class Masked(TrainingObjective):
 
     def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
         super().__init__(options, config, vocabulary)
-        self.num_ids = vocabulary.of_data.size
-        self.mask_id = self.num_ids
+        reserved = vocabulary.special.mask
+        self.mask_id = vocabulary.of_data.size if reserved is None else reserved
+        special = [*vocabulary.special.ids.values(), *([] if vocabulary.eod is None else [vocabulary.eod])]
+        self.special = np.array(special, dtype=np.int64)
+        self.ordinary = np.setdiff1d(np.arange(vocabulary.of_data.size), self.special)
         self.starts: Any = None
         if options.unit == "word":
             if vocabulary.tokenizer is None:
@@ -114,9 +117,7 @@ class Masked(TrainingObjective):
 
     def _units(self, tokens_S: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
         """Return the places of the chosen tokens, those of a unit together; no place twice."""
-        free_S = np.ones(len(tokens_S), dtype=bool)
-        if self.vocabulary.eod is not None:
-            free_S = tokens_S != self.vocabulary.eod
+        free_S = ~np.isin(tokens_S, self.special)
         place_N = np.flatnonzero(free_S)
         wanted = min(len(place_N), max(1, round(self.options.probability * len(place_N))))
         if self.options.unit == "token":
@@ -131,7 +132,7 @@ class Masked(TrainingObjective):
         kind_N = draws.random(len(tokens_N))
         if together:
             kind_N[:] = kind_N[0]
-        random_N = draws.integers(0, self.num_ids, len(tokens_N))
+        random_N = draws.choice(self.ordinary, len(tokens_N))
         found_N = np.where(kind_N < self.options.mask + self.options.random, random_N, tokens_N)
         return np.where(kind_N < self.options.mask, self.mask_id, found_N)
 

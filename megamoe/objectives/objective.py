@@ -49,8 +49,11 @@ class TrainingObjective:
         """Raise a ValueError, with a way out, if the options do not fit the rest of the configuration."""
 
     @classmethod
-    def added_ids(cls, options: Any, config: RunConfig) -> int:
-        """Return how many ids the objective needs behind those of the data's vocabulary."""
+    def added_ids(cls, options: Any, config: RunConfig, vocabulary: Vocabulary) -> int:
+        """Return how many ids the objective needs behind those of the data.
+
+        vocabulary: the data's. None are needed where its tokenizer reserves them (`prepare_data --special`).
+        """
         return 0
 
     @classmethod

@@ -20,8 +20,9 @@ class SpanCorruption(TrainingObjective):
     """Replace spans of the source by sentinels, and write the spans behind their sentinels.
 
     Of a sequence a b c d e f the source may be `a <0> d <1>` and the target `<0> b c <1> e f <end>`. The
-    sentinels are ids behind the data's vocabulary, one for each span; <end>, with which the decoder also
-    begins, is the end-of-document token. All samples have the same lengths.
+    sentinels, one for each span, are those that the tokenizer reserves or, if these are too few, ids behind
+    the data's vocabulary; <end>, with which the decoder also begins, is the end-of-document token.
+    All samples have the same lengths.
 
     Source: Raffel et al. 2020 (T5), section 3.1.4.
     """
@@ -57,9 +58,10 @@ class SpanCorruption(TrainingObjective):
             )
 
     @classmethod
-    def added_ids(cls, options: Config, config: RunConfig) -> int:
-        """Return the number of sentinels."""
-        return _sizes(options, config.data.sequence_length)[1]
+    def added_ids(cls, options: Config, config: RunConfig, vocabulary: Vocabulary) -> int:
+        """Return the number of sentinels, if the tokenizer does not reserve as many."""
+        needed = _sizes(options, config.data.sequence_length)[1]
+        return 0 if len(vocabulary.special.sentinels) >= needed else needed
 
     @classmethod
     def shares(cls, options: Config, config: RunConfig) -> TokenShares:
@@ -74,7 +76,9 @@ class SpanCorruption(TrainingObjective):
             raise UserError(
                 "train.objective span_corruption: the end-of-document token is unknown; give data.tokenizer"
             )
-        self.end, self.first_sentinel = vocabulary.eod, vocabulary.of_data.size
+        self.end = vocabulary.eod
+        first = vocabulary.of_data.size
+        self.sentinels = range(first, vocabulary.size) if vocabulary.added else vocabulary.special.sentinels
 
     def sample(self, item: Item, place: str) -> Item:
         """Return `source` and `target`, int64."""
@@ -86,7 +90,7 @@ class SpanCorruption(TrainingObjective):
         target: list[Any] = []
         first = 0
         for number, (kept, gap) in enumerate(zip(kept_lengths, hidden_lengths, strict=True)):
-            sentinel = [self.first_sentinel + number]
+            sentinel = [self.sentinels[number]]
             source += [tokens_S[first : first + kept], sentinel]
             target += [sentinel, tokens_S[first + kept : first + kept + gap]]
             first += kept + gap

@@ -56,9 +56,9 @@ def _check_parts(config: RunConfig) -> None:
         )
 
 
-def num_added_ids(config: RunConfig) -> int:
-    """Return the number of ids behind the data's vocabulary."""
-    return int(_class_of(config).added_ids(config.train.objective.options, config))
+def num_added_ids(config: RunConfig, vocabulary: Vocabulary) -> int:
+    """Return the number of ids that the objective needs behind the data's vocabulary."""
+    return int(_class_of(config).added_ids(config.train.objective.options, config, vocabulary))
 
 
 def token_shares(config: RunConfig) -> TokenShares:

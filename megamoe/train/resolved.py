@@ -56,7 +56,7 @@ def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
     plan = resolve_parallel(config, ranks)
     check_run(config, plan)
     vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
-    vocabulary = vocabulary.with_added(num_added_ids(config))
+    vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary))
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
     steps = run_steps(config, schedule)
     filled = fill_in(config, plan, schedule.accumulation_at(0))

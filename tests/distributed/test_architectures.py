@@ -10,8 +10,17 @@ import torch
 
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
+from tests.checkpoint_files import assert_same_bits, read_tensors
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, recorded_steps, small_run
+from tests.distributed.runs import (
+    CUT_ALL,
+    ds_config,
+    ds_variant,
+    in_order,
+    recorded_steps,
+    run_each,
+    small_run,
+)
 
 STEPS = 5
 SIZES: dict[str, Any] = {
@@ -125,3 +134,29 @@ def test_layouts_train_as_one_rank(pool: Pool, alone: dict[tuple[str, Layout], A
     ranks = pool.run(runs, [layout], STEPS, ranks=layout.ranks, timeout_s=600)
     for name in MODELS:
         assert_as_alone([rank[name, layout] for rank in ranks], alone[name, ALONE])
+
+
+@pytest.mark.parametrize("name", ["encoder_decoder", pytest.param("encoder", marks=pytest.mark.full)])
+def test_resume_is_exact_and_checkpoints_move(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Bit for bit at the same layout, with dropout; to 1e-5 on one rank, from ZeRO 3 on two."""
+    model = {**SIZES, **MODELS[name], "train__steps": 4, "data__workers": 1}
+    two = {**model, **Layout(2, 1, 2, 3).changes(tmp_path), "model__hidden_dropout": 0.1}
+    auto = {"checkpoint__resume": "auto", "save": True}
+    whole = {**two, "steps": 4, "output": tmp_path / "whole", "save": True}
+    cut = {**two, **auto, "steps": 2, "output": tmp_path / "cut"}
+    begun = pool.run(run_each, [whole, cut], ranks=2, timeout_s=300)
+    ended = pool.run(run_each, [cut], ranks=2, timeout_s=300)
+    for (together, first), (second,) in zip(begun, ended, strict=True):
+        for word in ("lm_loss", "loss", "grad_norm", "samples"):
+            assert first[word] + second[word] == together[word], word
+    last = "small/checkpoints/step_00000004"
+    assert_same_bits(*(read_tensors(tmp_path / kind / last) for kind in ("whole", "cut")))
+    saved = str(tmp_path / "cut/small/checkpoints/step_00000002")
+    further = {"checkpoint__resume": saved, "steps": 2, "model__hidden_dropout": 0.0}
+    (moved,) = pool.run(run_each, [{**model, **further, "output": tmp_path / "moved"}], ranks=1, timeout_s=300)
+    cut_in_two = {**Layout(2, 2, 2, 0, sequence=True).changes(tmp_path), **further}
+    (other, _) = pool.run(
+        run_each, [{**model, **cut_in_two, "output": tmp_path / "other"}], ranks=2, timeout_s=300
+    )
+    for word in ("lm_loss", "grad_norm"):
+        assert other[0][word] == pytest.approx(moved[0][word], rel=1e-5), word

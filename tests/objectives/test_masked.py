@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.data.batches import Item
+from megamoe.data.special import SpecialTokens
 from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.data.words import word_starts
@@ -60,12 +61,12 @@ def test_shares_of_mask_random_and_kept(unit: str) -> None:
     before, after, chosen = samples(objective(unit=unit, probability=0.3, mask=0.7, random=0.2), 600)
     total = int(chosen.sum())
     drawn = total / (3.8 if unit == "span" else 1)  # independent draws
-    for share, found in ((0.7, after == MASK), (0.1 + 0.2 / WORDS, after == before)):
+    for share, found in ((0.7, after == MASK), (0.1 + 0.2 / (WORDS - 1), after == before)):
         deviation = (share * (1 - share) / drawn) ** 0.5
         assert abs(int((found & chosen).sum()) / total - share) < 4 * deviation
     others = after[chosen & (after != MASK) & (after != before)]
-    assert others.min() >= 0 and others.max() < WORDS
-    assert len(others.unique()) == WORDS if unit == "token" else len(others.unique()) > 0.9 * WORDS
+    assert others.min() > EOD and others.max() < WORDS
+    assert len(others.unique()) > 0.9 * WORDS
 
 
 def test_every_place_is_chosen_as_often() -> None:
@@ -144,6 +145,17 @@ def test_only_ends_of_documents() -> None:
 def test_the_mask_is_the_id_behind_the_data() -> None:
     assert VOCABULARY.size == WORDS + 1 and VOCABULARY.of_data.size == WORDS
     assert objective().mask_id == WORDS
+
+
+def test_a_reserved_mask_is_used_and_reserved_tokens_are_left_alone() -> None:
+    data = Vocabulary(WORDS, EOD, None, SpecialTokens({"<pad>": 1, "<mask>": 2}))
+    assert Masked.added_ids(Masked.Config(), tiny(*ENCODER), data) == 0
+    made = objective(data, probability=1.0, mask=0.5, random=0.5)
+    tokens = item(1)["tokens"]
+    found = made.sample(item(1), "train/1")["tokens"]
+    assert (found == made.mask_id).sum() > 10 and made.mask_id == 2
+    assert torch.equal(found[tokens <= 2], tokens[tokens <= 2])
+    assert not ((found <= 1) & (tokens > 2)).any()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from megamoe.data.batches import Item
 from megamoe.data.pairs import pair_batch
+from megamoe.data.special import SpecialTokens
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.objectives.span_corruption import SpanCorruption
@@ -19,7 +20,8 @@ BOTH = ("model.architecture=encoder_decoder", "train.objective=span_corruption",
 def objective(length: int = 128, tensor: int = 1, **options: Any) -> SpanCorruption:
     config = tiny(*BOTH, f"data.sequence_length={length}", f"parallel.tensor={tensor}")
     chosen = SpanCorruption.Config(**options)
-    vocabulary = Vocabulary(WORDS, EOD, None).with_added(SpanCorruption.added_ids(chosen, config))
+    data = Vocabulary(WORDS, EOD, None)
+    vocabulary = data.with_added(SpanCorruption.added_ids(chosen, config, data))
     return SpanCorruption(chosen, config, vocabulary)
 
 
@@ -86,6 +88,17 @@ def test_lengths_are_filled_up_for_tensor_parallel_ranks() -> None:
     batch = made.batch([made.sample(item(0, 32), "train/0")], [0])
     assert batch.source_BL is not None
     assert batch.source_BL.shape[1] % 2 == batch.tokens_BS.shape[1] % 2 == 0
+
+
+def test_reserved_sentinels_are_used_if_there_are_enough() -> None:
+    config = tiny(*BOTH, "data.sequence_length=32")  # 5 tokens in 2 spans
+    options = SpanCorruption.Config()
+    for reserved, added, expected in ((2, 0, (30, 31)), (1, 2, (WORDS, WORDS + 1))):
+        special = SpecialTokens({f"<extra_id_{number}>": 30 + number for number in range(reserved)})
+        data = Vocabulary(WORDS, EOD, None, special)
+        assert SpanCorruption.added_ids(options, config, data) == added
+        made = SpanCorruption(options, config, data.with_added(added))
+        assert tuple(made.sentinels) == expected
 
 
 @pytest.mark.parametrize(
