@@ -220,7 +220,9 @@ def attach_losses(
     recomputed. The scale is the training loop's: it makes the sum over ranks and accumulated micro
     batches their mean, whatever the engine divides by.
     """
-    attached: Tensor = _AttachLosses.apply(output, [weights[name] for name in values], context, *values.values())
+    attached: Tensor = _AttachLosses.apply(
+        output, [weights[name] for name in values], context, *values.values()
+    )
     return attached
 
 

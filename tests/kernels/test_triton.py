@@ -45,7 +45,7 @@ TENSOR_CORES = {80: ["mma.sync"], 90: ["wgmma.mma"], 100: ["tcgen05.mma"]}
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program can have
 # Of one thread. A program of W warps needs 32 W times as many, of the 65,536 of a multiprocessor.
 TALL = ["rms_norm_backward", "summed_rms_norm_backward", "router_scores", "router_to_rows", "pairs_place"]
-MOST_REGISTERS = {**dict.fromkeys(PRODUCTS, 255), **dict.fromkeys(TALL, 128), "router_to_weight": 192}
+MOST_REGISTERS = {**dict.fromkeys(PRODUCTS, 255), **dict.fromkeys(TALL, 128), "router_to_weight": 208}
 # Of a router's numbers, which are fp32 in every model; its product is not by tensor cores.
 OF_FP32 = ["router_scores", "router_to_weight", "z_loss", "z_loss_backward", "balance_loss", "gate_sums"]
 # A thread loads one index of 64 bits at a time.
@@ -89,7 +89,8 @@ EVERYWHERE = [
 
 
 @pytest.mark.parametrize(
-    ("capability", "number", "kernels"), [(90, "bf16", ["forward", "up", "combine", "pairs_place"]), *EVERYWHERE]
+    ("capability", "number", "kernels"),
+    [(90, "bf16", ["forward", "up", "combine", "pairs_place"]), *EVERYWHERE],
 )
 def test_compiles_for_gpus(capability: int, number: str, kernels: list[str], tmp_path: Path) -> None:
     """With the hints of a real launch: loads of 128 bits, tensor cores, few registers, no spills."""

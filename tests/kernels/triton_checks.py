@@ -409,12 +409,14 @@ def check_gradients_of_heads_are_side_by_side() -> None:
     query, key, value = (draw(4, 2, heads, 6).requires_grad_() for heads in (4, 2, 2))
     found, plain = (turn_sides(query, key, value, 500, kernels) for kernels in (ON_TRITON, PLAIN))
     sent = [draw(*side.shape, seed=3) for side in found]
-    for one, other in zip(*(torch.autograd.grad(s, [query, key, value], sent) for s in (found, plain)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(s, [query, key, value], sent) for s in (found, plain)), strict=True
+    ):
         assert_close_to(one, other.double(), 3e-6)
 
 
 def check_a_whole_model() -> None:
-    """Megamoe's and Megatron-Core's blocks on Triton's kernels: the loss and all gradients of the plain ones."""
+    """Blocks on Triton's kernels have the loss and all gradients of Megatron-Core's on plain ones."""
     from megamoe.moe.part import StepContext
     from tests.tiny import VOCABULARY, tiny, tiny_gpt, world_of_one
 
@@ -425,7 +427,9 @@ def check_a_whole_model() -> None:
     with world_of_one():
         for kernels in (ON_TRITON, PLAIN):
             context = StepContext()
-            config = tiny("moe.losses={switch_balance: 0.3, z_loss: 0.1}", "moe.router.selector={name: top_k, k: 2}")
+            config = tiny(
+                "moe.losses={switch_balance: 0.3, z_loss: 0.1}", "moe.router.selector={name: top_k, k: 2}"
+            )
             with mock.patch.object(Kernels, "of", lambda *options, kernels=kernels: kernels):
                 model = tiny_gpt(config, context)
             with recorded(names):

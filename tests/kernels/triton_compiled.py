@@ -65,7 +65,7 @@ class Launch:
 KINDS = {"x": "x", "f": FP32, "i": INDEX, "c": COUNT, "s": SIZE, "a": ANY_SIZE, "r": REAL}
 MANY = 64  # experts
 ROW: dict[str, Any] = {"ROWS": 1, "BLOCK": 2048}
-OF_WEIGHT = {"ROWS": MANY, "COLUMNS": 64, "DEPTH": 32, "num_warps": router.WARPS}
+OF_WEIGHT = {"ROWS": router.EXPERTS_OF_A_GRADIENT, "COLUMNS": 64, "DEPTH": 32}
 OF_TOKENS = {"ROWS": router_sums.TOKENS, "EXPERTS": MANY}
 OF_PAIRS = {"ROWS": grouping.NUMBERS // MANY, "EXPERTS": MANY}
 LAUNCHES: dict[str, Launch] = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.gradient_share import WHOLE
-from megamoe.moe.layer import MoELayer
 from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.kernels.router_sums import SMALLEST, gate_sums
+from megamoe.moe.gradient_share import WHOLE
+from megamoe.moe.layer import MoELayer
 from megamoe.moe.observation import observe
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Routing

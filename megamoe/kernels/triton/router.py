@@ -16,7 +16,9 @@ from megamoe.kernels.triton.tiles import inside, load_block, load_turned, store_
 TOKENS, DEPTH = 32, 64  # of a block
 MOST_EXPERTS = 64  # of a block
 PARTS = 32  # programs that share the sum over all tokens, for each block of the weight's gradient
-WARPS = 8  # of the weight's gradient, which would spill registers with 4
+# Of a block of the weight's gradient. With 64, Triton 3.7 multiplies in TF32 for compute capability 10.0,
+# though it was told not to, and spills registers for 9.0.
+EXPERTS_OF_A_GRADIENT = 32
 TOKENS_OF_A_PASS = 64  # of a program of the passes over rows of few numbers
 
 
@@ -79,11 +81,11 @@ def scores_backward(
     grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(width, DEPTH))
     sizes = {"ROWS": TOKENS, "COLUMNS": DEPTH, "DEPTH": 16}
     _to_rows[grid](sent_TE, weight_EH, tokens, experts, width, to_rows_TH, **sizes)
-    block = _experts_of_a_block(experts)
+    block = min(EXPERTS_OF_A_GRADIENT, _experts_of_a_block(experts))
     parts = min(PARTS, triton.cdiv(tokens, TOKENS))
     part_PEH = torch.empty(parts, experts, width, dtype=torch.float32, device=rows_TH.device)
     grid_of_parts = (triton.cdiv(width, DEPTH), triton.cdiv(experts, block), parts)
-    sizes = {"ROWS": block, "COLUMNS": DEPTH, "DEPTH": TOKENS, "num_warps": WARPS}
+    sizes = {"ROWS": block, "COLUMNS": DEPTH, "DEPTH": TOKENS}
     _to_weight[grid_of_parts](sent_TE, rows_TH, tokens, experts, width, part_PEH, **sizes)
     sum_parts(part_PEH, to_weight_EH)
 
