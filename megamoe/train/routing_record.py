@@ -123,6 +123,14 @@ def check_folder(key: str, folder: Path, expected: dict[str, Any]) -> bool:
     return True
 
 
+def evaluated_steps(folder: Path, phase: str) -> list[int]:
+    """Return the steps of which a record has choices of a phase, ascending."""
+    end = file_name(0, phase, 0).partition(".")[2]
+    names = [path.name.partition(".") for path in folder.glob("step_*.choices")]
+    numbers = [begin.removeprefix("step_") for begin, _, rest in names if rest == end]
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
 def begin_record(folder: Path, meta: dict[str, Any], step: int) -> None:
     """Create the folder, and remove the choices of steps after `step`, from which the run goes on.
 
