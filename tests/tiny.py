@@ -12,6 +12,7 @@ from megamoe.model.build import build_model
 from megamoe.model.gpt import GPT
 from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
+from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout
@@ -85,6 +86,16 @@ def restored_process() -> Iterator[None]:
         os.environ.update(variables)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """Process groups and Megatron-Core's state for this process alone."""
+    with restored_process():
+        launch.start(launch.find_world(), timeout_minutes=1)
+        start_groups(Layout(1), timeout_minutes=1)
+        yield
+        launch.stop()
 
 
 def one_line(code: int, capsys: pytest.CaptureFixture[str]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.block import angles, rotary
+from megamoe.kernels.block import angles, gradients_of, rotary, turn_sides
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.documents import Documents, Run, SourceLengths, rotary_in_documents
 from megamoe.kernels.library import Library
@@ -69,7 +69,10 @@ def plain_causal_attention(
     kernels: Kernels,
 ) -> Tensor:
     """Compute `causal_attention` by PyTorch's operators."""
-    if rotary_base is not None:
+    if rotary_base is not None and documents is None:
+        sides = turn_sides(query_SBND, key_SBGD, value_SBGD, rotary_base, kernels)
+        query_SBND, key_SBGD, value_SBGD = sides
+    elif rotary_base is not None:
         query_SBND = rotated(query_SBND, rotary_base, documents, kernels)
         key_SBGD = rotated(key_SBGD, rotary_base, documents, kernels)
     if documents is not None and fits_varlen(query_SBND):
@@ -248,23 +251,12 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum_BNS = ctx.saved_tensors
-        to_query, to_key, to_value = _gradients_of(query, key, value)
+        to_query, to_key, to_value = gradients_of(query, key, value)
         sides = (*_heads(query), *_heads(key), *_heads(value))
         gradients = (*_heads(to_query), *_heads(to_key), *_heads(to_value))
         passed = (*sides, *ctx.settings, output, log_sum_BNS, gradient.contiguous(), *gradients)
         ctx.library.call("attention_backward", query.dtype, ctx.library.sgemm, *passed)
         return to_query, to_key, to_value, None, None, None, None, None
-
-
-def _gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors for the gradients.
-
-    For equal shapes they are adjacent in memory, as one projection's heads are.
-    """
-    if query.shape != key.shape:
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    to_query, to_key, to_value = query.new_empty(*query.shape[:3], 3 * query.shape[3]).chunk(3, dim=-1)
-    return to_query, to_key, to_value
 
 
 def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:

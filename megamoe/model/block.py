@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from megamoe.model.norm import Norm
 from megamoe.model.recompute import recomputed
 from megamoe.moe.layer import MoELayer
 
@@ -99,8 +100,12 @@ class Block(TransformerLayer):
         return self._compute(*args, **kwargs)
 
     def _compute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        forward = super().forward if self.norm_position == "pre" else self._post_norm
-        hidden_SBH, context = forward(*args, **kwargs)
+        if self.norm_position == "post":
+            hidden_SBH, context = self._post_norm(*args, **kwargs)
+        elif self._sums_in_norms(**kwargs):
+            hidden_SBH, context = self._with_sums_in_norms(**kwargs), None
+        else:
+            hidden_SBH, context = super().forward(*args, **kwargs)
         if self.inserted is not None:
             hidden_SBH = self.inserted.residual(hidden_SBH)
         return hidden_SBH, context
@@ -132,6 +137,40 @@ class Block(TransformerLayer):
         add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)
         total: Tensor = add(output, residual, self.hidden_dropout)
         return total
+
+    def _sums_in_norms(
+        self, hidden_states: Tensor | None = None, context: Tensor | None = None, **unused: Any
+    ) -> bool:
+        """Return whether the residual sums are parts of the norms' kernels.
+
+        Megatron-Core's block does more than a sum where there are biases or dropout, or cross attention.
+        """
+        if (
+            hidden_states is None
+            or context is not None
+            or self.config.add_bias_linear
+            or (self.training and self.hidden_dropout)
+        ):
+            return False
+        norms = (self.input_layernorm, self.pre_mlp_layernorm)
+        return all(isinstance(norm, Norm) and norm.sums(hidden_states) for norm in norms)
+
+    def _with_sums_in_norms(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        rotary_pos_emb: Any = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Compute Megatron-Core's block, without biases and dropout: attention, then the FFN or MoE layer."""
+        sum_SBH, normed_SBH = self.input_layernorm(hidden_states, with_sum=True)
+        attended_SBH, _ = self.self_attention(
+            normed_SBH, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb
+        )
+        sum_SBH, normed_SBH = self.pre_mlp_layernorm(sum_SBH, attended_SBH, with_sum=True)
+        output_SBH, _ = self.mlp(normed_SBH)
+        hidden_SBH: Tensor = sum_SBH + output_SBH
+        return hidden_SBH
 
     def moe_layers(self) -> list[MoELayer]:
         """Return the layer instead of the MLP and the inserted layer, if they exist."""

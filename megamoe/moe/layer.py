@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -160,13 +161,13 @@ class MoELayer(nn.Module):
         }
         if not self.recomputing:
             losses = {name: value.detach() for name, value in values.items()}
-            self.observation = observe(routing, losses)
+            self.observation = observe(routing, losses, self.router.dims.kernels)
             self.routing = routing if self.objectives else None
         if context.measure_gradients and self.training and self.observation is not None:
             measure_gradients(self.observation, routing, self._weighted(values), context, self.spread)
         if not values or not self.training:
             return output_TH
-        return attach_loss(output_TH, self._weighted_sum(values), self.context)
+        return attach_losses(output_TH, values, self.loss_weights, self.context)
 
     @property
     def objectives(self) -> dict[str, Objective]:
@@ -221,27 +222,44 @@ class MoELayer(nn.Module):
         return torch.stack([*self._weighted(values).values()]).sum()
 
 
-def attach_loss(output: Tensor, loss: Tensor, context: StepContext) -> Tensor:
-    """`output` unchanged, but its backward also sends `context.aux_scale` into `loss`.
+def attach_losses(
+    output: Tensor, values: dict[str, Tensor], weights: dict[str, float], context: StepContext
+) -> Tensor:
+    """`output` unchanged, but its backward also sends `context.aux_scale` times its weight into each loss.
 
-    The loss thus needs no road of its own out of the model, and comes out right when the block is
+    The losses thus need no road of their own out of the model, and come out right when the block is
     recomputed. The scale is the training loop's: it makes the sum over ranks and accumulated micro
     batches their mean, whatever the engine divides by.
     """
-    return _AttachLoss.apply(output, loss, context)
+    attached: Tensor = _AttachLosses.apply(
+        output, [weights[name] for name in values], context, *values.values()
+    )
+    return attached
 
 
-class _AttachLoss(torch.autograd.Function):
+class _AttachLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, context: StepContext) -> Tensor:
-        ctx.context, ctx.loss_dtype, ctx.loss_device = context, loss.dtype, loss.device
+    def forward(
+        ctx: Any, output: Tensor, weights: list[float], context: StepContext, *values: Tensor
+    ) -> Tensor:
+        ctx.context, ctx.weights = context, weights
+        ctx.kinds = [(value.dtype, value.device) for value in values]
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        # Not torch.tensor, whose copy to a GPU the host waits for.
-        scale = torch.full((), ctx.context.aux_scale, dtype=ctx.loss_dtype, device=ctx.loss_device)
-        return gradients[0], scale, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scale = ctx.context.aux_scale
+        sent = [_scalar(scale, weight, *kind) for weight, kind in zip(ctx.weights, ctx.kinds, strict=True)]
+        return gradients[0], None, None, *sent
+
+
+@functools.lru_cache(maxsize=64)
+def _scalar(scale: float, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return scale * weight as a product of numbers of that dtype, on the device; shared by all layers."""
+    if dtype == torch.float32:
+        scale, weight = numpy.float32(scale), numpy.float32(weight)
+    # Not torch.tensor, whose copy to a GPU the host waits for.
+    return torch.full((), float(scale * weight), dtype=dtype, device=device)
 
 
 def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:

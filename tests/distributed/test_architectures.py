@@ -153,7 +153,9 @@ def test_resume_is_exact_and_checkpoints_move(pool: Pool, tmp_path: Path, name: 
     assert_same_bits(*(read_tensors(tmp_path / kind / last) for kind in ("whole", "cut")))
     saved = str(tmp_path / "cut/small/checkpoints/step_00000002")
     further = {"checkpoint__resume": saved, "steps": 2, "model__hidden_dropout": 0.0}
-    (moved,) = pool.run(run_each, [{**model, **further, "output": tmp_path / "moved"}], ranks=1, timeout_s=300)
+    (moved,) = pool.run(
+        run_each, [{**model, **further, "output": tmp_path / "moved"}], ranks=1, timeout_s=300
+    )
     cut_in_two = {**Layout(2, 2, 2, 0, sequence=True).changes(tmp_path), **further}
     (other, _) = pool.run(
         run_each, [{**model, **cut_in_two, "output": tmp_path / "other"}], ranks=2, timeout_s=300
