@@ -98,7 +98,7 @@ def _parse_po(content: bytes) -> Any:
     found = CHARSET.search(content[:10_000])
     charset = found[1].decode() if found and found[1] != b"CHARSET" else "utf-8"
     try:
-        text = content.decode(charset)
+        text = content.decode(charset).removeprefix("\ufeff")
     except LookupError as error:
         raise UserError(f"unknown encoding {charset!r}") from error
     except UnicodeDecodeError as error:

@@ -42,8 +42,10 @@ def test_entries_that_are_kept_and_left_out(tmp_path: Path) -> None:
     found, counts = pairs_of(path)
     assert found == expected
     assert counts.left_out == {"without translation": 1, "fuzzy": 1, "obsolete": 1}
-    polib.pofile(str(path)).save_as_mofile(str(tmp_path / "mo" / path.name).replace("/mo/de.po", "/fr.mo"))
+    polib.pofile(str(path)).save_as_mofile(str(tmp_path / "fr.mo"))
     assert pairs_of(tmp_path / "fr.mo")[0] == expected
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark
+    assert pairs_of(path)[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Pairs by number, and the plan of batches: shares, order, lengths, and ranks that see what one rank sees."""
 
 import bisect
+import re
+import runpy
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +13,8 @@ import pytest
 import torch
 
 from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.batches import BatchStream
+from megamoe.data.pairs import pair_batch
 from megamoe.data.parallel_text.batches import PairBatches, cut_batches, epoch_order
 from megamoe.data.parallel_text.dataset import PairDataset, PairOptions, verify_pairs
 from megamoe.data.parallel_text.prepare import PairPreparation, prepare_pairs
@@ -223,6 +228,51 @@ def test_micro_batches_of_a_stream_are_the_planned_batches(prefix: str, vocabula
     assert batches.locate(35) == (1, 0) and {*drawn.values()} == {1}
     with pytest.raises(IndexError):
         ordered[240]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_streams_of_padded_batches(prefix: str, vocabulary: Vocabulary, size: int) -> None:
+    """Batches of 4 pairs: by `BatchStream` over `OrderedPairs`, and by `PairStream`."""
+    assert vocabulary.eod is not None and vocabulary.special.pad is not None
+    pairs = PairDataset(prefix, vocabulary)
+    batches = PairBatches(pairs, seed=3, exponent=0.5, pairs=4)
+    make = partial(pair_batch, start=vocabulary.eod, pad=vocabulary.special.pad)
+    ordered = OrderedPairs(pairs, batches, 4, num_samples=400)
+    for rank in range(size):
+        text_like = BatchStream(
+            ordered,
+            start_sample=4 * 30,
+            micro_batch_size=4,
+            data_rank=rank,
+            data_size=size,
+            workers=0,
+            make_batch=make,
+        )
+        of_pairs = PairStream(pairs, batches, start=30, data_rank=rank, data_size=size, make_batch=make)
+        with text_like as left, of_pairs as right:
+            for number in range(30 + rank, 50, size):
+                first, second = next(left), next(right)
+                assert first.sample_index_B.tolist() == list(range(4 * number, 4 * number + 4))
+                assert second.sample_index_B.tolist() == batches[number].tolist()
+                assert first.source_BL is not None and second.source_BL is not None
+                assert torch.equal(first.source_BL, second.source_BL)
+                assert torch.equal(first.labels_BS, second.labels_BS)
+                for row_S, mask_S, pair in zip(
+                    second.labels_BS, second.loss_mask_BS, batches[number].tolist(), strict=True
+                ):
+                    assert torch.equal(row_S[mask_S.bool()], pairs[pair]["target"])
+                    assert {*row_S[~mask_S.bool()].tolist()} <= {vocabulary.special.pad}
+
+
+def test_the_example_of_the_docs_runs(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "pairs.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert "data/catalogues/pairs/train" in block
+    (tmp_path / "example.py").write_text(block.replace("data/catalogues/pairs/train", prefix))
+    runpy.run_path(str(tmp_path / "example.py"))
+    assert "'source': tensor([" in capsys.readouterr().out
 
 
 def test_batches_that_cannot_be(prefix: str, vocabulary: Vocabulary) -> None:
