@@ -136,7 +136,8 @@ def test_layouts_train_as_one_rank(pool: Pool, alone: dict[tuple[str, Layout], A
         assert_as_alone([rank[name, layout] for rank in ranks], alone[name, ALONE])
 
 
-@pytest.mark.parametrize("name", ["encoder_decoder", pytest.param("encoder", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
 def test_resume_is_exact_and_checkpoints_move(pool: Pool, tmp_path: Path, name: str) -> None:
     """Bit for bit at the same layout, with dropout; to 1e-5 on one rank, from ZeRO 3 on two."""
     model = {**SIZES, **MODELS[name], "train__steps": 4, "data__workers": 1}
@@ -153,7 +154,9 @@ def test_resume_is_exact_and_checkpoints_move(pool: Pool, tmp_path: Path, name: 
     assert_same_bits(*(read_tensors(tmp_path / kind / last) for kind in ("whole", "cut")))
     saved = str(tmp_path / "cut/small/checkpoints/step_00000002")
     further = {"checkpoint__resume": saved, "steps": 2, "model__hidden_dropout": 0.0}
-    (moved,) = pool.run(run_each, [{**model, **further, "output": tmp_path / "moved"}], ranks=1, timeout_s=300)
+    (moved,) = pool.run(
+        run_each, [{**model, **further, "output": tmp_path / "moved"}], ranks=1, timeout_s=300
+    )
     cut_in_two = {**Layout(2, 2, 2, 0, sequence=True).changes(tmp_path), **further}
     (other, _) = pool.run(
         run_each, [{**model, **cut_in_two, "output": tmp_path / "other"}], ranks=2, timeout_s=300
