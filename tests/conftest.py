@@ -12,8 +12,8 @@ import pytest
 
 from megamoe.compat.startup import settle_vendors
 
-# Before torch starts: threads that wait for work spin, here and in what the tests start, which doubles the time
-# of small tensors. Tests of threads set their number.
+# Before torch starts, for this process and those that the tests start: threads that wait for work spin, which
+# doubles the time of small tensors. Tests of threads set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settle_vendors()
 
