@@ -96,13 +96,7 @@ def own_parts() -> Iterator[list[tuple[str, str]]]:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """Process groups and Megatron-Core's state for this process alone."""
-    from megamoe.parallel import launch
-    from megamoe.parallel.groups import start_groups
-    from megamoe.parallel.layout import Layout
-    from tests.tiny import restored_process
+    from tests.tiny import world_of_one
 
-    with restored_process():
-        launch.start(launch.find_world(), timeout_minutes=1)
-        start_groups(Layout(1), timeout_minutes=1)
+    with world_of_one():
         yield
-        launch.stop()

@@ -37,8 +37,11 @@ MAY_IMPORT = {
     "costs": SHARDING | {"zero"},
     "resilience": FOUNDATION | {"parallel"},
     "checkpoint": SHARDING | {"zero", "resilience"},
-    "train": SHARDING | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe"},
-    "analysis": SHARDING | {"data", "metrics", "model", "zero", "checkpoint", "train"},
+    "objectives": FOUNDATION | {"data"},
+    "train": SHARDING
+    | {"data", "metrics", "model", "objectives", "zero", "costs", "resilience", "checkpoint", "megamoe"},
+    "analysis": SHARDING
+    | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
