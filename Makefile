@@ -57,8 +57,9 @@ compare: $(STAMP) $(DEMO_DATA).card.json
 	$(PY) pretrain_gpt_moe.py --config examples/demo_dense.yaml checkpoint.resume=auto
 	$(PY) tools/report.py runs/demo runs/demo_dense
 
-# Two workers: a test of one process, or the start of a test of several, leaves a core free.
-PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
+# Two workers: a test of one process, or the start of a test of several, leaves a core free. The files keep the
+# order of tests/conftest.py; xdist's own puts those of most tests first, which are the short ones.
+PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not full"
