@@ -301,15 +301,15 @@ def check_norms_of_late_rows() -> None:
         )
         for seed, each in enumerate((rows, added, sent, sent_to_sum)):
             each[LATE:] = draw(2, LATE_WIDTH, seed=2 + seed)
-        arguments = (rows, added, weight, count, LATE_WIDTH, 1e-5, total, out, scale)
-        norms._rms_norm[(1,)](*arguments, **sizes)
-        leaves = [(rows[LATE:] + added[LATE:]).double(), weight.double()]
-        exact, normed = exact_norm(*leaves, sent[LATE:].double())
+        norms._rms_norm[(1,)](*(rows, added, weight, count, LATE_WIDTH, 1e-5, total, out, scale), **sizes)
+        late = (rows[LATE:] + added[LATE:]).double()
+        exact, normed = exact_norm(late, weight.double(), sent[LATE:].double())
         assert torch.equal(total[LATE:], rows[LATE:] + added[LATE:])
         assert_close_to(out[LATE:], normed, 3e-6)
         part = sparse(folder, "parts", LATE // 2 + 1, LATE_WIDTH)
-        arguments = (sent, sent_to_sum, total, weight, scale, count, LATE_WIDTH, to_rows, part)
-        norms._rms_norm_backward[(1,)](*arguments, **sizes)
+        norms._rms_norm_backward[(1,)](
+            *(sent, sent_to_sum, total, weight, scale, count, LATE_WIDTH, to_rows, part), **sizes
+        )
         assert_close_to(to_rows[LATE:], exact[0] + sent_to_sum[LATE:].double(), 3e-6)
         assert_close_to(part[-1], exact[1], 3e-6)
 
@@ -370,8 +370,9 @@ def check_losses_of_late_tokens() -> None:
         with programs_from(2 * LATE // 32):
             router_sums._z_loss[(1,)](scores, tokens, experts, log_sum, part, **sizes)
             assert_close_to(part[2 * LATE // 32], exact.detach(), 3e-6)
-            arguments = (torch.ones(()), scores, log_sum, tokens, experts, to_scores)
-            router_sums._z_loss_backward[(1,)](*arguments, **sizes)
+            router_sums._z_loss_backward[(1,)](
+                *(torch.ones(()), scores, log_sum, tokens, experts, to_scores), **sizes
+            )
             assert_close_to(to_scores[2 * LATE :], torch.autograd.grad(exact, late)[0], 3e-6)
             counts = torch.arange(experts)
             router_sums._balance_loss[(1,)](scores, counts, tokens, experts, factor, part, **sizes)
@@ -492,11 +493,13 @@ def check_gradients_of_heads_are_side_by_side() -> None:
         mixed = draw(4, 2, heads, 3 * size).to(dtype).requires_grad_()
         sent = [draw(4, 2, heads, size, seed=seed).to(dtype) for seed in (3, 4, 5)]
         with mock.patch("torch.cat", side_effect=AssertionError("a copy")):
-            sides = turn_sides(*split_heads(mixed, [size] * 3), 500, ON_TRITON)
+            query, key, value = split_heads(mixed, [size] * 3)
+            sides = turn_sides(query, key, value, 500, ON_TRITON)
             (gradient,) = torch.autograd.grad(sides, mixed, sent)
         assert all(side.is_contiguous() for side in sides[:2])
         exact = mixed.detach().double().requires_grad_()
-        expected = turn_sides(*exact.split(size, dim=-1), 500, PLAIN)
+        query, key, value = exact.split(size, dim=-1)
+        expected = turn_sides(query, key, value, 500, PLAIN)
         (wanted,) = torch.autograd.grad(expected, exact, [each.double() for each in sent])
         for one, other in zip([*sides, gradient], [*expected, wanted], strict=True):
             assert_close_to(one, other, TOLERANCES[dtype])
