@@ -90,6 +90,7 @@ function layoutOf(panel, isLog) {
     showlegend: named > 1,
     legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", font: { size: 11 }, itemwidth: 30 },
     hovermode: panel.map ? "closest" : panel.curves.length > 9 ? "closest" : "x unified",
+    hoverdistance: panel.map || panel.curves.length > 9 ? 20 : -1, // -1: the nearest step, however far
     hoverlabel: { bgcolor: colours.background, bordercolor: colours.grid, font: { color: colours.text } },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: colours.muted, activecolor: colours.blue },
     uirevision: isLog ? "log" : "linear", // a zoom stays when the page is refreshed
