@@ -151,7 +151,7 @@ def opened(profile: Path) -> Iterator[Page]:
     process = subprocess.Popen(
         [CHROMIUM, *FLAGS, f"--user-data-dir={profile}"],
         preexec_fn=place_pipes,
-        pass_fds=(3, 4),
+        close_fds=False,  # 3 and 4 exist in the child alone; what we opened closes itself at exec
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

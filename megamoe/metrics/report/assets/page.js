@@ -10,6 +10,13 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 let content = null; // the panels, and the colours of both themes
 let printing = false;
 let watcher = null;
+// A panel changes its width without the window when a scroll bar or a column comes or goes.
+const resizer = new ResizeObserver((entries) => {
+  if (printing) return;
+  for (const entry of entries) {
+    if (entry.target.dataset.drawn) Plotly.Plots.resize(entry.target);
+  }
+});
 
 function theme() {
   return content.themes[dark.matches && !printing ? "dark" : "light"];
@@ -109,7 +116,7 @@ function draw(place) {
   const isLog = button !== null && button.getAttribute("aria-pressed") === "true" && !panel.map;
   const traces = panel.map ? [mapTrace(panel)] : panel.curves.flatMap((curve) => curveTraces(panel, curve));
   place.dataset.drawn = isLog ? "log" : "linear";
-  const options = { responsive: true, displaylogo: false, modeBarButtons: BUTTONS };
+  const options = { displaylogo: false, modeBarButtons: BUTTONS };
   const layout = layoutOf(panel, isLog);
   if (printing) Object.assign(layout, place.closest(".whole") ? PAPER.whole : PAPER.half);
   return Plotly.react(place, traces, layout, options);
@@ -129,6 +136,7 @@ function readContent() {
 
 function watch() {
   watcher?.disconnect();
+  resizer.disconnect();
   watcher = new IntersectionObserver(
     (entries) => {
       for (const entry of entries) {
@@ -137,7 +145,10 @@ function watch() {
     },
     { rootMargin: "600px" },
   );
-  for (const place of places()) watcher.observe(place);
+  for (const place of places()) {
+    watcher.observe(place);
+    resizer.observe(place);
+  }
 }
 
 document.addEventListener("click", (event) => {
