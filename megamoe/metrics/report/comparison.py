@@ -67,7 +67,8 @@ def grouped(runs: list[Run]) -> list[Group]:
         members.setdefault(key, []).append(at)
     labels = labels_of(runs)
     return [
-        Group(_name_of([labels[at] for at in group]), [runs[at] for at in group]) for group in members.values()
+        Group(_name_of([labels[at] for at in group]), [runs[at] for at in group])
+        for group in members.values()
     ]
 
 
@@ -103,7 +104,9 @@ def comparison_sections(runs: list[Run]) -> list[Section]:
     """Return the sections of the metrics that at least one run has recorded."""
     groups = grouped(runs)
     sets = sorted({name for run in runs for name in further_sets(run.rows)})
-    keys = {"val/lm_loss": "Validation loss"} | {f"val/{name}/lm_loss": f"Validation: {name}" for name in sets}
+    keys = {"val/lm_loss": "Validation loss"} | {
+        f"val/{name}/lm_loss": f"Validation: {name}" for name in sets
+    }
     loss = _panels(groups, {key: (readable(title, 40), "loss (nats/token)") for key, title in keys.items()})
     by_tokens = [_by_tokens(panel, groups) for panel in loss[:1]]
     found = [
@@ -126,7 +129,9 @@ def _panels(groups: list[Group], metrics: dict[str, tuple[str, str]]) -> list[Pa
 
 def _by_tokens(panel: Panel, groups: list[Group]) -> Panel:
     curves = _curves(groups, "val/lm_loss", "tokens", smoothed=False)
-    return Panel("Validation loss by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits)
+    return Panel(
+        "Validation loss by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits
+    )
 
 
 def _has_band(curves: list[Curve]) -> bool:

@@ -78,7 +78,8 @@ def table(rows: list[list[str]], head: list[str] | None = None) -> str:
     lines = [] if head is None else ["<tr>" + "".join(f"<th>{escape(it)}</th>" for it in head) + "</tr>"]
     for first, *others in rows:
         cells = "".join(
-            f'<td class="long">{escape(it)}</td>' if len(it) > 24 else f"<td>{escape(it)}</td>" for it in others
+            f'<td class="long">{escape(it)}</td>' if len(it) > 24 else f"<td>{escape(it)}</td>"
+            for it in others
         )
         lines.append(f"<tr><th>{escape(first)}</th>{cells}</tr>")
     kind = "facts" if head is None else "wide"

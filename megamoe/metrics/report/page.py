@@ -120,7 +120,9 @@ def _parts(run: Run) -> list[str]:
         parts.append(f"<section><h2>Main facts</h2>{table(facts)}</section>")
     if run.config_text:
         text = escape(run.config_text)
-        parts.append(f"<section><details><summary>Configuration</summary><pre>{text}</pre></details></section>")
+        parts.append(
+            f"<section><details><summary>Configuration</summary><pre>{text}</pre></details></section>"
+        )
     return parts
 
 

@@ -133,7 +133,9 @@ def _draw_map(axes: Axes, bar: Axes, panel: Panel, theme: Theme) -> None:
             interpolation="nearest",
         )  # fmt: skip
     else:
-        image = axes.pcolormesh(edges_B, np.arange(rows + 1) - 0.5, heat_map.values_EB, cmap=colours, norm=norm)
+        image = axes.pcolormesh(
+            edges_B, np.arange(rows + 1) - 0.5, heat_map.values_EB, cmap=colours, norm=norm
+        )
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.grid(False)
     legend = axes.figure.colorbar(image, cax=bar, extend="max" if heat_map.scale == "load" else "neither")

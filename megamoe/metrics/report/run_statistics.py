@@ -98,7 +98,9 @@ def read_run(folder: Path, record: Record | None = None) -> Run:
     begun = text and not path.exists() and not path.is_symlink()
     rows = [] if begun else (record or Record(path)).read()
     if not rows and not text:
-        raise UserError(f"{path}: no metrics in it, and no {CONFIG_FILE} beside it; expected the folder of a run")
+        raise UserError(
+            f"{path}: no metrics in it, and no {CONFIG_FILE} beside it; expected the folder of a run"
+        )
     return Run(folder, rows, _read_summary(folder / "summary.json"), text, _flat_config(text))
 
 

@@ -52,7 +52,8 @@ def colour_of(theme: Theme, colour: str | float) -> str:
     first, second = (theme.depth[0], theme.depth[1]) if colour < 0.5 else (theme.depth[1], theme.depth[2])
     part = 2 * colour if colour < 0.5 else 2 * colour - 1
     mixed = (
-        round(int(first[at : at + 2], 16) * (1 - part) + int(second[at : at + 2], 16) * part) for at in (1, 3, 5)
+        round(int(first[at : at + 2], 16) * (1 - part) + int(second[at : at + 2], 16) * part)
+        for at in (1, 3, 5)
     )
     return "#" + "".join(f"{level:02x}" for level in mixed)
 
