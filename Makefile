@@ -69,8 +69,9 @@ $(CATALOGUES)/card.json: constraints/catalogues.txt | $(STAMP)
 	$(PY) tools/prepare_pairs.py --catalogues $(CATALOGUES)_wheels/*.whl --min-words 3 --min-pairs 200 \
 	  --vocab-size 16384 --output $(CATALOGUES) --overwrite
 
-# Two workers: a test of one process, or the start of a test of several, leaves a core free.
-PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
+# Two workers: a test of one process, or the start of a test of several, leaves a core free. The files keep the
+# order of tests/conftest.py; xdist's own puts those of most tests first, which are the short ones.
+PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not full"
