@@ -1,7 +1,6 @@
 """The sections of a report as one PNG, drawn with matplotlib.
 
-Every axes has its place in inches, so that matplotlib measures no texts: its own layout takes several times as
-long as the drawing.
+Every axes has its place in inches, so that matplotlib measures no texts for a layout.
 """
 
 import io
@@ -101,7 +100,7 @@ def _draw_curves(axes: Axes, panel: Panel, theme: Theme) -> None:
         axes.axhline(panel.level, color=theme.muted, linewidth=0.9, linestyle=(0, (4, 3)))
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
-    low, high = axes.get_ylim()
+    high = axes.get_ylim()[1]
     if high >= 1e4:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     elif high < 1e-2:
