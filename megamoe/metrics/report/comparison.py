@@ -149,10 +149,10 @@ def _curves(groups: list[Group], key: str, x: str, smoothed: bool) -> list[Curve
     curves = []
     for place, group in enumerate(groups):
         found = [_series_by(run, key, x) for run in group.runs]
-        found = [(at, smooth(values) if smoothed else clipped(values)) for at, values in found if at]
-        if found:
+        shown = [(at, smooth(values) if smoothed else clipped(values)) for at, values in found if at]
+        if shown:
             colour: Colour = PALETTE[place % len(PALETTE)]
-            curves.append(band_curve(group.name, found, colour, place >= len(PALETTE)))
+            curves.append(band_curve(group.name, shown, colour, place >= len(PALETTE)))
     return curves
 
 

@@ -4,6 +4,7 @@ Every axes has its place in inches, so that matplotlib measures no texts for a l
 """
 
 import io
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -127,7 +128,7 @@ def _draw_map(axes: Axes, bar: Axes, panel: Panel, theme: Theme) -> None:
     gaps = np.diff(edges_B)
     if np.ptp(gaps) <= 0.05 * gaps.mean():  # equal columns are drawn several times as fast
         extent = (edges_B[0], edges_B[-1], -0.5, rows - 0.5)
-        image = axes.imshow(
+        image: Any = axes.imshow(
             heat_map.values_EB, cmap=colours, norm=norm, extent=extent, aspect="auto", origin="lower",
             interpolation="nearest",
         )  # fmt: skip

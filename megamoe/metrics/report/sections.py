@@ -4,6 +4,7 @@ docs/metrics.md defines every metric. A metric that was not recorded has no pane
 """
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -153,7 +154,7 @@ def _stages(rows: Rows) -> list[Panel]:
 
 
 def _by_layer(
-    rows: Rows, layers: list[str], metrics: dict[str, tuple[str, str, float | None]]
+    rows: Rows, layers: list[str], metrics: Mapping[str, tuple[str, str, float | None]]
 ) -> list[Panel]:
     panels = []
     for name, (title, label, level) in metrics.items():
