@@ -63,7 +63,7 @@ class Block(TransformerLayer):
 
     build_inserted: builds that layer: h := h + layer(h) (Lewis et al. 2021, BASE; Chi et al. 2022, X-MoE).
     Only its experts' own dropout applies to it, not model.hidden_dropout. recompute: recompute the block and
-    the inserted layer in backward.
+    the inserted layer in backward. built: called with the block when its weights are complete.
     """
 
     def __init__(
@@ -71,11 +71,14 @@ class Block(TransformerLayer):
         *args: Any,
         build_inserted: Callable[[], MoEBlock] | None = None,
         recompute: bool = False,
+        built: Callable[[nn.Module], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.inserted = None if build_inserted is None else build_inserted()
         self.computed_again = recompute
+        if built is not None:
+            built(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return (hidden states [s, b, h], context), as Megatron-Core does."""

@@ -35,6 +35,7 @@ from megamoe.model.key_value_cache import KeyValueCache
 from megamoe.model.loss import token_losses
 from megamoe.model.modules import Modules, choose_modules, fp8_options
 from megamoe.model.random_streams import use_one_stream
+from megamoe.model.units import Built, embedding_handed_on
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer
@@ -119,11 +120,15 @@ class GPT(nn.Module):
                 yield block.layer_number, layer
 
 
-def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) -> GPT:
+def build_gpt(
+    config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory, built: Built | None = None
+) -> GPT:
     """Build the model on the CPU in fp32, from `config.seed` alone.
 
     vocab_size: before padding. make_moe_layer: builds a block's MoE layer, of a class that the caller
-    chooses. torch.distributed and Megatron-Core's parallel state must be initialised.
+    chooses. built: called with the embedding and with each block as soon as it is built, before the next one
+    is; it may change their weights, and must not draw from torch's random state. torch.distributed and
+    Megatron-Core's parallel state must be initialised.
     """
     stand_in_for_cuda()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -134,10 +139,10 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
     transformer = _transformer_config(config, modules)
     position = "none" if transformer.own_rotary_base is not None else POSITIONS[model.position]
     padded = padded_vocab_size(vocab_size, model.vocab_multiple)
-    return GPT(
-        Decoder(
+    with embedding_handed_on(built):
+        decoder = Decoder(
             transformer,
-            _block_specs(config, modules, transformer, padded, make_moe_layer),
+            _block_specs(config, modules, transformer, padded, make_moe_layer, built),
             vocab_size=padded,
             max_sequence_length=config.data.sequence_length,
             parallel_output=True,
@@ -145,7 +150,7 @@ def build_gpt(config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory) ->
             position_embedding_type=position,
             rotary_base=model.rope_base,
         )
-    )
+    return GPT(decoder)
 
 
 def _transformer_config(config: RunConfig, modules: Modules) -> BlockConfig:
@@ -207,6 +212,7 @@ def _block_specs(
     transformer: BlockConfig,
     vocab_size: int,
     make_moe_layer: MoEFactory,
+    built: Built | None,
 ) -> TransformerBlockSubmodules:
     moe_blocks = set(moe_block_numbers(config.moe, config.model.num_layers))
     recompute = config.model.recompute
@@ -216,6 +222,8 @@ def _block_specs(
         moe: dict[str, Any] = {"build": build, "recompute": recompute == "selective"}
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module, spec.params = Block, {"recompute": recompute == "full"}
+        if built is not None:
+            spec.params["built"] = functools.partial(built, f"model.decoder.layers.{number - 1}.")
         modules.put_into(spec)
         if number in moe_blocks:
             spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
