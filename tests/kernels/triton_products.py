@@ -27,6 +27,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
 # In the other dtypes, which the interpreter computes in fp32 all the same.
 CASE_AND_DTYPES = [(case, torch.float32) for case in CASES]
 CASE_AND_DTYPES += [("experts without rows", torch.bfloat16), ("one of each", torch.float16)]
+OF_EXPERTS = [case for case in CASE_AND_DTYPES if case[0] not in ("one of each", "tiles")]
 EVERY_CASE = [(case, dtype) for case in CASES for dtype in TOLERANCES]
 
 
@@ -74,7 +75,7 @@ def exact_experts(counts: list[int], sides: list[Tensor], sent: Tensor) -> list[
     return [output, *torch.autograd.grad(output, [rows, up, down], sent.double())]
 
 
-def check_experts(cases: list[tuple[str, torch.dtype]] = CASE_AND_DTYPES) -> None:
+def check_experts(cases: list[tuple[str, torch.dtype]] = OF_EXPERTS) -> None:
     """SwiGLU beside the products, with gradients, against the formula in float64."""
     for case, dtype in cases:
         counts, hidden_size, ffn_size = CASES[case]
@@ -84,7 +85,7 @@ def check_experts(cases: list[tuple[str, torch.dtype]] = CASE_AND_DTYPES) -> Non
         output = ffn(sides, counts)
         sent = draw(*output.shape, seed=7).to(dtype)
         found = [output, *torch.autograd.grad(output, sides, sent)]
-        # What lies between the products is rounded too.
+        # What lies between the products is rounded too, so the result is not exact to one rounding.
         tolerance = TOLERANCES[dtype] * (1 if dtype == torch.float32 else 4)
         for one, other in zip(found, exact_experts(counts, sides, sent), strict=True):
             assert_close_to(one, other, tolerance)
