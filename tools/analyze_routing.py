@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.compat.startup import check_versions, settle_vendors
+from megamoe.analysis.command import check_at_least, run_tool
 from megamoe.errors import UserError
-from megamoe.resilience.error_reporting import exit_process, report_error
+from megamoe.resilience.error_reporting import exit_process
 
 if TYPE_CHECKING:
     from megamoe.analysis.routing.study import Options
@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parsed = _parser().parse_intermixed_args(arguments)
-    try:
-        check_versions()
-        settle_vendors()
-        _analyze(parsed)
-    except (Exception, KeyboardInterrupt) as error:
-        return report_error(error)
-    return 0
+    return run_tool(lambda: _analyze(parsed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +69,7 @@ def _analyze(parsed: argparse.Namespace) -> None:
     overrides = [text for text in parsed.inputs if not _is_path(text)]
     if not paths:
         raise UserError("no checkpoint is named; expected a step_* folder, or runs/<name>")
+    check_at_least("--samples", parsed.samples)
     options = _options(parsed)
     check_names(options, len(paths))
     overrides += data_overrides([parsed.data] if parsed.data else [])

@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.compat.startup import check_versions, settle_vendors
+from megamoe.analysis.command import check_at_least, check_writable, run_tool, write_text
 from megamoe.errors import UserError
-from megamoe.resilience.error_reporting import exit_process, report_error
+from megamoe.resilience.error_reporting import exit_process
 
 COLUMNS = ("data", "loss", "perplexity", "experts/token", "dropped", "of dense", "tokens/s")
 
@@ -29,16 +29,16 @@ COLUMNS = ("data", "loss", "perplexity", "experts/token", "dropped", "of dense",
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        check_versions()
-        settle_vendors()
-        points = list(itertools.product(*map(_values, options.sweep)))
-        rows = _evaluate(options, points)
-    except (Exception, KeyboardInterrupt) as error:
-        return report_error(error)
-    if options.json and rows:
-        return _write(Path(options.json), rows)
-    return 0
+    return run_tool(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    points = list(itertools.product(*map(_values, options.sweep)))
+    check_at_least("--samples", options.samples)
+    check_writable("--json", options.json)
+    rows = _evaluate(options, points)
+    if options.json is not None and rows:
+        write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=V1,V2,...",
         help="evaluate with each of these values",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML"
@@ -75,7 +75,7 @@ def _values(sweep: str) -> list[str]:
     key, equals, values = sweep.partition("=")
     if not (key and equals and values):
         raise UserError(
-            f"--sweep: found {sweep!r}, expected KEY=V1,V2,... such as moe.router.selector.k=1,2,4"
+            f"--sweep: found {sweep!r}, expected KEY=V1,V2,... such as moe.router.selector.k=2,3,4"
         )
     return [f"{key}={value}" for value in values.split(",")]
 
@@ -88,19 +88,19 @@ def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> lis
 
     rows: list[dict[str, Any]] = []
     overrides = [*options.overrides, *data_overrides(options.data)]
-    with session(overrides, options.precision) as ranks:
+    with session(overrides, options.precision, replays=True) as ranks:
         for point in points:
-            trained = ranks.open(options.path, point)
+            trained = ranks.open(options.path, point, ("decoder", "encoder"))
             if ranks.world.is_first and not rows:
                 print(f"{trained.path}, step {trained.step}, {trained.precision}")
-            samples = options.samples or trained.validation_samples
+            samples = trained.validation_samples if options.samples is None else options.samples
             sets = datasets_of(trained, samples).validation
             if not sets:
                 raise UserError(
                     "no validation set: data.split has no second share; name data with --data NAME=PREFIX"
                 )
             for name, dataset in sets.items():
-                found = perplexity_on(trained, dataset, samples)
+                found = perplexity_on(trained, dataset, samples, name)
                 row = {"data": name, "settings": list(point), "samples": samples, **found.as_data()}
                 if ranks.world.is_first:
                     _show(row, first=not rows)
@@ -121,14 +121,6 @@ def _show(row: dict[str, Any], first: bool) -> None:
     )
     line = "  ".join(f"{text:>13}" for text in (row["data"], *numbers))
     print("  ".join([line, *row["settings"]]), flush=True)
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> int:
-    try:
-        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        return report_error(UserError(f"--json: {path} cannot be written: {error.strerror}"))
-    return 0
 
 
 if __name__ == "__main__":

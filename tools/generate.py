@@ -18,10 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.compat.startup import check_versions, settle_vendors
+from megamoe.analysis.command import check_at_least, check_writable, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
-from megamoe.resilience.error_reporting import exit_process, report_error
+from megamoe.resilience.error_reporting import exit_process
 
 MOST_BYTES = 1 << 28
 # A terminal would obey control characters; the JSON file has them.
@@ -31,13 +31,7 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        check_versions()
-        settle_vendors()
-        _run(options)
-    except (Exception, KeyboardInterrupt) as error:
-        return report_error(error)
-    return 0
+    return run_tool(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,13 +76,14 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         prompts += found
     if not prompts:
         raise UserError("there is no prompt; give --prompt TEXT or --file FILE")
-    if options.batch_size < 1:
-        raise UserError(f"--batch-size: found {options.batch_size}, expected at least 1")
     return prompts
 
 
 def _run(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
+    check_at_least("--batch-size", options.batch_size)
+    check_writable("--html", options.html)
+    check_writable("--json", options.json)
     from megamoe.generation.sampling import Sampling
 
     sampling = Sampling(
@@ -150,20 +145,13 @@ def _write(options: argparse.Namespace, trained: Any, prompts: list[str], result
             (token_texts(trained, result.prompt + result.tokens), result.experts, len(result.prompt))
             for result in results
         ]
-        _save("--html", options.html, page_of(f"Experts of {trained.path}", tables))
+        write_text("--html", options.html, page_of(f"Experts of {trained.path}", tables))
     if options.json is not None:
         rows = []
         for prompt, result in zip(prompts, results, strict=True):
             row = dataclasses.asdict(result)
             rows.append({**row, "prompt": prompt, "prompt_tokens": result.prompt})
-        _save("--json", options.json, json.dumps(rows, indent=1) + "\n")
-
-
-def _save(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{option}: {path} cannot be written: {error.strerror}") from error
+        write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

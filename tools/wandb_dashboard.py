@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megamoe.errors import UserError
-from megamoe.metrics.dashboard import GROUPS, SECTIONS, Dashboard, spec_of
+from megamoe.metrics.dashboard import GROUPS, SECTIONS, Dashboard, own_entity, spec_of
 from megamoe.metrics.sinks.wandb_sink import has_login
 
 
@@ -51,11 +51,12 @@ def make(asked: argparse.Namespace) -> None:
         raise UserError(f"--group-by: {unknown[0]!r} is none of {', '.join(GROUPS)}")
     if asked.compare and len(runs) < 2:
         raise UserError(f"--compare: {asked.compare!r} names {len(runs)} run; name at least two")
-    dashboard = Dashboard(asked.project, asked.entity, group_by)
+    sends = has_login() and not asked.dry_run
+    dashboard = Dashboard(asked.project, asked.entity or (own_entity() if sends else ""), group_by)
     made = {"workspace": dashboard.workspace()}
     if runs:
         made["report"] = dashboard.report(runs)
-    if asked.dry_run or not has_login():
+    if not sends:
         spec = {name: spec_of(each) for name, each in made.items()}
         asked.output.write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
         panels = ", ".join(f"{name} {len(charts)}" for name, charts in SECTIONS.items())

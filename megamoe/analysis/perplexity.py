@@ -100,14 +100,19 @@ def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
         UserError: as `build_datasets`.
     """
     config = trained.config
-    return build_datasets(
-        config.data, trained.vocabulary, seed=config.seed, train_samples=1, validation_samples=samples
+    vocabulary = trained.vocabulary.of_data
+    found = build_datasets(
+        config.data, vocabulary, seed=config.seed, train_samples=1, validation_samples=samples
     )
+    return trained.objective.of(found)
 
 
 @torch.no_grad()
-def perplexity_on(trained: TrainedModel, dataset: Any, samples: int) -> Perplexity:
+def perplexity_on(trained: TrainedModel, dataset: Any, samples: int, name: str = "valid") -> Perplexity:
     """Evaluate a model on the first `samples` samples of a data set. Collective over all ranks.
+
+    name: the validation set's. With `moe.router.replay` its recorded choices at the checkpoint's step replace
+    the selectors'.
 
     The samples are taken in micro batches of `train.micro_batch_size`, on which capacities depend. On the
     run's own validation set the loss is the one that training reports.
@@ -117,20 +122,28 @@ def perplexity_on(trained: TrainedModel, dataset: Any, samples: int) -> Perplexi
     """
     sums = _Sums()
     started = time.perf_counter()
-    for number, batch in micro_batches(trained, dataset, samples):
-        set_context(trained.context, batch, number)
-        losses_BS = trained.model(**model_inputs(batch))
-        sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
-        sums.tokens += float(batch.loss_mask_BS.sum())
-        sums.routed += batch.tokens_BS.numel()
-        for layer_number, layer in trained.model.moe_layers():
-            seen = layer.observation
-            assert seen is not None
-            load_E = seen.load_E.cpu()
-            known_E = sums.load_LE.get(layer_number)
-            sums.load_LE[layer_number] = load_E if known_E is None else known_E + load_E
-            sums.wanted += int(seen.wanted_E.sum())
+    phase = "val" if name == "valid" else f"val/{name}"
+    with trained.routing.evaluation_of(trained.step, phase, samples):
+        for number, batch in micro_batches(trained, dataset, samples):
+            trained.routing.check_batches([batch])
+            _evaluate(trained, batch, number, sums)
     return _reduced(trained, sums, time.perf_counter() - started)
+
+
+def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> None:
+    """Add one micro batch to the sums."""
+    set_context(trained.context, batch, number)
+    losses_BS = trained.model(**model_inputs(batch))
+    sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
+    sums.tokens += float(batch.loss_mask_BS.sum())
+    sums.routed += batch.tokens_BS.numel()
+    for layer_number, layer in trained.model.moe_layers():
+        seen = layer.observation
+        assert seen is not None
+        load_E = seen.load_E.cpu()
+        known_E = sums.load_LE.get(layer_number)
+        sums.load_LE[layer_number] = load_E if known_E is None else known_E + load_E
+        sums.wanted += int(seen.wanted_E.sum())
 
 
 def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator[tuple[int, Batch]]:
@@ -153,6 +166,7 @@ def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator
         data_rank=data_rank,
         data_size=layout.data,
         workers=0,
+        make_batch=trained.objective.batch,
     ) as stream:
         for place in range(samples // (size * layout.data)):
             batch, problem = None, None

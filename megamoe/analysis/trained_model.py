@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,19 @@ from megamoe.config import RunConfig, configure
 from megamoe.config.schema import ParallelConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
-from megamoe.model.gpt import GPT, build_gpt
+from megamoe.model.build import build_model
+from megamoe.model.gpt import GPT
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
+from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel import launch
 from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.train.objective import build_objective
 from megamoe.train.resolved import resolve_run
 from megamoe.train.resume import check_vocabulary
+from megamoe.train.routing_replay import RunRouting
 from megamoe.zero.expert_host import hosted_layer_factory
 
 KEY = "checkpoint"
@@ -39,18 +45,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class TrainedModel:
     """A model in evaluation mode, on this rank's device.
 
-    path: its checkpoint. precision: of its weights, `fp32`, `bf16` or `fp16`.
+    path: its checkpoint. precision: of its weights, `fp32`, `bf16` or `fp16`. routing: the choices that it
+    replays, if any.
     """
 
     path: Path
     meta: Meta
     config: RunConfig
-    model: GPT
+    model: LanguageModel
     context: StepContext
     layout: Layout
     world: launch.World
     vocabulary: Vocabulary
     precision: str
+    routing: RunRouting
+
+    @cached_property
+    def objective(self) -> TrainingObjective:
+        """The objective that it was trained with."""
+        return build_objective(self.config, self.vocabulary)
+
+    @property
+    def decoder(self) -> GPT:
+        """The model of a session that opens decoders only."""
+        assert isinstance(self.model, GPT)
+        return self.model
 
     @property
     def step(self) -> int:
@@ -69,41 +88,63 @@ class TrainedModel:
 class Session:
     """The ranks that open models, one after the other: the process group is started once.
 
-    world: this rank's place. overrides: `section.key=value`, for all models.
+    world: this rank's place. overrides: `section.key=value`, for all models. replays: whether
+    `moe.router.replay` may name a record of the routing.
     """
 
     world: launch.World
     overrides: Sequence[str] = ()
     precision: str | None = None
+    replays: bool = False
     _is_started: bool = field(default=False, repr=False)
     _intact: dict[Path, Path] = field(default_factory=dict, repr=False)  # the checkpoint, by what was named
 
-    def open(self, path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
+    def open(
+        self, path: Path, overrides: Sequence[str] = (), architectures: Sequence[str] = ("decoder",)
+    ) -> TrainedModel:
         """Load the weights of a checkpoint, or of the newest intact one of a run's folder.
 
         overrides: of the saved configuration, after the session's; they may change how the model computes,
-        but no weight's shape.
+        but no weight's shape. architectures: those that the caller can use.
 
         Raises:
-            UserError: on every rank, if there is no intact checkpoint, or if the configuration does not fit
-                its weights or this number of ranks.
+            UserError: on every rank, if there is no intact checkpoint, if it is of another architecture, or
+                if the configuration does not fit its weights or this number of ranks.
         """
         intact = self._verified(path)
         meta = read_meta(intact, KEY)
-        config = configuration_of(meta, intact, [*self.overrides, *overrides])
+        config = configuration_of(meta, intact, [*self.overrides, *overrides], self.replays)
+        kind = config.model.architecture
+        if kind not in architectures:
+            raise UserError(
+                f"{intact}: saved with model.architecture {kind}; this tool reads "
+                f"{' and '.join(architectures)}"
+            )
         run = resolve_run(config, self.world.size)
         check_vocabulary(intact, meta, run.vocabulary.size)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
         factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
-        model = build_gpt(config, run.vocabulary.size, factory)
+        model = build_model(config, run.vocabulary.size, factory)
         raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
         precision = self._precision(meta)
         _round(model, DTYPES[precision])
         model.to(self.world.device).eval()
+        routing = RunRouting(run, self.world)
+        raise_any_error(catch_error(lambda: routing.check_evaluation()))
+        routing.attach(model)
         return TrainedModel(
-            intact, meta, config, model, context, run.plan.layout, self.world, run.vocabulary, precision
+            path=intact,
+            meta=meta,
+            config=config,
+            model=model,
+            context=context,
+            layout=run.plan.layout,
+            world=self.world,
+            vocabulary=run.vocabulary,
+            precision=precision,
+            routing=routing,
         )
 
     def _verified(self, path: Path) -> Path:
@@ -113,7 +154,7 @@ class Session:
             if not self._is_started:
                 launch.start(self.world, ParallelConfig().timeout_minutes)
                 self._is_started = True
-            self._intact[path], _ = first_intact(found, report=self._report)
+            self._intact[path], _ = first_intact(found, self._report, "name another step_* folder or run")
         return self._intact[path]
 
     def _report(self, line: str) -> None:
@@ -130,21 +171,25 @@ class Session:
 
 
 @contextmanager
-def session(overrides: Sequence[str] = (), precision: str | None = None) -> Iterator[Session]:
+def session(
+    overrides: Sequence[str] = (), precision: str | None = None, replays: bool = False
+) -> Iterator[Session]:
     """Find this rank's place among the ranks; leave the process group at the end.
 
-    precision: of the weights; default: as trained, but fp32 on the CPU for a model trained in fp16.
+    precision: of the weights; default: as trained, but fp32 on the CPU for a model trained in fp16. replays:
+    whether the models may replay a record of the routing.
     """
     try:
-        yield Session(launch.find_world(), overrides, precision)
+        yield Session(launch.find_world(), overrides, precision, replays)
     finally:
         launch.stop()
 
 
-def configuration_of(meta: Meta, path: Path, overrides: Sequence[str]) -> RunConfig:
+def configuration_of(meta: Meta, path: Path, overrides: Sequence[str], replays: bool = False) -> RunConfig:
     """Return the configuration that a checkpoint holds, at the default layout, with overrides.
 
     Plugins that the checkpoint names are not run: a user must name them with the override `plugins=[...]`.
+    replays: whether the overrides may name a record of the routing.
 
     Raises:
         UserError: if the configuration is wrong, or needs plugins that the user does not name.
@@ -156,7 +201,7 @@ def configuration_of(meta: Meta, path: Path, overrides: Sequence[str]) -> RunCon
             f"{path}: the model was trained with plugins={plugins}, which are run only where you name them; "
             f"add plugins={plugins} if you trust these files"
         )
-    # A record is of the steps of training, and these choices are not of training.
+    # The run may have trained with recorded choices; here they are replayed only if an override says so.
     router = {key: value for key, value in tree.get("moe", {}).get("router", {}).items() if key != "replay"}
     tree["moe"] = {**tree.get("moe", {}), "router": router}
     # The number of ranks may be another one, which need not divide the batches of training.
@@ -167,9 +212,13 @@ def configuration_of(meta: Meta, path: Path, overrides: Sequence[str]) -> RunCon
         "batch_rampup": None,
     }
     config = configure(tree, list(overrides), source=str(path))
-    for key, value in (("moe.router.replay", config.moe.router.replay), ("log.routing", config.log.routing)):
-        if value is not None:
-            raise UserError(f"{key}: found {value!r}, which only a run that trains can do; leave it out")
+    if config.log.routing is not None:
+        raise UserError(f"log.routing: found {config.log.routing!r}, but only training records; leave it out")
+    if config.moe.router.replay is not None and not replays:
+        raise UserError(
+            f"moe.router.replay: found {config.moe.router.replay!r}, but only training and tools/evaluate.py "
+            "replay; leave it out"
+        )
     return config
 
 

@@ -40,12 +40,19 @@ from megamoe.parallel.consensus import catch_error, first_problem, gather_from_r
 from megamoe.parallel.layout import Layout
 from megamoe.zero.engine import Engine
 
+RESUME_ELSEWHERE = (
+    "name another one in checkpoint.resume, or start from scratch with checkpoint.resume=never and another "
+    "name"
+)
 
-def first_intact(paths: list[Path], report: Callable[[str], None]) -> tuple[Path, list[Path]]:
+
+def first_intact(
+    paths: list[Path], report: Callable[[str], None], way_out: str = RESUME_ELSEWHERE
+) -> tuple[Path, list[Path]]:
     """Return the first intact checkpoint of the first rank's `paths`, and the damaged ones before it.
 
     Intact means that every byte is as it was saved. Collective: the ranks divide the files among them.
-    report: called on the first rank with a line for each damaged checkpoint.
+    report: called on the first rank with a line for each damaged checkpoint. way_out: ends the message.
 
     Raises:
         UserError: on every rank, if no checkpoint is intact.
@@ -63,10 +70,7 @@ def first_intact(paths: list[Path], report: Callable[[str], None]) -> tuple[Path
         problem = f"{path}: {found[1]}"
         if rank == 0:
             report(f"damaged: {problem}")
-    raise UserError(
-        f"{problem}; no intact checkpoint is left to go on from: name another one in checkpoint.resume, or "
-        "start from scratch with checkpoint.resume=never and another name"
-    )
+    raise UserError(f"{problem}; no intact checkpoint is left to go on from: {way_out}")
 
 
 class Checkpoints:

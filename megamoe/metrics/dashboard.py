@@ -147,6 +147,26 @@ class Dashboard:
         return panels
 
 
+def own_entity() -> str:
+    """Return the W&B user or team to which the login sends by default. It asks the server.
+
+    Raises:
+        UserError: if W&B does not answer.
+    """
+    try:
+        import wandb
+
+        entity: str | None = wandb.Api().default_entity
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"W&B does not say who is logged in ({type(error).__name__}: {first_line})"
+        ) from error
+    if not entity:
+        raise UserError("W&B has no default entity for this login; name a user or team with --entity")
+    return entity
+
+
 def spec_of(made: Any) -> Tree:
     """Return a workspace or report as plain data: its public fields that are set, without random ids."""
     from pydantic import TypeAdapter

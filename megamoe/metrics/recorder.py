@@ -7,10 +7,12 @@ Only one rank may open a recorder.
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megamoe.config.schema import LogConfig
+from megamoe.errors import UserError
 from megamoe.metrics.reader import whole_lines
 from megamoe.metrics.sinks.summaries import Shown, Summaries
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
@@ -81,7 +83,8 @@ class Recorder:
         # TensorBoard comes first: it alone may raise, and then no existing file has been replaced.
         copies: list[Copy] = [TensorBoardSink(run_folder / "tensorboard")] if log.tensorboard else []
         if log.wandb.enabled:
-            copies.append(WandbSink(run_folder, log.wandb, run_name, config, resumed_step is not None))
+            repeats = None if resumed_step is None else _repeats(run_folder / METRICS_FILE, resumed_step)
+            copies.append(WandbSink(run_folder, log.wandb, run_name, config, repeats))
         return cls(JsonLinesSink(run_folder / METRICS_FILE, resumed_step), copies, log.heat_map_every)
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -111,6 +114,15 @@ def check_record(run_folder: Path, resumed_step: int) -> None:
     if path.exists():
         for _ in whole_lines(path, resumed_step):
             pass
+
+
+def _repeats(path: Path, resumed_step: int) -> int:
+    """Return how many steps after `resumed_step` a record has; it is read as far as it is whole."""
+    last = resumed_step
+    with suppress(UserError):
+        for line in whole_lines(path):
+            last = max(last, line.step)
+    return last - resumed_step
 
 
 def _to_plain(value: Any) -> Any:

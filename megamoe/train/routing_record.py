@@ -79,7 +79,7 @@ def fingerprint(run: ResolvedRun) -> dict[str, Any]:
     """Return what a record's run and the replaying one must have in common, by key."""
     config = run.config
     found: dict[str, Any] = {
-        "moe.layers": moe_layer_numbers(config.moe, config.model.num_layers),
+        "moe.layers": moe_layer_numbers(config),
         "moe.num_experts": config.moe.num_experts,
         "seed": config.seed,
         "train.steps": run.steps,
@@ -121,6 +121,14 @@ def check_folder(key: str, folder: Path, expected: dict[str, Any]) -> bool:
                 f"{json.dumps(value)}; name a record of the same model and data"
             )
     return True
+
+
+def evaluated_steps(folder: Path, phase: str) -> list[int]:
+    """Return the steps of which a record has choices of a phase, ascending."""
+    end = file_name(0, phase, 0).partition(".")[2]
+    names = [path.name.partition(".") for path in folder.glob("step_*.choices")]
+    numbers = [begin.removeprefix("step_") for begin, _, rest in names if rest == end]
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def begin_record(folder: Path, meta: dict[str, Any], step: int) -> None:

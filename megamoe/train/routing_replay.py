@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
-from megamoe.model.gpt import GPT
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.parallel.consensus import raise_any_error_fast
@@ -20,6 +20,7 @@ from megamoe.train.routing_record import (
     Rows,
     begin_record,
     check_folder,
+    evaluated_steps,
     file_name,
     fingerprint,
     last_whole_step,
@@ -73,7 +74,7 @@ class RunRouting:
         if self.replay is None:
             return
         if not check_folder(REPLAY, self.replay, self.meta):
-            raise UserError(f"{REPLAY}: {self.replay} holds no record; expected the folder of {RECORD}")
+            raise self._no_record()
         whole, problem = last_whole_step(self.replay, self.num_layers)
         if whole < last_step:
             raise UserError(
@@ -81,7 +82,58 @@ class RunRouting:
                 f"{last_step}; of the step after: {problem}; stop earlier with train.exit_after_steps"
             )
 
-    def attach(self, model: GPT) -> None:
+    def check_evaluation(self) -> None:
+        """Refuse to replay a record of another model or data in the evaluation of a checkpoint.
+
+        The record's run may have had other steps and batches: they change no token of a validation set.
+
+        Raises:
+            UserError: naming the key.
+        """
+        if self.replay is None:
+            return
+        same = {key: value for key, value in self.meta.items() if not key.startswith("train.")}
+        if not check_folder(REPLAY, self.replay, same):
+            raise self._no_record()
+
+    @contextmanager
+    def evaluation_of(self, step: int, phase: str, samples: int) -> Iterator[None]:
+        """Replay the forward passes meanwhile as an evaluation at a step. Collective.
+
+        phase: a validation set's name in metrics.jsonl. samples: of the evaluation, over all ranks. They must
+        be as many as recorded ones, because their order in a data set depends on their number.
+
+        Raises:
+            UserError: on every rank, if the record has no such evaluation, or cannot be read.
+        """
+        if self.replay is None:
+            yield
+            return
+        raise_any_error_fast(self._missing_evaluation(step, phase), self.world.device)
+        with self.of(step, phase):
+            recorded = len(self.rows[0].index_T) // self.length
+            if recorded != samples:
+                raise UserError(
+                    f"{REPLAY}: {self.replay} has {recorded} samples of {phase} at step {step}, this "
+                    f"evaluation takes {samples}; leave out --samples and evaluation.batches"
+                )
+            yield
+
+    def _missing_evaluation(self, step: int, phase: str) -> str | None:
+        assert self.replay is not None
+        if (self.replay / file_name(step, phase, 0)).exists():
+            return None
+        steps = evaluated_steps(self.replay, phase)
+        found = f"has them of steps {', '.join(map(str, steps))}" if steps else "has none at any step"
+        return (
+            f"{REPLAY}: {self.replay} has no choices of {phase} at the checkpoint's step {step}; it {found}; "
+            "name a checkpoint of a step at which the recorded run evaluated"
+        )
+
+    def _no_record(self) -> UserError:
+        return UserError(f"{REPLAY}: {self.replay} holds no record; expected the folder of {RECORD}")
+
+    def attach(self, model: LanguageModel) -> None:
         """Put this between the routers of a model and their selectors."""
         if self.record is None and self.replay is None:
             return

@@ -11,7 +11,9 @@ from megamoe.checkpoint.init_from import InitialWeights
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.config import RunConfig
 from megamoe.config.shapes import moe_layer_numbers
-from megamoe.model.gpt import GPT, MoEFactory, build_gpt
+from megamoe.model.blocks import MoEFactory
+from megamoe.model.build import build_model
+from megamoe.model.language_model import LanguageModel
 from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.train.resolved import ResolvedRun
 from megamoe.zero.partition import Partition
@@ -34,7 +36,7 @@ def start_model(
     make_moe_layer: MoEFactory,
     saved: CheckpointReader | None,
     say: Say,
-) -> GPT:
+) -> LanguageModel:
     """Build the model on the CPU in fp32; at ZeRO 3 this rank keeps its slices alone, as they are to be.
 
     At ZeRO 3 the embedding and each block is drawn, loaded and cut before the next one is built. All ranks
@@ -58,7 +60,7 @@ def start_model(
         if cut is not None:
             cut(module)
 
-    model = build_gpt(config, run.vocabulary.size, make_moe_layer, built if cut is not None else None)
+    model = build_model(config, run.vocabulary.size, make_moe_layer, built if cut is not None else None)
     built("", model)
     if weights is not None:
         raise_any_error(catch_error(weights.finish))
@@ -70,7 +72,7 @@ def start_model(
 def _initial_weights(config: RunConfig, run: ResolvedRun, rank: int) -> InitialWeights:
     """Open the checkpoint of `checkpoint.init`; collective."""
     init, opened = config.checkpoint.init, []
-    is_moe = bool(moe_layer_numbers(config.moe, config.model.num_layers))
+    is_moe = bool(moe_layer_numbers(config))
     raise_any_error(
         catch_error(
             lambda: opened.append(

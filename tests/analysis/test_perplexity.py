@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megamoe.analysis.command import check_writable
 from megamoe.analysis.perplexity import Perplexity, datasets_of, flops_of_dense, flops_of_pair, perplexity_on
 from megamoe.analysis.trained_model import session
 from megamoe.errors import UserError
@@ -13,7 +14,8 @@ from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, small_run
-from tests.tiny import tiny
+from tests.test_bad_input_of_tools import tool
+from tests.tiny import one_line, tiny
 
 CAPACITY = {"name": "per_expert", "factor": 0.5}
 ROUTER: dict[str, Any] = {"scorer": "linear", "selector": {"name": "top_k", "k": 2}, "capacity": CAPACITY}
@@ -27,8 +29,8 @@ PAIR: dict[str, Any] = {"tensor": 2, "expert": 2, "deepspeed": ds_config("zero3_
 
 
 def trained_run(folder: Path, **changes: Any) -> dict[str, float]:
-    """Job: two steps, a checkpoint, and the validation loss that training reports."""
-    trainer = Trainer(small_run(folder, **RUN, **changes))
+    """Job: two steps, a checkpoint, the choices in `record`, and the validation loss that it reports."""
+    trainer = Trainer(small_run(folder, **RUN, **changes, log__routing=str(folder / "record")))
     for _ in range(2):
         trainer.step()
     reported = trainer.evaluate()
@@ -40,7 +42,7 @@ def trained_run(folder: Path, **changes: Any) -> dict[str, float]:
 def evaluated(path: Path, points: list[list[str]], overrides: list[str]) -> list[dict[str, Any]]:
     """Job: what an evaluation finds at each point."""
     found = []
-    with session(overrides) as ranks:
+    with session(overrides, replays=True) as ranks:
         for point in points:
             trained = ranks.open(path, point)
             samples = trained.validation_samples
@@ -85,12 +87,42 @@ def test_a_sweep_over_the_capacity_changes_what_is_computed(
     assert len({each["lm_loss"] for each in found}) == 3
 
 
+def test_replayed_choices_give_the_loss_of_the_recorded_run_under_another_router(
+    pool: Pool, run_folder: tuple[Path, float]
+) -> None:
+    """The capacity, which drops pairs, is of the recorded run: the override keeps it."""
+    path, reported = run_folder
+    select_four = "moe.router.selector.k=4"
+    replay = f"moe.router.replay={path.parent / 'record'}"
+    capacity = "moe.router.capacity.factor=0.25"  # of k = 4 as many places as half of k = 2
+    points = [[replay], [select_four, capacity, replay], [select_four, capacity]]
+    (alone,) = pool.run(evaluated, path, points, [], ranks=1)
+    assert alone[0]["lm_loss"] == pytest.approx(reported, abs=1e-6)
+    assert alone[1]["load"] == alone[0]["load"] and alone[1]["lm_loss"] == alone[0]["lm_loss"]
+    assert alone[2]["load"] != alone[0]["load"]
+    one, two = pool.run(evaluated, path, points[1:2], ["parallel.expert=2"], ranks=2)
+    assert one[0]["lm_loss"] == two[0]["lm_loss"] == pytest.approx(reported, abs=1e-6)
+    assert one[0]["load"] == alone[0]["load"]
+
+
 def refusals(path: Path) -> list[str]:
     """Job: the lines of what cannot be evaluated."""
+    replay = f"moe.router.replay={path.parent / 'record'}"
+    empty = path.parent / "empty"
+    empty.mkdir()
     lines = []
-    for overrides, samples in ((["model.vocab_size=42"], 8), (["moe.num_experts=4"], 8), ([], 0)):
+    for overrides, samples in (
+        (["model.vocab_size=42"], 8),
+        (["moe.num_experts=4"], 8),
+        ([], 0),
+        ([replay, "seed=7"], 8),
+        ([replay, "data.document_aware=false"], 8),
+        ([replay], 4),
+        ([f"moe.router.replay={empty}"], 8),
+        (["log.routing=new"], 8),
+    ):
         try:
-            with session(overrides) as ranks:
+            with session(overrides, replays=True) as ranks:
                 trained = ranks.open(path)
                 perplexity_on(trained, datasets_of(trained, 8).validation["valid"], samples)
         except UserError as error:
@@ -100,6 +132,7 @@ def refusals(path: Path) -> list[str]:
 
 def test_mistakes_are_lines(pool: Pool, run_folder: tuple[Path, float]) -> None:
     path, _ = run_folder
+    record = path.parent / "record"
     (lines,) = pool.run(refusals, path, ranks=1)
     for line, start in zip(
         lines,
@@ -107,10 +140,53 @@ def test_mistakes_are_lines(pool: Pool, run_folder: tuple[Path, float]) -> None:
             f"{path}/checkpoints/step_00000002: saved with vocabulary 21, this run has 42; name data",
             f"{path}/checkpoints/step_00000002: ",
             "0 samples do not divide",
+            f"moe.router.replay: {record} is a record of seed 1234, this run has 7; name a record",
+            f"moe.router.replay: {record} is a record of data.document_aware true, this run has false; name",
+            f"moe.router.replay: {record} has 8 samples of val at step 2, this evaluation takes 4; leave out",
+            f"moe.router.replay: {path.parent}/empty holds no record; expected the folder of log.routing",
+            "log.routing: found 'new', but only training records; leave it out",
         ),
         strict=True,
     ):
         assert line.startswith(start), line
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--samples=0"], "error: --samples: found 0, expected at least 1"),
+        (["--samples=-8"], "error: --samples: found -8, expected at least 1"),
+        (["--json=missing/out.json"], "error: --json: missing/out.json cannot be written: No such file"),
+        (
+            ["--sweep=k"],
+            "error: --sweep: found 'k', expected KEY=V1,V2,... such as moe.router.selector.k=2,3,4",
+        ),
+        (
+            [],
+            "error: no_run: no checkpoint and no run's folder with one; name a step_* folder, or runs/<name>",
+        ),
+    ],
+)
+def test_bad_input_of_the_tool_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    restored_process: None,
+    options: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert one_line(tool("evaluate").main(["no_run", *options]), capsys).startswith(expected)
+
+
+def test_a_result_that_cannot_be_written_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_writable("--json", tmp_path / "out.json")
+    check_writable("--json", None)
+    for place, problem in (("file/out.json", "Not a directory"), (".", "Is a directory")):
+        with pytest.raises(UserError, match=rf"^--json: .* cannot be written: {problem}"):
+            check_writable("--json", tmp_path / place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_plugins_of_a_checkpoint_are_not_run_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

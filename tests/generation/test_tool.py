@@ -52,6 +52,11 @@ def test_what_it_writes(pool: Pool, tmp_path: Path) -> None:
         (["--prompt=a", "--batch-size=0"], "error: --batch-size: found 0, expected at least 1"),
         (["--file=empty.txt"], "error: --file: empty.txt has no prompt; expected one on each line"),
         (["--file=bytes.txt"], "error: --file: bytes.txt: 'utf-8' codec"),
+        (
+            ["--prompt=a", "--json=missing/out.json"],
+            "error: --json: missing/out.json cannot be written: No such file or directory; name a file",
+        ),
+        (["--prompt=a", "--html=."], "error: --html: . cannot be written: Is a directory; name a file"),
         (["--file=none.txt"], "error: --file: none.txt: No such file or directory; expected"),
     ],
 )

@@ -31,6 +31,7 @@ class FakeRun:
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
+        self.counters: list[int] = []
         self.alerts: list[tuple[str, str]] = []
 
     def init(self, **arguments: Any) -> "FakeRun":
@@ -40,8 +41,10 @@ class FakeRun:
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         pass
 
-    def log(self, metrics: dict[str, Any]) -> None:
+    def log(self, metrics: dict[str, Any], step: int, commit: bool) -> None:
+        assert commit, "a row with a step is otherwise sent with the next one"
         self.logged.append(metrics)
+        self.counters.append(step)
 
     def alert(self, title: str, text: str) -> None:
         self.alerts.append((title, text))
@@ -112,6 +115,23 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch:
     first, again, anew = run.inits
     assert first["id"] == again["id"] != anew["id"]
     assert (first["resume"], again["resume"], first["mode"]) == (None, "allow", "online")
+
+
+def test_the_counter_grows_over_launches_that_repeat_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches log 10-50, resume after 20, after 60, and after 30."""
+    run = FakeRun()
+    monkeypatch.setattr(wandb, "init", run.init)
+    for resumed_step, steps in ((None, (10, 50)), (20, (30, 60)), (60, (70,)), (30, (40,))):
+        recorder = open_recorder(tmp_path, resumed_step)
+        for step in steps:
+            recorder.log({"step": step})
+        recorder.close()
+    assert [row["step"] for row in run.logged] == [10, 50, 30, 60, 70, 40]
+    assert run.counters == [10, 50, 60, 90, 100, 110]
+    open_recorder(tmp_path).log({"step": 1})
+    assert run.counters[-1] == 1, "a new run in the same folder"
 
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])

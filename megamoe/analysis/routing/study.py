@@ -92,7 +92,7 @@ class StudyData:
 
     @classmethod
     def of(cls, trained: TrainedModel, options: Options) -> "StudyData":
-        samples = options.samples or trained.validation_samples
+        samples = trained.validation_samples if options.samples is None else options.samples
         sets = datasets_of(trained, samples).validation
         if not sets:
             raise UserError(

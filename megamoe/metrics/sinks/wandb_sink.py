@@ -5,7 +5,9 @@
 - It never hangs: starting and finishing have a time limit.
 - Whatever it raises becomes one warning, and the run goes on without it.
 - The run's id lies in the run folder, so that a resumed run continues the same curves. `step` is the
-  x axis of every metric instead of W&B's own counter, which refuses to repeat a step.
+  x axis of every metric instead of W&B's own counter, which refuses to repeat a step. That counter is the
+  step plus the steps that resumed launches repeated: it grows over all launches, also of an offline run,
+  whose parts `wandb sync` would otherwise number from 0 each.
 """
 
 import logging
@@ -23,6 +25,7 @@ from megamoe.metrics.sinks.alerts import Alerts
 from megamoe.metrics.sinks.summaries import Shown
 
 ID_FILE = "wandb_run_id.txt"
+REPEATED_FILE = "wandb_repeated_steps.txt"
 START_LIMIT_S = 30.0
 FINISH_LIMIT_S = 60.0
 PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # one service under an old and a new name
@@ -31,23 +34,39 @@ log = logging.getLogger(__name__)
 
 
 class WandbSink:
-    """One W&B run, with its files in `run_folder`."""
+    """One W&B run, with its files in `run_folder`.
+
+    repeats: of a resumed run, the number of recorded steps that it computes again; None: a new run.
+    """
 
     def __init__(
-        self, run_folder: Path, config: WandbConfig, run_name: str, run_config: dict[str, Any], resumed: bool
+        self,
+        run_folder: Path,
+        config: WandbConfig,
+        run_name: str,
+        run_config: dict[str, Any],
+        repeats: int | None,
     ) -> None:
         self._run: Any = None
         self._alerts = Alerts()
+        self._repeated = 0  # steps, by all launches of the run
         try:
-            self._start(run_folder, config, run_name, run_config, resumed)
+            self._start(run_folder, config, run_name, run_config, repeats)
         except Exception as error:
             self._give_up(error)
 
     def _start(
-        self, run_folder: Path, config: WandbConfig, run_name: str, run_config: dict[str, Any], resumed: bool
+        self,
+        run_folder: Path,
+        config: WandbConfig,
+        run_name: str,
+        run_config: dict[str, Any],
+        repeats: int | None,
     ) -> None:
         import wandb
 
+        resumed = repeats is not None
+        self._repeated = _sum_repeated(run_folder / REPEATED_FILE, repeats)
         mode: Any = choose_mode(config.mode)
         if config.mode == "online" and mode == "offline":
             log.warning(
@@ -79,7 +98,7 @@ class WandbSink:
         if self._run is None:
             return
         try:
-            self._run.log(_for_wandb(shown))
+            self._run.log(_for_wandb(shown), step=shown.step + self._repeated, commit=True)
             for alert in self._alerts.of(metrics):
                 self._run.alert(title=alert.title, text=alert.text)
         except Exception as error:
@@ -130,6 +149,16 @@ def _run_id(path: Path, resumed: bool) -> str:
     ]
     path.write_text(run_id + "\n", encoding="utf-8")
     return run_id
+
+
+def _sum_repeated(path: Path, repeats: int | None) -> int:
+    """Return the steps that all launches of a run have repeated, and keep the number for the next one."""
+    before = 0
+    if repeats is not None and path.exists():
+        text = path.read_text(encoding="utf-8").strip()
+        before = int(text) if text.isdecimal() else 0
+    path.write_text(f"{before + (repeats or 0)}\n", encoding="utf-8")
+    return before + (repeats or 0)
 
 
 def _for_wandb(shown: Shown) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from megamoe.data.vocabulary import Vocabulary
 from megamoe.moe.part import StepContext
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout
+from megamoe.train.resolved import resolve_run
+from megamoe.train.routing_replay import RunRouting
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 SAMPLES, TOKENS = 8, 64  # sequences of 8 tokens
@@ -22,7 +24,9 @@ def opened(*overrides: str) -> TrainedModel:
     meta: Any = {"step": 5, "config": {"train": {"micro_batch_size": 2}}}
     vocabulary = Vocabulary(VOCABULARY, 0, None)
     path = Path("runs/tiny/checkpoints/step_00000005")
-    return TrainedModel(path, meta, config, model, context, Layout(1), find_world(), vocabulary, "fp32")
+    world = find_world()
+    routing = RunRouting(resolve_run(config, 1), world)
+    return TrainedModel(path, meta, config, model, context, Layout(1), world, vocabulary, "fp32", routing)
 
 
 def data_of(trained: TrainedModel) -> Any:

@@ -1,0 +1,73 @@
+"""What the tools that open trained models share: the start and the end of their commands, and their files.
+
+This file imports neither torch nor the vendors' libraries: `run_tool` checks their versions first.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megamoe.compat.startup import check_versions, settle_vendors
+from megamoe.errors import UserError
+from megamoe.resilience.error_reporting import report_error
+
+
+def run_tool(work: Callable[[], None]) -> int:
+    """Check and settle the vendors' libraries and do the work; return the exit code.
+
+    An error of the work becomes a line on standard error; 2: a user's mistake.
+    """
+    try:
+        check_versions()
+        settle_vendors()
+        work()
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(error)
+    return 0
+
+
+def check_at_least(option: str, value: int | None, least: int = 1) -> None:
+    """Check a number that a user may give.
+
+    Raises:
+        UserError: if it is too small.
+    """
+    if value is not None and value < least:
+        raise UserError(f"{option}: found {value}, expected at least {least}")
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Check before long work that its result can be written to a file; the file is not touched.
+
+    Raises:
+        UserError: if there is no folder for it, if it is a folder, or if the permissions forbid it.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    problem = None
+    if not folder.is_dir():
+        problem = errno.ENOTDIR if folder.exists() else errno.ENOENT
+    elif path.is_dir():
+        problem = errno.EISDIR
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = errno.EACCES
+    if problem is not None:
+        raise _unwritable(option, path, os.strerror(problem))
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write a result.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(option, path, error.strerror) from error
+
+
+def _unwritable(option: str, path: Path, problem: str | None) -> UserError:
+    return UserError(f"{option}: {path} cannot be written: {problem}; name a file in a folder that exists")
