@@ -26,6 +26,16 @@ DEEP: dict[str, Any] = {
     "moe__expert_ffn_hidden_size": 64,
     "train__global_batch_size": 2,
 }
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "encoder": {"model__architecture": "encoder", "train__objective": {"name": "masked"}},
+    "encoder_decoder": {
+        "model__architecture": "encoder_decoder",
+        "data__document_aware": False,
+        "moe__layers": {"encoder": {"at": [2]}, "decoder": {"at": [1]}},
+        "train__objective": {"name": "span_corruption"},
+    },
+    "sinusoidal": {"model__position": "sinusoidal"},
+}
 WEIGHTS: dict[str, Any] = {"train__global_batch_size": 4, "moe__layers": {"at": [1], "insert_after": [2]}}
 # (ranks, parallel): with the experts' copies on one, two and four ranks
 LAYOUTS = [
@@ -54,7 +64,8 @@ def held_while_built(**changes: Any) -> dict[str, int]:
         sizes = [4 * parameter.ds_numel for parameter in model.parameters()]  # type: ignore[attr-defined]
         blocks = [
             sum(4 * parameter.ds_numel for parameter in block.parameters())
-            for block in model.model.decoder.layers
+            for stack in model.stacks()
+            for block in stack
         ]
         trainer._stream.close()
     finally:
@@ -107,9 +118,20 @@ def weights_at_start(**changes: Any) -> dict[str, list[tuple[Any, Tensor]]]:
 def test_weights_are_those_of_one_rank(
     pool: Pool, tmp_path: Path, ranks: int, parallel: dict[str, int], tied: bool
 ) -> None:
-    run = {**WEIGHTS, "model__tie_embeddings": tied}
+    _assert_those_of_one_rank(pool, tmp_path, ranks, parallel, {**WEIGHTS, "model__tie_embeddings": tied})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_weights_of_every_architecture(pool: Pool, tmp_path: Path, name: str) -> None:
+    _assert_those_of_one_rank(pool, tmp_path, 2, {"expert": 2}, {**WEIGHTS, **ARCHITECTURES[name]})
+
+
+def _assert_those_of_one_rank(
+    pool: Pool, folder: Path, ranks: int, parallel: dict[str, int], run: dict[str, Any]
+) -> None:
     (whole,) = pool.run(weights_at_start, **run, ranks=1)
-    path = ds_variant(tmp_path, "zero3_fp32", zero_optimization=CUT_ALL)
+    path = ds_variant(folder, "zero3_fp32", zero_optimization=CUT_ALL)
     for found in pool.run(weights_at_start, **run, parallel={**parallel, "deepspeed": path}, ranks=ranks):
         assert found.keys() == whole.keys()
         for name, chunks in found.items():

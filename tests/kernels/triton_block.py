@@ -85,11 +85,13 @@ def check_gradients_of_heads_are_side_by_side() -> None:
         mixed = draw(4, 2, heads, 3 * size).to(dtype).requires_grad_()
         sent = [draw(4, 2, heads, size, seed=seed).to(dtype) for seed in (3, 4, 5)]
         with mock.patch("torch.cat", side_effect=AssertionError("a copy")):
-            sides = turn_sides(*split_heads(mixed, [size] * 3), 500, ON_TRITON)
+            query, key, value = split_heads(mixed, [size] * 3)
+            sides = turn_sides(query, key, value, 500, ON_TRITON)
             (gradient,) = torch.autograd.grad(sides, mixed, sent)
         assert all(side.is_contiguous() for side in sides[:2])
         exact = mixed.detach().double().requires_grad_()
-        expected = turn_sides(*exact.split(size, dim=-1), 500, PLAIN)
+        query, key, value = exact.split(size, dim=-1)
+        expected = turn_sides(query, key, value, 500, PLAIN)
         (wanted,) = torch.autograd.grad(expected, exact, [each.double() for each in sent])
         for one, other in zip([*sides, gradient], [*expected, wanted], strict=True):
             assert_one_rounding(one, other)
