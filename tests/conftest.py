@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 
 from megamoe.compat.startup import settle_vendors
 
+# Before torch starts: threads that wait for work spin, here and in what the tests start, which doubles the time
+# of small tensors. Tests of threads set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settle_vendors()
 
 if TYPE_CHECKING:
@@ -80,13 +84,7 @@ def own_parts() -> Iterator[list[tuple[str, str]]]:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """Process groups and Megatron-Core's state for this process alone."""
-    from megamoe.parallel import launch
-    from megamoe.parallel.groups import start_groups
-    from megamoe.parallel.layout import Layout
-    from tests.tiny import restored_process
+    from tests.tiny import world_of_one
 
-    with restored_process():
-        launch.start(launch.find_world(), timeout_minutes=1)
-        start_groups(Layout(1), timeout_minutes=1)
+    with world_of_one():
         yield
-        launch.stop()

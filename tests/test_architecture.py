@@ -5,7 +5,7 @@ Nothing is imported here; every rule reads the syntax trees.
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,8 +37,11 @@ MAY_IMPORT = {
     "costs": SHARDING | {"zero"},
     "resilience": FOUNDATION | {"parallel"},
     "checkpoint": SHARDING | {"zero", "resilience"},
-    "train": SHARDING | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe"},
-    "analysis": SHARDING | {"data", "metrics", "model", "zero", "resilience", "checkpoint", "train"},
+    "objectives": FOUNDATION | {"data"},
+    "train": SHARDING
+    | {"data", "metrics", "model", "objectives", "zero", "costs", "resilience", "checkpoint", "megamoe"},
+    "analysis": SHARDING
+    | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
@@ -85,9 +88,22 @@ INTERNALS = {
 DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 
-def named(paths: list[Path]) -> pytest.MarkDecorator:
-    ids = [str(path.relative_to(ROOT)) for path in paths]
-    return pytest.mark.parametrize("path", paths, ids=ids)
+def each_of(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make the check of one file a test of all files, which names every file that fails it."""
+
+    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            problems = []
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    problems.append(f"{path.relative_to(ROOT)}: {error}")
+            assert not problems, "\n".join(problems)
+
+        return test
+
+    return decorate
 
 
 @cache
@@ -95,9 +111,14 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Every imported dotted name: `from a import b` is a.b; import_module("a") and find_spec("a") count."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -113,9 +134,10 @@ def called(node: ast.Call) -> str:
 
 
 def calls_of(path: Path, dotted: str) -> Iterator[ast.Call]:
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == dotted:
-            yield node
+    for node in nodes_of(path):
+        if isinstance(node, ast.Call) and called(node) == dotted.split(".")[-1]:
+            if ast.unparse(node.func) == dotted:
+                yield node
 
 
 def within(name: str, module: str) -> bool:
@@ -139,14 +161,14 @@ def test_every_package_has_its_rule() -> None:
     assert {package_of(path) for path in FILES} - {"megamoe"} == MAY_IMPORT.keys()
 
 
-@named(FILES)
+@each_of(FILES)
 def test_arrows_between_packages_point_one_way(path: Path) -> None:
     package = package_of(path)
     imported = {our_package(name) for name in imports_of(path) if within(name, "megamoe")}
     assert imported <= MAY_IMPORT.get(package, set()) | {package}
 
 
-@named(FILES)
+@each_of(FILES)
 def test_each_vendor_has_one_package(path: Path) -> None:
     for name in imports_of(path):
         rules = [module for module in VENDORS if within(name, module)]
@@ -155,7 +177,7 @@ def test_each_vendor_has_one_package(path: Path) -> None:
             assert package_of(path) in allowed, f"{name} belongs to {sorted(allowed)}"
 
 
-@named(SCRIPTS)
+@each_of(SCRIPTS)
 def test_entry_scripts_leave_vendors_to_the_packages(path: Path) -> None:
     assert not [name for name in imports_of(path) if any(within(name, vendor) for vendor in VENDORS)]
 
@@ -169,7 +191,7 @@ def our_private_names() -> Counter[str]:
     """How often a private name is bound in megamoe: as a function, class, attribute or field."""
     found: list[str] = []
     for path in FILES:
-        for node in ast.walk(tree_of(path)) if package_of(path) != "compat" else ():
+        for node in nodes_of(path) if package_of(path) != "compat" else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.append(node.name)
             elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -190,7 +212,7 @@ def is_vendors(node: ast.Attribute) -> bool:
 def vendor_names(path: Path) -> set[str]:
     """The names in a file by which it knows modules, classes and functions of other libraries."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 first = (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
@@ -204,7 +226,7 @@ def vendor_names(path: Path) -> set[str]:
 def vendor_internals(path: Path) -> Iterator[str]:
     """What a file uses of other libraries beyond their public interface, or patches in them."""
     names = vendor_names(path)
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         place = f"line {getattr(node, 'lineno', 0)}: "
         if isinstance(node, ast.Attribute):
             if is_vendors(node) and ast.unparse(node) not in PUBLIC:
@@ -220,7 +242,7 @@ def vendor_internals(path: Path) -> Iterator[str]:
                 yield place + ast.unparse(node)
 
 
-@named([path for path in FILES if package_of(path) != "compat"] + SCRIPTS)
+@each_of([path for path in FILES if package_of(path) != "compat"] + SCRIPTS)
 def test_internals_of_vendors_are_touched_in_compat_alone(path: Path) -> None:
     assert not list(vendor_internals(path))
 
@@ -250,7 +272,7 @@ def test_use_of_internals_is_seen(source: str, tmp_path: Path) -> None:
 COMPAT = [path for path in FILES if package_of(path) == "compat" and path.name != "__init__.py"]
 
 
-@named(COMPAT)
+@each_of(COMPAT)
 def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> None:
     """The docstring holds them; startup's check of versions needs none."""
     entries = [
@@ -269,7 +291,7 @@ def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> Non
         assert canary.strip() in {test.name for test in tests.body if isinstance(test, ast.FunctionDef)}
 
 
-@named([path for path in FILES if package_of(path) == "moe"])
+@each_of([path for path in FILES if package_of(path) == "moe"])
 def test_routers_never_import_a_loss_or_the_layer(path: Path) -> None:
     """Losses read what a router decided; the layer puts the two together."""
     inside = path.relative_to(PACKAGE / "moe")
@@ -289,7 +311,7 @@ PARTS = {path: parts_of(path) for path in FILES if path.name != "registry.py"}
 NAMES_PARTS = {"moe/presets.py", "config/parts.py", "config/schema.py"}  # presets and defaults
 
 
-@named([path for path in FILES if str(path.relative_to(PACKAGE)) not in NAMES_PARTS])
+@each_of([path for path in FILES if str(path.relative_to(PACKAGE)) not in NAMES_PARTS])
 def test_no_file_knows_a_part_by_name_or_class(path: Path) -> None:
     """Parts ask each other for capabilities: a plugin's part is then as good as one built in."""
     modules = {
@@ -299,7 +321,7 @@ def test_no_file_knows_a_part_by_name_or_class(path: Path) -> None:
     }
     assert not [name for name in imports_of(path) if any(within(name, module) for module in modules)]
     others = {name for other, names in PARTS.items() for name in names if other != path} - {"none"}
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Compare) and (found := words_in(node) & others):
             assert not compares_names(node), f"line {node.lineno} asks for {sorted(found)} by name"
 
@@ -316,7 +338,7 @@ def compares_names(node: ast.Compare) -> bool:
     return any(word.endswith("name") or word in stages for word in found)
 
 
-@named(FILES + SCRIPTS)
+@each_of(FILES + SCRIPTS)
 def test_nothing_runs_code_from_data(path: Path) -> None:
     assert not [name for name in imports_of(path) if name.split(".")[0] in DANGEROUS]
     assert not [*calls_of(path, "eval"), *calls_of(path, "exec")]
@@ -328,21 +350,21 @@ def test_nothing_runs_code_from_data(path: Path) -> None:
         loader = next(ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "Loader")
         bases = [
             [ast.unparse(base) for base in node.bases]
-            for node in ast.walk(tree_of(path))
+            for node in nodes_of(path)
             if isinstance(node, ast.ClassDef) and node.name == loader
         ]
         assert loader == "yaml.SafeLoader" or bases == [["yaml.SafeLoader"]], f"line {call.lineno}"
 
 
-@named(FILES + SCRIPTS)
+@each_of(FILES + SCRIPTS)
 def test_every_file_says_what_it_is_for_and_stays_small(path: Path) -> None:
     assert ast.get_docstring(tree_of(path))
     assert len(path.read_text(encoding="utf-8").splitlines()) < 400
 
 
-@named(FILES + SCRIPTS)
+@each_of(FILES + SCRIPTS)
 def test_functions_stay_small(path: Path) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in ast.walk(tree_of(path)) if isinstance(node, functions)]
+    found = [node for node in nodes_of(path) if isinstance(node, functions)]
     sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in found}
     assert {name: size for name, size in sizes.items() if size >= 60} == {}

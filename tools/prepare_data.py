@@ -37,6 +37,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model, or train: a new BPE",
     )
     parser.add_argument("--vocab-size", type=int, help="of the tokenizer that is trained (default 4096)")
+    parser.add_argument(
+        "--special",
+        default="",
+        metavar="NAMES",
+        help="tokens that a trained tokenizer, or bytes, reserves: pad, mask, sentinels (100 of them, or "
+        "sentinels=N), names such as <2de>, with commas between; other tokenizers must have them",
+    )
     parser.add_argument("--key", default="text", help="of the text in JSON lines (default text)")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
     parser.add_argument("--max-documents", type=int, help="stop after so many")

@@ -100,9 +100,11 @@ def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
         UserError: as `build_datasets`.
     """
     config = trained.config
-    return build_datasets(
-        config.data, trained.vocabulary, seed=config.seed, train_samples=1, validation_samples=samples
+    vocabulary = trained.vocabulary.of_data
+    found = build_datasets(
+        config.data, vocabulary, seed=config.seed, train_samples=1, validation_samples=samples
     )
+    return trained.objective.of(found)
 
 
 @torch.no_grad()
@@ -164,6 +166,7 @@ def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator
         data_rank=data_rank,
         data_size=layout.data,
         workers=0,
+        make_batch=trained.objective.batch,
     ) as stream:
         for place in range(samples // (size * layout.data)):
             batch, problem = None, None

@@ -7,7 +7,7 @@ cheap check that .bin and .idx belong together. `verify.py` reads them whole.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,16 @@ class DataFiles:
 
 @dataclass(frozen=True)
 class TokenizerCard:
-    """The tokenizer; a relative `reference` is relative to the card's folder."""
+    """The tokenizer; a relative `reference` is relative to the card's folder.
+
+    special: the ids of its reserved tokens by name; empty in a card from before they were noted.
+    """
 
     reference: str
     vocab_size: int
     eod: int
     fingerprint: str
+    special: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

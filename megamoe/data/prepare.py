@@ -26,7 +26,15 @@ from megamoe import __version__
 from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard
 from megamoe.data.encode import encode_batches
 from megamoe.data.sources import Source, Tap, find_sources, read_documents
-from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from megamoe.data.special import expand
+from megamoe.data.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    is_bytes,
+    load_tokenizer,
+    load_with_special,
+    train_bpe,
+)
 from megamoe.errors import UserError
 
 TRAIN = "train"
@@ -44,6 +52,7 @@ class Preparation:
     stdlib: bool = False
     tokenizer: str = ByteTokenizer.name  # or `train`
     vocab_size: int = 4096  # of a tokenizer that is trained
+    special: str = ""  # the tokens that it reserves (special.expand)
     key: str = "text"  # of JSON lines
     workers: int = 1
     max_documents: int | None = None
@@ -166,8 +175,9 @@ class _Corpus:
 
 def _tokenizer(preparation: Preparation, sources: list[Source], partial: DataFiles) -> Tokenizer:
     if preparation.tokenizer != TRAIN:
-        return load_tokenizer(preparation.tokenizer)
-    train_bpe(_Corpus(sources, preparation, "train tokenizer"), preparation.vocab_size, partial.tokenizer)
+        return load_with_special(preparation.tokenizer, preparation.special)
+    texts = _Corpus(sources, preparation, "train tokenizer")
+    train_bpe(texts, preparation.vocab_size, partial.tokenizer, expand(preparation.special))
     return load_tokenizer(str(partial.tokenizer))
 
 
@@ -209,6 +219,7 @@ def _card(
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eod,
             fingerprint=tokenizer.fingerprint,
+            special=dict(tokenizer.special.ids),
         ),
         num_sources=len(corpus.read),
         sources_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
@@ -221,7 +232,7 @@ def _card(
 
 def _reference(tokenizer: Tokenizer, files: DataFiles, partial: DataFiles) -> str:
     """Return the tokenizer's path, relative if it is beside the data, so that the folder can be moved."""
-    if tokenizer.name == ByteTokenizer.name:
+    if is_bytes(tokenizer.name):
         return tokenizer.name
     if Path(tokenizer.name) == partial.tokenizer:
         return files.tokenizer.name

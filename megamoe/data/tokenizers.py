@@ -4,6 +4,7 @@ Design choices:
 - every tokenizer has an end-of-document token (`eod`), since it is what marks a boundary in the data;
 - text is only text: a special token spelled out inside a document is encoded as ordinary characters,
   so that no document can forge a boundary;
+- reserved tokens (`special.py`) are ids that no text is encoded to;
 - the network is never asked and no code from a tokenizer's folder is run;
 - `fingerprint` is the identity: data and a run agree on a tokenizer when their fingerprints do.
 """
@@ -11,15 +12,17 @@ Design choices:
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megamoe.data.special import NOTHING_RESERVED, SpecialTokens, check_special, expand
 from megamoe.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "<eod>", "</s>", "<eos>", "<|im_end|>")
 NUM_BYTES = 256
+SPECIAL_MARK = "+"  # between `bytes` and its reserved tokens
 FOLDER_FILE_ENDINGS = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
@@ -31,12 +34,14 @@ class Tokenizer(ABC):
         vocab_size: number of ids; every id is smaller.
         eod: id of the end-of-document token, which `encode` never returns and `decode` leaves out.
         fingerprint: sha256 (hex) of what defines the mapping.
+        special: the reserved tokens, which `encode` never returns and `decode` leaves out.
     """
 
     name: str
     vocab_size: int
     eod: int
     fingerprint: str
+    special: SpecialTokens = NOTHING_RESERVED
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -52,12 +57,23 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 byte values of UTF-8, and one end-of-document id: 257 ids."""
+    """The 256 byte values of UTF-8, one end-of-document id, and the reserved tokens from 257 on.
+
+    Its reference is `bytes`, or with reserved tokens `bytes+pad,mask,sentinels` (`special.expand`).
+    """
 
     name = "bytes"
-    vocab_size = NUM_BYTES + 1
     eod = NUM_BYTES
-    fingerprint = hashlib.sha256(b"megamoe bytes: 256 values, eod 256").hexdigest()
+
+    def __init__(self, special: str = "") -> None:
+        names = expand(special)
+        self.special = SpecialTokens({name: self.eod + 1 + place for place, name in enumerate(names)})
+        self.vocab_size = self.eod + 1 + len(names)
+        mapping = "megamoe bytes: 256 values, eod 256"
+        if names:
+            self.name = f"{ByteTokenizer.name}{SPECIAL_MARK}{special}"
+            mapping += ", " + " ".join(names)
+        self.fingerprint = hashlib.sha256(mapping.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -85,6 +101,7 @@ class JsonTokenizer(Tokenizer):
             )
         self.eod = known[0]
         self.vocab_size = max(vocabulary.values()) + 1
+        self.special = _reserved(self._backend.get_added_tokens_decoder(), self.eod)
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -116,6 +133,7 @@ class FolderTokenizer(Tokenizer):
             )
         self.eod = int(self._backend.eos_token_id)
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
+        self.special = _reserved(self._backend.added_tokens_decoder, self.eod)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -142,6 +160,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._backend.get_piece_size()
         if self.eod < 0:
             raise UserError(f"tokenizer {self.name!r} has no </s> to end a document; train it with an eos_id")
+        # Control symbols are never the result of encoding text; user-defined symbols are.
+        ids = [number for number in range(self.vocab_size) if self._backend.is_control(number)]
+        self.special = SpecialTokens({self._backend.id_to_piece(i): i for i in ids if i != self.eod})
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text))
@@ -150,16 +171,22 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._backend.decode([token for token in tokens if token != self.eod]))
 
 
+def is_bytes(reference: str) -> bool:
+    """Return whether a reference names the byte tokenizer, which is no file."""
+    return reference == ByteTokenizer.name or reference.startswith(ByteTokenizer.name + SPECIAL_MARK)
+
+
 def load_tokenizer(reference: str) -> Tokenizer:
     """Load the tokenizer that `reference` names.
 
-    reference: `bytes`, a `tokenizer.json`, a Hugging Face folder or a SentencePiece `.model`.
+    reference: `bytes` (or `bytes+pad,mask` and the like), a `tokenizer.json`, a Hugging Face folder or a
+    SentencePiece `.model`.
 
     Raises:
         UserError: if there is no such file, if it cannot be read, or if it has no end-of-document token.
     """
-    if reference == ByteTokenizer.name:
-        return ByteTokenizer()
+    if is_bytes(reference):
+        return ByteTokenizer(reference.removeprefix(ByteTokenizer.name).removeprefix(SPECIAL_MARK))
     path = Path(reference)
     expected = "expected 'bytes', a tokenizer.json, a Hugging Face folder or a SentencePiece .model"
     if not os.path.exists(path):
@@ -184,31 +211,52 @@ def load_tokenizer(reference: str) -> Tokenizer:
         raise UserError(f"tokenizer {reference!r} cannot be read: {reason}; {expected}") from error
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE and save it as the tokenizer.json `path`; the same texts give the same file.
-
-    It holds the 256 bytes, the end-of-document token, and merges until `vocab_size`; fewer where the
-    texts have no further pair to merge.
+def load_with_special(reference: str, special: str) -> Tokenizer:
+    """Load a tokenizer that must reserve the tokens of `special` (`special.expand`); `bytes` gets them.
 
     Raises:
-        UserError: if `vocab_size` cannot hold the bytes and the end-of-document token.
+        UserError: as `load_tokenizer`, and if another tokenizer than `bytes` lacks one of them.
+    """
+    if reference == ByteTokenizer.name and special:
+        return ByteTokenizer(special)
+    tokenizer = load_tokenizer(reference)
+    check_special(expand(special), tokenizer.special, tokenizer.name)
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path, special: Sequence[str] = ()) -> None:
+    """Train a byte-level BPE and save it as the tokenizer.json `path`; the same texts give the same file.
+
+    It holds the end-of-document token (id 0), the tokens of `special` (from id 1 on), the 256 bytes, and
+    merges until `vocab_size`; fewer where the texts have no further pair to merge.
+
+    Raises:
+        UserError: if `vocab_size` cannot hold the bytes, the end-of-document token and `special`.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size <= NUM_BYTES:
-        raise UserError(f"vocab_size {vocab_size}: a byte-level BPE needs at least {NUM_BYTES + 1}")
+    reserved = list(dict.fromkeys([END_OF_DOCUMENT, *special]))
+    least = NUM_BYTES + len(reserved)
+    if vocab_size < least:
+        raise UserError(f"vocab_size {vocab_size}: a byte-level BPE needs at least {least}")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=reserved,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     backend.save(str(path))
+
+
+def _reserved(added_tokens: Mapping[int, Any], eod: int) -> SpecialTokens:
+    """Return the added tokens that are special; an ordinary token may be spelled <mask> as well."""
+    found = sorted(item for item in added_tokens.items() if item[1].special and item[0] != eod)
+    return SpecialTokens({token.content: number for number, token in found})
 
 
 def _sha256_of(paths: list[Path]) -> str:

@@ -1,11 +1,12 @@
 """The run's vocabulary, on which the data cards, `data.tokenizer` and `model.vocab_size` must agree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamoe.data.card import DataCard, TokenizerCard, check_files, load_card
-from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from megamoe.data.special import NOTHING_RESERVED, SpecialTokens
+from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,11 +24,24 @@ class Vocabulary:
         size: every id is smaller; the model's vocabulary before padding.
         eod: the end-of-document id; None if it is unknown.
         tokenizer: None for mock data, and if neither the card nor `data.tokenizer` names one that exists.
+        special: the reserved tokens (pad, mask, sentinels, language tags); none if they are unknown.
+        added: the number of ids at the end that no data has: the mask or sentinels of an objective.
     """
 
     size: int
     eod: int | None
     tokenizer: Tokenizer | None
+    special: SpecialTokens = NOTHING_RESERVED
+    added: int = 0
+
+    def with_added(self, ids: int) -> "Vocabulary":
+        """Return the vocabulary with so many ids behind those of the data."""
+        return replace(self, size=self.of_data.size + ids, added=ids)
+
+    @property
+    def of_data(self) -> "Vocabulary":
+        """The vocabulary without the ids that the data does not have."""
+        return replace(self, size=self.size - self.added, added=0)
 
 
 def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Vocabulary:
@@ -40,7 +54,7 @@ def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Voca
     if data.mock:
         tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
         size = model_vocab_size or (tokenizer.vocab_size if tokenizer else MOCK_VOCAB_SIZE)
-        return Vocabulary(size, MOCK_EOD, tokenizer)
+        return Vocabulary(size, MOCK_EOD, tokenizer, tokenizer.special if tokenizer else NOTHING_RESERVED)
     if not data.sources:
         raise UserError("data.sources is empty; expected at least one prepared dataset, or data.mock: true")
     for name, sources in data.validation.items():
@@ -64,7 +78,8 @@ def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Voca
             "raise it or leave it out"
         )
     size = model_vocab_size or (found.vocab_size if found else 0)
-    return Vocabulary(size, found.eod if found else None, tokenizer)
+    special = tokenizer.special if tokenizer else SpecialTokens(known[1].special if known else {})
+    return Vocabulary(size, found.eod if found else None, tokenizer, special)
 
 
 def _check_agreement(known: tuple[str, TokenizerCard], path: str, card: DataCard) -> None:
@@ -86,7 +101,7 @@ def _find_tokenizer(data: "DataConfig", known: tuple[str, TokenizerCard] | None)
         way_out = "leave data.tokenizer out or prepare the data with it"
     else:
         reference = card.reference
-        if reference != ByteTokenizer.name:
+        if not is_bytes(reference):
             reference = str(Path(path).parent / reference)
             if not Path(reference).exists():
                 return None
@@ -97,9 +112,11 @@ def _find_tokenizer(data: "DataConfig", known: tuple[str, TokenizerCard] | None)
             f"tokenizer {tokenizer.name!r} (vocabulary {tokenizer.vocab_size}) is not the one of "
             f"data {path!r} (vocabulary {card.vocab_size}); {way_out}"
         )
-    if (tokenizer.vocab_size, tokenizer.eod) != (card.vocab_size, card.eod):
+    is_other = card.special and card.special != dict(tokenizer.special.ids)
+    if is_other or (tokenizer.vocab_size, tokenizer.eod) != (card.vocab_size, card.eod):
         raise UserError(
-            f"data card of {path!r} is damaged: it says vocabulary {card.vocab_size} and end of document "
-            f"{card.eod}, its tokenizer {tokenizer.vocab_size} and {tokenizer.eod}; prepare the data again"
+            f"data card of {path!r} is damaged: it says vocabulary {card.vocab_size}, end of document "
+            f"{card.eod} and {len(card.special)} reserved tokens, its tokenizer {tokenizer.vocab_size}, "
+            f"{tokenizer.eod} and {len(tokenizer.special.ids)} of these ids or others; prepare the data again"
         )
     return tokenizer

@@ -1,4 +1,7 @@
-"""RMSNorm and rotary positions of a transformer block, each with a reference implementation."""
+"""RMSNorm and rotary positions of a transformer block, each with a reference implementation.
+
+Sizes: S positions, B sequences, heads of D columns, H hidden columns.
+"""
 
 from functools import lru_cache
 from typing import Any
@@ -15,12 +18,62 @@ WIDEST = 16384  # columns that a GPU's program can hold
 
 def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float, kernels: Kernels) -> Tensor:
     """Apply RMSNorm over the last dimension; [..., H] to the same shape (Zhang and Sennrich 2019, eq. 4)."""
-    library = kernels.rows_for(hidden)
-    fits = hidden.dtype == weight_H.dtype and weight_H.is_contiguous() and hidden.shape[-1:] == weight_H.shape
-    if library is None or not fits or len(weight_H) > WIDEST:
+    library = _norms_for(hidden, weight_H, kernels)
+    if library is None:
         return functional.rms_norm(hidden, weight_H.shape, weight_H, eps)
     normed: Tensor = _RMSNorm.apply(hidden, weight_H, eps, library)
     return normed
+
+
+def _norms_for(hidden: Tensor, weight_H: Tensor, kernels: Kernels) -> RowKernels | None:
+    library = kernels.rows_for(hidden)
+    fits = hidden.dtype == weight_H.dtype and weight_H.is_contiguous() and hidden.shape[-1:] == weight_H.shape
+    return library if fits and len(weight_H) <= WIDEST else None
+
+
+def summed_rms_norm(
+    hidden: Tensor, added: Tensor | None, weight_H: Tensor, eps: float, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """Return hidden + added, and RMSNorm of this sum; [..., H] each. added: None for 0.
+
+    On CUDA the sum is part of the norm's pass over the memory, and in the backward pass its gradient is added
+    in the norm's.
+    """
+    library = _norms_for(hidden, weight_H, kernels) if kernels.uses_triton(hidden.device) else None
+    if library is None or (added is not None and (added.dtype, added.shape) != (hidden.dtype, hidden.shape)):
+        total = hidden if added is None else hidden + added
+        return total, rms_norm(total, weight_H, eps, kernels)
+    both: tuple[Tensor, Tensor] = _SummedRMSNorm.apply(hidden, added, weight_H, eps, library)
+    return both
+
+
+class _SummedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, added: Tensor | None, weight_H: Tensor, eps: float, library: RowKernels
+    ) -> tuple[Tensor, Tensor]:
+        count, width = hidden.numel() // len(weight_H), len(weight_H)
+        normed, scale_N = torch.empty_like(hidden), hidden.new_empty(count, dtype=torch.float32)
+        if added is None:
+            total = hidden.view_as(hidden)
+            library.call("rms_norm", hidden.dtype, hidden, weight_H, count, width, eps, normed, scale_N)
+        else:
+            total = torch.empty_like(hidden)
+            arguments = (hidden, added.contiguous(), weight_H, count, width, eps, total, normed, scale_N)
+            library.call("summed_rms_norm", hidden.dtype, *arguments)
+        ctx.save_for_backward(hidden if added is None else total, weight_H, scale_N)
+        ctx.library, ctx.has_added = library, added is not None
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_total: Tensor, to_normed: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight_H, scale_N = ctx.saved_tensors
+        to_hidden, to_weight_H = torch.empty_like(total), torch.empty_like(weight_H)
+        sides = (to_normed.contiguous(), to_total.contiguous(), total, weight_H, scale_N)
+        arguments = (*sides, len(scale_N), len(weight_H), to_hidden, to_weight_H)
+        ctx.library.call("summed_rms_norm_backward", total.dtype, *arguments)
+        return to_hidden, to_hidden if ctx.has_added else None, to_weight_H, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -60,6 +113,63 @@ def turned(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels: Kern
         return plain_rotary(heads_SBND, cosine_SD, sine_SD)
     turned_SBND: Tensor = _Rotary.apply(heads_SBND, cosine_SD, sine_SD, library)
     return turned_SBND
+
+
+def turn_sides(
+    query_SBND: Tensor, key_SBND: Tensor, value_SBND: Tensor, base: float, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries and keys as `rotary` does; return them and the values.
+
+    By Triton's kernels the rotated heads are contiguous, and for sides of one shape the three gradients are
+    slices of one tensor [S, B, heads, 3 D], so that `split_heads` need not copy them together.
+    """
+    if not kernels.uses_triton(query_SBND.device) or query_SBND.dtype != key_SBND.dtype:
+        return rotary(query_SBND, base, kernels), rotary(key_SBND, base, kernels), value_SBND
+    library = kernels.rows_on(query_SBND.device)
+    if library is None or query_SBND.dtype not in library.dtypes:
+        return rotary(query_SBND, base, kernels), rotary(key_SBND, base, kernels), value_SBND
+    tables_SD = angles(len(query_SBND), query_SBND.shape[-1], float(base), query_SBND.device)
+    sides: tuple[Tensor, Tensor, Tensor] = _TurnSides.apply(
+        query_SBND, key_SBND, value_SBND, *tables_SD, library
+    )
+    return sides
+
+
+class _TurnSides(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosine_SD: Tensor,
+        sine_SD: Tensor,
+        library: RowKernels,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.angles, ctx.library = (cosine_SD, sine_SD), library
+        query, key = (
+            _rotate(side, side.new_empty(side.shape), ctx.angles, 1.0, library) for side in (query, key)
+        )
+        return query, key, value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *sent: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = gradients_of(*sent)
+        for side, gradient in ((query, sent[0]), (key, sent[1])):
+            _rotate(gradient, side, ctx.angles, -1.0, ctx.library)
+        return query, key, value.copy_(sent[2]), None, None, None
+
+
+def gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors for the gradients of heads [S, B, heads, D].
+
+    For equal shapes they are adjacent in memory, as one projection's heads are.
+    """
+    if query.shape != key.shape:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    to_query, to_key, to_value = query.new_empty(*query.shape[:3], 3 * query.shape[3]).chunk(3, dim=-1)
+    return to_query, to_key, to_value
 
 
 @lru_cache(maxsize=8)

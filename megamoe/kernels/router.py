@@ -45,10 +45,10 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden_TH, weight_EH = ctx.saved_tensors
         to_hidden_TH = torch.empty_like(hidden_TH)
-        to_weight_EH = torch.empty_like(weight_EH, dtype=torch.float32)
+        to_weight_EH = torch.empty_like(weight_EH)
         sides = (gradient_TE.contiguous(), hidden_TH, weight_EH, len(hidden_TH), *weight_EH.shape)
         ctx.kernels.call("router_scores_backward", hidden_TH.dtype, *sides, to_hidden_TH, to_weight_EH)
-        return to_hidden_TH, to_weight_EH.to(weight_EH.dtype), None
+        return to_hidden_TH, to_weight_EH, None
 
 
 def renormalised_weights(

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from megamoe.kernels.choice import Kernels, RowKernels
 
+MOST_EXPERTS = 512  # of the kernels that sort pairs on CUDA
+
 
 @dataclass
 class RowTokens:
@@ -80,6 +82,66 @@ class Order:
     def back(self) -> "Order":
         """Return the inverse permutation."""
         return Order(self.place_N, self.order_N)
+
+
+@dataclass
+class GroupedPairs:
+    """(token, expert) pairs sorted by expert: the token and the weight of each row.
+
+    counts_E: int64, the rows of each expert; None where the sort did not count them.
+    """
+
+    rows: RowTokens
+    weight_N: Tensor
+    counts_E: Tensor | None
+
+
+def group_pairs(
+    token_N: Tensor, expert_N: Tensor, weight_N: Tensor, sizes: tuple[int, int], kernels: Kernels
+) -> GroupedPairs:
+    """Sort pairs by expert, stably.
+
+    token_N, expert_N: int64; the tokens ascend. weight_N: fp32, with gradient. sizes: tokens and experts.
+    """
+    num_tokens, num_experts = sizes
+    weights = kernels.rows_for(weight_N) if kernels.uses_triton(weight_N.device) else None
+    if weights is None or weight_N.dtype != torch.float32 or not 0 < num_experts <= MOST_EXPERTS:
+        order = Order.by_key(expert_N, num_experts, kernels)
+        rows = RowTokens.of_pairs(token_N, order, num_tokens, kernels)
+        return GroupedPairs(rows, permute(weight_N, order), None)
+    moved_N, token_N, place_N, counts_E, ends_T = _GroupPairs.apply(
+        weight_N, token_N, expert_N, sizes, weights
+    )
+    return GroupedPairs(RowTokens(token_N, num_tokens, place_N, ends_T), moved_N, counts_E)
+
+
+class _GroupPairs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight_N: Tensor,
+        token_N: Tensor,
+        expert_N: Tensor,
+        sizes: tuple[int, int],
+        kernels: RowKernels,
+    ) -> tuple[Tensor, ...]:
+        num_tokens, num_experts = sizes
+        order_N, place_N, moved_token_N = (torch.empty_like(expert_N) for _ in range(3))
+        moved_N = torch.empty_like(weight_N)
+        counts_E, ends_T = expert_N.new_empty(num_experts), expert_N.new_empty(num_tokens)
+        given = (expert_N.contiguous(), token_N.contiguous(), weight_N, len(token_N), num_experts, num_tokens)
+        found = (order_N, place_N, moved_token_N, moved_N, counts_E, ends_T)
+        kernels.call("group_pairs", weight_N.dtype, *given, *found)
+        ctx.place_N = place_N
+        ctx.set_materialize_grads(False)  # not zeros for the results without gradient
+        ctx.mark_non_differentiable(moved_token_N, place_N, counts_E, ends_T)
+        return moved_N, moved_token_N, place_N, counts_E, ends_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_N: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
+        to_weight_N = None if gradient_N is None else gradient_N.index_select(0, ctx.place_N)
+        return to_weight_N, None, None, None, None
 
 
 def permute(values_N: Tensor, order: Order) -> Tensor:

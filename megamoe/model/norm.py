@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.kernels.block import rms_norm
+from megamoe.kernels.block import rms_norm, summed_rms_norm
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 
 
@@ -26,9 +26,18 @@ class Norm(nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
+    def sums(self, hidden: Tensor) -> bool:
+        """Return whether `forward` with `with_sum` saves a pass over these hidden states."""
+        return self.bias is None and self.kernels.uses_triton(hidden.device)
+
+    def forward(self, hidden: Tensor, added: Tensor | None = None, with_sum: bool = False) -> Any:
+        """Return the norm of `hidden`, [..., H] to the same shape.
+
+        with_sum: return (hidden + added, its norm), see `summed_rms_norm`; for RMSNorm.
+        """
         shape = self.weight.shape
+        if with_sum:
+            return summed_rms_norm(hidden, added, self.weight, self.eps, self.kernels)
         if self.bias is None:
             return rms_norm(hidden, self.weight, self.eps, self.kernels)
         return functional.layer_norm(hidden, shape, self.weight, self.bias, self.eps)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megamoe.compat.torch_compat import assert_on_device
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.kernels.rows import Order, RowTokens, combine, gather, permute
+from megamoe.kernels.rows import Order, RowTokens, combine, gather, group_pairs, permute
 from megamoe.moe.process_groups import rank_in, size_of
 from megamoe.moe.routing import Routing
 
@@ -165,9 +165,11 @@ class AllToAllDispatch:
 
 
 def _sort_by_expert(routing: Routing, kernels: Kernels) -> Plan:
-    by_expert_N = Order.by_key(routing.pairs.expert_N, routing.num_experts, kernels)
-    rows = RowTokens.of_pairs(routing.pairs.token_N, by_expert_N, routing.num_tokens, kernels)
-    return Plan(rows, permute(routing.pairs.weight_N, by_expert_N))
+    pairs, sizes = routing.pairs, (routing.num_tokens, routing.num_experts)
+    grouped = group_pairs(pairs.token_N, pairs.expert_N, pairs.weight_N, sizes, kernels)
+    if grouped.counts_E is not None:
+        routing.remember_counts(grouped.counts_E)
+    return Plan(grouped.rows, grouped.weight_N)
 
 
 class _Exchange(torch.autograd.Function):

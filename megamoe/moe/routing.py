@@ -10,6 +10,7 @@ losses and metrics work with any number of experts per token.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,12 +29,20 @@ def count(index_N: Tensor, size: int, weight_N: Tensor | None = None) -> Tensor:
     return weight_N.new_zeros(size).scatter_add_(0, index_N, weight_N)
 
 
+@lru_cache(maxsize=8)
+def _tokens_and_choices(num_tokens: int, num_choices: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token_N and choice_N of pairs in which every token has all its choices; shared by all layers."""
+    token_T, choice_K = torch.arange(num_tokens, device=device), torch.arange(num_choices, device=device)
+    return token_T.repeat_interleave(num_choices), choice_K.repeat(num_tokens)
+
+
 @dataclass
 class Pairs:
     """A flat list of (token, expert) pairs, sorted by token, then by choice.
 
     token_N, expert_N, choice_N: int64; choice 0 is a token's first choice. weight_N: fp32, the factor on the
-    expert's output, which carries the gradient to the router.
+    expert's output, which carries the gradient to the router. None of them is written to: layers may share
+    them.
     """
 
     token_N: Tensor
@@ -46,11 +55,8 @@ class Pairs:
         """Build the pairs from each token's experts in order of choice; `valid_TK`, bool: which of them are
         pairs.
         """
-        num_tokens, num_choices = expert_TK.shape
-        token_TK = torch.arange(num_tokens, device=expert_TK.device)[:, None].expand_as(expert_TK)
-        choice_TK = torch.arange(num_choices, device=expert_TK.device)[None, :].expand_as(expert_TK)
-        columns = (token_TK, expert_TK, weight_TK, choice_TK)
-        pairs = cls(*(column_TK.reshape(-1) for column_TK in columns))
+        token_N, choice_N = _tokens_and_choices(*expert_TK.shape, expert_TK.device)
+        pairs = cls(token_N, expert_TK.reshape(-1), weight_TK.reshape(-1), choice_N)
         return pairs if valid_TK is None else pairs.keep(valid_TK.reshape(-1))
 
     def of_tokens(self, first: int, num_tokens: int) -> "Pairs":
@@ -161,6 +167,11 @@ class Routing(Scored):
     def counts_E(self) -> Tensor:
         """Return the load: the number of computed pairs of each expert, int64; not to be written."""
         return self._counts_of(self.pairs)
+
+    def remember_counts(self, counts_E: Tensor) -> None:
+        """Take the load from the sort for the dispatch, which has counted it: int64 [E]."""
+        if not any(counted is self.pairs for counted, _ in self._counts):
+            self._counts.append((self.pairs, counts_E))
 
     def _counts_of(self, pairs: Pairs) -> Tensor:
         """Count once, though the dispatch, the losses and the metrics all ask."""

@@ -7,6 +7,7 @@ import math
 import torch
 
 from megamoe.config import RunConfig
+from megamoe.config.shapes import num_blocks
 from megamoe.costs.memory import Share, StateBytes, state_bytes
 from megamoe.errors import UserError
 from megamoe.host_memory import available_bytes
@@ -92,7 +93,7 @@ def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: i
     model, ranks = config.model, plan.layout.tensor
     tokens = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
-    inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
+    inputs = num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
     logits = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
     return float(tokens * width * (inputs + logits))
 

@@ -26,7 +26,8 @@ class StepSums:
 
     def __init__(self) -> None:
         self.micro_batches = 0
-        self._counts: dict[int, Tensor] = {}  # of each layer: int64 load, wanted and width, on the device
+        self._sizes: dict[int, int] = {}  # of each layer, how many of _counts
+        self._counts: Tensor | None = None  # int64 load, wanted and width of the layers, one after the other
         self._names: list[str] = []  # of the auxiliary losses, the same in every layer
         self._weights: dict[str, float] = {}
         self._sums: Tensor | None = None  # fp64: lm loss, tokens, and the losses of _names
@@ -39,6 +40,7 @@ class StepSums:
         sums = torch.stack([value.detach().double() for value in (lm_sum, tokens)])
         by_layer: list[Tensor] = []
         squares: list[Tensor] = []
+        counted: list[Tensor] = []
         for number, layer in model.moe_layers():
             seen = layer.observation
             assert seen is not None
@@ -47,15 +49,17 @@ class StepSums:
             by_layer += [seen.losses[name].detach() for name in self._names]
             by_layer += [seen.entropy, seen.top_1]
             squares += self._gradient_squares(seen)
-            counts = torch.cat((seen.load_E, seen.wanted_E, seen.width_D))
-            known = self._counts.get(number)
-            self._counts[number] = counts if known is None else known.add_(counts)
+            of_layer = (seen.load_E, seen.wanted_E, seen.width_D)
+            self._sizes[number] = sum(map(len, of_layer))
+            counted += of_layer
         if by_layer:
-            values = torch.stack(by_layer).double().view(len(self._counts), -1)
+            counts = torch.cat(counted)
+            self._counts = counts if self._counts is None else self._counts.add_(counts)
+            values = torch.stack(by_layer).double().view(len(self._sizes), -1)
             sums = torch.cat([sums, values[:, : len(self._names)].sum(0)])
             self._values = values if self._values is None else self._values + values
         if squares:
-            square = torch.stack(squares).view(len(self._counts), -1)
+            square = torch.stack(squares).view(len(self._sizes), -1)
             self._squares = square if self._squares is None else self._squares + square
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -75,7 +79,7 @@ class StepSums:
         """
         assert self._sums is not None
         device = self._sums.device
-        layers, names = list(self._counts), self._names
+        layers, names = list(self._sizes), self._names
         own = own_numbers or {}
         batches = torch.full((1,), float(self.micro_batches), dtype=torch.float64, device=device)
         values = self._values if self._values is not None else batches.new_empty(0, GATE_SUMS)
@@ -91,20 +95,21 @@ class StepSums:
                 values.view(-1),
                 squares.view(-1),
                 *(numbers * share for numbers in own.values()),
-                *(counts.double() for counts in self._counts.values()),
+                *([] if self._counts is None else [self._counts.double()]),
             ]
         )
         dist.all_reduce(packed)
         packed = packed / copies
-        num_counts = [counts.numel() for counts in self._counts.values()]
-        sizes = [3 + len(names), values.numel(), squares.numel(), *([len(layers)] * len(own)), *num_counts]
+        num_own = [len(layers)] * len(own)
+        sizes = [3 + len(names), values.numel(), squares.numel(), *num_own, *self._sizes.values()]
         parts = iter(packed.cpu().split(sizes))
         micro_batches, lm_sum, tokens, *losses = next(parts).tolist()
         by_name = dict(zip(names, losses, strict=True))
         of_values, of_squares = (next(parts).view(each.shape).tolist() for each in (values, squares))
         of_parts = {name: next(parts).tolist() for name in own}
         records = dict(zip(layers, self._layers(of_values, of_squares, of_parts, parts), strict=True))
-        on_device = zip(layers, packed.split(sizes)[3 + len(own) :], strict=True)
+        counts_on_device = packed[sum(sizes[: 3 + len(own)]) :].long().split(sizes[3 + len(own) :])
+        on_device = zip(layers, counts_on_device, strict=True)
         return StepRecord(
             lm_sum=lm_sum,
             tokens=tokens,
@@ -113,7 +118,7 @@ class StepSums:
             losses=by_name,
             loss_weights=self._weights,
             layers=records,
-            wanted_on_device={number: _wanted(counts).long() for number, counts in on_device},
+            wanted_on_device={number: _wanted(counts) for number, counts in on_device},
         )
 
     def _layers(
@@ -165,5 +170,11 @@ def own_numbers(model: HasMoELayers) -> dict[str, Tensor]:
     for _, layer in model.moe_layers():
         for name, part in layer.measured_parts().items():
             for metric, value in part.metrics().items():
-                found.setdefault(f"{name.removeprefix('router.')}/{metric}", []).append(value.double())
-    return {name: torch.stack(values) for name, values in found.items()}
+                found.setdefault(f"{name.removeprefix('router.')}/{metric}", []).append(value)
+    return {name: _stacked(values) for name, values in found.items()}
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
+    """Return scalars as one fp64 vector; those of one dtype are converted together."""
+    alike = len({value.dtype for value in values}) == 1
+    return torch.stack(values if alike else [value.double() for value in values]).double()

@@ -18,7 +18,8 @@ from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.errors import UserError
 from megamoe.metrics import check_record
-from megamoe.model.gpt import GPT, build_gpt
+from megamoe.model.build import build_model
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.moe.timers import StageTimers
 from megamoe.parallel import launch, random_state
@@ -93,7 +94,7 @@ class Trainer:
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
         make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
-        model = build_gpt(config, self.run.vocabulary.size, make_moe_layer)
+        model = build_model(config, self.run.vocabulary.size, make_moe_layer)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.background
         )
@@ -122,10 +123,10 @@ class Trainer:
         return self.run.plan.layout
 
     @property
-    def model(self) -> GPT:
+    def model(self) -> LanguageModel:
         """The model inside the engine."""
         model = self.engine.model
-        assert isinstance(model, GPT)
+        assert isinstance(model, LanguageModel)
         return model
 
     def _check(self, facts: Facts) -> Path | None:
@@ -308,20 +309,24 @@ class Trainer:
 
     def _build_datasets(self) -> Datasets:
         config = self.config
-        return build_datasets(
+        schedule = self.run.schedule
+        found = build_datasets(
             config.data,
-            self.run.vocabulary,
+            self.run.vocabulary.of_data,
             seed=config.seed,
-            train_samples=self.run.schedule.total_samples(self.run.steps),
-            validation_samples=config.evaluation.batches * self.run.schedule.final,
+            train_samples=schedule.total_samples(self.run.steps),
+            validation_samples=config.evaluation.batches * schedule.final,
         )
+        return self.run.objective.of(found)
 
-    def _begin_from(self, model: GPT) -> None:
+    def _begin_from(self, model: LanguageModel) -> None:
         """Load the weights that a new run starts from, and report what they do not contain."""
         init, frozen = self.config.checkpoint.init, self.config.moe.frozen
         if init.path is None:
             if frozen:
-                self._say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")
+                self.world.say(
+                    f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set"
+                )
             return
         path, kept = Path(init.path), []
         raise_any_error(
@@ -332,9 +337,9 @@ class Trainer:
             )
         )
         rest = f"; of the MoE layers as drawn: {', '.join(kept)}" if kept else ""
-        self._say(f"weights from {path}, experts: {init.experts}{rest}")
+        self.world.say(f"weights from {path}, experts: {init.experts}{rest}")
 
-    def _open_routing(self, model: GPT) -> None:
+    def _open_routing(self, model: LanguageModel) -> None:
         """Prepare the record of the routers' choices, and the one that is replayed."""
         self.routing, train = RunRouting(self.run, self.world), self.config.train
         step, last = self.progress.step, self.run.steps
@@ -343,10 +348,6 @@ class Trainer:
         may_replace = self.config.overwrite or self.folder.restarted
         raise_any_error(catch_error(lambda: self.routing.check(step, last, may_replace and step == 0)))
         self.routing.attach(model)
-
-    def _say(self, line: str) -> None:
-        if self.world.is_first:
-            print(line)
 
     def _check_record(self, resume_from: Path | None) -> None:
         """Check, before the model is built, that the first rank can continue the run's metrics.jsonl."""
@@ -361,12 +362,12 @@ class Trainer:
         """Open the first intact candidate; `checked`: the one that was found to fit this run."""
         if checked is None:
             return None
-        path, damaged = first_intact(list(self.folder.candidates), self._say)
+        path, damaged = first_intact(list(self.folder.candidates), self.world.say)
         self.checkpoints.damaged.update(damaged)
         if path != checked:
             check_resume(self.config, self.run.vocabulary.size, path)
         if path != self.folder.candidates[0]:
-            self._say(f"going on from {path}")
+            self.world.say(f"going on from {path}")
         return CheckpointReader(path)
 
     def _resume(self, saved: CheckpointReader) -> None:
@@ -394,4 +395,5 @@ class Trainer:
             data_size=self.layout.data,
             workers=workers,
             report=lambda line: warn(f"rank {self.world.rank}: {line}"),
+            make_batch=self.run.objective.batch,
         )

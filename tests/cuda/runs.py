@@ -119,12 +119,15 @@ def assert_as_on_cpu(found: Found, expected: dict[str, list[float]]) -> None:
     In bf16 sums of other orders round otherwise, and a token whose scores nearly tie may choose another
     expert, which the norm of the gradients shows most.
     """
-    assert not found.errors().strip(), found.errors()
-    assert not found.all_of("mixed")
-    assert not found.all_of("race")
-    assert expected["train/lm_loss"]
+    name = f"{found.run.name} on {found.run.ranks} ranks"
+    assert not found.errors().strip(), f"{name}:\n{found.errors()}"
+    for kind in ("mixed", "race"):
+        assert not found.all_of(kind), f"{name}: {kind}:\n" + "\n".join(found.all_of(kind))
+    assert expected["train/lm_loss"], f"{name}: the run on the CPU has no losses"
     in_bf16 = "bf16" in str(found.run.tree.get("parallel", {}).get("deepspeed"))
     for word, values in expected.items():
         rounded = 2e-2 if word == "train/grad_norm" else 5e-3
         tolerance = rounded if in_bf16 else 1e-5
-        assert found.losses()[word] == pytest.approx(values, rel=tolerance), word
+        got = found.losses()[word]
+        message = f"{name}: {word} is {got}, on the CPU {values}, tolerance {tolerance:g}"
+        assert got == pytest.approx(values, rel=tolerance), message

@@ -19,7 +19,7 @@ from megamoe.data.card import load_card
 from megamoe.data.index_file import HEADER
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
-from tests.data.test_datasets import build, config, make_bare_data, make_data
+from tests.data.sources import build, config, make_bare_data, make_data
 from tests.data.test_index_file import parts_of_index
 
 NUM_SAMPLES = 24

@@ -1,9 +1,7 @@
-"""Indexed data to samples: vocabulary, file checks, splits, blends, document boundaries, the cache, mock."""
+"""Indexed data to samples: file checks, splits, blends, document boundaries, the cache, mock."""
 
-import json
 import os
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,97 +13,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 import megamoe.data.datasets
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import load_card
-from megamoe.data.datasets import Datasets, build_datasets, resolve_vocabulary
+from megamoe.data.datasets import build_datasets, resolve_vocabulary
 from megamoe.data.documents import document_items
-from megamoe.data.prepare import Preparation, prepare
-from megamoe.data.tokenizers import train_bpe
 from megamoe.errors import UserError
-
-EOD = 256
-ONLY_TRAIN = [1.0, 0.0, 0.0]
-
-
-def make_data(prefix: Path, texts: list[str], tokenizer: str = "bytes") -> str:
-    lines = prefix.with_suffix(".jsonl")
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepare(Preparation(str(prefix), [str(lines)], tokenizer=tokenizer, overwrite=True, progress=False))
-    return str(prefix)
-
-
-def config(*paths: str, weights: list[float] | None = None, **options: object) -> DataConfig:
-    sources = [SourceConfig(path, weight) for path, weight in zip(paths, weights or [1.0] * 9, strict=False)]
-    return DataConfig(sources=sources, **({"sequence_length": 8, "split": ONLY_TRAIN} | options))  # type: ignore[arg-type]
-
-
-def build(data: DataConfig, train: int = 10, validation: int = 0, seed: int = 1) -> Datasets:
-    vocabulary = resolve_vocabulary(data, None)
-    return build_datasets(data, vocabulary, seed=seed, train_samples=train, validation_samples=validation)
-
-
-def letters(dataset: torch.utils.data.Dataset, number: int) -> Counter:
-    """Return the letters of the first samples: each test source consists of one letter."""
-    return Counter(chr(int(dataset[index]["tokens"][0])) for index in range(number))
-
-
-# Vocabulary
-
-
-def test_vocabulary_of_the_card_and_of_the_model(tmp_path: Path) -> None:
-    data = config(make_data(tmp_path / "a", ["x" * 50]))
-    found = resolve_vocabulary(data, None)
-    assert (found.size, found.eod) == (257, 256)
-    assert found.tokenizer is not None and found.tokenizer.name == "bytes"
-    assert resolve_vocabulary(data, 300).size == 300
-    with pytest.raises(UserError, match=r"model\.vocab_size 256 .*257"):
-        resolve_vocabulary(data, 256)
-
-
-def test_vocabulary_that_does_not_fit_names_both_sizes(tmp_path: Path) -> None:
-    train_bpe(["hello hello"], 259, tmp_path / "t.json")
-    plain = make_data(tmp_path / "a", ["x" * 50])
-    trained = make_data(tmp_path / "b", ["x" * 50], tokenizer=str(tmp_path / "t.json"))
-    for data in (config(plain, tokenizer=str(tmp_path / "t.json")), config(plain, trained)):
-        with pytest.raises(UserError, match=r"257.*259|259.*257"):
-            resolve_vocabulary(data, None)
-    validation = config(plain, validation={"other": [SourceConfig(trained)]})
-    with pytest.raises(UserError, match="another tokenizer"):
-        resolve_vocabulary(validation, None)
-
-
-def test_tokenizer_of_the_card_changed_or_gone(tmp_path: Path) -> None:
-    train_bpe(["hello hello"], 259, tmp_path / "t.json")
-    data = config(make_data(tmp_path / "a", ["x" * 50], tokenizer=str(tmp_path / "t.json")))
-    assert resolve_vocabulary(data, None).tokenizer is not None
-    train_bpe(["bye bye"], 258, tmp_path / "t.json")
-    with pytest.raises(UserError, match="changed since"):
-        resolve_vocabulary(data, None)
-    (tmp_path / "t.json").unlink()
-    found = resolve_vocabulary(data, None)
-    assert (found.size, found.eod, found.tokenizer) == (259, 0, None)
-
-
-def make_bare_data(prefix: Path) -> str:
-    """Make data like Megatron-LM's preprocess_data.py, without a card."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    for start in (0, 100):
-        builder.add_document(np.arange(start, start + 30), [30])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
-def test_data_without_a_card(tmp_path: Path) -> None:
-    path = make_bare_data(tmp_path / "bare")
-    with pytest.raises(UserError, match=r"no data card.*data\.tokenizer or model\.vocab_size"):
-        resolve_vocabulary(config(path), None)
-    found = resolve_vocabulary(config(path), 500)
-    assert (found.size, found.eod) == (500, None)
-    assert resolve_vocabulary(config(path, tokenizer="bytes"), None).eod == EOD
-    datasets = build_datasets(config(path), found, seed=1, train_samples=3, validation_samples=0)
-    assert datasets.train[0]["tokens"].max() < 130
-    with pytest.raises(UserError, match="document_aware"):
-        aware = config(path, document_aware=True)
-        build_datasets(aware, found, seed=1, train_samples=3, validation_samples=0)
-
+from tests.data.sources import EOD, build, config, letters, make_bare_data, make_data
 
 # Files
 

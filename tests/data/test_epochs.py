@@ -7,7 +7,7 @@ import pytest
 from megamoe.config.schema import SourceConfig
 from megamoe.data.card import DataFiles, load_card
 from megamoe.data.epochs import blend_weights, samples_per_epoch
-from tests.data.test_datasets import ONLY_TRAIN, build, config, letters, make_bare_data, make_data
+from tests.data.sources import ONLY_TRAIN, build, config, letters, make_bare_data, make_data
 
 
 def lines(letter: str, *lengths: int) -> list[str]:

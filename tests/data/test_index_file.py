@@ -11,7 +11,7 @@ from megamoe.data import index_file, scan_cache
 from megamoe.data.datasets import resolve_vocabulary
 from megamoe.data.index_file import HEADER, MAGIC, check_arithmetic, read_header
 from megamoe.errors import UserError
-from tests.data.test_datasets import config, make_bare_data
+from tests.data.sources import config, make_bare_data
 
 
 def parts_of_index(idx: Path) -> dict[str, tuple[int, int]]:

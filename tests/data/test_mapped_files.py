@@ -8,7 +8,7 @@ import pytest
 from megamoe.data.batches import BatchStream
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.errors import UserError
-from tests.data.test_datasets import build, config, make_data
+from tests.data.sources import build, config, make_data
 
 
 def blend(folder: Path) -> CheckedDataset:

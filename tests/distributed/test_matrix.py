@@ -8,7 +8,7 @@ from tests.distributed.matrix import Case, assert_as_alone, covering, every_case
 from tests.distributed.pool import Pool
 
 Found = dict[Case, dict[str, Any]]
-FEW_STEPS, STEPS = 3, 5
+FEW_STEPS, STEPS = 2, 5
 ALL = every_case()
 FEW = covering(ALL)
 LAYOUTS = sorted({(case.ranks, case.tensor, case.expert, case.expert_tensor, case.sequence) for case in ALL})

@@ -23,8 +23,8 @@ RUN: dict[str, Any] = {
     "optimizer__warmup_steps": 2,
 }
 OPTIMIZER = ("exp_avg/", "exp_avg_sq/", "step/")
-# Offload on the CPU has no path of its own beside the plain files', ZeRO 2 and 3 none in fp32 beside bf16.
-QUICK = ("zero0_fp32", "zero0_bf16", "zero1_bf16", "zero2_bf16", "zero3_bf16")
+# ZeRO 1 and 2 have one path; offload on the CPU has none of its own, nor has fp32 beside bf16 at ZeRO 2 and 3.
+QUICK = ("zero0_bf16", "zero1_bf16", "zero3_bf16")
 
 
 @pytest.mark.parametrize(

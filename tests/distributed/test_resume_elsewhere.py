@@ -40,7 +40,7 @@ SOURCES: dict[str, Place] = {
     "dropout": (2, EP2, "zero1_fp32", DROPOUT),
     "bf16 of one": (1, {}, "zero0_bf16", {}),
     "cut fp32": (4, EVERY_WAY, "zero3_fp32", {}),
-    "bf16 at ZeRO 3": (4, {"expert": 4}, "zero3_bf16", {}),
+    "bf16 at ZeRO 3": (2, EP2, "zero3_bf16", {}),
 }
 MOVES: list[tuple[str, Place]] = [
     ("fp32", (4, EVERY_WAY, "zero1_fp32", {})),
@@ -48,14 +48,14 @@ MOVES: list[tuple[str, Place]] = [
     # Precision, to and from each of ZeRO 0, 2 and 3.
     ("fp32", (1, {}, "zero2_bf16", {})),
     ("fp32", (2, TP2, "zero0_bf16", {})),
-    ("fp32", (4, EP2, "zero3_bf16", {})),
+    ("fp32", (2, {}, "zero3_bf16", {})),
     ("bf16", (1, {}, "zero0_fp32", {})),
     ("bf16", (2, EP2, "zero3_fp32", {})),
     ("bf16 of one", (2, CUT_TWICE, "zero3_bf16", {})),
-    ("bf16 at ZeRO 3", (2, EP2, "zero0_fp32", {})),
+    ("bf16 at ZeRO 3", (1, {}, "zero0_fp32", {})),
     ("fp16", (1, {}, "zero1_fp16", {})),
     ("fp16", (2, EP2, "zero2_bf16", {})),
-    ("fp16", (4, TP2, "zero3_fp16", {})),
+    ("fp16", (2, TP2, "zero3_fp16", {})),
     ("bf16", (2, {}, "zero1_fp16", {})),
     # Random states.
     ("dropout", (1, {}, "zero0_fp32", DROPOUT)),

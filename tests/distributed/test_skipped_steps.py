@@ -85,15 +85,18 @@ def steps_around(breaks: dict[int, str], tried: bool, rank: int, **changes: Any)
     with with_fp16():
         trainer = Trainer(small_run(**changes))
         found: Found = {"losses": [], "norms": [], "skipped": [], "changed": [], "messages": []}
+        before = states(trainer) if tried else {}
         for step in range(1, STEPS + 1):
             if step in breaks and not tried:
                 leave_out(trainer)
                 continue
-            before = states(trainer)
             with broken(breaks.get(step), rank, place=1):
                 record, metrics = trainer.step()
-            if states(trainer) != before:
-                found["changed"].append(step)
+            if tried:
+                after = states(trainer)
+                if after != before:
+                    found["changed"].append(step)
+                before = after
             if step in breaks:
                 found["messages"].append(record.message)
             else:
@@ -124,15 +127,15 @@ CASES = [
     *((2, {"expert": 2}, name) for name in PLAIN_FILES),
     *((2, {"expert": 2}, name) for name in ("zero1_fp16", "zero2_fp16", "zero3_fp16")),
     (1, {}, "zero0_fp32"),
-    (1, {}, "zero2_bf16"),
+    (1, {}, "zero1_bf16"),
     (2, PAIR, "zero0_bf16"),
     (2, PAIR, "zero1_bf16"),
     *((4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, f"zero{n}_bf16") for n in range(4)),
 ]
 # Of `make test`. ZeRO 1 and 2 have one path, offload at both another, ZeRO 3 one for all precisions.
 SPARED = {
-    *("zero0_fp32", "zero2_fp32", "zero3_fp32", "zero1_fp16", "zero2_fp16", "zero3_fp16"),
-    *("zero1_bf16_offload", "zero3_bf16_offload"),
+    *("zero0_fp32", "zero1_fp32", "zero2_fp32", "zero3_fp32"),
+    *("zero1_fp16", "zero2_fp16", "zero3_fp16", "zero2_bf16", "zero1_bf16_offload", "zero3_bf16_offload"),
 }
 
 

@@ -1,23 +1,14 @@
-"""The compiled library, and the choice of kernels back at the default after each test."""
+"""The kernels are tested with two threads, as each of them divides its work among threads."""
 
 from collections.abc import Iterator
 
 import pytest
-
-from megamoe.kernels.library import Library, find_library
-from tests.kernels.chosen import use_compiled
+import torch
 
 
 @pytest.fixture(autouse=True)
-def _choice_restored() -> Iterator[None]:
-    use_compiled(True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield
-    use_compiled(True)
-
-
-@pytest.fixture
-def library() -> Library:
-    found, problem = find_library()
-    if found is None:
-        pytest.skip(f"no compiled kernels: {problem}")
-    return found
+    torch.set_num_threads(before)

@@ -5,6 +5,7 @@
 prints, as JSON, each check's name and its traceback, empty where it passed.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels import choice, router
+from megamoe.kernels import choice, router, router_sums, rows
 from megamoe.kernels.choice import Kernels
 from tests.in_subprocess import checks_of, run_checks
 from tests.kernels import chosen as passes
@@ -247,7 +248,8 @@ def check_a_whole_layer() -> None:
     with on_triton() as names:
         found = run()
     both_ways = ("router_scores", "chosen_weights", "experts", "combine")
-    assert sorted(names) == sorted([*both_ways, *(f"{name}_backward" for name in both_ways), "combine"])
+    once = ("combine", "gate_sums", "group_pairs")
+    assert sorted(names) == sorted([*both_ways, *(f"{name}_backward" for name in both_ways), *once])
     with on_plain():
         torch.testing.assert_close(found, run(), rtol=1e-5, atol=1e-5)
 
@@ -297,6 +299,82 @@ def check_weights_of_chosen_experts() -> None:
         with on_plain():
             expected = run(probs_TE, expert_TK, sent_TK)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def sums_of_a_router(scores_TE: Tensor, token_N: Tensor, counts_E: Tensor) -> list[Tensor]:
+    """Every term with its gradient, and what is observed; without tokens or with a p of 0 as well."""
+    scores_TE = scores_TE.clone().requires_grad_()
+    probs_TE = scores_TE.detach().softmax(-1)
+    probs_TE[1:2], probs_TE[2:3, 1:] = 0, 0
+    probs_TE.requires_grad_()
+    squared = router_sums.mean_squared_log_sum(scores_TE, Kernels(compiled=False))
+    balance = router_sums.balance(probs_TE, counts_E, Kernels(compiled=False))
+    gradients = torch.autograd.grad(3 * squared - 2 * balance, [scores_TE, probs_TE])
+    observed = router_sums.gate_sums(probs_TE, token_N, Kernels(compiled=False))
+    return [squared.detach(), balance.detach(), *gradients, *observed]
+
+
+def check_sums_of_a_router() -> None:
+    """Tokens of no pair, of one, and of more pairs than experts; two programs are fewer than the blocks."""
+    from megamoe.kernels.triton import router_sums as launchers
+
+    for tokens, experts in ((1, 1), (70, 16), (33, 5), (0, 4), (130, 100)):
+        scores_TE = 5 * draw(tokens, experts)
+        token_N = torch.arange(tokens).repeat_interleave(2)
+        token_N = token_N[token_N % 5 != 3]
+        token_N = torch.cat([token_N[:1].repeat(experts + 1), token_N])
+        counts_E = torch.arange(experts) ** 2
+        with mock.patch.object(launchers, "PROGRAMS", 2), on_triton() as names:
+            found = sums_of_a_router(scores_TE, token_N, counts_E)
+        assert names == ["z_loss", "balance_loss", "z_loss_backward", "gate_sums"]
+        with on_plain():
+            expected = sums_of_a_router(scores_TE, token_N, counts_E)
+        assert found[-1].dtype == torch.int64 and torch.equal(found[-1], expected[-1])
+        torch.testing.assert_close(found, expected, rtol=3e-6, atol=1e-6)
+
+
+def check_what_is_not_finite_stays_in_the_sums() -> None:
+    scores_TE, token_N, counts_E = draw(3, 4), torch.tensor([0, 1]), torch.ones(4, dtype=torch.int64)
+    for bad in (NAN, math.inf):
+        scores_TE[1, 2] = bad
+        with on_triton():
+            squared = router_sums.mean_squared_log_sum(scores_TE, Kernels())
+            balance = router_sums.balance(scores_TE, counts_E, Kernels())
+            entropy, top_1, _ = router_sums.gate_sums(scores_TE, token_N, Kernels())
+        assert squared.isnan() and entropy.isnan() and top_1.isnan() and not balance.isfinite()
+    scores_TE[1] = torch.tensor([1.0, -math.inf, 0.0, 2.0])
+    found = []
+    for context in (on_triton(), on_plain()):
+        with context:
+            leaf = scores_TE.clone().requires_grad_()
+            squared = router_sums.mean_squared_log_sum(leaf, Kernels(compiled=False))
+            found.append([squared.detach(), *torch.autograd.grad(squared, leaf)])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def check_pairs_by_expert() -> None:
+    """Stable, with its inverse, counts and ends; blocks of many and of few pairs, experts without any."""
+    for pairs, tokens, experts in ((9, 6, 3), (0, 4, 2), (0, 0, 2), (1, 1, 1), (600, 400, 5), (70, 90, 300)):
+        token_N = torch.randint(0, max(tokens - 1, 1), (pairs,), generator=seeded(1)).sort().values
+        expert_N = torch.randint(0, experts, (pairs,), generator=seeded(2)) // 2
+        weight_N = draw(pairs).requires_grad_()
+        sent_N = draw(pairs, seed=1)
+        with on_triton() as names:
+            found = rows.group_pairs(token_N, expert_N, weight_N, (tokens, experts), Kernels())
+            (to_weight_N,) = torch.autograd.grad(found.weight_N, weight_N, sent_N)
+        assert names == ["group_pairs"]
+        order_N = torch.argsort(expert_N, stable=True)
+        row_N, ends_T = found.rows.row_N, found.rows.ends_T
+        assert row_N is not None and ends_T is not None and found.counts_E is not None
+        assert torch.equal(row_N[order_N], torch.arange(pairs))
+        assert torch.equal(found.rows.token_N, token_N[order_N]) and found.rows.num_tokens == tokens
+        assert torch.equal(found.weight_N, weight_N[order_N]) and torch.equal(to_weight_N[order_N], sent_N)
+        assert torch.equal(found.counts_E, torch.bincount(expert_N, minlength=experts))
+        assert torch.equal(ends_T, rows.ends_of(token_N, tokens))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 CHECKS = checks_of(globals())

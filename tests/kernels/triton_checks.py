@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
-from megamoe.kernels.block import rms_norm, rotary
+from megamoe.kernels.attention import split_heads
+from megamoe.kernels.block import rms_norm, rotary, summed_rms_norm, turn_sides
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.cross_entropy import (
     Sums,
@@ -362,6 +363,96 @@ def check_every_rms_norm() -> None:
     """300 rows of 7 are more than a program holds, and 9,000 more than all programs do at a time."""
     shapes = [(3, 5, 64), (2, 3), (300, 7), (9, 1030), (9000, 100)]
     check_rms_norm([(shape, dtype) for shape in shapes for dtype in TOLERANCES])
+
+
+def check_a_norm_of_a_sum(cases: list[tuple[tuple[int, ...], torch.dtype]] = SHORT_NORMS) -> None:
+    """The sum, its norm and all gradients against the formula in float64; without a summand too."""
+    for shape, dtype in cases:
+        for has_added in (True, False):
+            sides = [draw(*shape), 1 + 0.3 * draw(shape[-1], seed=1), draw(*shape, seed=2)][: 2 + has_added]
+            leaves = [side.to(dtype).requires_grad_() for side in sides]
+            sent = [draw(*shape, seed=seed).to(dtype) for seed in (3, 4)]
+            added = leaves[2] if has_added else None
+            found = summed_rms_norm(leaves[0], added, leaves[1], 1e-5, ON_TRITON)
+            gradients = torch.autograd.grad(found, leaves, sent)
+            wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+            total = wide[0] + wide[2] if has_added else wide[0]
+            # What is normed is the rounded sum.
+            rounded = total + (total.detach().float().to(dtype).double() - total.detach())
+            normed = rounded / (rounded.square().mean(-1, keepdim=True) + 1e-5).sqrt() * wide[1]
+            exact = torch.autograd.grad([total, normed], wide, [each.double() for each in sent])
+            for one, other in zip([*found, *gradients], [total, normed, *exact], strict=True):
+                assert one.dtype == dtype
+                # The interpreter cuts the sum off to bf16, where a GPU rounds it.
+                assert_close_to(one, other, (2 if dtype == torch.float32 else 4) * TOLERANCES[dtype])
+
+
+def check_every_norm_of_a_sum() -> None:
+    shapes = [(3, 5, 64), (300, 7), (9000, 100)]
+    check_a_norm_of_a_sum([(shape, dtype) for shape in shapes for dtype in TOLERANCES])
+
+
+def check_gradients_of_heads_are_side_by_side() -> None:
+    """Of one projection they are its gradient without a copy; heads of several shapes have their own."""
+    for size, heads, dtype in ((6, 5, torch.float32), (2, 1, torch.bfloat16)):
+        mixed = draw(4, 2, heads, 3 * size).to(dtype).requires_grad_()
+        sent = [draw(4, 2, heads, size, seed=seed).to(dtype) for seed in (3, 4, 5)]
+        with mock.patch("torch.cat", side_effect=AssertionError("a copy")):
+            sides = turn_sides(*split_heads(mixed, [size] * 3), 500, ON_TRITON)
+            (gradient,) = torch.autograd.grad(sides, mixed, sent)
+        assert all(side.is_contiguous() for side in sides[:2])
+        exact = mixed.detach().double().requires_grad_()
+        expected = turn_sides(*exact.split(size, dim=-1), 500, PLAIN)
+        (wanted,) = torch.autograd.grad(expected, exact, [each.double() for each in sent])
+        for one, other in zip([*sides, gradient], [*expected, wanted], strict=True):
+            assert_close_to(one, other, TOLERANCES[dtype])
+    query, key, value = (draw(4, 2, heads, 6).requires_grad_() for heads in (4, 2, 2))
+    found, plain = (turn_sides(query, key, value, 500, kernels) for kernels in (ON_TRITON, PLAIN))
+    sent = [draw(*side.shape, seed=3) for side in found]
+    for one, other in zip(
+        *(torch.autograd.grad(s, [query, key, value], sent) for s in (found, plain)), strict=True
+    ):
+        assert_close_to(one, other.double(), 3e-6)
+
+
+def check_a_whole_model() -> None:
+    """Blocks on Triton's kernels have the loss and all gradients of Megatron-Core's on plain ones."""
+    from megamoe.moe.part import StepContext
+    from tests.tiny import VOCABULARY, tiny, tiny_gpt, world_of_one
+
+    tokens_BS = torch.arange(16).view(2, 8) * 5 % VOCABULARY
+    position_BS = torch.arange(8).expand(2, 8)
+    found: list[list[Tensor]] = []
+    names: list[str] = []
+    with world_of_one():
+        for kernels in (ON_TRITON, PLAIN):
+            context = StepContext()
+            config = tiny(
+                "moe.losses={switch_balance: 0.3, z_loss: 0.1}", "moe.router.selector={name: top_k, k: 2}"
+            )
+            with mock.patch.object(Kernels, "of", lambda *options, kernels=kernels: kernels):
+                model = tiny_gpt(config, context)
+            with recorded(names):
+                losses_BS = model(tokens_BS, position_BS, tokens_BS.roll(-1, 1))
+                gradients = torch.autograd.grad(losses_BS.mean(), list(model.parameters()))
+            found.append([losses_BS.detach(), *gradients])
+    assert names.count("summed_rms_norm") == 2 and names.count("summed_rms_norm_backward") == 4
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+@contextmanager
+def recorded(names: list[str]) -> Iterator[None]:
+    """The names of the kernels that are launched."""
+    from megamoe.kernels.triton import TritonKernels
+
+    given = TritonKernels.call
+
+    def call(self: TritonKernels, name: str, *arguments: Any) -> None:
+        names.append(name)
+        given(self, name, *arguments)
+
+    with mock.patch.object(TritonKernels, "call", call):
+        yield
 
 
 SHORT_TURNS = [(2, 1, torch.float32), (6, 5, torch.bfloat16)]

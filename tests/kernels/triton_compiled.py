@@ -19,12 +19,24 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from megamoe.kernels.triton import activation, cross_entropy, experts, norms, products, rotary, rows
+from megamoe.kernels.triton import (
+    activation,
+    cross_entropy,
+    experts,
+    grouping,
+    norms,
+    products,
+    rotary,
+    router,
+    router_sums,
+    rows,
+    sums,
+)
 from megamoe.kernels.triton.blocks import LARGEST_BLOCK, tile_of
 
 # Kinds of arguments that are no numbers of the model's dtype ("x"); of a multiple of 16 as pointers are, and
 # as sizes of models are.
-FP32, INDEX, SIZE, ANY_SIZE, REAL = "*fp32", "*i64", "i32*16", "i32", "fp32"
+FP32, INDEX, COUNT, SIZE, ANY_SIZE, REAL = "*fp32", "*i64", "*i32", "i32*16", "i32", "fp32"
 
 
 def product(kind: str = "product", **constants: Any) -> Callable[[int, int], dict[str, Any]]:
@@ -50,8 +62,12 @@ class Launch:
     constants: Callable[[int, int], dict[str, Any]]
 
 
-KINDS = {"x": "x", "f": FP32, "i": INDEX, "s": SIZE, "a": ANY_SIZE, "r": REAL}
+KINDS = {"x": "x", "f": FP32, "i": INDEX, "c": COUNT, "s": SIZE, "a": ANY_SIZE, "r": REAL}
 MANY = 64  # experts
+ROW: dict[str, Any] = {"ROWS": 1, "BLOCK": 2048}
+OF_WEIGHT = {"ROWS": router.EXPERTS_OF_A_GRADIENT, "COLUMNS": 64, "DEPTH": 32}
+OF_TOKENS = {"ROWS": router_sums.TOKENS, "EXPERTS": MANY}
+OF_PAIRS = {"ROWS": grouping.NUMBERS // MANY, "EXPERTS": MANY}
 LAUNCHES: dict[str, Launch] = {
     "combine": Launch(rows._combine, "xiifsx", fixed(BLOCK=LARGEST_BLOCK)),
     "combine_odd": Launch(rows._combine, "xiifax", fixed(BLOCK=LARGEST_BLOCK)),
@@ -75,8 +91,22 @@ LAUNCHES: dict[str, Launch] = {
         "xxisssxx",
         product("down_backward", EXPERTS=MANY),
     ),
-    "rms_norm": Launch(norms._rms_norm, "xxasrxf", fixed(ROWS=1, BLOCK=2048)),
-    "rms_norm_backward": Launch(norms._rms_norm_backward, "xxxfasxf", fixed(ROWS=1, BLOCK=2048)),
+    "rms_norm": Launch(norms._rms_norm, "xxasrxf", fixed(**ROW, added=None, sum=None)),
+    "summed_rms_norm": Launch(norms._rms_norm, "xxxasrxxf", fixed(**ROW)),
+    "rms_norm_backward": Launch(norms._rms_norm_backward, "xxxfasxf", fixed(**ROW, sent_to_sum=None)),
+    "summed_rms_norm_backward": Launch(norms._rms_norm_backward, "xxxxfasxf", fixed(**ROW)),
+    "sum_parts": Launch(sums._sum_parts, "fasx", fixed(ROWS=sums.PARTS, BLOCK=sums.COLUMNS)),
+    "router_scores": Launch(router._scores, "xxassf", fixed(ROWS=32, COLUMNS=MANY, DEPTH=64)),
+    "router_to_rows": Launch(router._to_rows, "fxassx", fixed(ROWS=32, COLUMNS=64, DEPTH=16)),
+    "router_to_weight": Launch(router._to_weight, "fxassf", fixed(**OF_WEIGHT)),
+    "z_loss": Launch(router_sums._z_loss, "fasff", fixed(**OF_TOKENS)),
+    "z_loss_backward": Launch(router_sums._z_loss_backward, "fffasf", fixed(**OF_TOKENS)),
+    "balance_loss": Launch(router_sums._balance_loss, "fiasff", fixed(**OF_TOKENS)),
+    "gate_sums": Launch(router_sums._gate_sums, "fiassafc", fixed(**OF_TOKENS, BINS=2 * MANY)),
+    "pairs_ends": Launch(grouping._ends, "isaai", fixed(BLOCK=grouping.TOKENS)),
+    "pairs_count": Launch(grouping._count, "issc", fixed(**OF_PAIRS)),
+    "pairs_add_up": Launch(grouping._add_up, "casi", fixed(BLOCK=grouping.BLOCKS)),
+    "pairs_place": Launch(grouping._place, "iificssiiif", fixed(**OF_PAIRS)),
     "rotate": Launch(rotary._rotate, "xxffssssssaasr", fixed(HEADS=16, BLOCK=64)),
     "cross_entropy": Launch(cross_entropy._statistics, "xisffff", fixed(BLOCK=4096, num_warps=8)),
     "cross_entropy_backward": Launch(cross_entropy._gradient, "xifffsrr", fixed(BLOCK=4096, num_warps=8)),

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.kernels.choice import DEFAULT_KERNELS
+from megamoe.kernels.router_sums import SMALLEST, gate_sums
 from megamoe.moe.gradient_share import WHOLE
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.observation import SMALLEST, gate_sums, observe
+from megamoe.moe.observation import observe
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Routing
 from tests.moe.build import make_hidden, make_layer, moe_config
@@ -19,12 +21,15 @@ TOP_2 = {"selector": {"name": "top_k", "k": 2}}
 
 def test_gate_entropy_and_top_1_by_hand() -> None:
     probs_TE = torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.9, 0.3, 0.3, 0.3]])
-    entropy, top_1 = gate_sums(probs_TE)
+    token_N = torch.tensor([0, 0, 2])
+    entropy, top_1, width_D = gate_sums(probs_TE, token_N, DEFAULT_KERNELS)
     third = -(0.5 * math.log(0.5) + 3 / 6 * math.log(1 / 6))  # its shares are 1/2 and three times 1/6
     assert float(entropy) == pytest.approx(math.log(2) + 0 + third)
     assert float(top_1) == pytest.approx(0.5 + 1 + 0.5)
-    assert [float(it) for it in gate_sums(torch.zeros(0, 4))] == [0.0, 0.0]
-    assert [float(it) for it in gate_sums(torch.zeros(1, 4))] == pytest.approx([math.log(SMALLEST), 0.0])
+    assert width_D.tolist() == [1, 1, 1, 0, 0]
+    for tokens, expected in ((0, [0.0, 0.0]), (1, [math.log(SMALLEST), 0.0])):
+        found = gate_sums(torch.zeros(tokens, 4), token_N[:0], DEFAULT_KERNELS)
+        assert [float(it) for it in found[:2]] == pytest.approx(expected)
 
 
 def test_gate_sums_of_many_tokens_are_pytorchs_in_double_precision() -> None:
@@ -34,11 +39,13 @@ def test_gate_sums_of_many_tokens_are_pytorchs_in_double_precision() -> None:
     probs_TE[::7, 5] = 1e-41
     probs_TE[9] = torch.eye(16)[2]
     shares_TE = probs_TE.double() / probs_TE.double().sum(1, keepdim=True)
-    entropy, top_1 = gate_sums(probs_TE)
+    token_N = torch.arange(500)
+    entropy, top_1, _ = gate_sums(probs_TE, token_N, DEFAULT_KERNELS)
     assert float(entropy) == pytest.approx(float(torch.special.entr(shares_TE).sum()), rel=1e-6)
     assert float(top_1) == pytest.approx(float(shares_TE.amax(1).sum()), rel=1e-6)
     probs_TE[0, 0] = float("nan")
-    assert all(math.isnan(float(found)) for found in gate_sums(probs_TE))
+    broken = gate_sums(probs_TE, token_N, DEFAULT_KERNELS)
+    assert all(math.isnan(float(found)) for found in broken[:2])
 
 
 def test_experts_per_token_by_hand() -> None:

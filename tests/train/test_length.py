@@ -10,7 +10,7 @@ from megamoe.errors import ExitCode, UserError
 from megamoe.train.length import run_steps
 from megamoe.train.loop import train
 from megamoe.train.schedule import BatchSchedule
-from tests.data.test_datasets import make_data
+from tests.data.sources import make_data
 from tests.tiny import restored_process, tiny
 
 # 101 tokens: 12 samples of 8, of which a token is left over.

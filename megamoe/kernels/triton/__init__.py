@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.rows import ends_of
-from megamoe.kernels.triton import activation, cross_entropy, experts, norms, products, rotary, router, rows
+from megamoe.kernels.triton import (
+    activation,
+    cross_entropy,
+    experts,
+    grouping,
+    norms,
+    products,
+    rotary,
+    router,
+    router_sums,
+    rows,
+)
 
 
 class TritonKernels:
@@ -49,11 +60,18 @@ LAUNCHERS: dict[str, Callable[..., None]] = {
     "experts_backward": experts.experts_backward,
     "rms_norm": norms.rms_norm,
     "rms_norm_backward": norms.rms_norm_backward,
+    "summed_rms_norm": norms.summed_rms_norm,
+    "summed_rms_norm_backward": norms.summed_rms_norm_backward,
     "rotate": rotary.rotate,
     "router_scores": router.scores,
     "router_scores_backward": router.scores_backward,
     "chosen_weights": router.chosen_weights,
     "chosen_weights_backward": router.chosen_weights_backward,
+    "z_loss": router_sums.z_loss,
+    "z_loss_backward": router_sums.z_loss_backward,
+    "balance_loss": router_sums.balance_loss,
+    "gate_sums": router_sums.gate_sums,
+    "group_pairs": grouping.group_pairs,
     "cross_entropy": cross_entropy.statistics,
     "cross_entropy_backward": cross_entropy.gradient,
 }

@@ -10,16 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.blocks import tile_for
 from megamoe.kernels.triton.costs import bytes_of
-from megamoe.kernels.triton.products import (
-    add_product,
-    find_rows,
-    grid_of,
-    multiply,
-    precision_of,
-    weigh,
-)
+from megamoe.kernels.triton.products import add_product, find_rows, launch, multiply, weigh
+from megamoe.kernels.triton.tiles import inside, store_block
 
 
 def _cost_of_forward(
@@ -61,20 +54,7 @@ def experts(
     """Compute hidden = up rows (gate | value), active = SwiGLU(hidden), out = down active. G = 2 F."""
     if not len(rows_NH):
         return
-    tile = tile_for("up", rows_NH)
-    _up[grid_of(rows_NH, count, ffn_size, tile)](
-        rows_NH,
-        up_EGH,
-        ends_E,
-        count,
-        hidden_size,
-        ffn_size,
-        hidden_NG,
-        active_NF,
-        EXPERTS=triton.next_power_of_2(count),
-        PRECISION=precision_of(rows_NH),
-        **tile.options(),
-    )
+    launch(_up, "up", rows_NH, up_EGH, ends_E, count, hidden_size, ffn_size, hidden_NG, active_NF)
     sizes = (count, ffn_size, hidden_size)
     multiply(active_NF, down_EHF, ends_E, *sizes, out_NH, weight_is_out_in=True)
 
@@ -132,20 +112,8 @@ def experts_backward(
     """Compute the gradients that are not None. It writes the gradient of `hidden_NG` over it, and
     active_NF."""
     if len(rows_NH):
-        tile = tile_for("down_backward", rows_NH)
-        _down_backward[grid_of(rows_NH, count, ffn_size, tile)](
-            sent_NH,
-            down_EHF,
-            ends_E,
-            count,
-            hidden_size,
-            ffn_size,
-            hidden_NG,
-            active_NF,
-            EXPERTS=triton.next_power_of_2(count),
-            PRECISION=precision_of(rows_NH),
-            **tile.options(),
-        )
+        sizes = (count, hidden_size, ffn_size)
+        launch(_down_backward, "down_backward", sent_NH, down_EHF, ends_E, *sizes, hidden_NG, active_NF)
     if to_down_EHF is not None:
         weigh(sent_NH, active_NF, ends_E, count, ffn_size, hidden_size, to_down_EHF)
     if to_rows_NH is not None:
@@ -153,6 +121,20 @@ def experts_backward(
         multiply(hidden_NG, up_EGH, ends_E, *sizes, to_rows_NH, weight_is_out_in=False)
     if to_up_EGH is not None:
         weigh(hidden_NG, rows_NH, ends_E, count, hidden_size, 2 * ffn_size, to_up_EGH)
+
+
+@triton.jit
+def load_half(both, row, column, rows, width):  # type: ignore[no-untyped-def]
+    """Return a block of the first half of rows of 2 width columns, 0 beyond the edges."""
+    place = row[:, None] * 2 * width + column[None, :]
+    return tl.load(both + place, mask=inside(row, column, rows, width), other=0)
+
+
+@triton.jit
+def store_half(both, row, column, rows, width, block):  # type: ignore[no-untyped-def]
+    """Write a block of the first half of rows of 2 width columns, within the edges."""
+    place = row[:, None] * 2 * width + column[None, :]
+    tl.store(both + place, block.to(both.dtype.element_ty), mask=inside(row, column, rows, width))
 
 
 @triton.jit
@@ -188,17 +170,15 @@ def _up(  # type: ignore[no-untyped-def]
             value = add_product(
                 value, rows, row, count, values, column, width, depth, inner, True, PRECISION, DEPTH
             )
-        inside = (row < count)[:, None] & (column < width)[None, :]
-        place = hidden + first * 2 * width + (row[:, None] * 2 * width + column[None, :])
+        both = hidden + first * 2 * width
         # The activation is that of the rounded numbers, which the backward pass reads.
         gate = gate.to(hidden.dtype.element_ty)
         value = value.to(hidden.dtype.element_ty)
-        tl.store(place, gate, mask=inside)
-        tl.store(place + width, value, mask=inside)
+        store_half(both, row, column, count, width, gate)
+        store_half(both + width, row, column, count, width, value)
         gate = gate.to(tl.float32)
         product = gate * tl.sigmoid(gate) * value.to(tl.float32)
-        place = active + first * width + (row[:, None] * width + column[None, :])
-        tl.store(place, product.to(active.dtype.element_ty), mask=inside)
+        store_block(active + first * width, row, column, count, width, product)
 
 
 @triton.jit
@@ -229,15 +209,13 @@ def _down_backward(  # type: ignore[no-untyped-def]
             sum = add_product(
                 sum, sent, row, count, own, column, width, depth, inner, False, PRECISION, DEPTH
             )
-        inside = (row < count)[:, None] & (column < width)[None, :]
-        place = hidden + first * 2 * width + (row[:, None] * 2 * width + column[None, :])
+        both = hidden + first * 2 * width
         # Rounded as between a product and a pass of its own.
         received = sum.to(hidden.dtype.element_ty).to(tl.float32)
-        gate = tl.load(place, mask=inside, other=0).to(tl.float32)
-        value = tl.load(place + width, mask=inside, other=0).to(tl.float32)
+        gate = load_half(both, row, column, count, width).to(tl.float32)
+        value = load_half(both + width, row, column, count, width).to(tl.float32)
         share = tl.sigmoid(gate)
         to_gate = received * value * share * (1 + gate * (1 - share))
-        tl.store(place, to_gate.to(hidden.dtype.element_ty), mask=inside)
-        tl.store(place + width, (received * gate * share).to(hidden.dtype.element_ty), mask=inside)
-        place = active + first * width + (row[:, None] * width + column[None, :])
-        tl.store(place, (gate * share * value).to(active.dtype.element_ty), mask=inside)
+        store_half(both, row, column, count, width, to_gate)
+        store_half(both + width, row, column, count, width, received * gate * share)
+        store_block(active + first * width, row, column, count, width, gate * share * value)

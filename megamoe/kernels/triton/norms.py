@@ -1,4 +1,8 @@
-"""RMSNorm and its gradients as Triton kernels, with the arguments of `cpu/block.cpp`."""
+"""RMSNorm and its gradients as Triton kernels, with the arguments of `cpu/block.cpp`.
+
+`summed_rms_norm` first adds what a block adds to its residual stream; its backward pass takes the gradient of
+the sum as well. It has no counterpart for the CPU.
+"""
 
 import torch
 import triton
@@ -7,6 +11,8 @@ from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.costs import each_once
+from megamoe.kernels.triton.sums import sum_parts
+from megamoe.kernels.triton.tiles import load_block, store_block
 
 NUMBERS = 2048  # that one program holds at least, if the rows are short
 PROGRAMS = 256  # of the backward pass; each adds up the weight's gradient over its rows
@@ -17,11 +23,41 @@ def rms_norm(
     rows: Tensor, weight_H: Tensor, count: int, width: int, eps: float, out: Tensor, scale_N: Tensor
 ) -> None:
     """Compute scale[n] = 1 / sqrt(mean of rows[n]^2 + eps), out[n] = rows[n] * scale[n] * weight."""
+    _normalise(rows, None, weight_H, count, width, eps, None, out, scale_N)
+
+
+@kernel_operator("summed_rms_norm", mutates={"sum", "out", "scale_N"}, bytes_moved=each_once)
+def summed_rms_norm(
+    rows: Tensor,
+    added: Tensor,
+    weight_H: Tensor,
+    count: int,
+    width: int,
+    eps: float,
+    sum: Tensor,
+    out: Tensor,
+    scale_N: Tensor,
+) -> None:
+    """Compute sum = rows + added, rounded, and `rms_norm` of it."""
+    _normalise(rows, added, weight_H, count, width, eps, sum, out, scale_N)
+
+
+def _normalise(
+    rows: Tensor,
+    added: Tensor | None,
+    weight_H: Tensor,
+    count: int,
+    width: int,
+    eps: float,
+    sum: Tensor | None,
+    out: Tensor,
+    scale_N: Tensor,
+) -> None:
     if count:
         block, tall = _blocks(width)
-        grid = (triton.cdiv(count, tall),)
         options = {"ROWS": tall, "BLOCK": block, "num_warps": _warps(block * tall)}
-        _rms_norm[grid](rows, weight_H, count, width, eps, out, scale_N, **options)
+        arguments = (rows, added, weight_H, count, width, eps, sum, out, scale_N)
+        _rms_norm[(triton.cdiv(count, tall),)](*arguments, **options)
 
 
 @kernel_operator("rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2)
@@ -35,7 +71,39 @@ def rms_norm_backward(
     to_rows: Tensor,
     to_weight_H: Tensor,
 ) -> None:
-    """Compute the gradients of the rows and of the weight, the latter in fp32 and in one order of sums."""
+    """Compute the gradients of the rows and of the weight, the latter in one order of sums."""
+    _differentiate(sent, None, rows, weight_H, scale_N, count, width, to_rows, to_weight_H)
+
+
+@kernel_operator(
+    "summed_rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2
+)
+def summed_rms_norm_backward(
+    sent: Tensor,
+    sent_to_sum: Tensor,
+    rows: Tensor,
+    weight_H: Tensor,
+    scale_N: Tensor,
+    count: int,
+    width: int,
+    to_rows: Tensor,
+    to_weight_H: Tensor,
+) -> None:
+    """Compute `rms_norm_backward`, and add `sent_to_sum` to the gradient of the rows."""
+    _differentiate(sent, sent_to_sum, rows, weight_H, scale_N, count, width, to_rows, to_weight_H)
+
+
+def _differentiate(
+    sent: Tensor,
+    sent_to_sum: Tensor | None,
+    rows: Tensor,
+    weight_H: Tensor,
+    scale_N: Tensor,
+    count: int,
+    width: int,
+    to_rows: Tensor,
+    to_weight_H: Tensor,
+) -> None:
     if not count:
         to_weight_H.zero_()
         return
@@ -43,9 +111,9 @@ def rms_norm_backward(
     programs = min(PROGRAMS, triton.cdiv(count, tall))
     part_PH = torch.empty(programs, width, dtype=torch.float32, device=rows.device)
     options = {"ROWS": tall, "BLOCK": block, "num_warps": _warps(block * tall)}
-    arguments = (sent, rows, weight_H, scale_N, count, width, to_rows, part_PH)
+    arguments = (sent, sent_to_sum, rows, weight_H, scale_N, count, width, to_rows, part_PH)
     _rms_norm_backward[(programs,)](*arguments, **options)
-    torch.sum(part_PH, dim=0, out=to_weight_H)
+    sum_parts(part_PH, to_weight_H)
 
 
 def _blocks(width: int) -> tuple[int, int]:
@@ -60,23 +128,35 @@ def _warps(numbers: int) -> int:
 
 @triton.jit
 def _rms_norm(  # type: ignore[no-untyped-def]
-    rows, weight, count, width, eps, out, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    rows, added, weight, count, width, eps, sum, out, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Each program handles ROWS whole rows."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (n < count)[:, None] & (column < width)[None, :]
-    place = n[:, None] * width + column[None, :]
-    row = tl.load(rows + place, mask=inside, other=0).to(tl.float32)
+    row = load_block(rows, n, column, count, width).to(tl.float32)
+    if added is not None:
+        row += load_block(added, n, column, count, width).to(tl.float32)
+        store_block(sum, n, column, count, width, row)
+        row = row.to(sum.dtype.element_ty).to(tl.float32)  # the norm is that of the rounded sum
     factor = 1 / tl.sqrt(tl.sum(row * row, axis=1) / width + eps)
     tl.store(scale + n, factor, mask=n < count)
     by = tl.load(weight + column, mask=column < width, other=0).to(tl.float32)
-    tl.store(out + place, (row * factor[:, None] * by[None, :]).to(out.dtype.element_ty), mask=inside)
+    store_block(out, n, column, count, width, row * factor[:, None] * by[None, :])
 
 
 @triton.jit
 def _rms_norm_backward(  # type: ignore[no-untyped-def]
-    sent, rows, weight, scale, count, width, to_rows, part, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    sent,
+    sent_to_sum,
+    rows,
+    weight,
+    scale,
+    count,
+    width,
+    to_rows,
+    part,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Each program handles every PROGRAMS-th group of ROWS rows, and writes its part of the weight's sum."""
     column = tl.arange(0, BLOCK)
@@ -85,15 +165,15 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]
     step = tl.num_programs(0) * ROWS
     for begin in range(tl.program_id(0) * ROWS, count, step):
         n = tl.cast(begin, tl.int64) + tl.arange(0, ROWS)
-        inside = (n < count)[:, None] & (column < width)[None, :]
-        place = n[:, None] * width + column[None, :]
         factor = tl.load(scale + n, mask=n < count, other=0)[:, None]
-        normed = tl.load(rows + place, mask=inside, other=0).to(tl.float32) * factor
-        received = tl.load(sent + place, mask=inside, other=0).to(tl.float32)
+        normed = load_block(rows, n, column, count, width).to(tl.float32) * factor
+        received = load_block(sent, n, column, count, width).to(tl.float32)
         sum += tl.sum(received * normed, axis=0)
         received *= by[None, :]
         share = tl.sum(received * normed, axis=1) / width
         to_row = factor * (received - share[:, None] * normed)
-        tl.store(to_rows + place, to_row.to(to_rows.dtype.element_ty), mask=inside)
+        if sent_to_sum is not None:
+            to_row += load_block(sent_to_sum, n, column, count, width).to(tl.float32)
+        store_block(to_rows, n, column, count, width, to_row)
     own = part + tl.program_id(0).to(tl.int64) * width
     tl.store(own + column, sum, mask=column < width)

@@ -5,6 +5,8 @@ the grid has a program for each tile that there can be at most, and each program
 by itself. Sizes: N rows, E experts, I inner and O outer columns of the weights [E, O, I].
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.blocks import Tile, tile_for
 from megamoe.kernels.triton.costs import each_once
+from megamoe.kernels.triton.tiles import load_block, load_turned, store_block
 
 # Of fp32 products. "ieee" multiplies in fp32; "tf32x3" uses tensor cores three times and loses about one bit.
 FP32_PRECISION = "ieee"
@@ -85,20 +88,30 @@ def multiply(
     """Compute out [N, outer] from rows [N, inner] and weights [E, outer, inner] or [E, inner, outer]."""
     if not out.numel():
         return
-    tile = tile_for("product", rows)
-    constants = {"WEIGHT_IS_OUT_IN": weight_is_out_in, "PRECISION": precision_of(rows)}
-    _product[grid_of(rows, experts, outer, tile)](
-        rows,
-        weight,
-        ends_E,
-        experts,
-        inner,
-        outer,
-        out,
-        EXPERTS=triton.next_power_of_2(experts),
-        **constants,
-        **tile.options(),
-    )
+    constants = {"WEIGHT_IS_OUT_IN": weight_is_out_in}
+    launch(_product, "product", rows, weight, ends_E, experts, inner, outer, out, **constants)
+
+
+def launch(
+    kernel: Any,
+    kind: str,
+    rows: Tensor,
+    weight: Tensor,
+    ends_E: Tensor,
+    experts: int,
+    inner: int,
+    columns: int,
+    *outputs: Tensor,
+    **constants: Any,
+) -> None:
+    """Launch a kernel that multiplies rows by their expert's weight, with a program for each tile.
+
+    kind: of the table of tiles. inner: columns of the rows. columns: of the result.
+    """
+    tile = tile_for(kind, rows)
+    constants |= {"EXPERTS": triton.next_power_of_2(experts), "PRECISION": precision_of(rows)}
+    arguments = (rows, weight, ends_E, experts, inner, columns, *outputs)
+    kernel[grid_of(rows, experts, columns, tile)](*arguments, **constants, **tile.options())
 
 
 def grid_of(rows: Tensor, experts: int, columns: int, tile: Tile) -> tuple[int]:
@@ -163,14 +176,12 @@ def _product(  # type: ignore[no-untyped-def]
         column = left + tl.arange(0, COLUMNS)
         own = weight + expert.to(tl.int64) * inner * outer
         rows += first * inner
-        out += first * outer
         sum = tl.zeros([ROWS, COLUMNS], tl.float32)
         for depth in range(0, inner, DEPTH):
             sum = add_product(
                 sum, rows, row, count, own, column, outer, depth, inner, WEIGHT_IS_OUT_IN, PRECISION, DEPTH
             )
-        inside = (row < count)[:, None] & (column < outer)[None, :]
-        tl.store(out + (row[:, None] * outer + column[None, :]), sum.to(out.dtype.element_ty), mask=inside)
+        store_block(out + first * outer, row, column, count, outer, sum)
 
 
 @triton.jit
@@ -190,15 +201,11 @@ def add_product(  # type: ignore[no-untyped-def]
 ):
     """Return sum + rows[row, depth :] weight[column, depth :]^T over DEPTH places, 0 beyond the edges."""
     place = depth + tl.arange(0, DEPTH)
-    deep = place < inner
-    left = tl.load(
-        rows + (row[:, None] * inner + place[None, :]), mask=(row < count)[:, None] & deep[None, :], other=0
-    )
-    inside = deep[:, None] & (column < outer)[None, :]
+    left = load_block(rows, row, place, count, inner)
     if WEIGHT_IS_OUT_IN:
-        right = tl.load(weight + (column[None, :] * inner + place[:, None]), mask=inside, other=0)
+        right = load_turned(weight, column, place, outer, inner)
     else:
-        right = tl.load(weight + (place[:, None] * outer + column[None, :]), mask=inside, other=0)
+        right = load_block(weight, place, column, inner, outer)
     return tl.dot(left, right, sum, input_precision=PRECISION)
 
 
@@ -225,19 +232,8 @@ def _to_weight(  # type: ignore[no-untyped-def]
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(first, last, DEPTH):
         row = tl.arange(0, DEPTH)
-        here = row < last - begin
         far = tl.cast(begin, tl.int64)
-        left = tl.load(
-            sent + far * outer + (row[None, :] * outer + high[:, None]),
-            mask=(high < outer)[:, None] & here[None, :],
-            other=0,
-        )
-        right = tl.load(
-            rows + far * inner + (row[:, None] * inner + wide[None, :]),
-            mask=here[:, None] & (wide < inner)[None, :],
-            other=0,
-        )
+        left = load_turned(sent + far * outer, row, high, last - begin, outer)
+        right = load_block(rows + far * inner, row, wide, last - begin, inner)
         sum = tl.dot(left, right, sum, input_precision=PRECISION)
-    own = out + expert.to(tl.int64) * inner * outer
-    place = own + (high[:, None] * inner + wide[None, :])
-    tl.store(place, sum.to(out.dtype.element_ty), mask=(high < outer)[:, None] & (wide < inner)[None, :])
+    store_block(out + expert.to(tl.int64) * inner * outer, high, wide, outer, inner, sum)

@@ -10,10 +10,15 @@ from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.costs import bytes_of, each_once
+from megamoe.kernels.triton.sums import sum_parts
+from megamoe.kernels.triton.tiles import inside, load_block, load_turned, store_block
 
 TOKENS, DEPTH = 32, 64  # of a block
 MOST_EXPERTS = 64  # of a block
 PARTS = 32  # programs that share the sum over all tokens, for each block of the weight's gradient
+# Of a block of the weight's gradient. With 64, Triton 3.7 multiplies in TF32 for compute capability 10.0,
+# though it was told not to, and spills registers for 9.0.
+EXPERTS_OF_A_GRADIENT = 32
 TOKENS_OF_A_PASS = 64  # of a program of the passes over rows of few numbers
 
 
@@ -69,20 +74,20 @@ def scores_backward(
     to_rows_TH: Tensor,
     to_weight_EH: Tensor,
 ) -> None:
-    """Compute the gradients of the rows, in their dtype, and of the weight, fp32, in one order of sums."""
+    """Compute the gradients of the rows and of the weight; sums are fp32, each in one order."""
     if not tokens:
         to_weight_EH.zero_()
         return
     grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(width, DEPTH))
     sizes = {"ROWS": TOKENS, "COLUMNS": DEPTH, "DEPTH": 16}
     _to_rows[grid](sent_TE, weight_EH, tokens, experts, width, to_rows_TH, **sizes)
-    block = _experts_of_a_block(experts)
+    block = min(EXPERTS_OF_A_GRADIENT, _experts_of_a_block(experts))
     parts = min(PARTS, triton.cdiv(tokens, TOKENS))
     part_PEH = torch.empty(parts, experts, width, dtype=torch.float32, device=rows_TH.device)
     grid_of_parts = (triton.cdiv(width, DEPTH), triton.cdiv(experts, block), parts)
     sizes = {"ROWS": block, "COLUMNS": DEPTH, "DEPTH": TOKENS}
     _to_weight[grid_of_parts](sent_TE, rows_TH, tokens, experts, width, part_PEH, **sizes)
-    torch.sum(part_PEH, dim=0, out=to_weight_EH)
+    sum_parts(part_PEH, to_weight_EH)
 
 
 @kernel_operator("chosen_weights", mutates={"out_TK"}, bytes_moved=each_once)
@@ -130,18 +135,14 @@ def _scores(  # type: ignore[no-untyped-def]
 ):
     """Each program computes the scores of ROWS tokens for COLUMNS experts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    expert = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for depth in range(0, width, DEPTH):
         place = depth + tl.arange(0, DEPTH)
-        deep = place < width
-        inside = (row < tokens)[:, None] & deep[None, :]
-        left = tl.load(rows + (row[:, None] * width + place[None, :]), mask=inside, other=0)
-        inside = deep[:, None] & (column < experts)[None, :]
-        right = tl.load(weight + (column[None, :] * width + place[:, None]), mask=inside, other=0)
-        sum = tl.dot(left.to(tl.float32), right.to(tl.float32), sum, input_precision="ieee")
-    inside = (row < tokens)[:, None] & (column < experts)[None, :]
-    tl.store(out + (row[:, None] * experts + column[None, :]), sum, mask=inside)
+        left = load_block(rows, row, place, tokens, width).to(tl.float32)
+        right = load_turned(weight, expert, place, experts, width).to(tl.float32)
+        sum = tl.dot(left, right, sum, input_precision="ieee")
+    store_block(out, row, expert, tokens, experts, sum)
 
 
 @triton.jit
@@ -154,13 +155,10 @@ def _to_rows(  # type: ignore[no-untyped-def]
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, experts, DEPTH):
         expert = first + tl.arange(0, DEPTH)
-        inside = (row < tokens)[:, None] & (expert < experts)[None, :]
-        left = tl.load(sent + (row[:, None] * experts + expert[None, :]), mask=inside, other=0)
-        inside = (expert < experts)[:, None] & (column < width)[None, :]
-        right = tl.load(weight + (expert[:, None] * width + column[None, :]), mask=inside, other=0)
-        sum = tl.dot(left, right.to(tl.float32), sum, input_precision="ieee")
-    inside = (row < tokens)[:, None] & (column < width)[None, :]
-    tl.store(out + (row[:, None] * width + column[None, :]), sum.to(out.dtype.element_ty), mask=inside)
+        left = load_block(sent, row, expert, tokens, experts)
+        right = load_block(weight, expert, column, experts, width).to(tl.float32)
+        sum = tl.dot(left, right, sum, input_precision="ieee")
+    store_block(out, row, column, tokens, width, sum)
 
 
 @triton.jit
@@ -173,14 +171,11 @@ def _to_weight(  # type: ignore[no-untyped-def]
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(tl.program_id(2) * DEPTH, tokens, tl.num_programs(2) * DEPTH):
         token = tl.cast(first, tl.int64) + tl.arange(0, DEPTH)
-        inside = (expert < experts)[:, None] & (token < tokens)[None, :]
-        left = tl.load(sent + (token[None, :] * experts + expert[:, None]), mask=inside, other=0)
-        inside = (token < tokens)[:, None] & (column < width)[None, :]
-        right = tl.load(rows + (token[:, None] * width + column[None, :]), mask=inside, other=0)
-        sum = tl.dot(left, right.to(tl.float32), sum, input_precision="ieee")
+        left = load_turned(sent, token, expert, tokens, experts)
+        right = load_block(rows, token, column, tokens, width).to(tl.float32)
+        sum = tl.dot(left, right, sum, input_precision="ieee")
     own = part + tl.program_id(2).to(tl.int64) * experts * width
-    inside = (expert < experts)[:, None] & (column < width)[None, :]
-    tl.store(own + (expert[:, None] * width + column[None, :]), sum, mask=inside)
+    store_block(own, expert, column, experts, width, sum)
 
 
 @triton.jit
@@ -199,12 +194,11 @@ def _chosen_weights(  # type: ignore[no-untyped-def]
     """Each program handles ROWS tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     choice = tl.arange(0, CHOICES)
-    inside = (row < tokens)[:, None] & (choice < choices)[None, :]
-    place = row[:, None] * choices + choice[None, :]
-    chosen = tl.load(expert + place, mask=inside, other=0)
-    prob = tl.load(probs + (row[:, None] * experts + chosen), mask=inside, other=0)
+    chosen = load_block(expert, row, choice, tokens, choices)
+    here = inside(row, choice, tokens, choices)
+    prob = tl.load(probs + (row[:, None] * experts + chosen), mask=here, other=0)
     total = tl.maximum(tl.sum(prob, axis=1), smallest)
-    tl.store(out + place, prob / total[:, None] * scale, mask=inside)
+    store_block(out, row, choice, tokens, choices, prob / total[:, None] * scale)
 
 
 @triton.jit
@@ -240,5 +234,4 @@ def _chosen_weights_backward(  # type: ignore[no-untyped-def]
     bound = tl.maximum(total, smallest)
     share = tl.where(total >= smallest, product / (bound * bound), 0.0)
     result = tl.where(is_chosen == 1, received / bound[:, None] - share[:, None], 0.0)
-    inside = (row < tokens)[:, None] & (column < experts)[None, :]
-    tl.store(to_probs + (row[:, None] * experts + column[None, :]), result, mask=inside)
+    store_block(to_probs, row, column, tokens, experts, result)

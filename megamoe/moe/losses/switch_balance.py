@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router_sums import balance
 from megamoe.moe.compatibility import refuse_all_chosen, refuse_all_largest, refuse_even_selector
 from megamoe.moe.losses.sequences import mean_over_sequences
 from megamoe.moe.losses.squared_cv import fractions, shares, wanted_counts
@@ -96,8 +97,9 @@ class SwitchBalance(Part):
         if self.config.scope == "global_batch" and self.training:
             counts_E = self._global_counts(counts_E, context)
         probs_TE = self._shares_TE(routing)
-        first = self.config.probs == "first_choice"
-        probs_E = _first_choice_probs(routing, probs_TE) if first else probs_TE.sum(dim=0)
+        if self.config.probs == "all":
+            return balance(probs_TE, counts_E, self.dims.kernels)
+        probs_E = _first_choice_probs(routing, probs_TE)
         return routing.num_experts * (fractions(counts_E) * probs_E).sum() / max(routing.num_tokens, 1)
 
     def _shares_TE(self, routing: Routing) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megamoe.kernels.router_sums import mean_squared_log_sum
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -30,7 +31,4 @@ class ZLoss(Part):
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Return a scalar, fp32; 0 if there are no tokens."""
-        # Not torch.logsumexp, which computes exp again in backward.
-        top_T1 = routing.scores_TE.detach().amax(dim=-1, keepdim=True)
-        total_T = (routing.scores_TE - top_T1).exp_().sum(dim=-1)
-        return (total_T.log() + top_T1.squeeze(-1)).square().sum() / max(routing.num_tokens, 1)
+        return mean_squared_log_sum(routing.scores_TE, self.dims.kernels)

@@ -1,0 +1,47 @@
+"""Small sources of data for the tests of this folder."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.datasets import Datasets, build_datasets, resolve_vocabulary
+from megamoe.data.prepare import Preparation, prepare
+
+EOD = 256
+ONLY_TRAIN = [1.0, 0.0, 0.0]
+
+
+def make_data(prefix: Path, texts: list[str], tokenizer: str = "bytes") -> str:
+    lines = prefix.with_suffix(".jsonl")
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare(Preparation(str(prefix), [str(lines)], tokenizer=tokenizer, overwrite=True, progress=False))
+    return str(prefix)
+
+
+def config(*paths: str, weights: list[float] | None = None, **options: object) -> DataConfig:
+    sources = [SourceConfig(path, weight) for path, weight in zip(paths, weights or [1.0] * 9, strict=False)]
+    return DataConfig(sources=sources, **({"sequence_length": 8, "split": ONLY_TRAIN} | options))  # type: ignore[arg-type]
+
+
+def build(data: DataConfig, train: int = 10, validation: int = 0, seed: int = 1) -> Datasets:
+    vocabulary = resolve_vocabulary(data, None)
+    return build_datasets(data, vocabulary, seed=seed, train_samples=train, validation_samples=validation)
+
+
+def letters(dataset: torch.utils.data.Dataset, number: int) -> Counter:
+    """Return the letters of the first samples: each test source consists of one letter."""
+    return Counter(chr(int(dataset[index]["tokens"][0])) for index in range(number))
+
+
+def make_bare_data(prefix: Path) -> str:
+    """Make data like Megatron-LM's preprocess_data.py, without a card."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for start in (0, 100):
+        builder.add_document(np.arange(start, start + 30), [30])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
