@@ -8,14 +8,20 @@ from megamoe.errors import UserError
 
 
 def pair_batch(
-    items: list[Item], indices: list[int], *, start: int, pad: int = 0, multiple: int = 1
+    items: list[Item],
+    indices: list[int],
+    *,
+    start: int,
+    pad: int = 0,
+    multiple: int = 1,
+    is_uneven: bool = False,
 ) -> Batch:
     """Return the batch of pairs, filled up to the longest source and the longest target.
 
     items: `source` and `target`, int64 of any lengths above 0; a target ends with its own end token. The
     decoder reads `start` and then the target without its last token, and predicts the target. indices: the
     pairs' numbers in the data. pad: the id of padding, which has no influence. multiple: lengths are filled
-    up to a multiple of it, the tensor-parallel ranks.
+    up to a multiple of it, the tensor-parallel ranks. is_uneven: whether pairs of the data differ in length.
 
     Raises:
         UserError: if a side is empty.
@@ -40,6 +46,7 @@ def pair_batch(
         lengths_B=lengths_B,
         source_BL=source_BL,
         source_lengths_B=source_lengths_B,
+        is_uneven=is_uneven,
     )
 
 

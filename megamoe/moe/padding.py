@@ -24,12 +24,14 @@ class Padding:
     num_sequences: int
 
     @classmethod
-    def of(cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu") -> "Padding | None":
-        """Return the padding of sequences of `size` places; None if there is none.
+    def of(
+        cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu", always: bool = False
+    ) -> "Padding | None":
+        """Return the padding of sequences of `size` places; None if there is none, unless `always`.
 
         lengths_B: integers on the CPU, the tokens of each sequence, which its padding follows.
         """
-        if bool((lengths_B == size).all()):
+        if not always and bool((lengths_B == size).all()):
             return None
         valid_SB = torch.arange(size)[:, None] < lengths_B
         place_V = valid_SB.flatten().nonzero().flatten()

@@ -11,7 +11,7 @@ from megamoe.data.batches import Batch
 from megamoe.data.pairs import pair_batch, positions
 from megamoe.moe.context import StepContext
 from megamoe.moe.padding import Padding
-from megamoe.train.step import set_context, train_step
+from megamoe.train.step import model_inputs, set_context, train_step
 from tests.tiny import VOCABULARY, tiny, tiny_engine
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -117,6 +117,27 @@ def test_context_of_a_batch_without_padding() -> None:
     context = StepContext()
     set_context(context, pair_batch(PAIRS[:1], [0], start=0), 0)
     assert context.padding is None and context.source is not None and context.source.padding is None
+
+
+def test_batches_that_may_have_padding_take_its_path_without_any(
+    one_rank: None, restored_process: None
+) -> None:
+    """ZeRO 3 needs the same order of modules on all ranks; the values do not depend on the path."""
+    config = tiny("moe.layers=none", "model.init_std=0.2", *STACKS["both"], *ROUTERS["capacity"])
+    records = []
+    for is_uneven in (False, True):
+        batch = pair_batch(PAIRS[:1], [0], start=0, is_uneven=is_uneven)
+        context = StepContext(seed=1, step=1)
+        engine = tiny_engine(config, context)
+        engine.train(True)
+        records.append(train_step(engine, context, [batch], 1e-3, 0.0))
+        inputs = model_inputs(batch)
+        found = [context.padding, context.source and context.source.padding]
+        found += [inputs[name] for name in ("documents", "source_documents", "source_lengths")]
+        assert [each is not None for each in found] == [is_uneven] * 5
+    for word in ("loss", "lm_loss", "grad_norm"):
+        plain, padded = (getattr(record, word) for record in records)
+        assert padded == pytest.approx(plain, rel=1e-6), word
 
 
 def test_places_of_each_rank() -> None:
