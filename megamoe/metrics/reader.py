@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -157,7 +158,7 @@ class Record:
         return [self._by_step[step] for step in sorted(self._by_step)]
 
     def _add(self, line: Line) -> None:
-        for key in filter(_is_measured, line.record):
+        for key in filter(_kind, line.record):
             value = line.record[key]
             expected = _expected(key, value, self._experts)
             if expected is not None:
@@ -169,8 +170,14 @@ class Record:
         self._by_step[line.step] = line.record
 
 
-def _is_measured(key: str) -> bool:
-    return key.startswith(MEASURED) or key in ("tokens", "time")
+@lru_cache(maxsize=1 << 16)
+def _kind(key: str) -> str | None:
+    """Return what the key holds: a `number`, `counts`, a `load`; None if it is not read."""
+    if not key.startswith(MEASURED) and key not in ("tokens", "time"):
+        return None
+    if COUNTS.fullmatch(key) is not None:
+        return "counts"
+    return "number" if LOAD.fullmatch(key) is None else "load"
 
 
 def _expected(key: str, value: Any, experts: dict[str, int]) -> str | None:
@@ -178,9 +185,10 @@ def _expected(key: str, value: Any, experts: dict[str, int]) -> str | None:
 
     experts: the length of each load seen so far, by key.
     """
-    if COUNTS.fullmatch(key) is not None:
+    kind = _kind(key)
+    if kind == "counts":
         return None if _is_counts(value) else "a list of numbers of at least 0"
-    if LOAD.fullmatch(key) is None:
+    if kind == "number":
         return None if value is None or _is_number(value) else "a number"
     if not _is_counts(value):
         return "a list of numbers of at least 0, one for each expert"
@@ -189,7 +197,11 @@ def _expected(key: str, value: Any, experts: dict[str, int]) -> str | None:
 
 
 def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_number(it) and it >= 0 for it in value)
+    if not isinstance(value, list) or not value:
+        return False
+    if set(map(type, value)) == {int}:  # as a rule, and several times as fast as one by one
+        return bool(min(value) >= 0)
+    return all(_is_number(it) and it >= 0 for it in value)
 
 
 def _is_number(value: Any) -> bool:
@@ -199,6 +211,8 @@ def _is_number(value: Any) -> bool:
 def _in_range(value: Any) -> Any:
     """Return the number; an integer too large for a float becomes infinity."""
     if isinstance(value, list):
+        if set(map(type, value)) == {int} and max(value) < LARGEST_STEP:
+            return value
         return [_in_range(item) for item in value]
     if type(value) is int and abs(value) >= 1 << 1000:
         return math.inf if value > 0 else -math.inf

@@ -15,7 +15,7 @@ from megamoe.checkpoint.state import load_weights
 from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream, warn
-from megamoe.data.datasets import Datasets, build_datasets
+from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
 from megamoe.metrics import check_record
 from megamoe.model.build import build_model
@@ -308,16 +308,11 @@ class Trainer:
         )
 
     def _build_datasets(self) -> Datasets:
-        config = self.config
         schedule = self.run.schedule
-        found = build_datasets(
-            config.data,
-            self.run.vocabulary.of_data,
-            seed=config.seed,
+        return self.run.objective.datasets(
             train_samples=schedule.total_samples(self.run.steps),
-            validation_samples=config.evaluation.batches * schedule.final,
+            validation_samples=self.config.evaluation.batches * schedule.final,
         )
-        return self.run.objective.of(found)
 
     def _begin_from(self, model: LanguageModel) -> None:
         """Load the weights that a new run starts from, and report what they do not contain."""

@@ -38,6 +38,9 @@ LONG = [
     "every_rotary",
     "more_than_two_billion_numbers",
     "a_weight_gradient_of_late_rows",
+    "norms_of_late_rows",
+    "rotary_of_late_positions",
+    "losses_of_late_tokens",
     "operators_on_fake_tensors",
 ]
 PRODUCTS = ["forward", "to_rows", "to_weight", "up", "down_backward"]

@@ -21,7 +21,7 @@ from megamoe.metrics.report.run_statistics import (
 
 NAMES = {"name", "output", "overwrite", "checkpoint.resume"}  # keys that say nothing about the training
 PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
-LONGEST_VALUE = 120  # characters of a differing value
+LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a run's name
 SINGLE = {  # key: (title, y axis)
     "train/lm_loss": ("Training loss (smoothed)", "loss (nats/token)"),
     "train/grad_norm": ("Gradient norm (smoothed)", "L2 norm (1)"),
@@ -43,17 +43,17 @@ ROUTING = {
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose configurations differ in nothing but the seed and names."""
+    """Runs whose configurations differ in nothing but the seed, names and what is logged."""
 
     name: str
     runs: list[Run]
 
 
 def labels_of(runs: list[Run]) -> list[str]:
-    """Return the runs' names, or their paths where two have the same name."""
+    """Return the runs' names, or the ends of their paths where two have the same name."""
     names = [run.name for run in runs]
     return [
-        readable(name if names.count(name) == 1 else str(run.folder), 60)
+        readable(name if names.count(name) == 1 else str(run.folder.resolve())[-LONGEST_LABEL:], LONGEST_LABEL)
         for name, run in zip(names, runs, strict=True)
     ]
 
@@ -62,7 +62,7 @@ def grouped(runs: list[Run]) -> list[Group]:
     """Return the groups in the order of their first runs; a run without a configuration is alone."""
     members: dict[str, list[int]] = {}
     for at, run in enumerate(runs):
-        known = {key: value for key, value in run.config.items() if key not in NAMES | {"seed"}}
+        known = {key: value for key, value in run.config.items() if _trains_by(key)}
         key = json.dumps(known, sort_keys=True) if known else f"no configuration {at}"
         members.setdefault(key, []).append(at)
     labels = labels_of(runs)
@@ -70,6 +70,11 @@ def grouped(runs: list[Run]) -> list[Group]:
         Group(_name_of([labels[at] for at in group]), [runs[at] for at in group])
         for group in members.values()
     ]
+
+
+def _trains_by(key: str) -> bool:
+    """Whether runs of another value are another experiment; what is logged changes no training."""
+    return key not in NAMES | {"seed"} and not key.startswith("log.")
 
 
 def _name_of(labels: list[str]) -> str:

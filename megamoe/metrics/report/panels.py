@@ -75,13 +75,14 @@ class Section:
     wide: bool = False  # a panel fills the width
 
 
-def raw_and_smoothed(steps: list[int], values: list[float], colour: Colour, name: str) -> list[Curve]:
-    """Return the recorded values as a faint curve and their moving average; points if they are few."""
-    y = smooth(values)
+def raw_and_smoothed(steps: list[int], values: list[float], colour: Colour, name: str = "") -> list[Curve]:
+    """Return the recorded values as a faint curve and their moving average; as points if they are few."""
     few = len(steps) <= 3
-    raw = [] if few else [Curve(f"{name}, each step", *envelope(steps, values), colour, True, named=False)]
+    y = clipped(values) if few else smooth(values)
+    names = (f"{name}, each step", f"{name} (smoothed)") if name else ("each step", "smoothed")
+    raw = [] if few else [Curve(names[0], *envelope(steps, values), colour, True, named=False)]
     x, y_thin = thin(steps, y)
-    return [*raw, Curve(name if few else f"{name} (smoothed)", x, y_thin, colour, points=few)]
+    return [*raw, Curve((name or "each step") if few else names[1], x, y_thin, colour, points=few)]
 
 
 def clipped(values: list[float]) -> np.ndarray:

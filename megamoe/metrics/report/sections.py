@@ -138,7 +138,7 @@ def _single(rows: Rows, metrics: dict[str, tuple[str, str]], from_zero: bool = F
             panels.append(Panel(title, label, [Curve("learning rate", *thin(steps, values), "blue")]))
             continue
         limits = spike_limits([*values, 0.0] if from_zero else values)
-        panels.append(Panel(title, label, raw_and_smoothed(steps, values, "blue", title), limits=limits))
+        panels.append(Panel(title, label, raw_and_smoothed(steps, values, "blue"), limits=limits))
     return panels
 
 

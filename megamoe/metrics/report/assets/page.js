@@ -1,11 +1,22 @@
 // Draws the panels of a report with plotly.js, in the reader's colours, when they come into view.
 "use strict";
 
+const BUTTONS = [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "resetScale2d", "toImage"]];
+// In pixels of paper, of a panel that fills the width and of one in two columns: what is printed is laid out
+// after `beforeprint`, so that sizes of the screen would not fit.
+const PAPER = { whole: { width: 690, height: 300 }, half: { width: 330, height: 230 } };
 const MAP_MARGIN = { l: 56, r: 8, t: 8, b: 44 };
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let content = null; // the panels, and the colours of both themes
 let printing = false;
 let watcher = null;
+// A panel changes its width without the window when a scroll bar or a column comes or goes.
+const resizer = new ResizeObserver((entries) => {
+  if (printing) return;
+  for (const entry of entries) {
+    if (entry.target.dataset.drawn) Plotly.Plots.resize(entry.target);
+  }
+});
 
 function theme() {
   return content.themes[dark.matches && !printing ? "dark" : "light"];
@@ -73,7 +84,7 @@ function layoutOf(panel, isLog) {
   };
   const yaxis = { ...axis, title: { text: panel.y, font: { size: 12 } }, type: isLog ? "log" : "linear" };
   if (panel.limits && !isLog) yaxis.range = panel.limits;
-  if (isLog) Object.assign(yaxis, { dtick: "auto", exponentformat: "power", nticks: 6 });
+  if (isLog) Object.assign(yaxis, { dtick: "D2", exponentformat: "power" });
   if (panel.map) Object.assign(yaxis, { showgrid: false, tickformat: "d", nticks: 8 });
   const named = panel.curves.filter((curve) => curve.named && !curve.faint).length;
   const layout = {
@@ -86,7 +97,9 @@ function layoutOf(panel, isLog) {
     showlegend: named > 1,
     legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", font: { size: 11 }, itemwidth: 30 },
     hovermode: panel.map ? "closest" : panel.curves.length > 9 ? "closest" : "x unified",
+    hoverdistance: panel.map || panel.curves.length > 9 ? 20 : -1, // -1: the nearest step, however far
     hoverlabel: { bgcolor: colours.background, bordercolor: colours.grid, font: { color: colours.text } },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colours.muted, activecolor: colours.blue },
     uirevision: isLog ? "log" : "linear", // a zoom stays when the page is refreshed
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
   };
@@ -103,8 +116,10 @@ function draw(place) {
   const isLog = button !== null && button.getAttribute("aria-pressed") === "true" && !panel.map;
   const traces = panel.map ? [mapTrace(panel)] : panel.curves.flatMap((curve) => curveTraces(panel, curve));
   place.dataset.drawn = isLog ? "log" : "linear";
-  const options = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
-  return Plotly.react(place, traces, layoutOf(panel, isLog), options);
+  const options = { displaylogo: false, modeBarButtons: BUTTONS };
+  const layout = layoutOf(panel, isLog);
+  if (printing) Object.assign(layout, place.closest(".whole") ? PAPER.whole : PAPER.half);
+  return Plotly.react(place, traces, layout, options);
 }
 
 function places(selector = "") {
@@ -121,6 +136,7 @@ function readContent() {
 
 function watch() {
   watcher?.disconnect();
+  resizer.disconnect();
   watcher = new IntersectionObserver(
     (entries) => {
       for (const entry of entries) {
@@ -129,7 +145,10 @@ function watch() {
     },
     { rootMargin: "600px" },
   );
-  for (const place of places()) watcher.observe(place);
+  for (const place of places()) {
+    watcher.observe(place);
+    resizer.observe(place);
+  }
 }
 
 document.addEventListener("click", (event) => {
