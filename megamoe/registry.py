@@ -38,7 +38,8 @@ BUILTIN_PACKAGES = (
     "megamoe.objectives",
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
-KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss", "callback", "objective")
+LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")  # the parts of an MoE layer
+KINDS = (*LAYER_KINDS, "callback", "objective")
 STAGES = ("scorer", "score_function", "selector", "capacity")  # the router's stages with one part each
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
