@@ -38,7 +38,8 @@ BUILTIN_PACKAGES = (
     "megamoe.objectives",
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
-LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")  # the parts of an MoE layer
+# Of these an MoE layer is made.
+LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
 KINDS = (*LAYER_KINDS, "callback", "objective")
 STAGES = ("scorer", "score_function", "selector", "capacity")  # the router's stages with one part each
 
