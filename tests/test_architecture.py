@@ -134,10 +134,9 @@ def called(node: ast.Call) -> str:
 
 
 def calls_of(path: Path, dotted: str) -> Iterator[ast.Call]:
-    for node in nodes_of(path):
-        if isinstance(node, ast.Call) and called(node) == dotted.split(".")[-1]:
-            if ast.unparse(node.func) == dotted:
-                yield node
+    calls = (node for node in nodes_of(path) if isinstance(node, ast.Call))
+    last = dotted.split(".")[-1]
+    yield from (call for call in calls if called(call) == last and ast.unparse(call.func) == dotted)
 
 
 def within(name: str, module: str) -> bool:

@@ -13,7 +13,7 @@ from megamoe.analysis.trained_model import TrainedModel
 from megamoe.config import RunConfig
 from megamoe.config.shapes import expert_activation, expert_ffn_size, ffn_size
 from megamoe.data.batches import Batch, BatchStream
-from megamoe.data.datasets import Datasets, build_datasets
+from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
 from megamoe.moe.experts.activations import up_width
 from megamoe.parallel.consensus import raise_any_error_fast
@@ -97,14 +97,9 @@ def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
     """Build the validation and test sets of the model's configuration, of so many samples each.
 
     Raises:
-        UserError: as `build_datasets`.
+        UserError: as `TrainingObjective.datasets`.
     """
-    config = trained.config
-    vocabulary = trained.vocabulary.of_data
-    found = build_datasets(
-        config.data, vocabulary, seed=config.seed, train_samples=1, validation_samples=samples
-    )
-    return trained.objective.of(found)
+    return trained.objective.datasets(train_samples=1, validation_samples=samples)
 
 
 @torch.no_grad()

@@ -256,10 +256,11 @@ class _AttachLosses(torch.autograd.Function):
 @functools.lru_cache(maxsize=64)
 def _scalar(scale: float, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return scale * weight as a product of numbers of that dtype, on the device; shared by all layers."""
-    if dtype == torch.float32:
-        scale, weight = numpy.float32(scale), numpy.float32(weight)
+    product = (
+        float(numpy.float32(scale) * numpy.float32(weight)) if dtype == torch.float32 else scale * weight
+    )
     # Not torch.tensor, whose copy to a GPU the host waits for.
-    return torch.full((), float(scale * weight), dtype=dtype, device=device)
+    return torch.full((), product, dtype=dtype, device=device)
 
 
 def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:

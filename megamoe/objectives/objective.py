@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item, stacked
-from megamoe.data.datasets import Datasets
+from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.vocabulary import Vocabulary
 
 
@@ -79,7 +79,11 @@ class TrainingObjective:
         return item
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
-        """Return the batch of samples; indices: their numbers in the data."""
+        """Return the batch of samples; indices: their numbers in the data.
+
+        A sample may be several sequences, such as a bucket of sentences of similar lengths. Each of them then
+        needs a number of its own in `Batch.sample_index_B`, on which its routers' draws depend.
+        """
         return stacked(items, indices)
 
     def draws(self, place: str) -> np.random.Generator:
@@ -87,16 +91,29 @@ class TrainingObjective:
         text = f"{self.config.seed}/objective/{place}".encode()
         return np.random.Generator(np.random.Philox(key=_number(text)))
 
-    def of(self, datasets: Datasets) -> Datasets:
-        """Return the datasets with this objective's samples."""
+    def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
+        """Return the datasets with this objective's samples, of at least the given lengths.
+
+        The default makes them of tokens in sequences of `data.sequence_length`. An objective that needs other
+        data, such as pairs of sentences, builds its own here.
+
+        Raises:
+            UserError: as `build_datasets`.
+        """
+        found = build_datasets(
+            self.config.data,
+            self.vocabulary.of_data,
+            seed=self.config.seed,
+            train_samples=train_samples,
+            validation_samples=validation_samples,
+        )
         if type(self).sample is TrainingObjective.sample:
-            return datasets
-        test = datasets.test
+            return found
         return replace(
-            datasets,
-            train=_Samples(datasets.train, self, "train"),
-            validation={name: _Samples(each, self, name) for name, each in datasets.validation.items()},
-            test=None if test is None else _Samples(test, self, "test"),
+            found,
+            train=_Samples(found.train, self, "train"),
+            validation={name: _Samples(each, self, name) for name, each in found.validation.items()},
+            test=None if found.test is None else _Samples(found.test, self, "test"),
         )
 
 

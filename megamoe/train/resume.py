@@ -10,6 +10,7 @@ from megamoe.checkpoint.format.files import META, damaged
 from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
+from megamoe.config.schema import ModelConfig
 from megamoe.config.shapes import expert_activation, moe_layer_numbers
 from megamoe.errors import UserError, printable
 from megamoe.model.size import part_shapes
@@ -51,7 +52,6 @@ FREE = (
 )
 # Keys that change the model's function but no tensor's shape.
 SAME_FUNCTION = (
-    "architecture",
     "num_attention_heads",
     "position",
     "rope_base",
@@ -74,8 +74,9 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
         UserError: naming the first key that differs, both values, and the way out.
     """
     meta = read_meta(path)
-    _same(path, "vocabulary", meta["vocabulary"], vocabulary)
     saved, current, defaults = _saved_config(path, meta), to_dict(config), to_dict(RunConfig())
+    _same_architecture(path, saved, config, RESUME_WAY_OUT)
+    _same(path, "vocabulary", meta["vocabulary"], vocabulary)
     for section, keys in SAME.items():
         before, after, default = (t[section] if section else t for t in (saved, current, defaults))
         for key in after if keys == ("*",) else keys:
@@ -85,6 +86,12 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
     if moe_layer_numbers(config):
         now = part_shapes(config, vocabulary)
         _same_state(path, saved["moe"], current["moe"], _saved_part_shapes(read_index(path)), now)
+
+
+def _same_architecture(path: Path, saved: Tree, config: RunConfig, way_out: str) -> None:
+    """Check the architecture first, from which other vocabularies and keys follow."""
+    before = saved["model"].get("architecture", ModelConfig().architecture)
+    _same(path, "model.architecture", before, config.model.architecture, way_out)
 
 
 def _given(value: Any) -> Any:
@@ -152,9 +159,10 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
             f"checkpoint.init.path: {path} lies in this run's own folder, which a new run empties; "
             "set name=... to another one, or go on with --resume"
         )
+    saved_config = _saved_config(path, meta)
+    _same_architecture(path, saved_config, config, INIT_WAY_OUT)
     _same(path, "vocabulary", meta["vocabulary"], vocabulary, INIT_WAY_OUT)
     # Reading the tensors checks their names and shapes, and so the sizes.
-    saved_config = _saved_config(path, meta)
     saved, current = saved_config["model"], to_dict(config)["model"]
     defaults = to_dict(RunConfig())["model"]
     for key in SAME_FUNCTION:

@@ -136,7 +136,8 @@ def test_layouts_train_as_one_rank(pool: Pool, alone: dict[tuple[str, Layout], A
         assert_as_alone([rank[name, layout] for rank in ranks], alone[name, ALONE])
 
 
-@pytest.mark.parametrize("name", ["encoder_decoder", pytest.param("encoder", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
 def test_resume_is_exact_and_checkpoints_move(pool: Pool, tmp_path: Path, name: str) -> None:
     """Bit for bit at the same layout, with dropout; to 1e-5 on one rank, from ZeRO 3 on two."""
     model = {**SIZES, **MODELS[name], "train__steps": 4, "data__workers": 1}
