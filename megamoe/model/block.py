@@ -77,7 +77,8 @@ class Block(TransformerLayer):
     norm_position: "pre", Megatron-Core's, h := h + f(norm(h)), or "post", h := norm(h + f(h)) (Vaswani et al.
     2017), with the same norms. build_inserted: builds that layer: h := h + layer(h) (Lewis et al. 2021, BASE;
     Chi et al. 2022, X-MoE). Only its experts' own dropout applies to it, not model.hidden_dropout. recompute:
-    recompute the block and the inserted layer in backward.
+    recompute the block and the inserted layer in backward. built: called with the block when its weights are
+    complete.
     """
 
     def __init__(
@@ -86,12 +87,15 @@ class Block(TransformerLayer):
         build_inserted: Callable[[], MoEBlock] | None = None,
         norm_position: Literal["pre", "post"] = "pre",
         recompute: bool = False,
+        built: Callable[[nn.Module], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.inserted = None if build_inserted is None else build_inserted()
         self.computed_again = recompute
         self.norm_position = norm_position
+        if built is not None:
+            built(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return (hidden states [s, b, h], context), as Megatron-Core does."""

@@ -26,6 +26,7 @@ from megamoe.kernels.choice import Kernels
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.modules import Modules, fp8_options
+from megamoe.model.units import Built
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer
@@ -37,7 +38,8 @@ MoEFactory = Callable[[LayerShape], MoELayer]
 class BlockMaker:
     """Makes the configuration and the specifications of a model's stacks of blocks.
 
-    vocab_size: after padding. init: the initialisation of Megatron-Core's weights, see `init_methods`.
+    vocab_size: after padding. init: the initialisation of Megatron-Core's weights, see `init_methods`. built:
+    called with each part as soon as its weights are complete.
     """
 
     config: RunConfig
@@ -45,6 +47,12 @@ class BlockMaker:
     vocab_size: int
     make_moe_layer: MoEFactory
     init: dict[str, Callable[[Tensor], None]]
+    built: Built | None = None
+
+    def hand_on(self, prefix: str, module: nn.Module) -> None:
+        """Call `built`, if it is set."""
+        if self.built is not None:
+            self.built(prefix, module)
 
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
@@ -88,8 +96,12 @@ class BlockMaker:
         has_source: its blocks have cross attention. of_source: it is the encoder that they attend to.
         """
         moe_blocks, specs = set(stack.moe_blocks), []
+        layers = f"{stack.name}.layers"
+        if self.config.model.architecture == "decoder":
+            layers = f"model.{layers}"
         for number in range(1, stack.num_layers + 1):
             spec = self._block(stack.name, transformer, has_source)
+            spec.params["built"] = functools.partial(self.hand_on, f"{layers}.{number - 1}.")
             shape = self._layer_shape(stack, number, of_source)
             build = functools.partial(self.make_moe_layer, shape)
             moe: dict[str, Any] = {"build": build, "recompute": self.config.model.recompute == "selective"}

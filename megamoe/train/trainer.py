@@ -9,16 +9,13 @@ from typing import Any
 
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.init_from import load_initial_weights
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
-from megamoe.checkpoint.state import load_weights
 from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
 from megamoe.metrics import check_record
-from megamoe.model.build import build_model
 from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.moe.timers import StageTimers
@@ -45,6 +42,7 @@ from megamoe.train.routing_replay import RunRouting
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import learning_rate
 from megamoe.train.speed import Speed, stage_metrics
+from megamoe.train.start_model import start_model
 from megamoe.train.step import evaluate, train_step
 from megamoe.train.step_record import StepRecord
 from megamoe.zero.engine import Engine
@@ -94,15 +92,11 @@ class Trainer:
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
         make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
-        model = build_model(config, self.run.vocabulary.size, make_moe_layer)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.background
         )
         saved = self._open_checkpoint(resume_from)
-        if saved is None:
-            self._begin_from(model)
-        else:
-            raise_any_error(catch_error(lambda: load_weights(saved, model, self.layout, self.world.rank)))
+        model = start_model(config, self.run, self.world.rank, make_moe_layer, saved, self.world.say)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
         self.progress = Progress()
         self._seed()
@@ -313,26 +307,6 @@ class Trainer:
             train_samples=schedule.total_samples(self.run.steps),
             validation_samples=self.config.evaluation.batches * schedule.final,
         )
-
-    def _begin_from(self, model: LanguageModel) -> None:
-        """Load the weights that a new run starts from, and report what they do not contain."""
-        init, frozen = self.config.checkpoint.init, self.config.moe.frozen
-        if init.path is None:
-            if frozen:
-                self.world.say(
-                    f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set"
-                )
-            return
-        path, kept = Path(init.path), []
-        raise_any_error(
-            catch_error(
-                lambda: kept.extend(
-                    load_initial_weights(model, path, init.experts, self.layout, self.world.rank)
-                )
-            )
-        )
-        rest = f"; of the MoE layers as drawn: {', '.join(kept)}" if kept else ""
-        self.world.say(f"weights from {path}, experts: {init.experts}{rest}")
 
     def _open_routing(self, model: LanguageModel) -> None:
         """Prepare the record of the routers' choices, and the one that is replayed."""

@@ -142,4 +142,6 @@ def test_the_command_serves_until_it_is_interrupted(folder: Path) -> None:
         assert url.startswith("http://127.0.0.1:")
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0 and process.stderr.read() == ""
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl"], "nothing written"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl"], (
+        "nothing written"
+    )
