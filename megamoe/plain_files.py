@@ -1,4 +1,4 @@
-"""Reads files named by a user: plain files only, with a bound on their size.
+"""Reads files named by a user: plain files only, with a bound on their size; replaces files as a whole.
 
 A pipe would block the reader, and a device such as /dev/zero never ends.
 """
@@ -40,6 +40,20 @@ def read_plain(path: Path, largest: int) -> bytes:
     if max(size, len(content)) > largest:
         raise ValueError(f"larger than {largest:,} bytes")
     return content
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file and put it in place in one move: a reader meets the old content or the new.
+
+    Raises:
+        OSError: if it cannot be written; the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def reason(error: Exception) -> str:

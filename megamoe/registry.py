@@ -35,9 +35,10 @@ BUILTIN_PACKAGES = (
     "megamoe.moe.losses",
     "megamoe.moe.capacity",
     "megamoe.moe.presets",
+    "megamoe.objectives",
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
-KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss", "callback")
+KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss", "callback", "objective")
 STAGES = ("scorer", "score_function", "selector", "capacity")  # the router's stages with one part each
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}

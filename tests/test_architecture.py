@@ -37,8 +37,11 @@ MAY_IMPORT = {
     "costs": SHARDING | {"zero"},
     "resilience": FOUNDATION | {"parallel"},
     "checkpoint": SHARDING | {"zero", "resilience"},
-    "train": SHARDING | {"data", "metrics", "model", "zero", "costs", "resilience", "checkpoint", "megamoe"},
-    "analysis": SHARDING | {"data", "metrics", "model", "zero", "resilience", "checkpoint", "train"},
+    "objectives": FOUNDATION | {"data"},
+    "train": SHARDING
+    | {"data", "metrics", "model", "objectives", "zero", "costs", "resilience", "checkpoint", "megamoe"},
+    "analysis": SHARDING
+    | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
@@ -131,10 +134,9 @@ def called(node: ast.Call) -> str:
 
 
 def calls_of(path: Path, dotted: str) -> Iterator[ast.Call]:
-    for node in nodes_of(path):
-        if isinstance(node, ast.Call) and called(node) == dotted.split(".")[-1]:
-            if ast.unparse(node.func) == dotted:
-                yield node
+    calls = (node for node in nodes_of(path) if isinstance(node, ast.Call))
+    last = dotted.split(".")[-1]
+    yield from (call for call in calls if called(call) == last and ast.unparse(call.func) == dotted)
 
 
 def within(name: str, module: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from megamoe.metrics.report import charts, page
+from megamoe.metrics.report import picture
 from megamoe.resilience.processes import Process
 from tests.checkpoint import checkpoint
 from tests.tiny import one_line
@@ -51,8 +51,7 @@ def test_a_report_of_numbers_at_the_end_of_floats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report also has unusual names, and nested values that it does not read."""
-    monkeypatch.setattr(charts, "DPI", 20)
-    monkeypatch.setattr(page, "render", lambda *_: b"")  # the same charts are drawn for the picture of all
+    monkeypatch.setattr(picture, "DPI", 20)
     folder = tmp_path / "a$b_{"
     folder.mkdir()
     keys = ("train/lm_loss", "val/lm_loss", "train/$x_{", "perf/step_s", "perf/tokens_per_s", "tokens")
@@ -66,11 +65,13 @@ def test_a_report_of_numbers_at_the_end_of_floats(
 
 
 @pytest.mark.parametrize(
-    "kind", ["a pipe", "/dev/zero", "a name too long", "a summary of text", "a deep summary"]
+    "kind", ["no run at all", "a pipe", "/dev/zero", "a name too long", "a summary of text", "a deep summary"]
 )
 def test_a_report_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     folder, metrics = tmp_path, tmp_path / "metrics.jsonl"
-    if kind == "a pipe":
+    if kind == "no run at all":
+        folder = tmp_path / "nowhere"
+    elif kind == "a pipe":
         os.mkfifo(metrics)
     elif kind == "/dev/zero":
         metrics.symlink_to(kind)

@@ -34,7 +34,7 @@ def test_names_are_those_of_the_files() -> None:
 def test_the_demo_and_its_dense_twin_have_the_same_active_flops() -> None:
     """A token meets as many weights in both, but for the routers: hidden size x experts in each block."""
     moe, dense = (load_config(ROOT / "examples" / name) for name in ("demo.yaml", "demo_dense.yaml"))
-    assert not moe_layer_numbers(dense.moe, dense.model.num_layers)
+    assert not moe_layer_numbers(dense)
     active, whole = model_size(moe, DEMO_VOCABULARY).active, model_size(dense, DEMO_VOCABULARY).total
     assert active - whole == 4 * 256 * 8
     assert model_size(moe, DEMO_VOCABULARY).total > 1.5 * whole

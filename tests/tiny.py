@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import pytest
 
 from megamoe.config import RunConfig, load_config
-from megamoe.model.gpt import GPT, build_gpt
+from megamoe.model.build import build_model
+from megamoe.model.gpt import GPT
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
@@ -44,18 +46,27 @@ def tiny(*overrides: str) -> RunConfig:
     return load_config(None, [*BASE, *overrides])
 
 
-def tiny_gpt(config: RunConfig, context: StepContext | None = None, vocab_size: int = VOCABULARY) -> GPT:
+def tiny_model(
+    config: RunConfig, context: StepContext | None = None, vocab_size: int = VOCABULARY
+) -> LanguageModel:
     """Its model; needs the fixture `one_rank`."""
     layout = Layout.of(config.parallel, 1)
     groups = start_groups(layout, timeout_minutes=1)
     make_layer = hosted_layer_factory(config.moe, context or StepContext(), groups, layout)
-    return build_gpt(config, vocab_size, make_layer)
+    return build_model(config, vocab_size, make_layer)
+
+
+def tiny_gpt(config: RunConfig, context: StepContext | None = None, vocab_size: int = VOCABULARY) -> GPT:
+    """Its model, if it is a decoder."""
+    model = tiny_model(config, context, vocab_size)
+    assert isinstance(model, GPT)
+    return model
 
 
 def tiny_engine(config: RunConfig, context: StepContext | None = None) -> Engine:
     """Its engine, for steps of one micro batch; needs the fixture `one_rank`."""
     plan = resolve_parallel(config, 1)
-    return Engine(config, tiny_gpt(config, context), find_world(), plan, fill_in(config, plan, 1))
+    return Engine(config, tiny_model(config, context), find_world(), plan, fill_in(config, plan, 1))
 
 
 def check_on(config: RunConfig, ranks: int) -> None:

@@ -13,7 +13,7 @@ from megamoe.analysis.trained_model import TrainedModel
 from megamoe.config import RunConfig
 from megamoe.config.shapes import expert_activation, expert_ffn_size, ffn_size
 from megamoe.data.batches import Batch, BatchStream
-from megamoe.data.datasets import Datasets, build_datasets
+from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
 from megamoe.moe.experts.activations import up_width
 from megamoe.parallel.consensus import raise_any_error_fast
@@ -97,12 +97,9 @@ def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
     """Build the validation and test sets of the model's configuration, of so many samples each.
 
     Raises:
-        UserError: as `build_datasets`.
+        UserError: as `TrainingObjective.datasets`.
     """
-    config = trained.config
-    return build_datasets(
-        config.data, trained.vocabulary, seed=config.seed, train_samples=1, validation_samples=samples
-    )
+    return trained.objective.datasets(train_samples=1, validation_samples=samples)
 
 
 @torch.no_grad()
@@ -164,6 +161,7 @@ def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator
         data_rank=data_rank,
         data_size=layout.data,
         workers=0,
+        make_batch=trained.objective.batch,
     ) as stream:
         for place in range(samples // (size * layout.data)):
             batch, problem = None, None

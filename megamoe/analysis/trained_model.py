@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from megamoe.config import RunConfig, configure
 from megamoe.config.schema import ParallelConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
-from megamoe.model.gpt import GPT, build_gpt
+from megamoe.model.build import build_model
+from megamoe.model.gpt import GPT
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
+from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel import launch
 from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.train.objective import build_objective
 from megamoe.train.resolved import resolve_run
 from megamoe.train.resume import check_vocabulary
 from megamoe.train.routing_replay import RunRouting
@@ -47,13 +52,24 @@ class TrainedModel:
     path: Path
     meta: Meta
     config: RunConfig
-    model: GPT
+    model: LanguageModel
     context: StepContext
     layout: Layout
     world: launch.World
     vocabulary: Vocabulary
     precision: str
     routing: RunRouting
+
+    @cached_property
+    def objective(self) -> TrainingObjective:
+        """The objective that it was trained with."""
+        return build_objective(self.config, self.vocabulary)
+
+    @property
+    def decoder(self) -> GPT:
+        """The model of a session that opens decoders only."""
+        assert isinstance(self.model, GPT)
+        return self.model
 
     @property
     def step(self) -> int:
@@ -83,26 +99,34 @@ class Session:
     _is_started: bool = field(default=False, repr=False)
     _intact: dict[Path, Path] = field(default_factory=dict, repr=False)  # the checkpoint, by what was named
 
-    def open(self, path: Path, overrides: Sequence[str] = ()) -> TrainedModel:
+    def open(
+        self, path: Path, overrides: Sequence[str] = (), architectures: Sequence[str] = ("decoder",)
+    ) -> TrainedModel:
         """Load the weights of a checkpoint, or of the newest intact one of a run's folder.
 
         overrides: of the saved configuration, after the session's; they may change how the model computes,
-        but no weight's shape.
+        but no weight's shape. architectures: those that the caller can use.
 
         Raises:
-            UserError: on every rank, if there is no intact checkpoint, or if the configuration does not fit
-                its weights or this number of ranks.
+            UserError: on every rank, if there is no intact checkpoint, if it is of another architecture, or
+                if the configuration does not fit its weights or this number of ranks.
         """
         intact = self._verified(path)
         meta = read_meta(intact, KEY)
         config = configuration_of(meta, intact, [*self.overrides, *overrides], self.replays)
+        kind = config.model.architecture
+        if kind not in architectures:
+            raise UserError(
+                f"{intact}: saved with model.architecture {kind}; this tool reads "
+                f"{' and '.join(architectures)}"
+            )
         run = resolve_run(config, self.world.size)
         check_vocabulary(intact, meta, run.vocabulary.size)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
         factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
-        model = build_gpt(config, run.vocabulary.size, factory)
+        model = build_model(config, run.vocabulary.size, factory)
         raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
         precision = self._precision(meta)
         _round(model, DTYPES[precision])

@@ -22,8 +22,9 @@ from megamoe.checkpoint.format.chunks import Chunk, LocalChunk
 from megamoe.checkpoint.format.files import damaged
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
-from megamoe.checkpoint.placements import Sharding, shardings
-from megamoe.checkpoint.state import fill_weights, load_weights, weight_chunks
+from megamoe.checkpoint.placements import shardings
+from megamoe.checkpoint.state import SavedWeights
+from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.errors import UserError
 from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.experts.grouped import GroupedExperts
@@ -31,36 +32,90 @@ from megamoe.moe.layer import MoELayer
 from megamoe.parallel.layout import Layout
 
 KEY = "checkpoint.init.path"
+Experts = Literal["same", "cut", "copy"]
+ADVICE = {
+    "same": "use the configuration that saved it",
+    **dict.fromkeys(
+        ("cut", "copy"), "start from one of the same model, but for what checkpoint.init.experts says"
+    ),
+}
 
 
 def load_initial_weights(
-    model: nn.Module, path: Path, experts: Literal["same", "cut", "copy"], layout: Layout, rank: int
+    model: nn.Module, path: Path, experts: Experts, layout: Layout, rank: int
 ) -> list[str]:
     """Load the rank's weights into the model, which is on the CPU. If one rank raises, all must stop.
 
-    Returns the names, inside the MoE layer, of the tensors that a dense checkpoint lacks and that keep their
-    initial values (router, shared experts, state of the losses). For `same` there are none.
+    Returns `InitialWeights.kept`.
 
     Raises:
+        UserError: for the reasons of `InitialWeights`.
+    """
+    is_moe = any(it.expert for it in shardings(model).values())
+    weights = InitialWeights(path, experts, is_moe, layout, rank)
+    weights.fill("", model)
+    weights.finish()
+    return weights.kept
+
+
+class InitialWeights:
+    """The weights of another run's checkpoint, for a model that is loaded as a whole or part by part.
+
+    is_moe: whether the model has MoE layers. kept: the names, inside the MoE layer, of the tensors that a
+    dense checkpoint lacks and that keep their initial values (router, shared experts, state of the losses).
+    For `same` there are none.
+
+    Raises (when built, in `fill` and in `finish`):
         UserError: if a file is missing or damaged, a tensor is missing, has another shape or is not in this
             model, or the checkpoint is of a dense model where `experts` expects an MoE model, or the reverse.
     """
-    read_meta(path, KEY)  # has the clearer message for a path that is no checkpoint
-    problem = integrity.first_of(integrity.problems(path, rank, layout.ranks))
-    if problem is not None:
-        raise damaged(path, problem)
-    with CheckpointReader(path, KEY) as reader:
-        sharding_by_name = shardings(model)
-        _check_kind(reader, any(it.expert for it in sharding_by_name.values()), experts)
-        if experts == "same":
-            _check_experts(reader, model, sharding_by_name, layout)
-            load_weights(reader, model, layout, rank)
-            return []
-        layers = {f"{name}.": layer for name, layer in model.named_modules() if isinstance(layer, MoELayer)}
-        return _load_dense(reader, model, layers, experts == "cut", layout, rank)
+
+    def __init__(self, path: Path, experts: Experts, is_moe: bool, layout: Layout, rank: int) -> None:
+        read_meta(path, KEY)  # has the clearer message for a path that is no checkpoint
+        problem = integrity.first_of(integrity.problems(path, rank, layout.ranks))
+        if problem is not None:
+            raise damaged(path, problem)
+        self._experts, self._layout, self._rank = experts, layout, rank
+        self._reader = CheckpointReader(path, KEY)
+        _check_kind(self._reader, is_moe, experts)
+        self._saved = SavedWeights(self._reader, layout, rank, ADVICE[experts])
+        self.kept: list[str] = []
+
+    def fill(self, prefix: str, module: nn.Module) -> None:
+        """Load the tensors of a module that were not loaded before; ZeRO may not have cut these yet.
+
+        prefix: of its names in the model: none, or one that ends with a dot.
+        """
+        if self._experts == "same":
+            _check_experts(self._reader, prefix, module, self._layout)
+        else:
+            self._fill_from_dense(prefix, module)
+        self._saved.fill(prefix, module)
+
+    def finish(self) -> None:
+        """Check that the whole checkpoint was used, and close it."""
+        self._saved.finish()
+        self._reader.close()
+
+    def _fill_from_dense(self, prefix: str, module: nn.Module) -> None:
+        """Load the FFNs of a dense checkpoint into the experts; leave the rest of the MoE layers as it is."""
+        layers = {
+            f"{prefix}{name}.": layer for name, layer in module.named_modules() if isinstance(layer, MoELayer)
+        }
+        routed = {prefix + name for name, it in shardings(module).items() if it.expert}
+        for inside, layer in layers.items():
+            state = layer.state_dict().items()
+            names = [inside + name for name, tensor in state if hasattr(tensor, "shape")]
+            if any(map(self._saved.is_filled, names)):
+                continue
+            block, cut = inside.removesuffix("layer."), self._experts == "cut"
+            chunks = _experts_from_ffn(self._reader, block, layer, cut, self._layout, self._rank)
+            self._saved.fill_chunks(chunks, set(names))
+            found = [name.removeprefix(inside) for name in names if name not in routed]
+            self.kept += [name for name in found if name not in self.kept]
 
 
-def _check_kind(reader: CheckpointReader, is_moe: bool, experts: str) -> None:
+def _check_kind(reader: CheckpointReader, is_moe: bool, experts: Experts) -> None:
     """Raise UserError if the checkpoint is dense or MoE against this model and `experts`."""
     was_moe = any(it.get("expert") for it in reader.index["shardings"].values())
     if experts == "same" and is_moe and not was_moe:
@@ -77,41 +132,18 @@ def _check_kind(reader: CheckpointReader, is_moe: bool, experts: str) -> None:
     raise UserError(f"{reader.path}: the checkpoint is {problem}")
 
 
-def _check_experts(
-    reader: CheckpointReader, model: nn.Module, sharding_by_name: dict[str, Sharding], layout: Layout
-) -> None:
-    known = reader.names(WEIGHT)
-    for name, parameter in model.named_parameters():
-        if sharding_by_name[name].expert and WEIGHT + name in known:
-            found, wanted = reader.shape(WEIGHT + name)[0], len(parameter) * layout.expert
+def _check_experts(reader: CheckpointReader, prefix: str, module: nn.Module, layout: Layout) -> None:
+    """Check the number of experts in a module that is whole, or cut after it was checked."""
+    known, sharding_by_name = reader.names(WEIGHT), shardings(module)
+    for name, parameter in module.named_parameters():
+        if sharding_by_name[name].expert and f"{WEIGHT}{prefix}{name}" in known:
+            found = reader.shape(f"{WEIGHT}{prefix}{name}")[0]
+            wanted = whole_shape(parameter)[0] * layout.expert
             if found != wanted:
                 raise UserError(
-                    f"{reader.path}: {name} holds {found} experts, this model has moe.num_experts={wanted}; "
-                    f"set it to {found}"
+                    f"{reader.path}: {prefix}{name} holds {found} experts, this model has "
+                    f"moe.num_experts={wanted}; set it to {found}"
                 )
-
-
-def _load_dense(
-    reader: CheckpointReader,
-    model: nn.Module,
-    layers: dict[str, MoELayer],
-    cut: bool,
-    layout: Layout,
-    rank: int,
-) -> list[str]:
-    """Load a dense checkpoint, its FFNs into the experts; return which tensors keep their initial values."""
-    sharding_by_name, inside = shardings(model), tuple(layers)
-    local_chunks = [
-        p for p in weight_chunks(model, layout, rank) if not p.name.removeprefix(WEIGHT).startswith(inside)
-    ]
-    for prefix, layer in layers.items():
-        local_chunks += _experts_from_ffn(reader, prefix.removesuffix("layer."), layer, cut, layout, rank)
-    advice = "start from one of the same model, but for what checkpoint.init.experts says"
-    fill_weights(reader, local_chunks, advice)
-    state = [name for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")]
-    routed = {name for name, it in sharding_by_name.items() if it.expert}
-    kept = [name for name in state if name.startswith(inside) and name not in routed]
-    return list(dict.fromkeys(_inside(name, layers) for name in kept))
 
 
 def _experts_from_ffn(
@@ -165,7 +197,3 @@ def _check_ffn_size(path: Path, whole: int, num_experts: int, size: int, cut: bo
             f"{path}: cut needs moe.num_experts x {key} of the dense FFN's size {whole}, found "
             f"{num_experts} x {size}; {way_out}"
         )
-
-
-def _inside(name: str, layers: dict[str, MoELayer]) -> str:
-    return next(name.removeprefix(prefix) for prefix in layers if name.startswith(prefix))

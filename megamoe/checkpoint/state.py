@@ -5,7 +5,7 @@ exp_avg/<name>, exp_avg_sq/<name>, step/<name>      Adam's moments, and its numb
 random/<rank>/...    the random states of each rank
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,72 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def weight_chunks(model: nn.Module, layout: Layout, rank: int) -> Iterator[LocalChunk]:
-    """Yield all weights and buffers of a model that ZeRO has not sharded yet."""
+def weight_chunks(
+    model: nn.Module, layout: Layout, rank: int, prefix: str = "", without: Container[str] = ()
+) -> Iterator[LocalChunk]:
+    """Yield all weights and buffers of a module that ZeRO has not sharded yet.
+
+    prefix: of its names in the model. without: names in the model that are left out.
+    """
     found = placements(model, layout, rank)
     for name, parameter in model.named_parameters():
-        yield from local_chunks_of(f"{WEIGHT}{name}", found[name], parameter.detach().view(-1))
+        if prefix + name not in without:
+            yield from local_chunks_of(f"{WEIGHT}{prefix}{name}", found[name], parameter.detach().view(-1))
     for name, buffer in buffers(model).items():
-        yield _whole(f"{WEIGHT}{name}", buffer)
+        if prefix + name not in without:
+            yield _whole(f"{WEIGHT}{prefix}{name}", buffer)
+
+
+class SavedWeights:
+    """The weights and buffers of a checkpoint, for a model that is loaded as a whole or part by part.
+
+    advice: ends the message about a saved tensor that is left over.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        layout: Layout,
+        rank: int,
+        advice: str = "use the configuration that saved it",
+    ) -> None:
+        self._reader, self._layout, self._rank, self._advice = reader, layout, rank, advice
+        self._filled: set[str] = set()  # names of the model's tensors
+        self._used: set[str] = set()  # names in the checkpoint
+
+    def fill(self, prefix: str, module: nn.Module) -> None:
+        """Load the tensors of a module that were not loaded before; ZeRO may not have cut these yet.
+
+        prefix: of its names in the model: none, or one that ends with a dot.
+
+        Raises:
+            UserError: if a tensor is missing or has another shape.
+        """
+        chunks = list(weight_chunks(module, self._layout, self._rank, prefix, self._filled))
+        self.fill_chunks(chunks, {local.name.removeprefix(WEIGHT) for local in chunks})
+
+    def fill_chunks(self, chunks: list[LocalChunk], names: set[str]) -> None:
+        """Load these chunks, with which the model's tensors of these names are loaded."""
+        self._reader.fill(chunks)
+        self._used |= {local.name for local in chunks}
+        self._filled |= names
+
+    def is_filled(self, name: str) -> bool:
+        """Return whether the model's tensor of this name was loaded."""
+        return name in self._filled
+
+    def finish(self) -> None:
+        """Check that the whole checkpoint was used; its files stay open.
+
+        Raises:
+            UserError: if a saved weight or buffer is left over.
+        """
+        left = set(self._reader.names(WEIGHT)) - self._used
+        if left:
+            raise UserError(
+                f"{self._reader.path}: this model has no place for {min(left).removeprefix(WEIGHT)}; "
+                f"{self._advice}"
+            )
 
 
 def load_weights(reader: CheckpointReader, model: nn.Module, layout: Layout, rank: int) -> None:
@@ -53,22 +112,9 @@ def load_weights(reader: CheckpointReader, model: nn.Module, layout: Layout, ran
     Raises:
         UserError: if a tensor of the model is missing or has another shape, or the model lacks a saved one.
     """
-    fill_weights(reader, list(weight_chunks(model, layout, rank)), "use the configuration that saved it")
-
-
-def fill_weights(reader: CheckpointReader, local_chunks: list[LocalChunk], advice: str) -> None:
-    """Load these chunks of weights and buffers, among which every saved weight and buffer must be.
-
-    Raises:
-        UserError: if a tensor is missing or has another shape; ending with `advice`, if a saved one is left
-            over.
-    """
-    reader.fill(local_chunks)
-    left = set(reader.names(WEIGHT)) - {local.name for local in local_chunks}
-    if left:
-        raise UserError(
-            f"{reader.path}: this model has no place for {min(left).removeprefix(WEIGHT)}; {advice}"
-        )
+    saved = SavedWeights(reader, layout, rank)
+    saved.fill("", model)
+    saved.finish()
 
 
 class EngineState:

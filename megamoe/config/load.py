@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megamoe.plain_files import read_plain, reason
 
 _RUN = TypeAdapter(RunConfig)
 LARGEST_FILE = 1 << 20  # bytes of YAML
+ENDING = ".idx"  # of a prepared dataset
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
@@ -88,7 +90,7 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with presets, `layers: none` and bare source paths written out."""
+    """Return the tree with presets, `layers: none`, bare source paths and patterns of paths written out."""
     tree = copy.deepcopy(tree)
     moe, data = tree.get("moe"), tree.get("data")
     if isinstance(moe, dict):
@@ -97,18 +99,35 @@ def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
             moe["layers"] = {}
     if isinstance(data, dict):
         if "sources" in data:
-            data["sources"] = _with_paths(data["sources"])
+            data["sources"] = _with_paths(data["sources"], "data.sources")
         if isinstance(data.get("validation"), dict):
-            data["validation"] = {name: _with_paths(value) for name, value in data["validation"].items()}
+            data["validation"] = {
+                name: _with_paths(value, f"data.validation.{name}")
+                for name, value in data["validation"].items()
+            }
     return tree
 
 
-def _with_paths(sources: Any) -> Any:
+def _with_paths(sources: Any, key: str) -> Any:
     if isinstance(sources, str):
         sources = [sources]
     if not isinstance(sources, list):
         return sources
-    return [{"path": source} if isinstance(source, str) else source for source in sources]
+    written_out: list[Any] = []
+    for source in sources:
+        paths = _datasets_of(source, key) if isinstance(source, str) else [source]
+        written_out += [{"path": path} if isinstance(path, str) else path for path in paths]
+    return written_out
+
+
+def _datasets_of(path: str, key: str) -> list[str]:
+    """Return the prepared datasets that a path with `*` names, sorted; another path as it stands."""
+    if "*" not in path:
+        return [path]
+    found = sorted(name.removesuffix(ENDING) for name in glob.glob(path + ENDING))
+    if not found:
+        raise UserError(f"{key}: {path!r} names no prepared dataset: there is no file {path + ENDING!r}")
+    return found
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from megamoe import registry
 from megamoe.config.messages import shown
 from megamoe.errors import UserError
 
-DEFAULTS = {"scorer": "linear", "score_function": "softmax", "selector": "top_k", "capacity": "none"}
+DEFAULTS = {
+    "scorer": "linear",
+    "score_function": "softmax",
+    "selector": "top_k",
+    "capacity": "none",
+    "objective": "causal",
+}
 LARGEST_INT, LARGEST_FLOAT, SMALLEST_FLOAT = 10**9, 10**6, 1e-12
 STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 

@@ -71,23 +71,28 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    """The transformer: Megatron-Core's GPTModel."""
+    """The transformer, of Megatron-Core's blocks."""
 
     __pydantic_config__ = STRICT
-    num_layers: Layers = 4  # transformer blocks
+    architecture: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
+    num_layers: Layers = 4  # transformer blocks; of an encoder_decoder, those of the decoder
+    encoder_layers: Layers | None = None  # blocks of an encoder_decoder's encoder; default: num_layers
     hidden_size: Size = 256  # a multiple of the heads
     num_attention_heads: Size = 4
     num_query_groups: Size | None = None  # grouped-query attention; default: one per head
     ffn_hidden_size: Size | None = None  # the dense blocks' FFN size; default: 4 x hidden_size
     vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
     vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
-    position: Literal["rope", "learned"] = "rope"
+    position: Literal["rope", "learned", "sinusoidal"] = "rope"
     rope_base: PositiveInt = 10000  # base of the rotary frequencies
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_position: Literal["pre", "post"] = "pre"  # before a sub-layer, or after its sum with the residual
     norm_eps: Small = 1e-5  # added to the variance
     activation: Activation = "swiglu"  # the FFNs' activation; swiglu, geglu and reglu are gated
     bias: bool = False  # in attention and dense FFNs; experts have none, as in Megatron's grouped experts
     tie_embeddings: bool = True  # the output layer uses the embedding's weights
+    scale_embeddings: bool = False  # multiply the words' embeddings by sqrt(hidden_size)
+    head_transform: bool = False  # an encoder's linear layer, activation and norm before the output layer
     init_std: Deviation = 0.02  # divided by sqrt(2 num_layers) for weights that write into the residual
     init_scale: Deviation | None = None  # s: truncated normal with std sqrt(s / fan_in) instead
     hidden_dropout: Fraction = 0.0  # on what a block adds to its residual
@@ -108,8 +113,8 @@ class ModelConfig:
 
 
 @dataclass
-class LayersConfig:
-    """The positions of the MoE layers; blocks are counted from 1. `none`: a dense model.
+class StackLayersConfig:
+    """The positions of the MoE layers in one stack of blocks, which are counted from 1.
 
     An MoE layer replaces the FFN of every n-th block or of listed blocks, or is inserted after a block.
     """
@@ -122,6 +127,18 @@ class LayersConfig:
     )  # a separate MoE layer after these blocks, as in BASE
 
 
+@dataclass
+class LayersConfig(StackLayersConfig):
+    """The positions of the MoE layers. `none`: a dense model.
+
+    An encoder_decoder has two stacks, each with positions of its own under `encoder` and `decoder`.
+    """
+
+    __pydantic_config__ = STRICT
+    encoder: StackLayersConfig | None = None  # of an encoder_decoder
+    decoder: StackLayersConfig | None = None  # of an encoder_decoder
+
+
 Scorer = Annotated[PartChoice, one_part("scorer")]
 Mask = Annotated[PartChoice, one_part("mask")]
 ScoreFunction = Annotated[PartChoice, one_part("score_function")]
@@ -130,6 +147,7 @@ Capacity = Annotated[PartChoice, one_part("capacity")]
 Loss = Annotated[PartChoice, one_part("loss")]
 Masks = Annotated[list[Mask], BeforeValidator(none_at_all)]
 Callback = Annotated[PartChoice, one_part("callback")]
+ObjectiveChoice = Annotated[PartChoice, one_part("objective")]
 Callbacks = Annotated[list[Callback], BeforeValidator(none_at_all)]
 Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
 
@@ -252,6 +270,7 @@ class TrainConfig:
     """Length and batch sizes of the training. Batch sizes count sequences."""
 
     __pydantic_config__ = STRICT
+    objective: ObjectiveChoice = field(default_factory=lambda: PartChoice.default("objective"))
     steps: PositiveInt | None = None  # optimiser steps of the whole run; default: 100, if no epochs
     epochs: PositiveFloat | None = None  # instead of steps: passes over the training data, in whole batches
     micro_batch_size: Size = 1  # sequences per rank and forward pass

@@ -1,20 +1,69 @@
 """Sizes and positions that follow from the configuration by arithmetic."""
 
-from megamoe.config.schema import Activation, ModelConfig, MoEConfig, RunConfig
+from dataclasses import dataclass
+
+from megamoe.config.schema import Activation, ModelConfig, MoEConfig, RunConfig, StackLayersConfig
 
 
-def moe_block_numbers(moe: MoEConfig, num_layers: int) -> list[int]:
-    """Return the blocks whose FFN is an MoE layer, counted from 1."""
-    every = moe.layers.every
-    regular = range(every, num_layers + 1, every) if every else range(0)
-    return sorted(set(regular) | set(moe.layers.at))
+@dataclass(frozen=True)
+class Stack:
+    """A stack of blocks: the only one of a model, or one of an encoder_decoder's two.
+
+    name: `decoder` or `encoder`. first: the number of its first block in the model, whose blocks are counted
+    from 1 through both stacks, the encoder's first. layers: the positions of its MoE layers, counted from 1.
+    """
+
+    name: str
+    first: int
+    num_layers: int
+    layers: StackLayersConfig
+
+    @property
+    def moe_blocks(self) -> list[int]:
+        """The blocks whose FFN is an MoE layer, counted from 1 in this stack."""
+        every = self.layers.every
+        regular = range(every, self.num_layers + 1, every) if every else range(0)
+        return sorted(set(regular) | set(self.layers.at))
 
 
-def moe_layer_numbers(moe: MoEConfig, num_layers: int) -> list[int]:
+def stacks(config: RunConfig) -> list[Stack]:
+    """Return the model's stacks of blocks, in the order of the numbers of their blocks."""
+    model, layers = config.model, config.moe.layers
+    if model.architecture != "encoder_decoder":
+        return [Stack(model.architecture, 1, model.num_layers, layers)]
+    encoder_layers = num_encoder_layers(model)
+    return [
+        Stack("encoder", 1, encoder_layers, layers.encoder or StackLayersConfig()),
+        Stack("decoder", 1 + encoder_layers, model.num_layers, layers.decoder or StackLayersConfig()),
+    ]
+
+
+def num_encoder_layers(model: ModelConfig) -> int:
+    """Return the number of blocks of an encoder_decoder's encoder."""
+    return model.encoder_layers or model.num_layers
+
+
+def num_blocks(config: RunConfig) -> int:
+    """Return the number of blocks of all stacks."""
+    return sum(stack.num_layers for stack in stacks(config))
+
+
+def moe_block_numbers(config: RunConfig) -> list[int]:
+    """Return the blocks whose FFN is an MoE layer, by their numbers in the model."""
+    return [stack.first - 1 + block for stack in stacks(config) for block in stack.moe_blocks]
+
+
+def inserted_after(config: RunConfig) -> list[int]:
+    """Return the blocks after which an MoE layer is inserted, by their numbers in the model."""
+    places = [(stack, block) for stack in stacks(config) for block in sorted({*stack.layers.insert_after})]
+    return [stack.first - 1 + block for stack, block in places]
+
+
+def moe_layer_numbers(config: RunConfig) -> list[int]:
     """Return the block numbers of all MoE layers; an inserted layer has the number of the block before
     it.
     """
-    return sorted({*moe_block_numbers(moe, num_layers), *moe.layers.insert_after})
+    return sorted({*moe_block_numbers(config), *inserted_after(config)})
 
 
 def inserted_has_norm(moe: MoEConfig) -> bool:

@@ -9,6 +9,7 @@ Loader processes are forked when the stream is made. Make streams early, and clo
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ from torch.utils.data import Dataset
 from megamoe.data.loader import Loader
 from megamoe.errors import UserError
 
+Item = dict[str, torch.Tensor]  # a sample, by the names of its tensors
+ON_HOST = ("document_start_BS", "lengths_B", "source_lengths_B")  # lengths, which the host reads
+
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch. B: sequences, S: tokens of a sequence.
+    """One micro batch. B: sequences, S: tokens of a sequence, L: tokens of a source sequence.
 
-    document_start_BS: the position in its sequence at which each token's document begins.
+    Sequences may end in padding. Fields that begin with source_ are the input of an encoder_decoder's
+    encoder. document_start_BS: the position in its sequence at which each token's document begins.
     """
 
     tokens_BS: torch.Tensor  # int64
@@ -31,19 +36,25 @@ class Batch:
     loss_mask_BS: torch.Tensor  # float32, 0 where no loss is taken
     document_start_BS: torch.Tensor | None  # int32, always on the CPU; None: documents see each other
     sample_index_B: torch.Tensor  # int64, the global number of each sample
+    predicted_P: torch.Tensor | None = None  # int64, the places s * B + b with a loss; None: any may have one
+    lengths_B: torch.Tensor | None = None  # int64, on the CPU, tokens before padding; None: no padding
+    source_BL: torch.Tensor | None = None  # int64
+    source_lengths_B: torch.Tensor | None = None  # int64, on the CPU; given with source_BL
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on `device`, but for the documents, whose lengths the host reads."""
-        moved: dict[str, Any] = {"document_start_BS": self.document_start_BS}
+        """Return the batch on `device`, but for lengths and documents, which the host reads."""
+        moved: dict[str, Any] = {}
         for field in fields(self):
-            if field.name not in moved:
-                moved[field.name] = getattr(self, field.name).to(device, non_blocking=True)
+            tensor = getattr(self, field.name)
+            stays = tensor is None or field.name in ON_HOST
+            moved[field.name] = tensor if stays else tensor.to(device, non_blocking=True)
         return Batch(**moved)
 
     def repeat(self, times: int) -> "Batch":
         """Return the micro batch repeated: all of its sequences, `times` times."""
         if times == 1:
             return self
+        assert self.predicted_P is None and self.lengths_B is None
         repeated: dict[str, Any] = {}
         for field in fields(self):
             tensor = getattr(self, field.name)
@@ -67,6 +78,7 @@ class BatchStream:
         start_sample: first sample of the stream, over all ranks.
         workers: loader processes; 0: samples are read in this process.
         report: called with a line when a loader process has died and was replaced.
+        make_batch: makes a batch of items and their numbers; default: `stacked`.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class BatchStream:
         data_size: int,
         workers: int,
         report: Callable[[str], None] = warn,
+        make_batch: "MakeBatch | None" = None,
     ) -> None:
         self._num_samples = len(dataset)  # type: ignore[arg-type]
         self._start_sample = start_sample
@@ -89,7 +102,11 @@ class BatchStream:
             start_sample, self._num_samples, micro_batch_size, data_rank * micro_batch_size, self._stride
         )
         self._loader: Loader[Batch | str] = Loader(
-            _Numbered(dataset), indices.from_batch, collate=_collate, workers=workers, report=report
+            _Numbered(dataset),
+            indices.from_batch,
+            collate=partial(_collate, make_batch or stacked),
+            workers=workers,
+            report=report,
         )
 
     def __iter__(self) -> "BatchStream":
@@ -165,12 +182,20 @@ class _Numbered(Dataset[tuple[int, dict[str, torch.Tensor] | str]]):
             return index, str(error)
 
 
-def _collate(samples: list[tuple[int, dict[str, torch.Tensor] | str]]) -> Batch | str:
+MakeBatch = Callable[[list[Item], list[int]], Batch]
+
+
+def _collate(make_batch: MakeBatch, samples: list[tuple[int, Item | str]]) -> Batch | str:
     items = []
     for _, item in samples:
         if isinstance(item, str):
             return item
         items.append(item)
+    return make_batch(items, [index for index, _ in samples])
+
+
+def stacked(items: list[Item], indices: list[int]) -> Batch:
+    """Return the batch of items of one length; indices: their numbers in the data."""
 
     def stack(name: str) -> torch.Tensor:
         return torch.stack([item[name] for item in items])
@@ -181,5 +206,5 @@ def _collate(samples: list[tuple[int, dict[str, torch.Tensor] | str]]) -> Batch 
         position_ids_BS=stack("position_ids"),
         loss_mask_BS=stack("loss_mask"),
         document_start_BS=stack("document_start") if "document_start" in items[0] else None,
-        sample_index_B=torch.tensor([index for index, _ in samples]),
+        sample_index_B=torch.tensor(indices),
     )

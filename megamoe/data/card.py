@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,6 +19,7 @@ from megamoe.plain_files import read_plain, reason
 
 CHECKSUM = "checksum"  # the card's key with the SHA-256 of everything else in it
 LARGEST_CARD = 1 << 28  # bytes; each file that was read has some 200
+Card = TypeVar("Card")
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,13 @@ class DataCard:
 
     def save(self, path: Path) -> None:
         """Write the card, with a checksum over its content."""
-        content = asdict(self)
-        content[CHECKSUM] = _checksum(content)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        save_checked(asdict(self), path)
+
+
+def save_checked(content: dict[str, Any], path: Path) -> None:
+    """Write a card as JSON, with a checksum over its content."""
+    content[CHECKSUM] = _checksum(content)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -136,16 +141,25 @@ def load_card(prefix: str) -> DataCard | None:
         if files.partial.exists():
             raise UserError(f"data {prefix!r} is unfinished: an interrupted preparation; prepare it again")
         return None
-    name = f"data card {str(files.card)!r}"
-    if not files.card.is_file():
+    return load_checked(files.card, DataCard)
+
+
+def load_checked(path: Path, kind: type[Card]) -> Card:
+    """Read a card that `save_checked` wrote, as an instance of the dataclass `kind`.
+
+    Raises:
+        UserError: if it cannot be read, has not the fields of `kind`, or does not fit its checksum.
+    """
+    name = f"data card {str(path)!r}"
+    if not path.is_file():
         raise UserError(f"{name} cannot be read: not a file")
     try:
-        text = read_plain(files.card, LARGEST_CARD)
+        text = read_plain(path, LARGEST_CARD)
     except (OSError, ValueError) as error:
         raise UserError(f"{name} cannot be read: {reason(error)}") from error
     try:
         content = json.loads(text)
-        card = TypeAdapter(DataCard).validate_python(content)
+        card: Card = TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"

@@ -8,33 +8,26 @@ Design choices:
 - what is written depends on the sources, their order and the tokenizer, not on the number of workers.
 """
 
-import contextlib
-import fcntl
-import hashlib
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
-from megamoe import __version__
-from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard
-from megamoe.data.encode import encode_batches
+from megamoe.data.card import DataCard, DataFiles, SourceCard
 from megamoe.data.sources import Source, Tap, find_sources, read_documents
 from megamoe.data.special import expand
 from megamoe.data.tokenizers import (
     ByteTokenizer,
     Tokenizer,
-    is_bytes,
     load_tokenizer,
     load_with_special,
     train_bpe,
 )
+from megamoe.data.write import TextCounts, locked_folder, reference_of, write_card, write_tokens
 from megamoe.errors import UserError
 
 TRAIN = "train"
@@ -74,13 +67,13 @@ def prepare(preparation: Preparation) -> DataCard:
     if preparation.shuffle_files is not None:
         random.Random(preparation.shuffle_files).shuffle(sources)
     try:
-        with _partial_folder(files) as partial:
+        with locked_folder(files.partial, str(files.prefix)):
+            partial = DataFiles(files.partial / files.prefix.name)
             tokenizer = _tokenizer(preparation, sources, partial)
             corpus = _Corpus(sources, preparation, "tokenize")
-            counts_V = _write_indexed(corpus, tokenizer, partial, preparation.workers)
-            np.save(partial.counts, counts_V, allow_pickle=False)
-            card = _card(corpus, tokenizer, files, partial, int(np.flatnonzero(counts_V)[-1]))
-            card.save(partial.card)
+            counts_V = write_tokens(corpus.batches(), tokenizer, partial, preparation.workers)
+            reference = reference_of(tokenizer, files.prefix.parent, partial.tokenizer, files.tokenizer)
+            card = write_card(corpus.counts, tokenizer, reference, partial, counts_V)
             _publish(partial, files)
     except OSError as error:
         raise UserError(
@@ -115,8 +108,7 @@ class _Corpus:
         self._sources = sources
         self._preparation = preparation
         self._title = title
-        self.read: list[SourceCard] = []
-        self.documents = self.empty_documents = self.text_bytes = 0
+        self.counts = TextCounts()
 
     def __iter__(self) -> Iterator[str]:
         """Yield each document that is not blank, up to `max_documents`.
@@ -131,13 +123,14 @@ class _Corpus:
                 if self._is_full():
                     break
                 yield from self._documents_of(source, bar.update)
-        if not self.documents:
+        if not self.counts.documents:
             raise UserError(
-                f"no text in {len(self._sources)} files ({self.empty_documents} empty documents); name others"
+                f"no text in {len(self._sources)} files ({self.counts.empty_documents} empty documents); "
+                "name others"
             )
 
     def _documents_of(self, source: Source, advance: Callable[[int], Any]) -> Iterator[str]:
-        before = self.documents
+        before = self.counts.documents
         try:
             tap = Tap(source, advance)
         except OSError as error:
@@ -145,19 +138,21 @@ class _Corpus:
         with tap:
             for text in read_documents(source, tap, self._preparation.key):
                 if not text.strip():
-                    self.empty_documents += 1
+                    self.counts.empty_documents += 1
                     continue
-                self.documents += 1
-                self.text_bytes += len(text.encode("utf-8"))
+                self.counts.documents += 1
+                self.counts.text_bytes += len(text.encode("utf-8"))
                 yield text
                 if self._is_full():
                     break
             digest = tap.sha256()
-            self.read.append(SourceCard(source.name, tap.num_bytes, digest, self.documents - before))
+            self.counts.sources.append(
+                SourceCard(source.name, tap.num_bytes, digest, self.counts.documents - before)
+            )
 
     def _is_full(self) -> bool:
         limit = self._preparation.max_documents
-        return limit is not None and self.documents >= limit
+        return limit is not None and self.counts.documents >= limit
 
     def batches(self) -> Iterator[list[str]]:
         """Yield the documents in batches that are large enough for a worker."""
@@ -179,88 +174,6 @@ def _tokenizer(preparation: Preparation, sources: list[Source], partial: DataFil
     texts = _Corpus(sources, preparation, "train tokenizer")
     train_bpe(texts, preparation.vocab_size, partial.tokenizer, expand(preparation.special))
     return load_tokenizer(str(partial.tokenizer))
-
-
-def _write_indexed(corpus: _Corpus, tokenizer: Tokenizer, partial: DataFiles, workers: int) -> np.ndarray:
-    """Write .bin and .idx; return each token's count, int64 [vocabulary], end-of-document tokens included."""
-    # Megatron-Core takes seconds to import, and the workers import this file.
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    builder = IndexedDatasetBuilder(str(partial.bin), dtype=dtype)
-    counts_V = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    with contextlib.closing(builder.data_file):
-        for tokens, lengths in encode_batches(corpus.batches(), tokenizer, dtype, workers):
-            counts_V += np.bincount(tokens, minlength=tokenizer.vocab_size)
-            start = 0
-            for length in lengths.tolist():
-                builder.add_document(tokens[start : start + length], [length])
-                start += length
-        builder.finalize(str(partial.idx))
-    return counts_V
-
-
-def _card(
-    corpus: _Corpus, tokenizer: Tokenizer, files: DataFiles, partial: DataFiles, largest_token: int
-) -> DataCard:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    indexed = IndexedDataset(str(partial.prefix))
-    hashes = "\n".join(source.sha256 for source in corpus.read)
-    return DataCard(
-        megamoe=__version__,
-        documents=corpus.documents,
-        empty_documents=corpus.empty_documents,
-        tokens=int(indexed.sequence_lengths.sum(dtype="int64")),
-        text_bytes=corpus.text_bytes,
-        dtype=indexed.index.dtype.__name__,
-        tokenizer=TokenizerCard(
-            reference=_reference(tokenizer, files, partial),
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            fingerprint=tokenizer.fingerprint,
-            special=dict(tokenizer.special.ids),
-        ),
-        num_sources=len(corpus.read),
-        sources_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
-        sources=corpus.read,
-        bin=_file_card(partial.bin),
-        idx=_file_card(partial.idx),
-        largest_token=largest_token,
-    )
-
-
-def _reference(tokenizer: Tokenizer, files: DataFiles, partial: DataFiles) -> str:
-    """Return the tokenizer's path, relative if it is beside the data, so that the folder can be moved."""
-    if is_bytes(tokenizer.name):
-        return tokenizer.name
-    if Path(tokenizer.name) == partial.tokenizer:
-        return files.tokenizer.name
-    path, folder = Path(tokenizer.name).resolve(), files.prefix.parent.resolve()
-    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
-
-
-def _file_card(path: Path) -> FileCard:
-    with open(path, "rb") as file:
-        return FileCard(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-@contextlib.contextmanager
-def _partial_folder(files: DataFiles) -> Iterator[DataFiles]:
-    """Make a locked, empty folder beside the output, and remove it at the end, also after an error."""
-    files.partial.mkdir(parents=True, exist_ok=True)
-    with open(files.partial / "lock", "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"output {str(files.prefix)!r} is being written by another run") from error
-        partial = DataFiles(files.partial / files.prefix.name)
-        try:
-            for path in (partial.bin, partial.idx, partial.counts, partial.tokenizer, partial.card):
-                path.unlink(missing_ok=True)
-            yield partial
-        finally:
-            shutil.rmtree(files.partial, ignore_errors=True)
 
 
 def _publish(partial: DataFiles, files: DataFiles) -> None:

@@ -177,6 +177,21 @@ def read_documents(source: Source, tap: Tap, key: str) -> Iterator[str]:
         raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
 
 
+def read_lines(source: Source, tap: Tap) -> Iterator[str]:
+    """Yield the lines of one file, without their ends (LF, or CR LF).
+
+    Raises:
+        UserError: naming file and line, for text that is not UTF-8; naming the file, if it cannot be read or
+            decompressed.
+    """
+    try:
+        with _decompressed(source, tap) as stream:
+            for number, line in enumerate(stream, start=1):
+                yield _decode(source, line, first_line=number).removesuffix("\n").removesuffix("\r")
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
+
+
 def _decompressed(source: Source, tap: Tap) -> IO[bytes]:
     raw = io.BufferedReader(_Borrowed(tap), CHUNK_BYTES)
     if source.path.suffix == ".gz":

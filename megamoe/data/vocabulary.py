@@ -1,6 +1,6 @@
 """The run's vocabulary, on which the data cards, `data.tokenizer` and `model.vocab_size` must agree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +25,23 @@ class Vocabulary:
         eod: the end-of-document id; None if it is unknown.
         tokenizer: None for mock data, and if neither the card nor `data.tokenizer` names one that exists.
         special: the reserved tokens (pad, mask, sentinels, language tags); none if they are unknown.
+        added: the number of ids at the end that no data has: the mask or sentinels of an objective.
     """
 
     size: int
     eod: int | None
     tokenizer: Tokenizer | None
     special: SpecialTokens = NOTHING_RESERVED
+    added: int = 0
+
+    def with_added(self, ids: int) -> "Vocabulary":
+        """Return the vocabulary with so many ids behind those of the data."""
+        return replace(self, size=self.of_data.size + ids, added=ids)
+
+    @property
+    def of_data(self) -> "Vocabulary":
+        """The vocabulary without the ids that the data does not have."""
+        return replace(self, size=self.size - self.added, added=0)
 
 
 def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Vocabulary:

@@ -111,7 +111,7 @@ def _logits(
     context.num_rollouts = 1
     if trained.config.model.position == "learned":  # padding at the end may be beyond the last position
         position_BS = position_BS.clamp_max(trained.config.data.sequence_length - 1)
-    return trained.model.whole_logits(tokens_BS, position_BS, cache)
+    return trained.decoder.whole_logits(tokens_BS, position_BS, cache)
 
 
 class KeepAll(Part):
@@ -153,7 +153,7 @@ def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bo
             f"parallel.tensor: found {trained.layout.tensor}, which pads sequences, but {reasons[0]}; "
             "generate with parallel.tensor=1"
         )
-    if problem := trained.model.problem_with_cache():
+    if problem := trained.decoder.problem_with_cache():
         reasons.append(problem)
     if reasons and cache:
         lines.append(f"generating without key/value cache, prompt by prompt: {'; '.join(reasons)}")

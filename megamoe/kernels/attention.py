@@ -1,4 +1,4 @@
-"""Causal attention with rotary positions: PyTorch's, or on the CPU in fp32 the compiled library's.
+"""Attention with rotary positions: PyTorch's, or for causal attention on the CPU in fp32 the library's.
 
 At the sequence lengths of small models PyTorch's CPU kernel spends more time around its matrix products than
 in them. It also needs queries and keys rotated and laid out by heads before. The library reads the heads
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from megamoe.kernels.block import angles, gradients_of, rotary, turn_sides
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.documents import Documents, Run, rotary_in_documents
+from megamoe.kernels.documents import Documents, Run, SourceLengths, rotary_in_documents
 from megamoe.kernels.library import Library
 from megamoe.kernels.varlen import fits_varlen, varlen_attention
 
@@ -80,6 +80,48 @@ def plain_causal_attention(
     return attend(query_SBND, key_SBGD, value_SBGD, documents, scale=scale)
 
 
+def bidirectional_attention(
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    rotary_base: float | None = None,
+    scale: float | None = None,
+    documents: Documents | None = None,
+    dropout_p: float = 0.0,
+    *,
+    kernels: Kernels,
+) -> Tensor:
+    """Attention in which each position sees its whole sequence or document; else as `causal_attention`.
+
+    It uses PyTorch's operators: the compiled library's pass is causal. dropout_p: of attention weights.
+    """
+    if rotary_base is not None:
+        query_SBND = rotated(query_SBND, rotary_base, documents, kernels)
+        key_SBGD = rotated(key_SBGD, rotary_base, documents, kernels)
+    sides = (query_SBND, key_SBGD, value_SBGD)
+    if documents is not None and not dropout_p and fits_varlen(query_SBND):
+        return varlen_attention(*sides, documents, scale, causal=False)
+    return attend(*sides, documents, causal=False, dropout_p=dropout_p, scale=scale)
+
+
+def cross_attention(
+    query_SBND: Tensor,
+    key_LBND: Tensor,
+    value_LBND: Tensor,
+    lengths: SourceLengths | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention of S positions to the L positions of other sequences; return [S, B, N * D].
+
+    lengths: where those sequences end; None: they have no padding. There are no rotary positions, because
+    the distance of positions in two sequences has no meaning.
+    """
+    visible = None if lengths is None else lengths.visible_B11L
+    options = {"attn_mask": visible, "dropout_p": dropout_p, "scale": scale}
+    return _attend(query_SBND, key_LBND, value_LBND, **options)
+
+
 def rotated(heads_SBND: Tensor, base: float, documents: Documents | None, kernels: Kernels) -> Tensor:
     """Rotate queries or keys by their positions in the sequence or, where given, in the documents."""
     if documents is None:
@@ -92,19 +134,20 @@ def attend(
     key_SBGD: Tensor,
     value_SBGD: Tensor,
     documents: Documents | None = None,
+    causal: bool = True,
     **options: Any,
 ) -> Tensor:
-    """Apply scaled_dot_product_attention, causal, to heads in Megatron's order; return [S, B, N * D].
+    """Apply scaled_dot_product_attention to heads in Megatron's order; return [S, B, N * D].
 
     documents: it is applied to each long one by itself and to short neighbours together, under a small mask.
-    options: `dropout_p` and `scale`.
+    causal: a position sees those up to it. options: `dropout_p` and `scale`.
     """
     sides = (query_SBND, key_SBGD, value_SBGD)
     if documents is None:
-        return _attend(*sides, is_causal=True, **options)
+        return _attend(*sides, is_causal=causal, **options)
     runs_B = documents.runs()
     if all(len(runs) == 1 for runs in runs_B):  # short sequences, or one document in each
-        return _attend_run(*sides, documents, slice(None), 0, [run for (run,) in runs_B], options)
+        return _attend_run(*sides, documents, slice(None), 0, [run for (run,) in runs_B], causal, options)
     # Slices would each have a gradient as large as the whole; what `split` cuts is put together once.
     sequences = zip(runs_B, *(_split(side, [1] * len(runs_B), 1) for side in sides), strict=True)
     columns = []
@@ -113,7 +156,7 @@ def attend(
         pieces = zip(*(_split(side_S1ND, lengths, 0) for side_S1ND in sequence), strict=True)
         outputs, first, place = [], 0, slice(number, number + 1)
         for run, (query, key, value) in zip(runs, pieces, strict=True):
-            outputs.append(_attend_run(query, key, value, documents, place, first, [run], options))
+            outputs.append(_attend_run(query, key, value, documents, place, first, [run], causal, options))
             first += run.length
         columns.append(_joined_along(outputs, 0))
     return _joined_along(columns, 1)
@@ -135,12 +178,13 @@ def _attend_run(
     sequences: slice,
     first: int,
     runs: list[Run],
+    causal: bool,
     options: dict[str, Any],
 ) -> Tensor:
     """Apply attention to one run of each of the sequences; all begin at position `first`, with one length."""
-    sides, causal = (query_SBND, key_SBGD, value_SBGD), all(run.is_one for run in runs)
-    visible = None if causal else documents.visible(sequences, first, runs[0].length)
-    return _attend(*sides, is_causal=causal, attn_mask=visible, **options)
+    sides, is_one = (query_SBND, key_SBGD, value_SBGD), all(run.is_one for run in runs)
+    visible = None if is_one else documents.visible(sequences, first, runs[0].length, causal)
+    return _attend(*sides, is_causal=causal and is_one, attn_mask=visible, **options)
 
 
 def _attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:

@@ -49,6 +49,20 @@ class Documents(NamedTuple):
         )
         return cls(start_BS, tuple(bounds_D.tolist()), on_device_D)
 
+    @classmethod
+    def of_lengths(
+        cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu"
+    ) -> "Documents | None":
+        """Return the documents of sequences that end in padding; None if no sequence has any.
+
+        The padding of a sequence is a document of its own, so that nothing sees it. lengths_B: integers on
+        the CPU, the tokens of each sequence before its padding, at least 1. size: tokens with padding.
+        """
+        if bool((lengths_B == size).all()):
+            return None
+        end_B1 = lengths_B[:, None]
+        return cls.of(torch.where(torch.arange(size) < end_B1, 0, end_B1), device)
+
     @property
     def longest(self) -> int:
         """The number of tokens of the longest document; 0 without tokens."""
@@ -66,14 +80,33 @@ class Documents(NamedTuple):
                 runs.append(Run(last - first, is_one=True))
         return found
 
-    def visible(self, sequences: slice, first: int, length: int) -> Tensor:
+    def visible(self, sequences: slice, first: int, length: int, causal: bool = True) -> Tensor:
         """Return what positions first .. first + length - 1 see of each other, on the documents' device.
 
-        bool [B of the slice, 1, length, length].
+        bool [B of the slice, 1, length, length]. Without `causal` they see all of their document.
         """
         start_BL = self.start_BS[sequences, first : first + length]
+        if not causal:
+            return (start_BL[..., None] == start_BL[:, None, :])[:, None]
         place_L = torch.arange(first, first + length, device=start_BL.device)
         return ((place_L >= start_BL[..., None]) & (place_L <= place_L[:, None]))[:, None]
+
+
+class SourceLengths(NamedTuple):
+    """The sequences that cross attention sees, which may end in padding.
+
+    visible_B11L: bool, whether each of the L positions is a token. A tuple, as `Documents` is.
+    """
+
+    visible_B11L: Tensor
+
+    @classmethod
+    def of(cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu") -> "SourceLengths | None":
+        """Return them for lengths as in `Documents.of_lengths`; None if no sequence has padding."""
+        if bool((lengths_B == size).all()):
+            return None
+        visible_BL = torch.arange(size) < lengths_B[:, None]
+        return cls(visible_BL[:, None, None].to(device, non_blocking=True))
 
 
 class Run(NamedTuple):

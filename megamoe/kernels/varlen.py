@@ -11,6 +11,7 @@ from megamoe.kernels.documents import Documents
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_COLUMNS, COLUMNS_MULTIPLE = 256, 8
 CAUSAL = (-1, 0)  # all keys before the query, none behind it
+BIDIRECTIONAL = (-1, -1)
 OLDEST = (8, 0)  # compute capability: Ampere
 
 
@@ -30,9 +31,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def varlen_attention(
-    query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, documents: Documents, scale: float | None = None
+    query_SBND: Tensor,
+    key_SBGD: Tensor,
+    value_SBGD: Tensor,
+    documents: Documents,
+    scale: float | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention within documents; shapes as `causal_attention`, [S, B, N * D].
+    """Attention within documents, causal or not; shapes as `causal_attention`, [S, B, N * D].
 
     The host has the lengths already, so that nothing waits for the device.
     """
@@ -50,7 +56,7 @@ def varlen_attention(
         longest,
         longest,
         scale=scale,
-        window_size=CAUSAL,
+        window_size=CAUSAL if causal else BIDIRECTIONAL,
         enable_gqa=heads != key_SBGD.shape[2],
     )
     assert isinstance(context_TND, Tensor)

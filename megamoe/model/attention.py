@@ -1,17 +1,26 @@
-"""Causal attention in Megatron-Core's blocks: no s x s matrix in memory, with documents or without."""
+"""The core attention of Megatron-Core's blocks: no s x s matrix in memory, with documents or without."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import head_norm
-from megamoe.kernels.attention import attend, causal_attention, rotated, split_heads
+from megamoe.kernels.attention import (
+    attend,
+    bidirectional_attention,
+    causal_attention,
+    cross_attention,
+    rotated,
+    split_heads,
+)
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.kernels.documents import Documents
+from megamoe.kernels.documents import Documents, SourceLengths
 from megamoe.model.key_value_cache import KeyValueCache
 
 
@@ -28,16 +37,25 @@ class BlockConfig(TransformerConfig):
 
 
 class SDPAttention(nn.Module):
-    """Core attention, causal in whole sequences or in their documents.
+    """Core attention: causal or bidirectional, in whole sequences or in their documents, or cross attention.
 
-    It replaces Megatron-Core's `DotProductAttention` in a layer specification. Grouped-query attention
-    broadcasts the key and value heads. It applies rotary positions if `BlockConfig.own_rotary_base` is set.
+    It replaces Megatron-Core's `DotProductAttention` in a layer specification, whose mask type says whether
+    it is causal. Grouped-query attention broadcasts the key and value heads. It applies rotary positions if
+    `BlockConfig.own_rotary_base` is set, except in cross attention.
     """
 
     def __init__(
-        self, config: Any, *unused: Any, attention_dropout: float | None = None, **also_unused: Any
+        self,
+        config: Any,
+        *unused: Any,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        **also_unused: Any,
     ) -> None:
         super().__init__()
+        self.is_causal = attn_mask_type == AttnMaskType.causal
+        self.is_cross = attention_type == "cross"
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
         self.rotary_base: int | None = getattr(config, "own_rotary_base", None)
@@ -48,26 +66,37 @@ class SDPAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Documents | KeyValueCache | None,
+        documents: Documents | SourceLengths | KeyValueCache | None,
         *unused: Any,
         **also_unused: Any,
     ) -> Tensor:
-        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
+        """query [s, b, heads, d], key and value [s or l, b, groups, d] -> [s, b, heads * d].
 
         documents: stands where Megatron-Core's blocks hand on their attention mask; None: each sequence is
-        one document. A cache: the positions continue those that it holds (generation, without gradient).
+        one document. In cross attention, where the other sequences end. A cache: the positions continue those
+        that it holds (generation, without gradient).
         """
         if isinstance(documents, KeyValueCache):
             return documents.attend(self, query, key, value, self.rotary_base, self.scale, self.kernels)
         dropout = self.dropout if self.training else 0.0
-        rotary_base, kernels = self.rotary_base, self.kernels
-        if not dropout:
-            return causal_attention(query, key, value, rotary_base, self.scale, documents, kernels=kernels)
-        if rotary_base is not None:
-            query, key = (rotated(side, rotary_base, documents, kernels) for side in (query, key))
         # Each tensor-parallel rank has other heads, whose dropout is their own.
-        with get_cuda_rng_tracker().fork():
-            return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
+        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
+            if isinstance(documents, SourceLengths) or self.is_cross:
+                assert not isinstance(documents, Documents)
+                return cross_attention(query, key, value, documents, self.scale, dropout)
+            return self._within(query, key, value, documents, dropout)
+
+    def _within(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, dropout: float
+    ) -> Tensor:
+        sides, base, kernels = (query, key, value), self.rotary_base, self.kernels
+        if not self.is_causal:
+            return bidirectional_attention(*sides, base, self.scale, documents, dropout, kernels=kernels)
+        if not dropout:
+            return causal_attention(*sides, base, self.scale, documents, kernels=kernels)
+        if base is not None:
+            query, key = (rotated(side, base, documents, kernels) for side in (query, key))
+        return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
 
 
 class SplittingSelfAttention(SelfAttention):

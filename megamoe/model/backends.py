@@ -10,7 +10,13 @@ import torch
 
 from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, OLDEST, fp8_ability, is_too_old
 from megamoe.config.schema import ModelConfig, RunConfig
-from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
+from megamoe.config.shapes import (
+    expert_ffn_size,
+    ffn_size,
+    moe_block_numbers,
+    moe_layer_numbers,
+    num_blocks,
+)
 from megamoe.errors import UserError
 from megamoe.kernels.choice import Kernels, has_grouped_product, triton_problem
 from megamoe.kernels.library import find_library
@@ -175,9 +181,9 @@ def _check_fp8_sizes(config: RunConfig) -> None:
         "model.hidden_size": (model.hidden_size, parallel.tensor),
         "query, key and value together (model.hidden_size, num_query_groups)": (qkv, parallel.tensor),
     }
-    if len(moe_block_numbers(config.moe, model.num_layers)) < model.num_layers:
+    if len(moe_block_numbers(config)) < num_blocks(config):
         sizes["model.ffn_hidden_size"] = ffn_size(model), parallel.tensor
-    if moe_layer_numbers(config.moe, model.num_layers):
+    if moe_layer_numbers(config):
         key = "moe.expert_ffn_hidden_size (default: the dense blocks')"
         sizes[key] = expert_ffn_size(config), parallel.expert_tensor
     for key, (size, ranks) in sizes.items():
@@ -221,7 +227,7 @@ def _gpu_rows(config: RunConfig, precision: str) -> dict[str, str]:
     rows = {"GPU kernels": f"Triton's: {passes}" if kernels.triton else f"PyTorch's ({key})"}
     if model.gpu_kernels == "auto" and triton_problem():
         rows["GPU kernels"] = f"PyTorch's: {triton_problem()}"
-    if not moe_layer_numbers(config.moe, model.num_layers):
+    if not moe_layer_numbers(config):
         return rows
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     fast = has_grouped_product(dtype, torch.device("cuda"))
@@ -240,11 +246,11 @@ def _engine_row(config: RunConfig) -> str:
         if not is_installed("transformer_engine"):
             return "none"
         return found.problem or f"{found.version}, not used (model.backend: torch)"
-    moe, packed = config.moe, config.data.document_aware
+    packed = config.data.document_aware
     parts = ["linear layers of attention, its core by PyTorch" if packed else "attention", "norms"]
-    if len(moe_block_numbers(moe, model.num_layers)) < model.num_layers:
+    if len(moe_block_numbers(config)) < num_blocks(config):
         parts.append("dense FFN")
-    if moe_layer_numbers(moe, model.num_layers):
+    if moe_layer_numbers(config):
         parts.append("grouped experts")
     if model.fp8 != "none":
         parts.append(f"fp8 {model.fp8} ({fp8_format(model)})")

@@ -1,7 +1,7 @@
 """The MoE layer in a Megatron-Core block: instead of its MLP, or after the block."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -19,7 +19,8 @@ class MoEBlock(nn.Module):
     """Megatron-Core's MLP interface to our layer: [s, b, h] -> ([s, b, h], no bias).
 
     Megatron-Core's versions pass different keywords (pg_collection, name, ...), which are ignored.
-    build_norm: builds a norm before the layer. recompute: recompute the layer in backward.
+    build_norm: builds a norm before the layer or, at norm_position "post", one for `residual`. recompute:
+    recompute the layer in backward.
 
     Under tensor parallelism each rank computes its own part of the positions, so no token is computed twice.
     Sequence parallelism already splits the positions; without it they are split here and gathered after the
@@ -31,10 +32,12 @@ class MoEBlock(nn.Module):
         config: Any,
         build: Callable[[], MoELayer],
         build_norm: Callable[[], nn.Module] | None = None,
+        norm_position: Literal["pre", "post"] = "pre",
         recompute: bool = False,
         **unused: Any,
     ) -> None:
         super().__init__()
+        self.norm_position = norm_position
         self.norm = None if build_norm is None else build_norm()
         self.layer = build()
         self.recompute = recompute
@@ -48,7 +51,8 @@ class MoEBlock(nn.Module):
         return self._compute(hidden_SBH), None
 
     def _compute(self, hidden_SBH: Tensor) -> Tensor:
-        normed_SBH = hidden_SBH if self.norm is None else self.norm(hidden_SBH)
+        norms = self.norm is not None and self.norm_position == "pre"
+        normed_SBH = self.norm(hidden_SBH) if norms else hidden_SBH  # type: ignore[misc]
         if self.spreads_tokens:
             normed_SBH = scatter_to_sequence_parallel_region(normed_SBH)
         output_TH: Tensor = self.layer(normed_SBH.reshape(-1, hidden_SBH.shape[-1]))
@@ -58,25 +62,40 @@ class MoEBlock(nn.Module):
             output_SBH = gather_from_sequence_parallel_region(output_SBH, tensor_parallel_output_grad=False)
         return output_SBH
 
+    def residual(self, hidden_SBH: Tensor) -> Tensor:
+        """Return h + layer(h), with the norm before the layer or around the sum, [s, b, h]."""
+        total_SBH = hidden_SBH + self(hidden_SBH)[0]
+        if self.norm is None or self.norm_position == "pre":
+            return total_SBH
+        normed_SBH: Tensor = self.norm(total_SBH)
+        return normed_SBH
+
 
 class Block(TransformerLayer):
     """Megatron-Core's transformer block, optionally followed by an MoE layer on the residual stream.
 
-    build_inserted: builds that layer: h := h + layer(h) (Lewis et al. 2021, BASE; Chi et al. 2022, X-MoE).
-    Only its experts' own dropout applies to it, not model.hidden_dropout. recompute: recompute the block and
-    the inserted layer in backward.
+    norm_position: "pre", Megatron-Core's, h := h + f(norm(h)), or "post", h := norm(h + f(h)) (Vaswani et al.
+    2017), with the same norms. build_inserted: builds that layer: h := h + layer(h) (Lewis et al. 2021, BASE;
+    Chi et al. 2022, X-MoE). Only its experts' own dropout applies to it, not model.hidden_dropout. recompute:
+    recompute the block and the inserted layer in backward. built: called with the block when its weights are
+    complete.
     """
 
     def __init__(
         self,
         *args: Any,
         build_inserted: Callable[[], MoEBlock] | None = None,
+        norm_position: Literal["pre", "post"] = "pre",
         recompute: bool = False,
+        built: Callable[[nn.Module], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.inserted = None if build_inserted is None else build_inserted()
         self.computed_again = recompute
+        self.norm_position = norm_position
+        if built is not None:
+            built(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return (hidden states [s, b, h], context), as Megatron-Core does."""
@@ -85,20 +104,57 @@ class Block(TransformerLayer):
         return self._compute(*args, **kwargs)
 
     def _compute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        if self._sums_in_norms(**kwargs):
+        if self.norm_position == "post":
+            hidden_SBH, context = self._post_norm(*args, **kwargs)
+        elif self._sums_in_norms(**kwargs):
             hidden_SBH, context = self._with_sums_in_norms(**kwargs), None
         else:
             hidden_SBH, context = super().forward(*args, **kwargs)
         if self.inserted is not None:
-            hidden_SBH = hidden_SBH + self.inserted(hidden_SBH)[0]
+            hidden_SBH = self.inserted.residual(hidden_SBH)
         return hidden_SBH, context
 
-    def _sums_in_norms(self, hidden_states: Tensor | None = None, **unused: Any) -> bool:
+    def _post_norm(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        context: Tensor | None = None,
+        context_mask: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the block with each norm after the sum of a sub-layer and its residual."""
+        output = self.self_attention(
+            hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb
+        )
+        hidden_states = self.input_layernorm(self._sum(self.self_attn_bda, output, hidden_states))
+        if context is not None:
+            output = self.cross_attention(
+                hidden_states, attention_mask=context_mask, key_value_states=context
+            )
+            hidden_states = self._sum(self.cross_attn_bda, output, hidden_states)
+            hidden_states = self.pre_cross_attn_layernorm(hidden_states)
+        output = self.mlp(hidden_states)
+        return self.pre_mlp_layernorm(self._sum(self.mlp_bda, output, hidden_states)), context
+
+    def _sum(self, bias_dropout_add: Any, output: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
+        add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)
+        total: Tensor = add(output, residual, self.hidden_dropout)
+        return total
+
+    def _sums_in_norms(
+        self, hidden_states: Tensor | None = None, context: Tensor | None = None, **unused: Any
+    ) -> bool:
         """Return whether the residual sums are parts of the norms' kernels.
 
-        Megatron-Core's block does more than a sum where there are biases or dropout.
+        Megatron-Core's block does more than a sum where there are biases or dropout, or cross attention.
         """
-        if hidden_states is None or self.config.add_bias_linear or (self.training and self.hidden_dropout):
+        if (
+            hidden_states is None
+            or context is not None
+            or self.config.add_bias_linear
+            or (self.training and self.hidden_dropout)
+        ):
             return False
         norms = (self.input_layernorm, self.pre_mlp_layernorm)
         return all(isinstance(norm, Norm) and norm.sums(hidden_states) for norm in norms)

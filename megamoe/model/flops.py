@@ -1,14 +1,14 @@
 """Model FLOPs of training: the matrix products that the model needs, whatever is recomputed or padded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megamoe.config.schema import RunConfig
+from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
-    moe_block_numbers,
     padded_vocab_size,
+    stacks,
 )
 from megamoe.moe.experts.activations import up_width
 
@@ -16,11 +16,19 @@ PASSES = 3  # forward, and in backward the gradients of the inputs and of the we
 
 
 @dataclass(frozen=True)
+class TokenShares:
+    """Tokens for each token of `data.sequence_length`: of the stacks, by name, and of the output layer."""
+
+    stacks: dict[str, float] = field(default_factory=dict)  # 1 where a stack is not named
+    predicted: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelFlops:
     """FLOPs of one training step's forward and backward pass, 2 for a multiply-add.
 
     token: for each token, without routed experts. pair: for each computed (token, expert) pair.
-    Attention counts its causal half over whole sequences, the router one row of scores for each expert.
+    Causal attention counts its half over whole sequences, the router one row of scores for each expert.
     """
 
     token: float
@@ -31,27 +39,44 @@ class ModelFlops:
         return tokens * self.token + pairs * self.pair
 
 
-def model_flops(config: RunConfig, vocab_size: int) -> ModelFlops:
+def model_flops(config: RunConfig, vocab_size: int, shares: TokenShares | None = None) -> ModelFlops:
     """Return the FLOPs of the model that `config` describes; `vocab_size` before padding.
 
-    As Narayanan et al. 2021, appendix (2104.04473), count them, but with half of the attention scores, and
-    with the pairs that the routers chose instead of a fixed number of experts.
+    shares: of an objective that does not compute every token of the data in every stack.
+
+    As Narayanan et al. 2021, appendix (2104.04473), count them, but with half of the scores of causal
+    attention, and with the pairs that the routers chose instead of a fixed number of experts.
     """
     model, moe = config.model, config.moe
+    shares = shares or TokenShares()
+    hidden, length = model.hidden_size, config.data.sequence_length
+    size = expert_ffn_size(config)
+    expert = hidden * (up_width(size, expert_activation(config)) + size)
+    products = 0.0
+    for stack in stacks(config):
+        share = shares.stacks.get(stack.name, 1.0)
+        blocks, layers = len(stack.moe_blocks), len(stack.moe_blocks) + len({*stack.layers.insert_after})
+        seen = share * length / (2 if stack.name == "decoder" else 1)  # keys of a query
+        of_token = stack.num_layers * (_projections(model) + 2 * hidden * seen)
+        of_token += (stack.num_layers - blocks) * _dense_ffn(model)
+        of_token += layers * (moe.num_experts * hidden + moe.num_shared_experts * expert)
+        products += share * of_token
+    if model.architecture == "encoder_decoder":
+        encoder, decoder = (shares.stacks.get(name, 1.0) for name in ("encoder", "decoder"))
+        # Queries and outputs for each decoder token, keys and values for each of the encoder's, and scores.
+        of_block = 2 * hidden * hidden * (encoder + decoder) + 2 * hidden * decoder * encoder * length
+        products += model.num_layers * of_block
+    products += shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
+    return ModelFlops(PASSES * 2.0 * products, PASSES * 2.0 * moe.expert_sublayers * expert)
+
+
+def _projections(model: ModelConfig) -> int:
+    """Return the products of one token in the linear layers of self-attention."""
     hidden = model.hidden_size
     groups = model.num_query_groups or model.num_attention_heads
     head = hidden // model.num_attention_heads
-    attention = hidden * (hidden + 2 * groups * head) + hidden * hidden
-    scores = 2 * hidden * config.data.sequence_length / 2  # queries x keys, and their weights x values
-    dense_ffn = hidden * (up_width(ffn_size(model), model.activation) + ffn_size(model))
-    size = expert_ffn_size(config)
-    expert = hidden * (up_width(size, expert_activation(config)) + size)
-    blocks = len(moe_block_numbers(moe, model.num_layers))
-    layers = blocks + len(set(moe.layers.insert_after))
-    products = (
-        model.num_layers * (attention + scores)
-        + (model.num_layers - blocks) * dense_ffn
-        + layers * (moe.num_experts * hidden + moe.num_shared_experts * expert)
-        + padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
-    )
-    return ModelFlops(PASSES * 2.0 * products, PASSES * 2.0 * moe.expert_sublayers * expert)
+    return hidden * (hidden + 2 * groups * head) + hidden * hidden
+
+
+def _dense_ffn(model: ModelConfig) -> int:
+    return model.hidden_size * (up_width(ffn_size(model), model.activation) + ffn_size(model))

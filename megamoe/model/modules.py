@@ -6,7 +6,7 @@ weights keep their names, so a checkpoint loads under either backend.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
@@ -56,7 +56,17 @@ class Modules:
 
 
 def choose_modules(config: RunConfig) -> Modules:
-    """Return the classes that model.backend and model.norm_kernel select on this machine."""
+    """Return the classes that model.backend and model.norm_kernel select on this machine.
+
+    Attention that is not only causal is always ours, with rotary positions of its own.
+    """
+    modules = _modules_of_decoder(config)
+    if config.model.architecture == "decoder":
+        return modules
+    return replace(modules, core_attention=SDPAttention, own_rotation=True, fused_rotation=False)
+
+
+def _modules_of_decoder(config: RunConfig) -> Modules:
     if not uses_transformer_engine(config.model):
         norm = ApexNorm if uses_apex_norms(config.model) else Norm
         kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)

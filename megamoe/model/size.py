@@ -10,9 +10,12 @@ from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    inserted_after,
     inserted_has_norm,
     moe_block_numbers,
+    num_blocks,
     padded_vocab_size,
+    stacks,
 )
 from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
@@ -64,11 +67,14 @@ def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
 def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     """Count the parameters of the model that `config` describes; `vocab_size` before padding."""
     model, moe = config.model, config.moe
-    moe_blocks = len(moe_block_numbers(moe, model.num_layers))
-    dense = _embedding(config, vocab_size) + model.num_layers * _attention(model) + _norm(model)
-    dense += (model.num_layers - moe_blocks) * _dense_ffn(model)
-    cut = dense - _replicated(config, model.num_layers - moe_blocks)
-    layers = moe_blocks + len(set(moe.layers.insert_after))
+    blocks, moe_blocks = num_blocks(config), len(moe_block_numbers(config))
+    dense = _embedding(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
+    dense += _num_cross(model) * _cross_attention(model)
+    dense += (blocks - moe_blocks) * _dense_ffn(model)
+    cut = dense - _replicated(config, blocks - moe_blocks)
+    head = _head_transform(model)
+    dense += head
+    layers = moe_blocks + len(inserted_after(config))
     if layers == 0:
         return ModelSize(dense, dense, 0, cut, 0)
     parts = _parts(config, padded_vocab_size(vocab_size, model.vocab_multiple))
@@ -93,10 +99,31 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     """Return the parameters outside of MoE layers that every tensor-parallel rank holds whole: learned
     positions, norms, and the biases of row-parallel layers.
     """
-    model = config.model
+    model, blocks, crosses = config.model, num_blocks(config), _num_cross(config.model)
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
-    biases = model.hidden_size * (model.num_layers + num_ffns) if model.bias else 0
-    return positions + (2 * model.num_layers + 1) * _norm(model) + biases
+    biases = model.hidden_size * (blocks + crosses + num_ffns) if model.bias else 0
+    return positions + (2 * blocks + crosses) * _norm(model) + _final_norms(config) + biases
+
+
+def _final_norms(config: RunConfig) -> int:
+    """Return the parameters of the norms behind the last blocks, which post-norm blocks do not need."""
+    return len(stacks(config)) * _norm(config.model) if config.model.norm_position == "pre" else 0
+
+
+def _head_transform(model: ModelConfig) -> int:
+    hidden = model.hidden_size
+    return hidden * hidden + hidden + _norm(model) if model.head_transform else 0
+
+
+def _num_cross(model: ModelConfig) -> int:
+    """Return the number of blocks with cross attention."""
+    return model.num_layers if model.architecture == "encoder_decoder" else 0
+
+
+def _cross_attention(model: ModelConfig) -> int:
+    """Return the parameters of one block's cross attention and its norm; queries have no groups there."""
+    hidden = model.hidden_size
+    return 4 * hidden * hidden + (4 * hidden if model.bias else 0) + _norm(model)
 
 
 def _norm(model: ModelConfig) -> int:

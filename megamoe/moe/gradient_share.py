@@ -28,7 +28,7 @@ def measure_gradients(
     scores_TE = routing.scores_TE
     if not (torch.is_grad_enabled() and scores_TE.requires_grad):
         return  # nothing learns here, or a block's first pass before its recomputation
-    own = _own_rows(len(scores_TE), spread)
+    own = spread.own_rows(context, len(scores_TE))
     factor = context.aux_scale * spread.size  # every rank of `spread` adds the same share of a loss
     by_name: dict[str, Tensor] = {}
     for name, loss in weighted.items():
@@ -46,11 +46,6 @@ def measure_gradients(
         observation.gradient_squares[WHOLE] = _square(whole)
 
     scores_TE.register_hook(keep)
-
-
-def _own_rows(num_tokens: int, spread: TokenSpread) -> slice:
-    share = num_tokens // spread.size
-    return slice(spread.rank * share, (spread.rank + 1) * share)
 
 
 def _square(gradient: Tensor) -> Tensor:

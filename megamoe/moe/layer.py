@@ -41,8 +41,8 @@ class LayerShape:
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
     init_scale: see `rng.init_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
-    experts that have norms of their own. products: the routed experts'. kernels: the model's
-    choice.
+    experts that have norms of their own. products: the routed experts'. kernels: the model's choice.
+    of_source: the layer is in the encoder of an encoder_decoder.
     """
 
     hidden_size: int
@@ -54,6 +54,7 @@ class LayerShape:
     seed: int
     init_scale: float | None = None
     vocab_size: int | None = None
+    of_source: bool = False
     norm: NormKind = "rmsnorm"
     norm_eps: float = 1e-5
     products: Products = OWN_PRODUCTS
@@ -78,6 +79,7 @@ class MoELayer(nn.Module):
         nn.Module.__init__(self)  # not super(): a subclass's second base may take other arguments
         groups = groups or ParallelGroups()
         self.context = context
+        self.of_source = shape.of_source
         self.num_experts = config.num_experts
         self.spread = TokenSpread(groups.tensor)
         self.router = Router(config.router, _dims(config, shape, groups), self.spread)
@@ -99,16 +101,26 @@ class MoELayer(nn.Module):
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """Take this rank's tokens, [T, H]; return what the block adds to its residual, [T, H].
 
-        The output's backward also carries the gradient of the auxiliary losses.
+        The output's backward also carries the gradient of the auxiliary losses. Padding is not routed, and
+        its output is 0.
         """
+        context = self.context.of_source() if self.of_source else self.context
+        padding = context.padding
+        if padding is None:
+            return self._compute(hidden_TH, context)
+        place_V = padding.own_places(self.spread.rank, self.spread.size)
+        output_VH = self._compute(hidden_TH[place_V], padding.without(context, self.spread.size))
+        return output_VH.new_zeros(hidden_TH.shape).index_copy(0, place_V, output_VH)
+
+    def _compute(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         with self._stage("route"):
-            routing = self.router(hidden_TH, self.context)
-            own = self.spread.own(routing)
+            routing = self.router(hidden_TH, context)
+            own = self.spread.own(routing, context)
         shared_TH = None if self.shared is None else self.shared(hidden_TH)
         with self._stage("dispatch"):
             rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, own)
         with self._stage("experts"):
-            dropout = self._expert_dropout(own, plan)
+            dropout = self._expert_dropout(own, plan, context)
             rows_NH = self.experts(rows_NH, counts_E, dropout)
             if dropout is not None:
                 rows_NH = dropout.on_output(rows_NH)
@@ -116,7 +128,7 @@ class MoELayer(nn.Module):
             output_TH = self.dispatcher.combine(rows_NH, plan)
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
-        return self._with_losses(output_TH, routing)
+        return self._with_losses(output_TH, routing, context)
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         """Return the context that measures a stage, if it is to be measured (`log.timers`)."""
@@ -124,7 +136,7 @@ class MoELayer(nn.Module):
         measured = timers is not None and self.training and not self.recomputing
         return timers.stage(name) if timers is not None and measured else nullcontext()
 
-    def _expert_dropout(self, own: Routing, plan: Plan) -> ExpertDropout | None:
+    def _expert_dropout(self, own: Routing, plan: Plan, context: StepContext) -> ExpertDropout | None:
         """Return the dropout of the experts' rows in training, if a rate is set; row numbers travel with the
         rows.
         """
@@ -133,8 +145,7 @@ class MoELayer(nn.Module):
             return None
         token_N = plan.rows.token_N
         device = token_N.device
-        context = self.spread.own_context(self.context, own.num_tokens)
-        index_T = context.token_index(own.num_tokens, device)
+        index_T = self.spread.own_context(context, own.num_tokens).token_index(own.num_tokens, device)
         experts_E = torch.arange(self.num_experts, device=device)
         expert_N = torch.repeat_interleave(experts_E, own.counts_E(), output_size=len(token_N))
         row_N = index_T[token_N] * self.num_experts + expert_N
@@ -142,9 +153,9 @@ class MoELayer(nn.Module):
         row_N = self.dispatcher.send_along(row_N, plan)
         return ExpertDropout(output, activation, row_N, draw_key, self.router.dims.kernels)
 
-    def _with_losses(self, output_TH: Tensor, routing: Routing) -> Tensor:
+    def _with_losses(self, output_TH: Tensor, routing: Routing, context: StepContext) -> Tensor:
         values = {
-            name: loss(routing, self.context)
+            name: loss(routing, context)
             for name, loss in self.losses.items()
             if not isinstance(loss, Objective)
         }
@@ -152,8 +163,8 @@ class MoELayer(nn.Module):
             losses = {name: value.detach() for name, value in values.items()}
             self.observation = observe(routing, losses, self.router.dims.kernels)
             self.routing = routing if self.objectives else None
-        if self.context.measure_gradients and self.training and self.observation is not None:
-            measure_gradients(self.observation, routing, self._weighted(values), self.context, self.spread)
+        if context.measure_gradients and self.training and self.observation is not None:
+            measure_gradients(self.observation, routing, self._weighted(values), context, self.spread)
         if not values or not self.training:
             return output_TH
         return attach_losses(output_TH, values, self.loss_weights, self.context)

@@ -1,17 +1,16 @@
-"""The base classes of the MoE layer's parts, the sizes a part is built with, and the context of a step."""
+"""The base classes of the MoE layer's parts, and the sizes that a part is built with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe import rng
-from megamoe.moe.timers import StageTimers
+from megamoe.moe.context import StepContext as StepContext
 
 
 @dataclass(frozen=True)
@@ -42,56 +41,6 @@ class Dims:
         """Initialise a weight in place; the result depends on (seed, layer, purpose) alone."""
         key = rng.key(self.seed, 0, self.layer, purpose)
         rng.init_weight(weight, key, self.init_std, self.init_scale)
-
-
-@dataclass
-class StepContext:
-    """What the layers know about the current micro batch; the training loop sets it.
-
-    All layers of a model share one object. Tokens are ordered by position: token s * B + b is position s of
-    sequence b.
-
-    aux_scale: multiplies the gradient of the auxiliary losses, see `layer.attach_losses`. token_index_T:
-    int64, each token's index in the data of the whole run, the key of every random draw; None: tokens are
-    numbered from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each
-    sequence; None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary
-    losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. micro_batch:
-    its number in the run; data-parallel ranks take micro batches in turn.
-    num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
-    rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
-    alone.
-    """
-
-    seed: int = 0
-    step: int = 0
-    aux_scale: float = 1.0
-    token_index_T: Tensor | None = None
-    token_ids_T: Tensor | None = None
-    sample_index_B: Tensor | None = None
-    micro_batch: int = 0
-    num_rollouts: int = 1
-    data_group: dist.ProcessGroup | None = None
-    measure_gradients: bool = False
-    timers: StageTimers | None = None
-
-    def token_index(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return each token's index in the data, int64 [T]."""
-        if self.token_index_T is None:
-            return torch.arange(num_tokens, device=device)
-        return self.token_index_T.to(device)
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences B."""
-        return 1 if self.sample_index_B is None else self.sample_index_B.numel()
-
-    def sequence(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the sequence of each token, from 0 to B - 1, int64 [T]."""
-        return torch.arange(num_tokens, device=device) % self.num_sequences
-
-    def draw_key(self, layer: int, purpose: str) -> int:
-        """Return the key of this step's draws for one purpose in one layer, for `rng.uniform`."""
-        return rng.key(self.seed, self.step, layer, purpose)
 
 
 Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
@@ -160,6 +109,7 @@ class Part(nn.Module):
     """
 
     takes_any_dtype: ClassVar[bool] = False
+    needs_token_losses: ClassVar[bool] = False  # of a loss: it is an `Objective`
 
     @dataclass
     class Config:

@@ -1,6 +1,7 @@
 """The process groups of one MoE layer, and micro batches whose tokens are spread over ranks."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 class TokenSpread:
-    """The tokens of a micro batch in equal contiguous shares on the ranks of a group, in order of rank.
+    """The tokens of a micro batch in contiguous shares on the ranks of a group, in order of rank.
+
+    The shares are equal but for padding, which a layer removes from each (`StepContext.bounds`).
 
     A score depends on its own token only, so each rank scores its own tokens. Later stages may need the whole
     micro batch (capacity, expert choice, balance losses). So the ranks gather the scores, [T, E] and not [T,
@@ -61,25 +64,45 @@ class TokenSpread:
         """Return the context of this rank's `num_tokens` tokens."""
         if self.size == 1:
             return context
-        own = slice(self.rank * num_tokens, (self.rank + 1) * num_tokens)
+        own = self.own_rows(context, num_tokens * self.size)
         index_T, ids_T = context.token_index_T, context.token_ids_T
         if index_T is None:
             index_T = torch.arange(num_tokens * self.size)
         return replace(context, token_index_T=index_T[own], token_ids_T=None if ids_T is None else ids_T[own])
 
-    def whole(self, rows: Tensor) -> Tensor:
-        """Gather a tensor with a row for each of this rank's tokens into one for the whole micro batch."""
+    def own_rows(self, context: StepContext | None, num_tokens: int) -> slice:
+        """Return the rows of this rank's tokens among the `num_tokens` of the micro batch."""
+        if context is not None and context.bounds is not None:
+            return slice(context.bounds[self.rank], context.bounds[self.rank + 1])
+        share = num_tokens // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def whole(self, rows: Tensor, context: StepContext | None = None) -> Tensor:
+        """Gather a tensor with a row for each of this rank's tokens into one for the whole micro batch.
+
+        context: needed where there is padding, and the shares are not equal.
+        """
         if self.size == 1:
             return rows
+        if context is not None and context.bounds is not None:
+            return self._whole_of_unequal(rows, context.bounds)
         gathered: Tensor = _GatherRows.apply(rows, self.group)
         return gathered
 
-    def own(self, routing: Routing) -> Routing:
-        """Return the routing of this rank's tokens, numbered from 0."""
+    def _whole_of_unequal(self, rows: Tensor, bounds: tuple[int, ...]) -> Tensor:
+        """Gather shares of different sizes, all filled up to the largest."""
+        sizes = [last - first for first, last in pairwise(bounds)]
+        largest = max(sizes)
+        filling = rows.new_zeros(largest - len(rows), *rows.shape[1:])
+        gathered: Tensor = _GatherRows.apply(torch.cat((rows, filling)), self.group)
+        return torch.cat([part[:size] for part, size in zip(gathered.split(largest), sizes, strict=True)])
+
+    def own(self, routing: Routing, context: StepContext | None = None) -> Routing:
+        """Return the routing of this rank's tokens, numbered from 0; context: as in `whole`."""
         if self.size == 1:
             return routing
-        num_tokens = routing.num_tokens // self.size
-        return routing.of_tokens(self.rank * num_tokens, num_tokens)
+        own = self.own_rows(context, routing.num_tokens)
+        return routing.of_tokens(own.start, own.stop - own.start)
 
 
 class _GatherRows(torch.autograd.Function):

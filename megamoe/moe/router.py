@@ -1,5 +1,6 @@
 """The router: the stages from the hidden states to the Routing."""
 
+import functools
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -86,7 +87,7 @@ class Router(nn.Module):
         return self.choices.select(self.selector, scored, context)
 
     def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
-        whole = self.spread.whole
+        whole = functools.partial(self.spread.whole, context=context)
         if not self.scorer.takes_any_dtype:
             hidden_TH = hidden_TH.float()
         found = self.scorer(hidden_TH, self.spread.own_context(context, len(hidden_TH)))

@@ -29,6 +29,11 @@ class World:
         """Whether this is rank 0, which writes what is written once."""
         return self.rank == 0
 
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0 only."""
+        if self.is_first:
+            print(line)
+
 
 def find_world() -> World:
     """Read the launcher's environment variables, without communication.

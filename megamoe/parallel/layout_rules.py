@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from itertools import product
 
 from megamoe.config.schema import Precision, RunConfig
-from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers
+from megamoe.config.shapes import (
+    expert_ffn_size,
+    ffn_size,
+    moe_block_numbers,
+    moe_layer_numbers,
+    num_blocks,
+)
 from megamoe.errors import UserError
 from megamoe.parallel.layout import Layout
 
@@ -35,7 +41,7 @@ def layout_problems(config: RunConfig, layout: Layout, precision: Precision) -> 
     for key, unit, by_key, size in _divisions(config, layout):
         if size % unit:
             yield key, f"does not divide {by_key} {size}"
-    if not moe_layer_numbers(config.moe, config.model.num_layers):
+    if not moe_layer_numbers(config):
         for key in ("expert", "expert_tensor"):
             if getattr(layout, key) > 1:
                 yield key, "has nothing to divide: no block is MoE (moe.layers)"
@@ -66,7 +72,7 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
     yield "tensor", tensor, "model.num_attention_heads", model.num_attention_heads
     if model.num_query_groups is not None:
         yield "tensor", tensor, "model.num_query_groups", model.num_query_groups
-    if len(moe_block_numbers(config.moe, model.num_layers)) < model.num_layers:
+    if len(moe_block_numbers(config)) < num_blocks(config):
         yield "tensor", tensor, "the dense blocks' FFN size", ffn_size(model)
     yield "tensor", tensor, "model.vocab_multiple", model.vocab_multiple
     yield "tensor", tensor, "data.sequence_length", config.data.sequence_length

@@ -21,7 +21,8 @@ from megamoe.compat.fake_cuda import (
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
-from megamoe.model.gpt import GPT, build_gpt
+from megamoe.model.build import build_model
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
 from megamoe.parallel.groups import data_group, start_groups
@@ -115,6 +116,10 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
     config.model.cpu_kernels = "plain"
     with fake_torch_cuda():
         run = resolve_run(config, ranks)
+    if config.model.architecture != "decoder":
+        raise UserError(
+            f"model.architecture: found {config.model.architecture}; the simulation counts decoders only"
+        )
     if load != 1 and not 1 < load <= run.plan.layout.expert:
         most = f"1 to {run.plan.layout.expert}, the ranks of parallel.expert"
         raise UserError(f"load: found {load:g}, expected {most}: one of them cannot have more than all rows")
@@ -131,7 +136,7 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
         with torch.device("cuda"):
-            model = build_gpt(config, run.vocabulary.size, factory)
+            model = build_model(config, run.vocabulary.size, factory)
         parts = Parts(model)
         for _, layer in model.moe_layers():
             layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[arg-type]
@@ -151,7 +156,7 @@ def _count(
     config: RunConfig,
     run: Any,
     world: launch.World,
-    model: GPT,
+    model: LanguageModel,
     context: StepContext,
     counter: CostCounter,
     micro_batches: int,

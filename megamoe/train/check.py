@@ -3,13 +3,15 @@
 from typing import Any
 
 from megamoe.config.schema import DataConfig, Precision, RunConfig
-from megamoe.config.shapes import expert_ffn_size, inserted_has_norm, moe_block_numbers, moe_layer_numbers
+from megamoe.config.shapes import expert_ffn_size, inserted_after, inserted_has_norm, moe_layer_numbers
 from megamoe.errors import UserError
 from megamoe.model.backends import check_backends
 from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout_rules import check_layout, row_unit
 from megamoe.registry import get_part
+from megamoe.train.architecture import check_architecture, check_positions
 from megamoe.train.length import check_warmup
+from megamoe.train.objective import check_objective
 from megamoe.zero.deepspeed_config import ParallelPlan
 
 MOST_SIZES = 100_000  # of the batch size's growth
@@ -23,6 +25,8 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
     Raises:
         UserError: naming the keys, their values, what was expected and a way out.
     """
+    check_architecture(config)
+    check_objective(config)
     _check_model(config)
     _check_experts(config, plan)
     _check_start(config)
@@ -47,19 +51,9 @@ def _check_model(config: RunConfig) -> None:
 
 def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:
     moe = config.moe
-    for key, blocks in (("at", moe.layers.at), ("insert_after", moe.layers.insert_after)):
-        if any(block > config.model.num_layers for block in blocks):
-            raise UserError(
-                f"moe.layers.{key}: block {max(blocks)} does not exist, the model has "
-                f"{config.model.num_layers} (model.num_layers; blocks are counted from 1)"
-            )
-    if moe.layers.every and moe.layers.every > config.model.num_layers:
-        raise UserError(
-            f"moe.layers.every: {moe.layers.every} is more than model.num_layers {config.model.num_layers}, "
-            "so no block would be MoE; for a dense model say moe.layers: none"
-        )
+    check_positions(config)
     check_layout(config, plan.layout, plan.precision)
-    if not moe_layer_numbers(moe, config.model.num_layers):
+    if not moe_layer_numbers(config):
         for key, value in (("log.routing", config.log.routing), ("moe.router.replay", moe.router.replay)):
             if value is not None:
                 raise UserError(f"{key}: found {value!r}, but the model has no MoE layer; leave it out")
@@ -81,20 +75,14 @@ def _check_replay(config: RunConfig) -> None:
 
 
 def _check_inserted(config: RunConfig) -> None:
-    """Check the positions of MoE layers against their experts."""
+    """Check inserted and shared experts against each other."""
     moe = config.moe
-    twice = set(moe.layers.insert_after) & set(moe_block_numbers(moe, config.model.num_layers))
-    if twice:
-        raise UserError(
-            f"moe.layers.insert_after: block {min(twice)} is MoE itself (moe.layers.at or every); insert "
-            "after another block, or take this one out of those"
-        )
     if moe.shared_expert_mode != "sum" and moe.num_shared_experts == 0:
         raise UserError(
             f"moe.shared_expert_mode: found {moe.shared_expert_mode}, but moe.num_shared_experts is 0; "
             "set it to 1, or the mode to sum"
         )
-    if moe.layers.insert_after and moe.num_shared_experts and not inserted_has_norm(moe):
+    if inserted_after(config) and moe.num_shared_experts and not inserted_has_norm(moe):
         raise UserError(
             f"moe.num_shared_experts: found {moe.num_shared_experts}, but an inserted layer (moe.layers."
             f"insert_after) of {moe.expert_sublayers} sub-layers has norms inside its routed experts alone; "
@@ -119,7 +107,7 @@ def _check_rows(config: RunConfig, precision: Precision) -> None:
 def _check_start(config: RunConfig) -> None:
     """Check that frozen modules exist, and that a dense checkpoint's FFN can become the experts."""
     moe, experts = config.moe, config.checkpoint.init.experts
-    dense = not moe_layer_numbers(moe, config.model.num_layers)
+    dense = not moe_layer_numbers(config)
     if moe.frozen and dense:
         raise UserError(f"moe.frozen: found {', '.join(moe.frozen)}, but no block is MoE (moe.layers)")
     if experts == "same":
@@ -132,7 +120,7 @@ def _check_start(config: RunConfig) -> None:
         raise UserError(
             f"checkpoint.init.experts: found {experts}, but no block is MoE (moe.layers); say same"
         )
-    if moe.layers.insert_after:
+    if inserted_after(config):
         raise UserError(
             f"checkpoint.init.experts: found {experts}, but moe.layers.insert_after puts MoE layers where a "
             "dense model has no FFN; use moe.layers.at or every"

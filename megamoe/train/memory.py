@@ -7,6 +7,7 @@ import math
 import torch
 
 from megamoe.config import RunConfig
+from megamoe.config.shapes import moe_layer_numbers, num_blocks
 from megamoe.costs.memory import Share, StateBytes, state_bytes
 from megamoe.errors import UserError
 from megamoe.host_memory import available_bytes
@@ -62,7 +63,7 @@ def check_memory(config: RunConfig, plan: ParallelPlan, world: World, vocabulary
         ACTIVATIONS: _least_activations(config, plan, vocabulary_size),
     }
     on_host = {"offloaded states": states.cpu, BATCHES: _batch_bytes(config, plan)}
-    built = {BUILT: 4 * sum(size.on_rank(plan.layout.tensor, plan.layout.expert_ranks))}
+    built = {BUILT: 4 * _built_at_once(config, plan, size)}
     bucket = {BUCKET: 4 * bucket_elements(plan)}
     ranks, available = ranks_of_machine(), available_bytes()
     host = math.inf if available is None else available / ranks
@@ -79,6 +80,17 @@ def check_memory(config: RunConfig, plan: ParallelPlan, world: World, vocabulary
             raise UserError(_refusal(parts, place))
 
 
+def _built_at_once(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> float:
+    """Return the parameters that a rank has in fp32 at a time while the model is built, or fewer.
+
+    At ZeRO 3 the model is cut block by block, and one block's experts are counted.
+    """
+    dense, experts = size.on_rank(plan.layout.tensor, plan.layout.expert_ranks)
+    if plan.stage < 3:
+        return dense + experts
+    return experts / max(1, len(moe_layer_numbers(config)))
+
+
 def _refusal(parts: dict[str, float], place: str) -> str:
     total = sum(parts.values())
     shown = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size > total / 1000)
@@ -92,7 +104,7 @@ def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: i
     model, ranks = config.model, plan.layout.tensor
     tokens = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
-    inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
+    inputs = num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
     logits = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
     return float(tokens * width * (inputs + logits))
 

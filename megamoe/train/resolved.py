@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
+from megamoe.objectives.objective import TrainingObjective
 from megamoe.train.check import check_run
 from megamoe.train.length import run_steps
+from megamoe.train.objective import build_objective, num_added_ids
 from megamoe.train.schedule import BatchSchedule
 from megamoe.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
 
@@ -19,7 +22,7 @@ class ResolvedRun:
     Args:
         config: the checked configuration.
         plan: layout, ZeRO stage, precision, offload and the DeepSpeed file's content.
-        vocabulary: the vocabulary of the data and the model.
+        vocabulary: the vocabulary of the model: that of the data, and behind it the objective's own ids.
         schedule: the schedule of the global batch size.
         steps: the steps of the whole run.
         filled_json: the DeepSpeed file completed from the YAML, as JSON text.
@@ -31,6 +34,11 @@ class ResolvedRun:
     schedule: BatchSchedule
     steps: int
     filled_json: str
+
+    @cached_property
+    def objective(self) -> TrainingObjective:
+        """Return the objective, which makes batches of the data's samples."""
+        return build_objective(self.config, self.vocabulary)
 
     @property
     def filled(self) -> dict[str, Any]:
@@ -48,7 +56,10 @@ def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
     plan = resolve_parallel(config, ranks)
     check_run(config, plan)
     vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
+    vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary))
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
     steps = run_steps(config, schedule)
     filled = fill_in(config, plan, schedule.accumulation_at(0))
-    return ResolvedRun(config, plan, vocabulary, schedule, steps, json.dumps(filled))
+    run = ResolvedRun(config, plan, vocabulary, schedule, steps, json.dumps(filled))
+    run.objective  # noqa: B018 - made here, where its refusals are one line
+    return run

@@ -10,6 +10,7 @@ from megamoe.checkpoint.format.files import META, damaged
 from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
+from megamoe.config.schema import ModelConfig
 from megamoe.config.shapes import expert_activation, moe_layer_numbers
 from megamoe.errors import UserError, printable
 from megamoe.model.size import part_shapes
@@ -29,9 +30,10 @@ SAME = {
         "expert_sublayers",
         "frozen",
     ),
+    "train": ("objective",),
     "data": ("sources", "sampling_exponent", "split", "mock", "sequence_length", "document_aware"),
 }
-SECTIONS = (("model",), ("data",), ("moe", "router", "scorer"), ("moe", "losses"))
+SECTIONS = (("model",), ("data",), ("train",), ("moe", "router", "scorer"), ("moe", "losses"))
 FREE = (
     "hidden_dropout",
     "attention_dropout",
@@ -49,7 +51,16 @@ FREE = (
     ),  # how it is computed, not what
 )
 # Keys that change the model's function but no tensor's shape.
-SAME_FUNCTION = ("num_attention_heads", "position", "rope_base", "norm", "norm_eps", "activation")
+SAME_FUNCTION = (
+    "num_attention_heads",
+    "position",
+    "rope_base",
+    "norm",
+    "norm_position",
+    "norm_eps",
+    "activation",
+    "scale_embeddings",
+)
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
 RESUME_WAY_OUT = "resume with the configuration that saved it"
 INIT_WAY_OUT = "start with the model's configuration that saved it"
@@ -63,16 +74,31 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
         UserError: naming the first key that differs, both values, and the way out.
     """
     meta = read_meta(path)
+    saved, current, defaults = _saved_config(path, meta), to_dict(config), to_dict(RunConfig())
+    _same_architecture(path, saved, config, RESUME_WAY_OUT)
     _same(path, "vocabulary", meta["vocabulary"], vocabulary)
-    saved, current = _saved_config(path, meta), to_dict(config)
     for section, keys in SAME.items():
-        before, after = (saved[section], current[section]) if section else (saved, current)
+        before, after, default = (t[section] if section else t for t in (saved, current, defaults))
         for key in after if keys == ("*",) else keys:
             if key not in FREE:
-                _same(path, f"{section}.{key}".lstrip("."), before.get(key), after[key])
-    if moe_layer_numbers(config.moe, config.model.num_layers):
+                known = before.get(key, default[key])  # a key that is newer than the checkpoint
+                _same(path, f"{section}.{key}".lstrip("."), _given(known), _given(after[key]))
+    if moe_layer_numbers(config):
         now = part_shapes(config, vocabulary)
         _same_state(path, saved["moe"], current["moe"], _saved_part_shapes(read_index(path)), now)
+
+
+def _same_architecture(path: Path, saved: Tree, config: RunConfig, way_out: str) -> None:
+    """Check the architecture first, from which other vocabularies and keys follow."""
+    before = saved["model"].get("architecture", ModelConfig().architecture)
+    _same(path, "model.architecture", before, config.model.architecture, way_out)
+
+
+def _given(value: Any) -> Any:
+    """Return a value without its keys that are null: an older checkpoint may lack them."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _given(each) for key, each in value.items() if each is not None}
 
 
 def _saved_config(path: Path, meta: Meta) -> Tree:
@@ -133,13 +159,15 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
             f"checkpoint.init.path: {path} lies in this run's own folder, which a new run empties; "
             "set name=... to another one, or go on with --resume"
         )
+    saved_config = _saved_config(path, meta)
+    _same_architecture(path, saved_config, config, INIT_WAY_OUT)
     _same(path, "vocabulary", meta["vocabulary"], vocabulary, INIT_WAY_OUT)
     # Reading the tensors checks their names and shapes, and so the sizes.
-    saved_config = _saved_config(path, meta)
     saved, current = saved_config["model"], to_dict(config)["model"]
+    defaults = to_dict(RunConfig())["model"]
     for key in SAME_FUNCTION:
-        _same(path, f"model.{key}", saved.get(key), current[key], INIT_WAY_OUT)
-    if moe_layer_numbers(config.moe, config.model.num_layers):
+        _same(path, f"model.{key}", saved.get(key, defaults[key]), current[key], INIT_WAY_OUT)
+    if moe_layer_numbers(config):
         # Experts made from a dense FFN use its activation.
         own = (
             saved_config["moe"].get("expert_activation") if config.checkpoint.init.experts == "same" else None

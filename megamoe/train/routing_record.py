@@ -79,7 +79,7 @@ def fingerprint(run: ResolvedRun) -> dict[str, Any]:
     """Return what a record's run and the replaying one must have in common, by key."""
     config = run.config
     found: dict[str, Any] = {
-        "moe.layers": moe_layer_numbers(config.moe, config.model.num_layers),
+        "moe.layers": moe_layer_numbers(config),
         "moe.num_experts": config.moe.num_experts,
         "seed": config.seed,
         "train.steps": run.steps,

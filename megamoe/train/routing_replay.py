@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
-from megamoe.model.gpt import GPT
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.parallel.consensus import raise_any_error_fast
@@ -133,7 +133,7 @@ class RunRouting:
     def _no_record(self) -> UserError:
         return UserError(f"{REPLAY}: {self.replay} holds no record; expected the folder of {RECORD}")
 
-    def attach(self, model: GPT) -> None:
+    def attach(self, model: LanguageModel) -> None:
         """Put this between the routers of a model and their selectors."""
         if self.record is None and self.replay is None:
             return

@@ -9,6 +9,7 @@ from megamoe.costs.gpus import peak_of_device
 from megamoe.model.flops import ModelFlops, model_flops
 from megamoe.moe.timers import StageTimers
 from megamoe.parallel.launch import World
+from megamoe.train.objective import token_shares
 from megamoe.train.resolved import ResolvedRun
 from megamoe.train.step_record import StepRecord
 
@@ -29,7 +30,7 @@ class Speed:
             peak = config.log.peak_tflops * 1e12
         elif world.device.type == "cuda":
             peak = peak_of_device(torch.cuda.get_device_name(world.device), run.plan.precision)
-        return cls(model_flops(config, run.vocabulary.size), world.size, peak)
+        return cls(model_flops(config, run.vocabulary.size, token_shares(config)), world.size, peak)
 
     def metrics(self, record: StepRecord, tokens: int, seconds: float) -> dict[str, float]:
         """Return the metrics of a step over so many tokens of the global batch."""

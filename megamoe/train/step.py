@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.data.batches import Batch
-from megamoe.kernels.documents import Documents
-from megamoe.model.gpt import GPT
+from megamoe.data.pairs import positions
+from megamoe.kernels.documents import Documents, SourceLengths
+from megamoe.model.language_model import LanguageModel
+from megamoe.moe.padding import Padding, SourceTokens
 from megamoe.moe.part import StepContext
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
@@ -24,6 +26,7 @@ from megamoe.train.step_sums import StepSums, measured_parameters, own_numbers
 from megamoe.zero.engine import Engine
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
+PADDED_STRIDE = 2**24  # of token indices, where the length of the batch must have no influence
 
 
 def train_step(
@@ -42,7 +45,7 @@ def train_step(
     """
     device = engine.world.device
     model = engine.model
-    assert isinstance(model, GPT)
+    assert isinstance(model, LanguageModel)
     engine.set_accumulation(len(batches))
     own_tokens = float(sum(batch.loss_mask_BS.sum(dtype=torch.float64) for batch in batches))
     tokens = torch.full((), own_tokens, dtype=torch.float64, device=device)
@@ -103,7 +106,7 @@ def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> 
     mode.
     """
     model = engine.model
-    assert isinstance(model, GPT)
+    assert isinstance(model, LanguageModel)
     sums = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
     engine.train(False)
     for place, batch in enumerate(batches):
@@ -140,23 +143,54 @@ def set_context(context: StepContext, batch: Batch, number: int, rollouts: int =
     index_SB = sample_B[None, :] * length + position_S[:, None] + (rollout_B[None, :] << ROLLOUT_BIT)
     context.token_index_T = index_SB.reshape(-1)
     context.token_ids_T = batch.tokens_BS.transpose(0, 1).reshape(-1)
+    context.padding = None
+    context.source = None
+    if batch.lengths_B is not None:
+        context.token_index_T = _padded_index_T(sample_B, length)
+        context.padding = Padding.of(batch.lengths_B, length, device)
+    if batch.source_BL is not None and batch.source_lengths_B is not None:
+        source_length = batch.source_BL.shape[1]
+        context.source = SourceTokens(
+            _padded_index_T(sample_B, source_length),
+            batch.source_BL.transpose(0, 1).reshape(-1),
+            Padding.of(batch.source_lengths_B, source_length, device),
+        )
     context.sample_index_B = sample_B
     context.micro_batch = number
     context.num_rollouts = rollouts
 
 
-def num_rollouts(model: GPT) -> int:
+def _padded_index_T(sample_B: Tensor, length: int) -> Tensor:
+    """Return token indices, int64 [S * B], that do not depend on how far a sequence is filled up."""
+    position_S = torch.arange(length, device=sample_B.device)
+    return (sample_B[None, :] * PADDED_STRIDE + position_S[:, None]).reshape(-1)
+
+
+def num_rollouts(model: LanguageModel) -> int:
     """Return how many times each sequence is routed for an objective."""
     counts = [part.num_rollouts for _, layer in model.moe_layers() for part in layer.objectives.values()]
     return max(counts, default=1)
 
 
-def model_inputs(batch: Batch) -> dict[str, Tensor | Documents | None]:
-    """Return the keyword arguments of GPT.forward."""
-    start_BS = batch.document_start_BS
-    return {
+def model_inputs(batch: Batch) -> dict[str, Tensor | Documents | SourceLengths | None]:
+    """Return the keyword arguments of the model's forward, see `LanguageModel`."""
+    start_BS, device, length = batch.document_start_BS, batch.tokens_BS.device, batch.tokens_BS.shape[1]
+    documents = None if start_BS is None else Documents.of(start_BS, device)
+    if batch.lengths_B is not None:
+        assert start_BS is None, "documents of sequences with padding"
+        documents = Documents.of_lengths(batch.lengths_B, length, device)
+    inputs: dict[str, Tensor | Documents | SourceLengths | None] = {
         "tokens_BS": batch.tokens_BS,
         "position_ids_BS": batch.position_ids_BS,
         "labels_BS": batch.labels_BS,
-        "documents": None if start_BS is None else Documents.of(start_BS, batch.tokens_BS.device),
+        "documents": documents,
     }
+    if batch.predicted_P is not None:
+        inputs["predicted_P"] = batch.predicted_P
+    if batch.source_BL is not None and batch.source_lengths_B is not None:
+        lengths_B, length = batch.source_lengths_B, batch.source_BL.shape[1]
+        inputs["source_BL"] = batch.source_BL
+        inputs["source_position_ids_BL"] = positions(lengths_B, length).to(device, non_blocking=True)
+        inputs["source_documents"] = Documents.of_lengths(lengths_B, length, device)
+        inputs["source_lengths"] = SourceLengths.of(lengths_B, length, device)
+    return inputs

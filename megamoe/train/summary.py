@@ -8,8 +8,11 @@ from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    inserted_after,
     moe_block_numbers,
     moe_layer_numbers,
+    num_blocks,
+    stacks,
 )
 from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.data.vocabulary import Vocabulary
@@ -32,6 +35,7 @@ def summary_record(run: ResolvedRun) -> dict[str, Any]:
     """Return the plain figures for summary.json."""
     size, layout = model_size(run.config, run.vocabulary.size), run.plan.layout
     return {
+        "steps": run.steps,
         "parameters_total": size.total,
         "parameters_active": size.active,
         "parameters_routed_experts": size.expert,
@@ -101,15 +105,15 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
         ("parameters", f"{size.total:,} total, {size.active:,} active per token"),
         (
             "blocks",
-            f"{model.num_layers} of hidden size {model.hidden_size}, {model.num_attention_heads} heads",
+            f"{_blocks(config)} of hidden size {model.hidden_size}, {model.num_attention_heads} heads",
         ),
         ("vocabulary", f"{vocabulary.size:,}"),
         ("activation", _activations(config)),
     ]
-    if not moe_layer_numbers(moe, model.num_layers):
+    if not moe_layer_numbers(config):
         return [*rows, ("FFN", f"dense, size {ffn_size(model)}")]
-    places = [str(number) for number in moe_block_numbers(moe, model.num_layers)]
-    places += [f"after {number}" for number in sorted(set(moe.layers.insert_after))]
+    places = [str(number) for number in moe_block_numbers(config)]
+    places += [f"after {number}" for number in inserted_after(config)]
     router = moe.router
     experts = f"{moe.num_experts} of FFN size {expert_ffn_size(config)}"
     if moe.expert_sublayers > 1:
@@ -126,9 +130,15 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
     ]
 
 
+def _blocks(config: RunConfig) -> str:
+    """Return the number of blocks; of any model but a decoder, with what they are."""
+    found = " + ".join(f"{stack.num_layers} {stack.name}" for stack in stacks(config))
+    return str(config.model.num_layers) if config.model.architecture == "decoder" else found
+
+
 def _activations(config: RunConfig) -> str:
     dense, experts = config.model.activation, expert_activation(config)
-    is_moe = moe_layer_numbers(config.moe, config.model.num_layers)
+    is_moe = moe_layer_numbers(config)
     return dense if dense == experts or not is_moe else f"{dense}, of experts {experts}"
 
 
@@ -173,8 +183,8 @@ def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
     model, moe, sequence = config.model, config.moe, config.parallel.sequence
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width = 4 if plan.precision == "fp32" else 2
-    layers = len(moe_layer_numbers(moe, model.num_layers))
-    pairs = 2 * model.num_layers - len(moe_block_numbers(moe, model.num_layers))
+    layers = len(moe_layer_numbers(config))
+    pairs = 2 * num_blocks(config) - len(moe_block_numbers(config))
     sent = pairs * cut_pair_traffic(
         plan.layout, sequence=sequence, tokens=tokens, hidden_size=model.hidden_size, width=width
     )
@@ -213,8 +223,8 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width, ranks = 4 if plan.precision == "fp32" else 2, plan.layout.tensor
     if model.recompute == "full":  # the blocks' inputs, and one block's values while it is recomputed
-        inputs = model.num_layers * model.hidden_size / (ranks if config.parallel.sequence else 1)
-        kept = inputs + _block_width(config) / model.num_layers
+        inputs = num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
+        kept = inputs + _block_width(config) / num_blocks(config)
     else:
         kept = _block_width(config)
     return float(tokens * (width * kept + 12 * vocabulary.size / ranks))
@@ -223,8 +233,8 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
 def _block_width(config: RunConfig) -> float:
     """Return the values per token that all blocks keep together."""
     model, moe = config.model, config.moe
-    layers = len(moe_layer_numbers(moe, model.num_layers))
-    dense = model.num_layers - len(moe_block_numbers(moe, model.num_layers))
+    layers = len(moe_layer_numbers(config))
+    dense = num_blocks(config) - len(moe_block_numbers(config))
     inner: float = _ffn_width(model.activation) * dense * ffn_size(model)
     if layers and model.recompute != "selective":
         chosen = mean_choices(config) * moe.expert_sublayers + moe.num_shared_experts
@@ -233,7 +243,7 @@ def _block_width(config: RunConfig) -> float:
     ranks = config.parallel.tensor
     undivided = 0 if config.parallel.sequence else 10 / 34
     share = undivided + (1 - undivided) / ranks
-    return 14 * share * model.num_layers * model.hidden_size + inner / ranks
+    return 14 * share * num_blocks(config) * model.hidden_size + inner / ranks
 
 
 def _ffn_width(activation: Activation) -> int:

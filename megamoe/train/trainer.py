@@ -9,16 +9,14 @@ from typing import Any
 
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.init_from import load_initial_weights
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
-from megamoe.checkpoint.state import load_weights
 from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream, warn
-from megamoe.data.datasets import Datasets, build_datasets
+from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
 from megamoe.metrics import check_record
-from megamoe.model.gpt import GPT, build_gpt
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.moe.timers import StageTimers
 from megamoe.parallel import launch, random_state
@@ -44,6 +42,7 @@ from megamoe.train.routing_replay import RunRouting
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import learning_rate
 from megamoe.train.speed import Speed, stage_metrics
+from megamoe.train.start_model import start_model
 from megamoe.train.step import evaluate, train_step
 from megamoe.train.step_record import StepRecord
 from megamoe.zero.engine import Engine
@@ -93,15 +92,11 @@ class Trainer:
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
         make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
-        model = build_gpt(config, self.run.vocabulary.size, make_moe_layer)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.background
         )
         saved = self._open_checkpoint(resume_from)
-        if saved is None:
-            self._begin_from(model)
-        else:
-            raise_any_error(catch_error(lambda: load_weights(saved, model, self.layout, self.world.rank)))
+        model = start_model(config, self.run, self.world.rank, make_moe_layer, saved, self.world.say)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
         self.progress = Progress()
         self._seed()
@@ -122,10 +117,10 @@ class Trainer:
         return self.run.plan.layout
 
     @property
-    def model(self) -> GPT:
+    def model(self) -> LanguageModel:
         """The model inside the engine."""
         model = self.engine.model
-        assert isinstance(model, GPT)
+        assert isinstance(model, LanguageModel)
         return model
 
     def _check(self, facts: Facts) -> Path | None:
@@ -307,34 +302,13 @@ class Trainer:
         )
 
     def _build_datasets(self) -> Datasets:
-        config = self.config
-        return build_datasets(
-            config.data,
-            self.run.vocabulary,
-            seed=config.seed,
-            train_samples=self.run.schedule.total_samples(self.run.steps),
-            validation_samples=config.evaluation.batches * self.run.schedule.final,
+        schedule = self.run.schedule
+        return self.run.objective.datasets(
+            train_samples=schedule.total_samples(self.run.steps),
+            validation_samples=self.config.evaluation.batches * schedule.final,
         )
 
-    def _begin_from(self, model: GPT) -> None:
-        """Load the weights that a new run starts from, and report what they do not contain."""
-        init, frozen = self.config.checkpoint.init, self.config.moe.frozen
-        if init.path is None:
-            if frozen:
-                self._say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")
-            return
-        path, kept = Path(init.path), []
-        raise_any_error(
-            catch_error(
-                lambda: kept.extend(
-                    load_initial_weights(model, path, init.experts, self.layout, self.world.rank)
-                )
-            )
-        )
-        rest = f"; of the MoE layers as drawn: {', '.join(kept)}" if kept else ""
-        self._say(f"weights from {path}, experts: {init.experts}{rest}")
-
-    def _open_routing(self, model: GPT) -> None:
+    def _open_routing(self, model: LanguageModel) -> None:
         """Prepare the record of the routers' choices, and the one that is replayed."""
         self.routing, train = RunRouting(self.run, self.world), self.config.train
         step, last = self.progress.step, self.run.steps
@@ -343,10 +317,6 @@ class Trainer:
         may_replace = self.config.overwrite or self.folder.restarted
         raise_any_error(catch_error(lambda: self.routing.check(step, last, may_replace and step == 0)))
         self.routing.attach(model)
-
-    def _say(self, line: str) -> None:
-        if self.world.is_first:
-            print(line)
 
     def _check_record(self, resume_from: Path | None) -> None:
         """Check, before the model is built, that the first rank can continue the run's metrics.jsonl."""
@@ -361,12 +331,12 @@ class Trainer:
         """Open the first intact candidate; `checked`: the one that was found to fit this run."""
         if checked is None:
             return None
-        path, damaged = first_intact(list(self.folder.candidates), self._say)
+        path, damaged = first_intact(list(self.folder.candidates), self.world.say)
         self.checkpoints.damaged.update(damaged)
         if path != checked:
             check_resume(self.config, self.run.vocabulary.size, path)
         if path != self.folder.candidates[0]:
-            self._say(f"going on from {path}")
+            self.world.say(f"going on from {path}")
         return CheckpointReader(path)
 
     def _resume(self, saved: CheckpointReader) -> None:
@@ -394,4 +364,5 @@ class Trainer:
             data_size=self.layout.data,
             workers=workers,
             report=lambda line: warn(f"rank {self.world.rank}: {line}"),
+            make_batch=self.run.objective.batch,
         )

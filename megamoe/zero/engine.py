@@ -44,6 +44,7 @@ from megamoe.zero.optimizer import (
     resting,
     zero_optimizer,
 )
+from megamoe.zero.partition import Partition
 from megamoe.zero.scattered_gradients import ScatteredGradients
 from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
@@ -51,8 +52,9 @@ from megamoe.zero.shards import Shard, gathered, optimizer_shards, set_master, s
 class Engine:
     """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision.
 
-    plan: the layout and ZeRO settings. filled: the dictionary from `fill_in` for `deepspeed.initialize`.
-    step_skipped: whether the last step left weights and moments unchanged.
+    model: on the CPU in fp32; at ZeRO 3 a `Partition` may have cut it. plan: the layout and ZeRO settings.
+    filled: the dictionary from `fill_in` for `deepspeed.initialize`. step_skipped: whether the last step left
+    weights and moments unchanged.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Engine:
         self.micro_batch_size = config.train.micro_batch_size
         if self.stage == 0 and self.precision == "bf16":
             _round_parameters(model)
+        if self.stage == 3:
+            Partition(filled, plan.precision)(model)  # what is not cut yet
         model.to(world.device)
         unit = ModelParallelUnit()
         tensor_group = unit.get_tensor_model_parallel_group()

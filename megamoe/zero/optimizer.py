@@ -14,6 +14,7 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from torch import Tensor, nn
 
 from megamoe.compat.deepspeed_compat import expert_holder_group, set_grad_norm, without_inner_steps
+from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.config.schema import OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
@@ -47,7 +48,7 @@ def _decaying(
     """Return two groups: matrices and vectors."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for parameter in parameters:
-        dimensions = parameter.dim() - (1 if is_moe_param(parameter) else 0)
+        dimensions = len(whole_shape(parameter)) - (1 if is_moe_param(parameter) else 0)
         parts[dimensions < 2].append(parameter)
     decays = ((f"{name}decay", of_matrices), (f"{name}no_decay", of_vectors))
     return [

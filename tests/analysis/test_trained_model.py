@@ -44,9 +44,9 @@ def opened(folder: Path) -> tuple[list[Any], list[str]]:
     trainer.close()
     run, read, problems = folder / "small", [], integrity.problems
 
-    def noted(path: Path, rank: int, size: int) -> Iterator[str]:
-        read.append(path.name)
-        return problems(path, rank, size)
+    def noted(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
+        read.append(folder.name)
+        return problems(folder, share, shares)
 
     found: list[Any] = []
     integrity.problems = noted

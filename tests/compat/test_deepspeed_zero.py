@@ -19,6 +19,9 @@ from megamoe.compat.deepspeed_compat import forget_gradients, inner_optimizer, w
 from megamoe.compat.deepspeed_zero import FlatRange, ranges_at_zero1, ranges_at_zero3
 from megamoe.compat.deepspeed_zero1 import is_zero1_in_bf16, own_gradient
 from megamoe.kernels.choice import Kernels
+from megamoe.parallel.groups import ModelParallelUnit, start_groups
+from megamoe.parallel.layout import Layout
+from megamoe.zero.deepspeed_config import fill_in, resolve_parallel
 from megamoe.zero.engine import Engine
 from megamoe.zero.optimizer import Stage0AdamW
 from megamoe.zero.scattered_gradients import ScatteredGradients
@@ -150,6 +153,23 @@ def test_parameters_at_zero3(one_rank: None) -> None:
     free = torch.ones(3)
     assert not deepspeed_zero.is_cut(free) and not deepspeed_zero.is_absent(free)
     assert deepspeed_zero.whole_shape(free) == (3,)
+
+
+def test_parameters_are_cut_one_module_after_the_other(one_rank: None) -> None:
+    config = tiny(f"parallel.deepspeed={ds_config('zero3_fp32')}")
+    start_groups(Layout.of(config.parallel, 1), timeout_minutes=1)
+    filled = fill_in(config, resolve_parallel(config, 1), 1)
+    first, second = nn.Linear(3, 5), nn.Linear(5, 3)
+    whole = [parameter.detach().clone() for module in (first, second) for parameter in module.parameters()]
+    deepspeed_zero.cut([*first.parameters()], filled, ModelParallelUnit())
+    assert not any(map(deepspeed_zero.is_cut, second.parameters()))
+    deepspeed_zero.cut([*second.parameters()], filled, ModelParallelUnit(), first.weight)
+    for parameter, values in zip([*first.parameters(), *second.parameters()], whole, strict=True):
+        assert deepspeed_zero.is_absent(parameter) and parameter.numel() == 0
+        assert torch.equal(deepspeed_zero.slice_values(parameter), values.view(-1))
+    # Otherwise the engine moves the whole model to the device, and then cuts it.
+    source = inspect.getsource(deepspeed_engine.DeepSpeedEngine._configure_distributed_model)
+    assert "is_zero_init_model):\n            self.module.to(self.device)" in source
 
 
 def test_the_last_slice_may_be_short() -> None:

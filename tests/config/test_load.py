@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from megamoe.config import PartChoice, RunConfig, dump_yaml, load_config, parse_config, to_dict
+from megamoe.errors import UserError
 from megamoe.moe.losses.z_loss import ZLoss
 from megamoe.moe.selectors.top_k import TopK
 
@@ -89,6 +90,16 @@ def test_losses_by_weight_or_by_options(load: Load) -> None:
     balance = config.moe.losses["switch_balance"].options
     assert (balance.weight, balance.first_choice) == (0.5, True)
     assert load("moe: {losses: {z_loss: }}").moe.losses["z_loss"].options == ZLoss.Config()
+
+
+def test_a_pattern_of_sources_is_written_out(load: Load, tmp_path: Path) -> None:
+    for name in ("fr.idx", "de.idx", "de.bin", "de.card.json", "notes.txt"):
+        (tmp_path / name).write_text("")
+    config = load(f"data: {{sources: ['{tmp_path}/*', other], validation: {{german: ['{tmp_path}/d*']}}}}")
+    assert [source.path for source in config.data.sources] == [f"{tmp_path}/de", f"{tmp_path}/fr", "other"]
+    assert [source.path for source in config.data.validation["german"]] == [f"{tmp_path}/de"]
+    with pytest.raises(UserError, match=r"data.sources: '.*/x\*' names no prepared dataset"):
+        load(f"data: {{sources: '{tmp_path}/x*'}}")
 
 
 def test_sources_by_path_or_in_full(load: Load) -> None:

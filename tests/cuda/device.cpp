@@ -10,6 +10,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
+#include <utility>
+
 #include "tensors.h"
 
 namespace pretended {
@@ -302,5 +304,9 @@ void pretended_wait_for_all() { pretended::order.host_waits_for_all(); }
 int64_t pretended_stream() { return pretended::current_stream; }
 int pretended_device() { return pretended::current_device; }
 void pretended_set_device(int index) { pretended::current_device = index; }
+int64_t pretended_most_device_bytes() {
+  std::lock_guard<std::mutex> held(pretended::sizes_lock);
+  return std::exchange(pretended::most_device_bytes, pretended::device_bytes);
+}
 int64_t pretended_most_pinned_bytes() { return pretended::most_pinned_bytes.exchange(pretended::pinned_bytes); }
 }

@@ -7,7 +7,9 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <atomic>
+#include <unordered_map>
 
 #include "order.h"
 
@@ -113,13 +115,28 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 Guard guard;
 c10::impl::DeviceGuardImplRegistrar registrar(CUDA, &guard);
 
+std::mutex sizes_lock;
+std::unordered_map<void*, int64_t> sizes;
+int64_t device_bytes = 0, most_device_bytes = 0;
+void add(void* data, int64_t bytes) {
+  std::lock_guard<std::mutex> held(sizes_lock);
+  sizes[data] = bytes;
+  device_bytes += bytes;
+  most_device_bytes = std::max(most_device_bytes, device_bytes);
+}
 void release(void* data) {
+  {
+    std::lock_guard<std::mutex> held(sizes_lock);
+    device_bytes -= sizes[data];
+    sizes.erase(data);
+  }
   order.free(data);
   c10::GetCPUAllocator()->raw_deallocate(data);
 }
 struct Memory : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = bytes ? c10::GetCPUAllocator()->raw_allocate(bytes) : nullptr;
+    if (data) add(data, bytes);
     order.allocate(data, current_stream);
     return {data, data, &release, c10::Device(CUDA, current_device)};
   }

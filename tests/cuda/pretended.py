@@ -94,6 +94,7 @@ class Device:
         self.library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         self.library.pretended_stream.restype = ctypes.c_int64
         self.library.pretended_most_pinned_bytes.restype = ctypes.c_int64
+        self.library.pretended_most_device_bytes.restype = ctypes.c_int64
         self.library.pretended_start(devices, 0, _tell)
         atexit.register(self.library.pretended_start, devices, 0, None)
 
@@ -107,6 +108,10 @@ class Device:
     def most_pinned_bytes(self) -> int:
         """The most pinned memory at a time since the last call; PyTorch takes a power of two for each."""
         return int(self.library.pretended_most_pinned_bytes())
+
+    def most_device_bytes(self) -> int:
+        """The most bytes of tensors on all devices at a time since the last call."""
+        return int(self.library.pretended_most_device_bytes())
 
     def set_device(self, device: Any) -> None:
         """torch.cuda.set_device."""

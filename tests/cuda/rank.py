@@ -30,6 +30,21 @@ class Watch:
         self.device.most_pinned_bytes()
         self.steps: list[dict[str, Any]] = []
         self.start: int | None = None
+        self.device.most_device_bytes()
+        self.before = self.device.most_device_bytes()  # what former runs have left
+        self.built: dict[str, int] = {}
+
+    def engine(self, model: Any) -> None:
+        """Before a model gets its engine."""
+        parameters = list(model.parameters())
+        largest = max(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        kept = [getattr(p, "ds_tensor", p) for p in parameters] + list(model.buffers())
+        self.built = {
+            "most": self.device.most_device_bytes() - self.before,
+            "kept": sum(tensor.nbytes for tensor in kept),
+            "largest": 4 * largest,
+            "whole": 4 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+        }
 
     def mark(self) -> None:
         """Before and after a step."""
@@ -50,6 +65,7 @@ class Watch:
             "steps": self.steps,
             "groups": list(pretended.new_groups),
             "pinned_bytes": self.device.most_pinned_bytes(),
+            "built": self.built,
         }
 
 
@@ -65,13 +81,14 @@ def main() -> None:
     torch.set_num_threads(1)
 
     from megamoe.kernels import attention
-    from tests.cuda.training import run_tree, watch_steps
+    from tests.cuda.training import run_tree, watch_engines, watch_steps
 
     # The device runs the CPU's kernels, among which there is no FlashAttention of packed documents.
     attention.fits_varlen = lambda query_SBND: False
     gc.freeze()  # the collections between the runs need not search what is imported
     watch = Watch(device)
     watch_steps(watch.mark)
+    watch_engines(watch.engine)
     found = {}
     for place, run in enumerate(job["runs"]):
         if rank >= run["ranks"]:

@@ -10,7 +10,7 @@ from tests.cuda.runs import Found, Run, assert_as_on_cpu, run_on_cpu, run_on_dev
 from tests.cuda.training import SMALL
 from tests.distributed.matrix import covering, every_case
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_variant, small_run
+from tests.distributed.runs import DS_CONFIGS, ds_config, ds_variant, small_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "examples/presets").glob("*.yaml"))
@@ -53,6 +53,16 @@ def overlapping_runs(folder: Path) -> list[Run]:
     return runs
 
 
+def file_runs() -> list[Run]:
+    """Each file of ds_configs for CUDA as it is, on two ranks that both hold all experts."""
+    names = sorted(path.stem for path in DS_CONFIGS.glob("*_cuda.json"))
+    assert len(names) >= 5
+    return [
+        Run(to_dict(small_run(name=name, parallel__deepspeed=ds_config(name), **_plain())), 2)
+        for name in names
+    ]
+
+
 def _plain() -> dict[str, Any]:
     return {
         "model__cpu_kernels": "plain",
@@ -83,6 +93,11 @@ def test_every_preset(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_layouts(pool: Pool, tmp_path: Path) -> None:
     compare(pool, layout_runs(tmp_path), tmp_path)
+
+
+@pytest.mark.full
+def test_files_for_cuda(pool: Pool, tmp_path: Path) -> None:
+    compare(pool, file_runs(), tmp_path)
 
 
 @pytest.mark.full

@@ -50,9 +50,11 @@ def small(name: str, **changes: Any) -> Tree:
 
 
 def run_tree(tree: Tree, folder: str) -> dict[str, list[float]]:
-    """Train the run to its end; the losses of all steps by their names."""
+    """Train the run to its end; on the first rank, who writes them, the losses by their names."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         train(parse_config({**tree, "output": folder, "overwrite": True}))
+    if os.environ["RANK"] != "0":
+        return {}
     lines = (Path(folder) / tree["name"] / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {word: [record[word] for record in records if word in record] for word in WORDS}
@@ -67,7 +69,8 @@ def run_all(trees: list[Tree]) -> list[dict[str, list[float]]]:
         os.environ["MASTER_PORT"] = str(port + place)
         found.append(run_tree(tree, folder))
         gc.collect()  # an engine and its parameters know each other
-    shutil.rmtree(folder, ignore_errors=True)
+    if os.environ["RANK"] == "0":
+        shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
@@ -82,3 +85,16 @@ def watch_steps(mark: Callable[[], None]) -> None:
         return reason
 
     Loop._one_step = watched  # type: ignore[method-assign]
+
+
+def watch_engines(mark: Callable[[Any], None]) -> None:
+    """Call `mark` with the model before every engine that DeepSpeed builds from now on."""
+    import deepspeed
+
+    plain = deepspeed.initialize
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        mark(named["model"])
+        return plain(*arguments, **named)
+
+    deepspeed.initialize = watched

@@ -25,6 +25,7 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe.data import prepare as prepare_module
+from megamoe.data import write as write_module
 from megamoe.data.card import DataCard, check_files, load_card
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.tokenizers import load_tokenizer
@@ -250,7 +251,7 @@ def die_at(point: str, output: Path, source: Path) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    encode, rename, count = prepare_module.encode_batches, os.replace, iter(range(9))
+    encode, rename, count = write_module.encode_batches, os.replace, iter(range(9))
 
     def encode_two(*arguments: Any) -> Iterator[Any]:
         for number, batch in enumerate(encode(*arguments)):
@@ -266,7 +267,7 @@ def die_at(point: str, output: Path, source: Path) -> None:
     monkeypatch = pytest.MonkeyPatch()  # of this process, which ends here
     monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 1)
     if point == "tokens":
-        monkeypatch.setattr(prepare_module, "encode_batches", encode_two)
+        monkeypatch.setattr(write_module, "encode_batches", encode_two)
     else:
         monkeypatch.setattr(os, "replace", rename_some)
     run(output, source)

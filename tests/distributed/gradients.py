@@ -16,7 +16,8 @@ from torch import Tensor
 from megamoe.config import RunConfig
 from megamoe.data.batches import BatchStream
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
-from megamoe.model.gpt import GPT, build_gpt
+from megamoe.model.build import build_model
+from megamoe.model.language_model import LanguageModel
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import Part, StepContext
@@ -92,7 +93,7 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
     def make_layer(shape: LayerShape) -> MoELayer:
         return MoELayer(config.moe, shape, context)
 
-    model = build_gpt(config, vocabulary.size, make_layer)
+    model = build_model(config, vocabulary.size, make_layer)
     rollouts = num_rollouts(model)
     weighted: list[Tensor] = []
     routings: dict[int, list[Routing]] = defaultdict(list)
@@ -120,7 +121,7 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
     return {"gradients": gradients, "norm": float(norm)}
 
 
-def _collect(model: GPT, weighted: list[Tensor], routings: dict[int, list[Routing]]) -> None:
+def _collect(model: LanguageModel, weighted: list[Tensor], routings: dict[int, list[Routing]]) -> None:
     def record_loss(part: Part, inputs: tuple[Any, ...], value: Tensor) -> None:
         if getattr(part.config, "scope", None) != "global_batch":
             weighted.append(part.config.weight * value)
@@ -135,7 +136,7 @@ def _collect(model: GPT, weighted: list[Tensor], routings: dict[int, list[Routin
                 loss.register_forward_hook(record_loss)
 
 
-def _global_balance(model: GPT, routings: dict[int, list[Routing]], ranks: int) -> list[Tensor]:
+def _global_balance(model: LanguageModel, routings: dict[int, list[Routing]], ranks: int) -> list[Tensor]:
     """E sum_i f_i P_i over the micro batches that `ranks` ranks have at a time, once for each of them."""
     terms: list[Tensor] = []
     for number, layer in model.moe_layers():

@@ -127,7 +127,7 @@ CASES = [
     *((2, {"expert": 2}, name) for name in PLAIN_FILES),
     *((2, {"expert": 2}, name) for name in ("zero1_fp16", "zero2_fp16", "zero3_fp16")),
     (1, {}, "zero0_fp32"),
-    (1, {}, "zero2_bf16"),
+    (1, {}, "zero1_bf16"),
     (2, PAIR, "zero0_bf16"),
     (2, PAIR, "zero1_bf16"),
     *((4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, f"zero{n}_bf16") for n in range(4)),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamoe.config.schema import ParallelConfig
 from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
-from megamoe.model.gpt import build_gpt
+from megamoe.model.build import build_model
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
@@ -138,7 +138,7 @@ def send_dense(tensor: int) -> list[float]:
             config.parallel = ParallelConfig(tensor=tensor, sequence=sequence)
             launch.start(launch.find_world(), timeout_minutes=1)
             start_groups(Layout(tensor, tensor), timeout_minutes=1)
-            model = build_gpt(config, 64, MoELayer)  # type: ignore[arg-type] # no block is MoE
+            model = build_model(config, 64, MoELayer)  # type: ignore[arg-type] # no block is MoE
             tokens_BS = torch.arange(TOKENS)[None, :]
             with counted_bytes() as counted:
                 model(tokens_BS, tokens_BS, tokens_BS).sum().backward()

@@ -63,7 +63,7 @@ def plainly(trained: TrainedModel, tokens: list[int]) -> Tensor:
     tokens_BS = torch.tensor([tokens])
     trained.context.token_index_T = trained.context.token_ids_T = None
     with torch.no_grad():
-        logits_BSV = trained.model.logits(tokens_BS, torch.arange(len(tokens))[None])
+        logits_BSV = trained.decoder.logits(tokens_BS, torch.arange(len(tokens))[None])
     return logits_BSV[0, -1, : trained.vocabulary.size]
 
 

@@ -1,8 +1,9 @@
-"""The compiled library, and the choice of kernels back at the default after each test."""
+"""The compiled library, two threads, and the choice of kernels back at the default after each test."""
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from megamoe.kernels.library import Library, find_library
 from tests.kernels.chosen import use_compiled
@@ -21,3 +22,12 @@ def library() -> Library:
     if found is None:
         pytest.skip(f"no compiled kernels: {problem}")
     return found
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """PyTorch's number of threads during the test, by which the kernels divide their work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

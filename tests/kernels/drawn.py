@@ -13,3 +13,21 @@ def assert_close_to(found: Tensor, exact: Tensor, tolerance: float, unit: float 
     """Relative, and absolute in units of the largest number, or of `unit` where that is larger."""
     size = max(unit, float(exact.detach().abs().max())) if exact.numel() else unit
     torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance * size)
+
+
+def assert_one_rounding(found: Tensor, exact: Tensor, fp32: float = 2e-6) -> None:
+    """In 16 bits: one unit in the last place of each result, beside what sums in fp32 round.
+
+    found: bf16 or fp16; fp32: for which that is all. exact: float64, without the rounding of the result.
+    fp32: relative to each number, and to the largest.
+    """
+    exact = exact.detach().double()
+    size = float(exact.abs().max()) if exact.numel() else 0.0
+    allowed = fp32 * (exact.abs() + size)
+    if found.dtype != torch.float32:
+        kind = torch.finfo(found.dtype)
+        binade = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 1)
+        allowed += kind.eps * binade.clamp(min=kind.tiny)
+    difference = (found.detach().double() - exact).abs()
+    worst = (difference / allowed).nan_to_num(0.0 if not difference.any() else torch.inf)
+    assert bool((difference <= allowed).all()), f"{found.dtype}: {float(worst.max()):.2f} of what is allowed"

@@ -7,6 +7,8 @@ from megamoe.kernels.block import angles, plain_rotary
 from tests.kernels.chosen import rms_norm, rotary, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 

@@ -98,6 +98,7 @@ def test_an_explicit_mask(lengths: tuple[list[int], list[int]], compiled: bool) 
     assert_equal_runs(causal_attention(*sides, BASE, None, documents), expected, sides, doubles, 2e-5)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_one_document_a_sequence_is_causal_attention_bit_for_bit(library: Library) -> None:
     sides = make((200, 2, 4, 2, 8))
     runs = [
@@ -108,6 +109,7 @@ def test_one_document_a_sequence_is_causal_attention_bit_for_bit(library: Librar
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_nothing_of_another_document_counts(library: Library) -> None:
     """Other numbers in one document leave the others' outputs and gradients as they were, bit for bit."""
     documents = documents_of([70, 50, 80])

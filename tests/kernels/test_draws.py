@@ -8,6 +8,8 @@ from megamoe.moe import rng
 from tests.kernels.chosen import uniform, use_compiled
 from tests.moe.splitmix import unit
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_tensors_hash_as_integers_do(compiled: bool) -> None:

@@ -10,6 +10,8 @@ from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import Library
 from tests.moe.build import make_hidden, make_layer, moe_config
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 CASES: dict[str, dict[str, Any]] = {
     "top-2": {"num_experts": 8},
     "any number a token": {"num_experts": 8, "router": {"selector": {"name": "threshold", "threshold": 0.6}}},

@@ -9,6 +9,8 @@ from megamoe.kernels.library import Library
 from tests.kernels.chosen import masked, softmax, top_k, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("shape", [(5, 1), (3, 8), (700, 13), (33, 130), (0, 4)], ids=str)

@@ -11,6 +11,8 @@ from megamoe.kernels.library import Library
 from megamoe.kernels.rows import permute
 from tests.kernels.chosen import combine, gather, order_by_key, row_tokens, swiglu, use_compiled
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 # Each row's token, and the number of tokens: 0, 1 and many rows a token.
 TOKENS: dict[str, tuple[list[int], int]] = {
     "uneven": ([2, 0, 2, 2, 5, 0, 2, 6, 2], 8),

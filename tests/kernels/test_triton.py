@@ -1,5 +1,5 @@
-"""Triton's kernels without a GPU: in its interpreter (triton_checks.py), and through its compiler
-(triton_compiled.py), each in a process of its own."""
+"""Triton's kernels without a GPU: in its interpreter (triton_checks.py), and, in the full tests, through its
+compiler (triton_compiled.py), each in a process of its own."""
 
 import importlib.util
 import json
@@ -13,12 +13,11 @@ import pytest
 
 from tests.kernels.test_triton_rows import ROOT
 
-# Each is a process of seconds; those that `make test` leaves out repeat the others in every dtype.
+# All run in one process. Those that `make test` leaves out repeat the others in every dtype.
 CHECKS = [
     "grouped_products",
     "experts",
     "experts_are_the_three_steps",
-    "only_the_gradients_that_are_wanted",
     "the_graph_can_be_gone_back_through_again",
     "the_host_never_reads_the_counts",
     "rms_norm",
@@ -31,6 +30,7 @@ CHECKS = [
     "the_first_sort_is_enough",
 ]
 LONG = [
+    "only_the_gradients_that_are_wanted",
     "every_grouped_product",
     "every_expert",
     "every_rms_norm",
@@ -84,21 +84,15 @@ def test_in_the_interpreter(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""
 
 
-EVERYWHERE = [
-    pytest.param(capability, number, [], marks=pytest.mark.full, id=f"{capability}-{number}-all")
-    for capability in (80, 90, 100)
-    for number in ("bf16", "fp16", "fp32")
-]
+EVERYWHERE = [(capability, number) for capability in (80, 90, 100) for number in ("bf16", "fp16", "fp32")]
 
 
-@pytest.mark.parametrize(
-    ("capability", "number", "kernels"),
-    [(90, "bf16", ["forward", "up", "combine", "pairs_place"]), *EVERYWHERE],
-)
-def test_compiles_for_gpus(capability: int, number: str, kernels: list[str], tmp_path: Path) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(("capability", "number"), EVERYWHERE)
+def test_compiles_for_gpus(capability: int, number: str, tmp_path: Path) -> None:
     """With the hints of a real launch: loads of 128 bits, tensor cores, few registers, no spills."""
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    for name, facts in output_of("triton_compiled", str(capability), number, *kernels, **variables).items():
+    for name, facts in output_of("triton_compiled", str(capability), number, **variables).items():
         assert facts["vector_loads"] or name in OF_INDICES, name
         assert facts["narrow_loads"] <= (name == "cross_entropy"), name  # the label's logit
         assert facts["registers"] <= MOST_REGISTERS.get(name, FEW_REGISTERS), name

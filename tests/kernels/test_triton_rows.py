@@ -13,7 +13,7 @@ from tests.kernels.on_interpreter import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = list(CHECKS)
-LONG = "all_outputs_and_gradients_are_those_of_float64"
+LONG = ("all_outputs_and_gradients_are_those_of_float64", "outputs_and_gradients_are_the_plain_ones")
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -39,7 +39,7 @@ def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "check", [pytest.param(check, marks=pytest.mark.full if check == LONG else ()) for check in INTERPRETED]
+    "check", [pytest.param(check, marks=pytest.mark.full if check in LONG else ()) for check in INTERPRETED]
 )
 def test_in_the_interpreter(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""

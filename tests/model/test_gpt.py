@@ -174,7 +174,7 @@ def test_vocabulary_is_padded_to_the_next_multiple() -> None:
 )
 def test_numbers_of_the_moe_blocks(one_rank: None, layers: str, expected: list[int]) -> None:
     config = tiny("model.num_layers=4", f"moe.layers={{{layers}}}")
-    assert moe_layer_numbers(config.moe, 4) == expected
+    assert moe_layer_numbers(config) == expected
     assert [number for number, _ in tiny_gpt(config).moe_layers()] == expected
 
 

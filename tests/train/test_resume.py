@@ -30,13 +30,17 @@ OTHER_FUNCTIONS = {
     "norm": ("rmsnorm", "layernorm"),
     "norm_eps": ("1e-05", "1e-06"),
     "activation": ("swiglu", "gelu"),
+    "norm_position": ("pre", "post"),
+    "scale_embeddings": ("False", "true"),
 }
+NEWER = ("architecture", "encoder_layers", "norm_position", "scale_embeddings", "head_transform")
 
 
 @pytest.mark.parametrize("key", OTHER_FUNCTIONS)
 def test_weights_are_not_the_start_of_another_function(saved: Path, tmp_path: Path, key: str) -> None:
     before, after = OTHER_FUNCTIONS[key]
-    message = f"saved with model.{key} {before}, this run has {after}; start with the model's configuration"
+    shown = "True" if after == "true" else after
+    message = f"saved with model.{key} {before}, this run has {shown}; start with the model's configuration"
     with pytest.raises(UserError, match=message):
         init_from(saved, tmp_path / "run", f"model.{key}={after}")
 
@@ -72,6 +76,37 @@ def test_a_checkpoint_from_before_the_key_has_the_models_activation(tmp_path: Pa
     meta = {"vocabulary": VOCABULARY, "config": config}
     old = write_checkpoint(tmp_path / "elsewhere" / "step_00000004", {}, **meta)
     init_from(old, tmp_path / "run", "model.activation=gelu")
+
+
+def test_a_checkpoint_from_before_the_architectures_is_of_a_decoder(tmp_path: Path) -> None:
+    config = to_dict(tiny("moe.layers=none"))
+    for key in NEWER:
+        del config["model"][key]
+    for stack in ("encoder", "decoder"):
+        del config["moe"]["layers"][stack]
+    del config["train"]["objective"]
+    meta = {"vocabulary": VOCABULARY, "config": config}
+    old = write_checkpoint(tmp_path / "elsewhere" / "step_00000005", {}, **meta)
+    check_resume(tiny("moe.layers=none"), VOCABULARY, old)
+    init_from(old, tmp_path / "run", "moe.layers=none")
+    encoder = ("moe.layers=none", "model.architecture=encoder", "train.objective=masked")
+    message = "saved with model.architecture decoder, this run has encoder; "
+    with pytest.raises(UserError, match=message + "resume with the configuration"):
+        check_resume(tiny(*encoder), VOCABULARY + 1, old)
+    with pytest.raises(UserError, match=message + "start with the model's configuration"):
+        init_from(old, tmp_path / "run", *encoder)
+    with pytest.raises(UserError, match="saved with model.norm_position pre, this run has post"):
+        check_resume(tiny("moe.layers=none", "model.norm_position=post"), VOCABULARY, old)
+
+
+def test_another_objective_is_another_run(tmp_path: Path) -> None:
+    encoder = ("model.architecture=encoder", "moe.layers=none", "train.objective=masked")
+    meta = {"vocabulary": VOCABULARY + 1, "config": to_dict(tiny(*encoder))}
+    saved = write_checkpoint(tmp_path / "elsewhere" / "step_00000006", {}, **meta)
+    check_resume(tiny(*encoder), VOCABULARY + 1, saved)
+    other = tiny(*encoder[:2], "train.objective={name: masked, probability: 0.3}")
+    with pytest.raises(UserError, match="saved with train.objective .*0.15.*, this run has .*0.3"):
+        check_resume(other, VOCABULARY + 1, saved)
 
 
 def test_another_optimizer_may_resume_with_the_moments(tmp_path: Path) -> None:

@@ -241,11 +241,16 @@ def test_no_file_is_stage_0_in_fp32() -> None:
 def test_shipped_files_do_what_their_name_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = read_deepspeed_config(str(path))
     monkeypatch.setattr(deepspeed_config, "check_offload", lambda *unused: None)  # the disk is the user's
-    stage, precision, *offload = path.stem.removeprefix("zero").split("_")
+    for_cuda = path.stem.endswith("_cuda")
+    stage, precision, *offload = path.stem.removeprefix("zero").removesuffix("_cuda").split("_")
     with with_fp16():
         assert fill(content)["train_batch_size"] == 24
     assert (zero_stage(content), resolve_precision(run_of(), content)) == (int(stage), precision)
     assert (offload_device(content, "offload_optimizer") != "none") == (offload in (["offload"], ["nvme"]))
+    zero = content["zero_optimization"]
+    assert zero.get("overlap_comm", False) is for_cuda
+    for section in ("offload_optimizer", "offload_param"):
+        assert zero.get(section, {"pin_memory": for_cuda})["pin_memory"] is for_cuda
     assert json.loads(path.read_text()) == content
 
 

@@ -115,7 +115,8 @@ def draw_map(figure: Figure, results: Results) -> None:
         share = [f", {100 * value:.0f} % of variance" for value in points.get("explained", [])] or ["", ""]
         axes.set_xlabel(f"{method} axis 1 (no unit{share[0]})")
         axes.set_ylabel(f"{method} axis 2 (no unit{share[1]})")
-        figure.colorbar(shown, ax=axes, label="expert (number of the first choice)")
+        numbers = MaxNLocator(integer=True, min_n_ticks=1)
+        figure.colorbar(shown, ax=axes, label="expert (number of the first choice)", ticks=numbers)
 
 
 def draw_coactivation(figure: Figure, results: Results) -> None:

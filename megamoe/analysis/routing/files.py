@@ -1,11 +1,11 @@
 """Where a study of routing is written: one JSON file, a PNG for each analysis, and the tables of tokens."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from megamoe.analysis.routing.figures import figures_of
+from megamoe.plain_files import replace_file
 
 RESULTS = "routing.json"
 TABLES = "tokens.txt"
@@ -22,7 +22,7 @@ def write_study(folder: Path, results: dict[str, Any]) -> list[Path]:
         contents[TABLES] = tables.encode(errors="backslashreplace")
     contents |= {f"{name}.png": png for name, png in figures_of(results).items()}
     for name, content in contents.items():
-        _replace(folder / name, content)
+        replace_file(folder / name, content)
     return [folder / name for name in contents]
 
 
@@ -43,12 +43,3 @@ def _line(row: dict[str, Any]) -> str:
     share = 100 * row["of_token"]
     example = repr(row["examples"][0]) if row["examples"] else ""
     return f"    {token!s:<16} {row['count']:>6} tokens, {share:5.1f} % of this one   {example}"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

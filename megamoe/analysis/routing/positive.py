@@ -90,7 +90,7 @@ class _Positives:
 
 def _dense_blocks(trained: TrainedModel) -> Iterator[tuple[int, nn.Module]]:
     """The first linear layer of each dense FFN, with its block's number."""
-    for block in trained.model.model.decoder.layers:
+    for block in trained.decoder.model.decoder.layers:
         with suppress(AttributeError):
             yield block.layer_number, block.mlp.linear_fc1
 

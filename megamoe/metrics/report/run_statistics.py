@@ -5,28 +5,42 @@ import math
 import re
 import stat
 import statistics
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from megamoe.config.yaml_text import parse_yaml
 from megamoe.errors import UserError
 from megamoe.metrics.formats import format_count, format_number
-from megamoe.metrics.reader import LOAD, read_metrics
+from megamoe.metrics.reader import LOAD, Record
 from megamoe.metrics.recorder import METRICS_FILE
 from megamoe.plain_files import read_plain, reason
 
 Rows = list[dict[str, Any]]
-LARGEST_SUMMARY = 1 << 20  # bytes
+CONFIG_FILE = "config.yaml"
+LARGEST_SUMMARY, LARGEST_CONFIG = 1 << 20, 1 << 24  # bytes
+COMPARED = [
+    "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
+    "tok/s", "imbalance",
+]  # fmt: skip
 FURTHER_LOSS = re.compile("val/([^/]+)/lm_loss")  # of a validation set beside the main one, by its name
 
 
 @dataclass
 class Run:
-    """The content of a run folder: the records of metrics.jsonl, and summary.json."""
+    """The content of a run folder: the records of metrics.jsonl, summary.json and config.yaml.
+
+    config: the values by dotted keys, lists whole; empty if the file is missing or is no mapping.
+    """
 
     folder: Path
     rows: Rows
     summary: dict[str, Any]
+    config_text: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -64,11 +78,13 @@ class RunStatistics:
         return 100.0 * (self.val_loss_first - self.val_loss_last) / self.val_loss_first
 
 
-def read_run(folder: Path) -> Run:
-    """Read a run folder.
+def read_run(folder: Path, record: Record | None = None) -> Run:
+    """Read a run folder. A run that has recorded nothing yet, but has a config.yaml, has no rows.
+
+    record: of its metrics, if a part of them was read before.
 
     Raises:
-        UserError: if the folder or its metrics are missing, or if nothing was recorded yet.
+        UserError: if the folder or its metrics are missing or cannot be read.
     """
     try:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
@@ -78,10 +94,38 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{folder}: cannot be read ({reason(error)}); name a run's folder") from None
     if not is_folder:
         raise UserError(f"{folder}: no such run folder; expected the folder of a run, such as runs/<name>")
-    rows = read_metrics(folder / METRICS_FILE)
-    if not rows:
-        raise UserError(f"{folder / METRICS_FILE}: no metrics in it; let the run log at least one step first")
-    return Run(folder, rows, _read_summary(folder / "summary.json"))
+    path, text = folder / METRICS_FILE, _config_text(folder / CONFIG_FILE)
+    begun = text and not path.exists() and not path.is_symlink()
+    rows = [] if begun else (record or Record(path)).read()
+    if not rows and not text:
+        raise UserError(
+            f"{path}: no metrics in it, and no {CONFIG_FILE} beside it; expected the folder of a run"
+        )
+    return Run(folder, rows, _read_summary(folder / "summary.json"), text, _flat_config(text))
+
+
+def _config_text(path: Path) -> str:
+    """Return the resolved configuration; empty if the file is missing or not one that a run writes."""
+    try:
+        return read_plain(path, LARGEST_CONFIG).decode("utf-8", errors="replace").rstrip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _flat_config(text: str) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(text)
+    except yaml.YAMLError:
+        return {}
+    return dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict) or not tree:
+        yield prefix, tree
+        return
+    for key, value in tree.items():
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else key)
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
@@ -96,11 +140,11 @@ def _read_summary(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no valid JSON ({problem}); remove the file to go without it") from None
     if not isinstance(summary, dict):
         return {}
-    for key in ("parameters_total", "parameters_active"):
+    for key in ("parameters_total", "parameters_active", "steps"):
         value = summary.get(key)
         if value is not None and not (type(value) is int and 0 <= value < 1 << 63):
             raise UserError(
-                f"{path}: {key} is {str(value)[:40]!r}, expected a number of parameters; remove the file to "
+                f"{path}: {key} is {str(value)[:40]!r}, expected a number of at least 0; remove the file to "
                 "go without it"
             )
     return summary
@@ -129,12 +173,12 @@ def _named_by(pattern: re.Pattern[str], rows: Rows) -> set[str]:
 
 
 def compute_statistics(rows: Rows) -> RunStatistics:
-    """Compute the statistics of at least one record."""
+    """Compute the statistics of a run's records."""
     val_losses = series(rows, "val/lm_loss")[1]
     speeds = series(rows, "perf/tokens_per_s")[1]
     imbalances = [value for row in rows for value in [_worst_imbalance(row)] if value is not None]
     return RunStatistics(
-        steps=rows[-1]["step"],
+        steps=rows[-1]["step"] if rows else 0,
         tokens=_last(series(rows, "tokens")[1]),
         time_s=_time_in_steps(rows),
         train_loss=_last(series(rows, "train/lm_loss")[1]),
@@ -183,12 +227,8 @@ def _never_used(rows: Rows) -> dict[str, list[int]]:
 
 def comparison_table(runs: list[Run]) -> str:
     """Return a plain-text table with a line for each run; `-` where a run has not recorded a value."""
-    header = [
-        "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
-        "tok/s", "imbalance",
-    ]  # fmt: skip
-    lines = [header, *(_comparison_row(run) for run in runs)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lines = [COMPARED, *(comparison_row(run) for run in runs)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COMPARED))]
     return "\n".join(
         "  ".join(
             [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
@@ -197,7 +237,8 @@ def comparison_table(runs: list[Run]) -> str:
     )
 
 
-def _comparison_row(run: Run) -> list[str]:
+def comparison_row(run: Run) -> list[str]:
+    """Return the cells of a run under COMPARED; `-` where it has not recorded a value."""
     stats = compute_statistics(run.rows)
 
     def show(value: float | None, pattern: str) -> str:

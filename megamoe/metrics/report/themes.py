@@ -43,6 +43,21 @@ DARK = Theme(
 )
 
 
+def colour_of(theme: Theme, colour: str | float) -> str:
+    """Return a colour as #rrggbb: of a name (`blue`, `orange`, `further_0`), or of a depth from 0 to 1."""
+    if isinstance(colour, str):
+        name, _, place = colour.partition("_")
+        found: str = theme.further[int(place)] if place else getattr(theme, name)
+        return found
+    first, second = (theme.depth[0], theme.depth[1]) if colour < 0.5 else (theme.depth[1], theme.depth[2])
+    part = 2 * colour if colour < 0.5 else 2 * colour - 1
+    mixed = (
+        round(int(first[at : at + 2], 16) * (1 - part) + int(second[at : at + 2], 16) * part)
+        for at in (1, 3, 5)
+    )
+    return "#" + "".join(f"{level:02x}" for level in mixed)
+
+
 def chart_style(theme: Theme) -> Any:
     """Return the theme as matplotlib's settings, for `matplotlib.rc_context`."""
     return {

@@ -5,11 +5,16 @@ from torch import Tensor
 from megamoe.moe.losses.squared_cv import shares
 from megamoe.moe.masks.expert_groups import by_group
 from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Routing
+from megamoe.moe.routing import Routing, count
 
 
 def mean_over_sequences(values_TG: Tensor, context: StepContext) -> Tensor:
     """Return the mean over each sequence's tokens, fp32 [T, G] -> [B, G]; 0 if there are no tokens."""
+    if context.sequence_T is not None:  # of different lengths
+        sequence_T = context.sequence(len(values_TG), values_TG.device)
+        sums_BG = values_TG.new_zeros(context.num_sequences, values_TG.shape[1])
+        sums_BG = sums_BG.index_add(0, sequence_T, values_TG)
+        return sums_BG / count(sequence_T, context.num_sequences).clamp(min=1)[:, None]
     length = values_TG.shape[0] // context.num_sequences
     values_SBG = values_TG.unflatten(0, (length, context.num_sequences))  # token s * B + b
     return values_SBG.sum(dim=0) / max(length, 1)

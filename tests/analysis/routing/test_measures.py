@@ -15,7 +15,7 @@ from megamoe.analysis.routing.fluctuation import changed_first, changed_sets, fl
 from megamoe.analysis.routing.load import compare_loads, shares
 from megamoe.analysis.routing.required import required
 from megamoe.analysis.routing.sample import TokenSample
-from megamoe.analysis.routing.token_map import pca, token_map
+from megamoe.analysis.routing.token_map import pca, token_map, umap_of
 from megamoe.analysis.routing.tokens import mutual_information, token_specialisation, token_table
 
 RANDOM = np.random.default_rng(17)
@@ -190,6 +190,24 @@ def test_the_map_is_of_the_scorers_space_and_by_umap_where_installed(monkeypatch
     monkeypatch.setitem(sys.modules, "umap", type("umap", (), {"UMAP": UMAP}))
     found = token_map(layer)
     assert found["method"] == "umap" and found["xy_S2"][1] == [4.0, 4.0]
+
+
+@pytest.mark.full
+def test_umap_itself_keeps_clusters_apart() -> None:
+    """Its compiler takes half a minute. Of each token, the nearest on the plane is of its cluster."""
+    pytest.importorskip("umap")
+    group_S = np.arange(90) % 3
+    centres = 20 * np.eye(3, 12)
+    vectors_SD = centres[group_S] + np.random.default_rng(0).normal(size=(90, 12))
+    xy_S2 = umap_of(vectors_SD)
+    assert xy_S2 is not None and xy_S2.shape == (90, 2)
+    distance_SS = np.linalg.norm(xy_S2[:, None] - xy_S2, axis=-1) + np.diag(np.full(90, np.inf))
+    assert (group_S[distance_SS.argmin(1)] == group_S).all()
+    again = umap_of(vectors_SD)
+    assert again is not None and np.array_equal(again, xy_S2), "the same picture in every call"
+    for count in (4, 5):
+        few = umap_of(vectors_SD[:count])
+        assert few is not None and few.shape == (count, 2) and np.isfinite(few).all()
 
 
 def test_a_sample_of_tokens_does_not_depend_on_who_has_them() -> None:

@@ -98,7 +98,7 @@ def test_positive_activations_are_those_of_the_chosen_experts(activation: str) -
     )
     layers = chosen_layers(trained, ())
     inputs: list[Tensor] = []
-    mlp: Any = trained.model.model.decoder.layers[0].mlp
+    mlp: Any = trained.decoder.model.decoder.layers[0].mlp
     mlp.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
     layer = passed(trained).layers[2]
     experts: Any = layers[2].experts

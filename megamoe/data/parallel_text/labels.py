@@ -1,0 +1,78 @@
+"""A classification task from labelled pairs: which application or module does a message come from?
+
+It is tuned on English and tested in every language. The task is written for the issue of fine-tuning, which
+will read it: one JSON object a line with `text`, `label` and `language`, and `labels.json` with the labels'
+names in their order.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megamoe import __version__
+from megamoe.data.card import save_checked
+from megamoe.data.parallel_text.pair import Pair
+from megamoe.data.parallel_text.select import in_split
+from megamoe.data.write import file_card
+
+LABELS_FILE = "labels.json"
+LEAST_LABELS = 2
+
+
+def write_labels(
+    pairs: Sequence[Pair], splits: Sequence[str], source_language: str, min_examples: int, folder: Path
+) -> list[str]:
+    """Write train.jsonl, valid.jsonl and test.LANGUAGE.jsonl; return the labels, sorted.
+
+    Training and validation texts are the sources, in the source language. The test sets are the test split's
+    sources, and for each language their translations. A text with several labels is left out, and so is a
+    label with fewer than `min_examples` training texts. Nothing is written for fewer than two labels.
+    """
+    labels_of: dict[str, set[str]] = defaultdict(set)
+    for pair in pairs:
+        labels_of[pair.source].add(pair.label)
+    unique = {source: min(labels) for source, labels in labels_of.items() if len(labels) == 1}
+    train = _sources(in_split(pairs, splits, "train"), unique)
+    counts = Counter(train.values())
+    labels = sorted(label for label, number in counts.items() if label and number >= min_examples)
+    if len(labels) < LEAST_LABELS:
+        return []
+    folder.mkdir()
+    sets: dict[str, dict[str, str]] = {
+        "train": train,
+        "valid": _sources(in_split(pairs, splits, "valid"), unique),
+        f"test.{source_language}": _sources(in_split(pairs, splits, "test"), unique),
+    }
+    for pair in in_split(pairs, splits, "test"):
+        if pair.source in unique:
+            sets.setdefault(f"test.{pair.language}", {})[pair.target] = unique[pair.source]
+    content = {}
+    for name, label_of in sets.items():
+        language = name.partition(".")[2] or source_language
+        lines = [
+            json.dumps({"text": text, "label": label, "language": language}, ensure_ascii=False)
+            for text, label in label_of.items()
+            if label in labels
+        ]
+        if not lines:
+            continue
+        path = folder / f"{name}.jsonl"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        file = file_card(path)
+        content[path.name] = {"examples": len(lines), "size": file.size, "sha256": file.sha256}
+    save_checked(
+        {
+            "megamoe": __version__,
+            "labels": labels,
+            "train": {one: counts[one] for one in labels},
+            "files": content,
+        },
+        folder / LABELS_FILE,
+    )
+    return labels
+
+
+def _sources(pairs: Iterable[Pair], unique: dict[str, str]) -> dict[str, str]:
+    """Return the label of each source that has one label, in the order of the pairs."""
+    return {pair.source: unique[pair.source] for pair in pairs if pair.source in unique}

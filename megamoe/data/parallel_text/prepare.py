@@ -1,0 +1,325 @@
+"""Preparing pairs: one folder with pairs, a corpus for each language, a tokenizer and a classification task.
+
+Design choices:
+- the folder is written beside its place and renamed when it is complete, so a killed run leaves nothing that
+  looks finished;
+- what is written depends on the pairs, their order and the options alone;
+- pairs are held in memory, as messages of all languages must be compared to split them.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megamoe import __version__
+from megamoe.data.card import DataCard, DataFiles, save_checked
+from megamoe.data.parallel_text.card import LanguageCard, PairCard, PairFiles
+from megamoe.data.parallel_text.catalogues import read_catalogue
+from megamoe.data.parallel_text.files import check_language, read_aligned, read_json_lines, read_tsv
+from megamoe.data.parallel_text.find import find_catalogues
+from megamoe.data.parallel_text.labels import write_labels
+from megamoe.data.parallel_text.pair import Counts, Pair
+from megamoe.data.parallel_text.select import SPLITS, count_languages, in_split, keep_pairs, split_pairs
+from megamoe.data.special import expand, language_tag
+from megamoe.data.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    is_bytes,
+    load_tokenizer,
+    load_with_special,
+    train_bpe,
+    train_sentencepiece,
+)
+from megamoe.data.write import TextCounts, lengths_of, locked_folder, reference_of, write_card, write_tokens
+from megamoe.errors import UserError
+
+TRAIN, SENTENCEPIECE = "train", "sentencepiece"
+TRAINED = {TRAIN: "tokenizer.json", SENTENCEPIECE: "tokenizer.model"}  # the file of each kind
+CARD_FILE = "card.json"
+BATCH_TEXTS = 4096
+LARGEST_VOCABULARY = 10**8
+
+
+@dataclass(frozen=True)
+class PairPreparation:
+    """The options of tools/prepare_pairs.py."""
+
+    output: str  # folder
+    catalogues: list[str] = field(default_factory=list)
+    aligned: list[list[str]] = field(default_factory=list)  # of [language, source file, target file]
+    tsv: list[list[str]] = field(default_factory=list)  # of [language, file]
+    jsonl: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=lambda: ["source", "target", "language"])
+    source_language: str = "en"
+    languages: list[str] = field(default_factory=list)  # empty: all
+    min_words: int = 1
+    min_pairs: int = 1
+    min_label: int = 20
+    split: list[float] = field(default_factory=lambda: [0.9, 0.05, 0.05])
+    tokenizer: str = TRAIN
+    vocab_size: int = 8192  # of a tokenizer that is trained
+    special: str = "pad,mask,sentinels"
+    skip_broken: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class PairsSummary:
+    """What was prepared: `card.json` of the output."""
+
+    megamoe: str
+    source_language: str
+    pairs: dict[str, int]  # by split
+    languages: dict[str, int]  # pairs by language
+    left_out: dict[str, int]  # pairs, messages or catalogues by reason
+    labels: list[str]  # of the classification task
+    vocab_size: int
+    tokens: dict[str, int]  # of the training corpus by language
+    options: dict[str, object]
+    warnings: list[str]
+
+    def text(self, output: str) -> str:
+        """Return the lines that say what was written to `output`."""
+        most = sorted(self.languages.items(), key=lambda item: -item[1])[:8]
+        left_out = [f"{number:,} {reason}" for reason, number in self.left_out.items()]
+        return "\n".join(
+            [
+                f"{output}: {sum(self.pairs.values()):,} pairs from {self.source_language} into "
+                f"{len(self.languages)} languages ("
+                + ", ".join(f"{split} {number:,}" for split, number in self.pairs.items())
+                + ")",
+                f"most pairs: {', '.join(f'{language} {number:,}' for language, number in most)}",
+                f"corpora: {len(self.tokens)} languages, {sum(self.tokens.values()):,} tokens, vocabulary "
+                f"{self.vocab_size:,}; labels: {len(self.labels)}",
+                f"left out: {'; '.join(left_out) or 'nothing'}",
+            ]
+        )
+
+
+def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
+    """Read, split, tokenize and write pairs; return what was done.
+
+    Raises:
+        UserError: for input that is missing, broken or empty, an output that exists or cannot be written,
+            or a tokenizer that does not fit. Nothing is left then.
+    """
+    output = Path(preparation.output)
+    _check(preparation, output)
+    counts = Counts()
+    source_language = check_language(preparation.source_language)
+    pairs = keep_pairs(
+        _read(preparation, counts),
+        counts,
+        source_language=source_language,
+        languages=preparation.languages,
+        min_words=preparation.min_words,
+        min_pairs=preparation.min_pairs,
+    )
+    splits = split_pairs(pairs, preparation.split)
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        with locked_folder(partial, preparation.output):
+            writer = _Writer(preparation, source_language, pairs, splits, partial / "new", output)
+            summary = writer.write(counts)
+            _publish(partial, output)
+    except OSError as error:
+        raise UserError(
+            f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
+            "name a writable place with room enough"
+        ) from error
+    return summary
+
+
+def _check(preparation: PairPreparation, output: Path) -> None:
+    for name in ("min_words", "min_pairs", "min_label"):
+        if getattr(preparation, name) < 1:
+            raise UserError(f"{name} {getattr(preparation, name)}: expected at least 1")
+    if preparation.vocab_size > LARGEST_VOCABULARY:
+        raise UserError(f"vocab_size {preparation.vocab_size}: expected at most {LARGEST_VOCABULARY:,}")
+    if not output.name:
+        raise UserError(f"output {preparation.output!r}: expected a new folder such as data/catalogues")
+    if output.exists() and not preparation.overwrite:
+        raise UserError(f"output {preparation.output!r} exists; choose another --output or add --overwrite")
+    if output.exists() and not (output / CARD_FILE).is_file():
+        raise UserError(
+            f"output {preparation.output!r} is not a folder of prepared pairs, so --overwrite leaves it as "
+            "it is; choose another --output"
+        )
+    if len(preparation.keys) != len(("source", "target", "language")):
+        raise UserError(f"keys {','.join(preparation.keys)}: expected three, of source, target and language")
+    expand(preparation.special)
+
+
+def _read(preparation: PairPreparation, counts: Counts) -> Iterator[Pair]:
+    if not any((preparation.catalogues, preparation.aligned, preparation.tsv, preparation.jsonl)):
+        raise UserError("no pairs: name them with --catalogues, --aligned, --tsv or --jsonl")
+    for language, source, target in preparation.aligned:
+        yield from read_aligned(language, source, target, counts)
+    for language, path in preparation.tsv:
+        yield from read_tsv(language, path, counts)
+    for path in preparation.jsonl:
+        yield from read_json_lines(path, preparation.keys, counts)
+    for item in preparation.catalogues:
+        yield from _read_catalogues(item, preparation, counts)
+
+
+def _read_catalogues(item: str, preparation: PairPreparation, counts: Counts) -> Iterator[Pair]:
+    found = 0
+    for file in find_catalogues([item]):
+        try:
+            for pair in read_catalogue(file, counts):
+                found += 1
+                yield pair
+        except UserError as error:
+            if not preparation.skip_broken:
+                raise
+            counts.left_out["broken catalogues"] += 1
+            counts.warnings.append(f"left out: {error}")
+    if not found:
+        raise UserError(f"catalogues {item!r}: empty: no message in it is translated; leave it out")
+
+
+class _Writer:
+    """Writes everything into a new folder.
+
+    Args:
+        folder: the new folder; final: the place that it will be moved to.
+    """
+
+    def __init__(
+        self,
+        preparation: PairPreparation,
+        source_language: str,
+        pairs: Sequence[Pair],
+        splits: Sequence[str],
+        folder: Path,
+        final: Path,
+    ) -> None:
+        self._preparation, self._source_language = preparation, source_language
+        self._pairs, self._splits = pairs, splits
+        self._folder, self._final = folder, final
+
+    def write(self, counts: Counts) -> PairsSummary:
+        (self._folder / "pairs").mkdir(parents=True)
+        (self._folder / "mono").mkdir()
+        self._tokenizer = self._find_tokenizer(counts)
+        file = TRAINED.get(self._preparation.tokenizer, TRAINED[TRAIN])
+        made, published = self._folder / file, self._final / file
+        reference = reference_of(self._tokenizer, self._final, made, published)
+        is_outside = is_bytes(reference) or Path(reference).is_absolute()
+        self._reference = reference if is_outside else f"../{reference}"
+        for split in SPLITS:
+            self._write_pairs(split)
+        tokens = self._write_corpora()
+        labels = write_labels(
+            self._pairs,
+            self._splits,
+            self._source_language,
+            self._preparation.min_label,
+            self._folder / "labels",
+        )
+        summary = PairsSummary(
+            megamoe=__version__,
+            source_language=self._source_language,
+            pairs={split: self._splits.count(split) for split in SPLITS},
+            languages=count_languages(self._pairs),
+            left_out=dict(counts.left_out.most_common()),
+            labels=labels,
+            vocab_size=self._tokenizer.vocab_size,
+            tokens=tokens,
+            options=asdict(self._preparation),
+            warnings=counts.warnings,
+        )
+        save_checked(asdict(summary), self._folder / CARD_FILE)
+        return summary
+
+    def _find_tokenizer(self, counts: Counts) -> Tokenizer:
+        """Return the tokenizer: trained on the training texts of all languages, or the one that is named."""
+        preparation = self._preparation
+        languages = [self._source_language, *count_languages(self._pairs)]
+        tags = [language_tag(language) for language in languages]
+        if preparation.tokenizer in TRAINED:
+            path = self._folder / TRAINED[preparation.tokenizer]
+            texts = (text for texts in self._corpora("train").values() for text in texts)
+            train = train_bpe if preparation.tokenizer == TRAIN else train_sentencepiece
+            train(texts, preparation.vocab_size, path, [*expand(preparation.special), *tags])
+            return load_tokenizer(str(path))
+        if preparation.tokenizer == ByteTokenizer.name:
+            return load_with_special(preparation.tokenizer, ",".join([preparation.special, *tags]))
+        tokenizer = load_tokenizer(preparation.tokenizer)
+        missing = [tag for tag in tags if tag not in tokenizer.special.ids]
+        if missing:
+            counts.warnings.append(
+                f"tokenizer {tokenizer.name!r} reserves no {missing[0]} and lacks {len(missing)} tags of "
+                "languages in all: translation into several languages needs them"
+            )
+        return tokenizer
+
+    def _write_pairs(self, split: str) -> None:
+        """Write both sides of a split, and their card; nothing if the split is empty."""
+        pairs = list(in_split(self._pairs, self._splits, split))
+        if not pairs:
+            return
+        files = PairFiles(self._folder / "pairs" / split)
+        sides = [
+            self._write_dataset(files.source, [pair.source for pair in pairs]),
+            self._write_dataset(files.target, [pair.target for pair in pairs]),
+        ]
+        lengths = [lengths_of(files.source), lengths_of(files.target)]
+        languages, start = [], 0
+        for language, number in count_languages(pairs).items():
+            tokens = [int(side[start : start + number].sum()) for side in lengths]
+            languages.append(LanguageCard(language, number, *tokens))
+            start += number
+        PairCard(
+            megamoe=__version__,
+            source_language=self._source_language,
+            languages=languages,
+            source_idx_sha256=sides[0].idx.sha256,
+            target_idx_sha256=sides[1].idx.sha256,
+        ).save(files.card)
+
+    def _write_corpora(self) -> dict[str, int]:
+        """Write the training texts of each language, and those of all languages for validation and test.
+
+        Returns:
+            The tokens of the training texts by language.
+        """
+        folder, tokens = self._folder / "mono", {}
+        for language, texts in self._corpora("train").items():
+            tokens[language] = self._write_dataset(DataFiles(folder / language), texts).tokens
+        for split in SPLITS[1:]:
+            texts = [text for texts in self._corpora(split).values() for text in texts]
+            if texts:
+                self._write_dataset(DataFiles(self._folder / f"mono_{split}" / "all"), texts)
+        return tokens
+
+    def _corpora(self, split: str) -> dict[str, list[str]]:
+        """Return the texts of a split by language, each once."""
+        texts: dict[str, dict[str, None]] = {self._source_language: {}}
+        for pair in in_split(self._pairs, self._splits, split):
+            texts[self._source_language][pair.source] = None
+            texts.setdefault(pair.language, {})[pair.target] = None
+        return {language: list(found) for language, found in texts.items()}
+
+    def _write_dataset(self, files: DataFiles, texts: list[str]) -> DataCard:
+        files.prefix.parent.mkdir(exist_ok=True)
+        counts_V = write_tokens(_batches(texts), self._tokenizer, files)
+        counts = TextCounts(len(texts), 0, sum(len(text.encode("utf-8")) for text in texts))
+        return write_card(counts, self._tokenizer, self._reference, files, counts_V)
+
+
+def _batches(texts: Sequence[str]) -> Iterable[list[str]]:
+    return (list(texts[start : start + BATCH_TEXTS]) for start in range(0, len(texts), BATCH_TEXTS))
+
+
+def _publish(partial: Path, output: Path) -> None:
+    """Move the new folder to its place; an old one goes to the folder that is deleted at the end."""
+    for path in (partial / "new").rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    if output.exists():
+        os.replace(output, partial / "old")
+    os.replace(partial / "new", output)

@@ -1,0 +1,139 @@
+"""Writing a dataset: tokens to .bin and .idx, the counts of the token ids, and the data card."""
+
+import contextlib
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megamoe import __version__
+from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard
+from megamoe.data.encode import encode_batches
+from megamoe.data.tokenizers import Tokenizer, is_bytes
+from megamoe.errors import UserError
+
+LOCK = "lock"
+
+
+@dataclass
+class TextCounts:
+    """What the documents of a dataset were: counted while they are read."""
+
+    documents: int = 0
+    empty_documents: int = 0  # skipped
+    text_bytes: int = 0  # of the documents, as UTF-8
+    sources: list[SourceCard] = field(default_factory=list)
+
+
+def write_tokens(
+    batches: Iterable[list[str]], tokenizer: Tokenizer, files: DataFiles, workers: int = 1
+) -> np.ndarray:
+    """Write .bin, .idx and the counts of documents, each ended by the end-of-document token.
+
+    Returns:
+        Each token's count, int64 [vocabulary], end-of-document tokens included.
+    """
+    # Megatron-Core takes seconds to import, and the workers import this file.
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(str(files.bin), dtype=dtype)
+    counts_V = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    with contextlib.closing(builder.data_file):
+        for tokens, lengths in encode_batches(batches, tokenizer, dtype, workers):
+            counts_V += np.bincount(tokens, minlength=tokenizer.vocab_size)
+            start = 0
+            for length in lengths.tolist():
+                builder.add_document(tokens[start : start + length], [length])
+                start += length
+        builder.finalize(str(files.idx))
+    np.save(files.counts, counts_V, allow_pickle=False)
+    return counts_V
+
+
+def write_card(
+    counts: TextCounts, tokenizer: Tokenizer, reference: str, files: DataFiles, counts_V: np.ndarray
+) -> DataCard:
+    """Write and return the card of .bin and .idx; reference: of the tokenizer, as the card shall have it."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    indexed = IndexedDataset(str(files.prefix))
+    hashes = "\n".join(source.sha256 for source in counts.sources)
+    card = DataCard(
+        megamoe=__version__,
+        documents=counts.documents,
+        empty_documents=counts.empty_documents,
+        tokens=int(indexed.sequence_lengths.sum(dtype="int64")),
+        text_bytes=counts.text_bytes,
+        dtype=indexed.index.dtype.__name__,
+        tokenizer=TokenizerCard(
+            reference=reference,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            fingerprint=tokenizer.fingerprint,
+            special=dict(tokenizer.special.ids),
+        ),
+        num_sources=len(counts.sources),
+        sources_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
+        sources=counts.sources,
+        bin=file_card(files.bin),
+        idx=file_card(files.idx),
+        largest_token=int(np.flatnonzero(counts_V)[-1]),
+    )
+    card.save(files.card)
+    return card
+
+
+def lengths_of(files: DataFiles) -> np.ndarray:
+    """Return the number of tokens of each document, int32 [documents]."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    indexed = IndexedDataset(str(files.prefix))  # must live while its lengths are copied
+    lengths: np.ndarray = indexed.sequence_lengths.copy()
+    return lengths
+
+
+def reference_of(tokenizer: Tokenizer, folder: Path, made: Path, published: Path) -> str:
+    """Return how a card in `folder` names the tokenizer: relative if it is there, so that it can be moved.
+
+    made: where a trained tokenizer is now; published: where it will be.
+    """
+    if is_bytes(tokenizer.name):
+        return tokenizer.name
+    path = published if Path(tokenizer.name) == made else Path(tokenizer.name)
+    path, folder = path.resolve(), folder.resolve()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, output: str) -> Iterator[None]:
+    """Make a folder, lock it, and remove it at the end, also after an error. What lay in it is deleted.
+
+    Raises:
+        UserError: if another process has locked it: `output` is being written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"output {output!r} is being written by another run") from error
+        try:
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:
+                    path.unlink()
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def file_card(path: Path) -> FileCard:
+    """Return the size and the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return FileCard(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())

@@ -1,0 +1,202 @@
+"""Sets runs side by side: groups of runs that differ in their seed, curves over seeds, differing keys."""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megamoe.metrics.formats import format_number, readable
+from megamoe.metrics.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
+from megamoe.metrics.report.run_statistics import (
+    Run,
+    RunStatistics,
+    compute_statistics,
+    further_sets,
+    series,
+)
+
+NAMES = {"name", "output", "overwrite", "checkpoint.resume"}  # keys that say nothing about the training
+PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
+LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a run's name
+SINGLE = {  # key: (title, y axis)
+    "train/lm_loss": ("Training loss (smoothed)", "loss (nats/token)"),
+    "train/grad_norm": ("Gradient norm (smoothed)", "L2 norm (1)"),
+    "perf/tokens_per_s": ("Tokens per second (smoothed)", "speed (tokens/s)"),
+    "perf/tflops_per_rank": ("FLOPs per rank (smoothed)", "speed (TFLOP/s)"),
+}
+ROUTING = {
+    "moe/imbalance": ("Imbalance (smoothed)", "max / mean load (1)"),
+    "moe/max_vio_run": ("MaxVio of the whole run", "max / mean load - 1 (1)"),
+    "moe/load_cv": ("Variation of the load (smoothed)", "deviation / mean load (1)"),
+    "moe/dead": ("Dead experts, all layers", "without a pair (experts)"),
+    "moe/dropped": ("Dropped pairs (smoothed)", "share of chosen pairs (1)"),
+    "moe/experts_per_token": ("Experts per token (smoothed)", "experts per token (experts)"),
+    "moe/gate_entropy": ("Entropy of the gate (smoothed)", "entropy (nats)"),
+    "moe/top1_prob": ("Highest probability (smoothed)", "mean probability (1)"),
+    "moe/rank_imbalance": ("Imbalance of the all-to-all (smoothed)", "max / mean load of ranks (1)"),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs whose configurations differ in nothing but the seed, names and what is logged."""
+
+    name: str
+    runs: list[Run]
+
+
+def labels_of(runs: list[Run]) -> list[str]:
+    """Return the runs' names, or the ends of their paths where two have the same name."""
+    names = [run.name for run in runs]
+    return [
+        readable(
+            name if names.count(name) == 1 else str(run.folder.resolve())[-LONGEST_LABEL:], LONGEST_LABEL
+        )
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def grouped(runs: list[Run]) -> list[Group]:
+    """Return the groups in the order of their first runs; a run without a configuration is alone."""
+    members: dict[str, list[int]] = {}
+    for at, run in enumerate(runs):
+        known = {key: value for key, value in run.config.items() if _trains_by(key)}
+        key = json.dumps(known, sort_keys=True) if known else f"no configuration {at}"
+        members.setdefault(key, []).append(at)
+    labels = labels_of(runs)
+    return [
+        Group(_name_of([labels[at] for at in group]), [runs[at] for at in group])
+        for group in members.values()
+    ]
+
+
+def _trains_by(key: str) -> bool:
+    """Whether runs of another value are another experiment; what is logged changes no training."""
+    return key not in NAMES | {"seed"} and not key.startswith("log.")
+
+
+def _name_of(labels: list[str]) -> str:
+    if len(labels) == 1:
+        return labels[0]
+    common = _start_of_all(labels).rstrip("-_ ./") or labels[0]
+    return f"{common} ({len(labels)} seeds)"
+
+
+def _start_of_all(labels: list[str]) -> str:
+    first, last = min(labels), max(labels)
+    equal = (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(equal, min(len(first), len(last)))]
+
+
+def config_differences(runs: list[Run]) -> list[list[str]]:
+    """Return a row for each key whose value differs between runs: the key, and each run's value or `-`."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in NAMES)
+    rows = []
+    for key in keys:
+        values = [_shown(run.config[key]) if key in run.config else "-" for run in runs]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return rows
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return readable(text, LONGEST_VALUE)
+
+
+def comparison_sections(runs: list[Run]) -> list[Section]:
+    """Return the sections of the metrics that at least one run has recorded."""
+    groups = grouped(runs)
+    sets = sorted({name for run in runs for name in further_sets(run.rows)})
+    keys = {"val/lm_loss": "Validation loss"} | {
+        f"val/{name}/lm_loss": f"Validation: {name}" for name in sets
+    }
+    loss = _panels(groups, {key: (readable(title, 40), "loss (nats/token)") for key, title in keys.items()})
+    by_tokens = [_by_tokens(panel, groups) for panel in loss[:1]]
+    found = [
+        Section("Loss", "Of the language model, without auxiliary losses.", [*loss, *by_tokens]),
+        Section("Training and speed", "Each on its own scale.", _panels(groups, SINGLE)),
+        Section("Routing", "Means over the MoE layers; dead experts are summed.", _panels(groups, ROUTING)),
+    ]
+    return [section for section in found if section.panels]
+
+
+def _panels(groups: list[Group], metrics: dict[str, tuple[str, str]]) -> list[Panel]:
+    panels = []
+    for key, (title, label) in metrics.items():
+        curves = _curves(groups, key, "step", smoothed=title.endswith("(smoothed)"))
+        if curves:
+            limits = spike_limits([value for curve in curves for value in curve.y])
+            panels.append(Panel(title, label, curves, limits=None if _has_band(curves) else limits))
+    return panels
+
+
+def _by_tokens(panel: Panel, groups: list[Group]) -> Panel:
+    curves = _curves(groups, "val/lm_loss", "tokens", smoothed=False)
+    return Panel(
+        "Validation loss by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits
+    )
+
+
+def _has_band(curves: list[Curve]) -> bool:
+    return any(curve.low is not None for curve in curves)
+
+
+def _curves(groups: list[Group], key: str, x: str, smoothed: bool) -> list[Curve]:
+    curves = []
+    for place, group in enumerate(groups):
+        found = [_series_by(run, key, x) for run in group.runs]
+        shown = [(at, smooth(values) if smoothed else clipped(values)) for at, values in found if at]
+        if shown:
+            colour: Colour = PALETTE[place % len(PALETTE)]
+            curves.append(band_curve(group.name, shown, colour, place >= len(PALETTE)))
+    return curves
+
+
+def _series_by(run: Run, key: str, x: str) -> tuple[list[int], list[float]]:
+    if x == "step":
+        return series(run.rows, key)
+    both = [row for row in run.rows if row.get(key) is not None and row.get(x) is not None]
+    return [row[x] for row in both], [row[key] for row in both]
+
+
+def band_curve(
+    name: str, found: list[tuple[list[int], np.ndarray]], colour: Colour, dashed: bool = False
+) -> Curve:
+    """Return the mean of curves at the x values that all have, in a band from the lowest to the highest."""
+    shared = sorted(set.intersection(*(set(x) for x, _ in found)))
+    if not shared:
+        found, shared = found[:1], found[0][0]
+    values_SR = np.stack([np.asarray(y)[np.isin(x, shared)] for x, y in found])
+    x, mean = thin(shared, values_SR.mean(axis=0))
+    if len(found) == 1:
+        return Curve(name, x, mean, colour, points=len(x) <= 30, dashed=dashed)
+    low, high = thin(shared, values_SR.min(axis=0))[1], thin(shared, values_SR.max(axis=0))[1]
+    return Curve(name, x, mean, colour, points=len(x) <= 30, dashed=dashed, low=low, high=high)
+
+
+def seed_rows(groups: list[Group]) -> list[list[str]]:
+    """Return a row for each group: its name, its runs, and the mean and deviation of their last values."""
+    columns: list[tuple[Callable[[RunStatistics], float | None], str]] = [
+        (lambda stats: stats.val_loss_last, "{:.4f}"),
+        (lambda stats: stats.val_loss_best, "{:.4f}"),
+        (lambda stats: stats.tokens_per_s, "{:,.0f}"),
+        (lambda stats: stats.max_imbalance, "{:.2f}"),
+    ]
+    rows = []
+    for group in groups:
+        stats = [compute_statistics(run.rows) for run in group.runs]
+        cells = [_mean_and_deviation([value(it) for it in stats], pattern) for value, pattern in columns]
+        rows.append([group.name, str(len(group.runs)), *cells])
+    return rows
+
+
+def _mean_and_deviation(values: list[float | None], pattern: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = format_number(statistics.fmean(known), pattern)
+    return mean if len(known) < 2 else f"{mean} ± {format_number(statistics.stdev(known), pattern)}"

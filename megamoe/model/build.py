@@ -1,0 +1,87 @@
+"""Builds the model that the configuration describes, of the architecture that it names."""
+
+import logging
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+from megamoe.compat.megatron_compat import stand_in_for_cuda
+from megamoe.config.schema import RunConfig
+from megamoe.config.shapes import padded_vocab_size, stacks
+from megamoe.model.blocks import BlockMaker, MoEFactory, init_methods
+from megamoe.model.embedding import adapt_embedding, build_embedding, megatron_position
+from megamoe.model.encoder import Encoder
+from megamoe.model.encoder_decoder import EncoderDecoder
+from megamoe.model.gpt import GPT, Decoder
+from megamoe.model.head import Head
+from megamoe.model.language_model import LanguageModel
+from megamoe.model.modules import choose_modules
+from megamoe.model.random_streams import use_one_stream
+from megamoe.model.units import Built, embedding_first
+
+
+def build_model(
+    config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory, built: Built | None = None
+) -> LanguageModel:
+    """Build the model on the CPU in fp32, from `config.seed` alone.
+
+    vocab_size: before padding. make_moe_layer: builds a block's MoE layer, of a class that the caller
+    chooses. built: called with the embedding and with each block as soon as it is built, before the next one
+    is; it may change their weights, and must not draw from torch's random state. torch.distributed and
+    Megatron-Core's parallel state must be initialised.
+    """
+    stand_in_for_cuda()
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    torch.manual_seed(config.seed)
+    use_one_stream()
+    padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
+    init = init_methods(config.model, config.seed)
+    maker = BlockMaker(config, choose_modules(config), padded, make_moe_layer, init, built)
+    if config.model.architecture == "decoder":
+        return _decoder(maker)
+    if config.model.architecture == "encoder":
+        return _encoder(maker)
+    return _encoder_decoder(maker)
+
+
+def _decoder(maker: BlockMaker) -> GPT:
+    config, model = maker.config, maker.config.model
+    (stack,) = stacks(config)
+    transformer = maker.transformer(stack.num_layers)
+
+    def ready(embedding: LanguageModelEmbedding) -> None:
+        adapt_embedding(embedding, model)
+        maker.hand_on("model.embedding.", embedding)
+
+    with embedding_first(ready):
+        decoder = Decoder(
+            transformer,
+            maker.specs(stack, transformer),
+            vocab_size=maker.vocab_size,
+            max_sequence_length=config.data.sequence_length,
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            position_embedding_type=megatron_position(model, transformer),
+            rotary_base=model.rope_base,
+        )
+    return GPT(decoder)
+
+
+def _encoder(maker: BlockMaker) -> Encoder:
+    (stack,) = stacks(maker.config)
+    transformer = maker.transformer(stack.num_layers)
+    embedding = build_embedding(maker.config, transformer, maker.vocab_size)
+    maker.hand_on("embedding.", embedding)
+    blocks = TransformerBlock(transformer, maker.specs(stack, transformer))
+    return Encoder(embedding, blocks, Head(maker.config.model, transformer, maker.vocab_size))
+
+
+def _encoder_decoder(maker: BlockMaker) -> EncoderDecoder:
+    of_encoder, of_decoder = stacks(maker.config)
+    configs = [maker.transformer(stack.num_layers) for stack in (of_encoder, of_decoder)]
+    embedding = build_embedding(maker.config, configs[1], maker.vocab_size)
+    maker.hand_on("embedding.", embedding)
+    encoder = TransformerBlock(configs[0], maker.specs(of_encoder, configs[0], of_source=True))
+    decoder = TransformerBlock(configs[1], maker.specs(of_decoder, configs[1], has_source=True))
+    return EncoderDecoder(embedding, encoder, decoder, Head(maker.config.model, configs[1], maker.vocab_size))

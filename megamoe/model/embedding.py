@@ -1,0 +1,63 @@
+"""The embedding of words and positions, on Megatron-Core's."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from torch import Tensor, nn
+
+from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.model.attention import BlockConfig
+
+# Megatron-Core's names. Its table of learned positions makes room for the sinusoidal ones.
+POSITIONS = {"rope": "rope", "learned": "learned_absolute", "sinusoidal": "learned_absolute"}
+LONGEST_PERIOD = 10_000.0
+
+
+class SinusoidalPositions(nn.Module):
+    """Fixed embeddings of positions (Vaswani et al. 2017, section 3.5), in the place of a learned table.
+
+    Position p has sin(p w_i) at the places 2 i and cos(p w_i) at 2 i + 1, w_i = 10000^(-2 i / H). The dtype
+    is that of `words`, the embedding to which they are added.
+    """
+
+    def __init__(self, hidden_size: int, words: nn.Module) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.dtype_of = [words]  # in a list, so that it is no module of this one
+
+    def forward(self, position_BS: Tensor) -> Tensor:
+        """int64 [B, S] -> [B, S, H]."""
+        even_I = torch.arange(0, self.hidden_size, 2, device=position_BS.device, dtype=torch.float32)
+        rate_I = torch.exp(even_I * (-math.log(LONGEST_PERIOD) / self.hidden_size))
+        angle_BSI = position_BS[..., None].float() * rate_I
+        found_BSH = torch.stack((angle_BSI.sin(), angle_BSI.cos()), dim=-1).flatten(-2)
+        weight = next(self.dtype_of[0].parameters())
+        return found_BSH[..., : self.hidden_size].to(weight.dtype)
+
+
+def megatron_position(model: ModelConfig, transformer: BlockConfig) -> Any:
+    """Return Megatron-Core's name of the positions; `none` where our attention rotates."""
+    return "none" if transformer.own_rotary_base is not None else POSITIONS[model.position]
+
+
+def build_embedding(config: RunConfig, transformer: BlockConfig, vocab_size: int) -> LanguageModelEmbedding:
+    """Return the embedding of a model that is not a GPTModel; vocab_size: after padding."""
+    embedding = LanguageModelEmbedding(
+        config=transformer,
+        vocab_size=vocab_size,
+        max_sequence_length=config.data.sequence_length,
+        position_embedding_type=megatron_position(config.model, transformer),
+    )
+    adapt_embedding(embedding, config.model)
+    return embedding
+
+
+def adapt_embedding(embedding: LanguageModelEmbedding, model: ModelConfig) -> None:
+    """Give Megatron-Core's embedding what it lacks: sinusoidal positions, and words times sqrt(H)."""
+    if model.position == "sinusoidal":
+        embedding.position_embeddings = SinusoidalPositions(model.hidden_size, embedding.word_embeddings)
+    if model.scale_embeddings:
+        scale = math.sqrt(model.hidden_size)
+        embedding.word_embeddings.register_forward_hook(lambda module, inputs, words: words * scale)

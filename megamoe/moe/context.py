@@ -1,0 +1,82 @@
+"""What the MoE layers know about the current step and micro batch."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.moe import rng
+from megamoe.moe.padding import Padding, SourceTokens
+from megamoe.moe.timers import StageTimers
+
+
+@dataclass
+class StepContext:
+    """What the layers know about the current micro batch; the training loop sets it.
+
+    All layers of a model share one object. Tokens are ordered by position: token s * B + b is position s of
+    sequence b.
+
+    aux_scale: multiplies the gradient of the auxiliary losses, see `layer.attach_losses`. token_index_T: int64,
+    each token's index in the data of the whole run, the key of every random draw; None: tokens are numbered
+    from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each sequence;
+    None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary losses'
+    gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. micro_batch: its
+    number in the run; data-parallel ranks take micro batches in turn.
+    num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
+    rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
+    alone. source: the tokens of an encoder_decoder's encoder; the other fields are the decoder's.
+
+    padding: the places that are not tokens; None: all are. A layer removes them before its router, so parts
+    see tokens only. They then get sequence_T, int64, the sequence of each token, and bounds: where the tokens
+    of each tensor-parallel rank begin, and their number.
+    """
+
+    seed: int = 0
+    step: int = 0
+    aux_scale: float = 1.0
+    token_index_T: Tensor | None = None
+    token_ids_T: Tensor | None = None
+    sample_index_B: Tensor | None = None
+    micro_batch: int = 0
+    num_rollouts: int = 1
+    data_group: dist.ProcessGroup | None = None
+    measure_gradients: bool = False
+    timers: StageTimers | None = None
+    padding: Padding | None = None
+    source: SourceTokens | None = None
+    sequence_T: Tensor | None = None
+    bounds: tuple[int, ...] | None = None
+
+    def of_source(self) -> "StepContext":
+        """Return the context of the encoder's layers in an encoder_decoder."""
+        source = self.source
+        assert source is not None, "the encoder's tokens are not set"
+        return replace(
+            self,
+            token_index_T=source.token_index_T,
+            token_ids_T=source.token_ids_T,
+            padding=source.padding,
+        )
+
+    def token_index(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return each token's index in the data, int64 [T]."""
+        if self.token_index_T is None:
+            return torch.arange(num_tokens, device=device)
+        return self.token_index_T.to(device)
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences B."""
+        return 1 if self.sample_index_B is None else self.sample_index_B.numel()
+
+    def sequence(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the sequence of each token, from 0 to B - 1, int64 [T]."""
+        if self.sequence_T is not None:
+            return self.sequence_T.to(device)
+        return torch.arange(num_tokens, device=device) % self.num_sequences
+
+    def draw_key(self, layer: int, purpose: str) -> int:
+        """Return the key of this step's draws for one purpose in one layer, for `rng.uniform`."""
+        return rng.key(self.seed, self.step, layer, purpose)

@@ -1,0 +1,72 @@
+"""Checks of the model's architecture, and of the positions of its MoE layers."""
+
+from megamoe.config.schema import RunConfig, StackLayersConfig
+from megamoe.config.shapes import Stack, stacks
+from megamoe.errors import UserError
+
+
+def check_architecture(config: RunConfig) -> None:
+    """Refuse keys that belong to another architecture, and a transform that is not there.
+
+    Raises:
+        UserError: naming the key and the way out.
+    """
+    model, layers = config.model, config.moe.layers
+    found = f"model.architecture {model.architecture}"
+    if model.head_transform and model.architecture != "encoder":
+        raise UserError(f"model.head_transform: true is for an encoder, found {found}; set it to false")
+    if model.architecture == "encoder_decoder":
+        if layers.every or layers.at or layers.insert_after:
+            raise UserError(
+                f"moe.layers: {found} has two stacks; give the positions under moe.layers.encoder and "
+                "moe.layers.decoder, such as {decoder: {every: 2}}"
+            )
+        if model.num_query_groups not in (None, model.num_attention_heads):
+            raise UserError(
+                f"model.num_query_groups: {model.num_query_groups}, but Megatron-Core's cross attention has "
+                "no query groups; leave it out"
+            )
+        return
+    if model.encoder_layers is not None:
+        raise UserError(
+            f"model.encoder_layers: {model.encoder_layers} is for an encoder_decoder, found {found}; the "
+            "blocks of its only stack are model.num_layers"
+        )
+    for key, value in (("encoder", layers.encoder), ("decoder", layers.decoder)):
+        if value is not None:
+            raise UserError(
+                f"moe.layers.{key}: {found} has one stack; give the positions directly under moe.layers"
+            )
+
+
+def check_positions(config: RunConfig) -> None:
+    """Check that the blocks named for MoE layers exist, each once.
+
+    Raises:
+        UserError: naming the key, the block and the number of blocks.
+    """
+    for stack in stacks(config):
+        two = config.model.architecture == "encoder_decoder"
+        prefix = f"moe.layers.{stack.name}" if two else "moe.layers"
+        size = "encoder_layers" if two and stack.name == "encoder" else "num_layers"
+        _check_stack(stack, stack.layers, prefix, f"model.{size}")
+
+
+def _check_stack(stack: Stack, layers: StackLayersConfig, prefix: str, size_key: str) -> None:
+    for key, blocks in (("at", layers.at), ("insert_after", layers.insert_after)):
+        if any(block > stack.num_layers for block in blocks):
+            raise UserError(
+                f"{prefix}.{key}: block {max(blocks)} does not exist, the model has "
+                f"{stack.num_layers} ({size_key}; blocks are counted from 1)"
+            )
+    if layers.every and layers.every > stack.num_layers:
+        raise UserError(
+            f"{prefix}.every: {layers.every} is more than {size_key} {stack.num_layers}, "
+            "so no block would be MoE; for a dense model say moe.layers: none"
+        )
+    twice = set(layers.insert_after) & set(stack.moe_blocks)
+    if twice:
+        raise UserError(
+            f"{prefix}.insert_after: block {min(twice)} is MoE itself ({prefix}.at or every); insert "
+            "after another block, or take this one out of those"
+        )

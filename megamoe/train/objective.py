@@ -1,0 +1,91 @@
+"""The training objective of a run: whether it fits the model, and what it needs and computes."""
+
+from typing import Any
+
+from megamoe.config import RunConfig
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import UserError
+from megamoe.model.flops import TokenShares
+from megamoe.objectives.objective import TrainingObjective
+from megamoe.registry import failure_of, get_part, is_ours, list_parts
+
+KEY = "train.objective"
+
+
+def check_objective(config: RunConfig) -> None:
+    """Refuse an objective that does not fit the model's architecture or the rest of the configuration.
+
+    Raises:
+        UserError: naming both keys and the objectives that fit.
+    """
+    choice, architecture = config.train.objective, config.model.architecture
+    part = _class_of(config)
+    if architecture not in part.architectures:
+        known: dict[str, Any] = dict(list_parts("objective"))
+        names = [name for name, each in known.items() if architecture in each.architectures]
+        raise UserError(
+            f"{KEY}: {choice.name} trains model.architecture {' or '.join(part.architectures)}, found "
+            f"{architecture}; objectives for it: {', '.join(names) or 'none'}"
+        )
+    try:
+        part.check(choice.options, config)
+    except ValueError as error:
+        raise UserError(f"{KEY} {choice.name}: {error}") from None
+    if architecture != "decoder":
+        _check_parts(config)
+
+
+def _check_parts(config: RunConfig) -> None:
+    """Refuse what needs next tokens, or tokens without padding."""
+    for name, loss in config.moe.losses.items():
+        if get_part("loss", loss.name).needs_token_losses:
+            raise UserError(
+                f"moe.losses.{name}: needs the loss of each next token, which model.architecture "
+                f"{config.model.architecture} does not have; leave it out"
+            )
+    if config.model.architecture == "encoder":
+        return
+    for key, value in (("log.routing", config.log.routing), ("moe.router.replay", config.moe.router.replay)):
+        if value is not None:
+            raise UserError(f"{key}: found {value!r}, but a record holds one stack; leave it out")
+    selector = config.moe.router.selector
+    if "over_all_ranks" in get_part("selector", selector.name).provides(selector.options):
+        raise UserError(
+            f"moe.router.selector: {selector.name} with these options chooses for all ranks together, which "
+            "needs equal numbers of tokens; padding makes them differ: choose another selector or its options"
+        )
+
+
+def num_added_ids(config: RunConfig, vocabulary: Vocabulary) -> int:
+    """Return the number of ids that the objective needs behind the data's vocabulary."""
+    return int(_class_of(config).added_ids(config.train.objective.options, config, vocabulary))
+
+
+def token_shares(config: RunConfig) -> TokenShares:
+    """Return what is computed of each token of the data, for the model FLOPs."""
+    found = _class_of(config).shares(config.train.objective.options, config)
+    return TokenShares({"encoder": found.encoder, "decoder": found.decoder}, found.predicted)
+
+
+def build_objective(config: RunConfig, vocabulary: Vocabulary) -> TrainingObjective:
+    """Return the objective; vocabulary: with its own ids.
+
+    Raises:
+        UserError: if the vocabulary lacks what it needs, or a plugin's objective fails.
+    """
+    part = _class_of(config)
+    try:
+        found: TrainingObjective = part(config.train.objective.options, config, vocabulary)
+    except Exception as error:
+        if is_ours(part) or isinstance(error, UserError):
+            raise
+        raise UserError(f"{KEY}: {config.train.objective.name} failed{failure_of(part, error)}") from error
+    return found
+
+
+def _class_of(config: RunConfig) -> Any:
+    name = config.train.objective.name
+    part = get_part("objective", name)
+    if not issubclass(part, TrainingObjective):
+        raise UserError(f"{KEY}: {name} is no TrainingObjective; its class must inherit from it")
+    return part

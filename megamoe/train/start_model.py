@@ -1,0 +1,93 @@
+"""The model at the start of a run: built, loaded, and at ZeRO 3 cut, one part after the other."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from megamoe.checkpoint.format.reader import CheckpointReader
+from megamoe.checkpoint.init_from import InitialWeights
+from megamoe.checkpoint.state import SavedWeights
+from megamoe.config import RunConfig
+from megamoe.config.shapes import moe_layer_numbers
+from megamoe.model.blocks import MoEFactory
+from megamoe.model.build import build_model
+from megamoe.model.language_model import LanguageModel
+from megamoe.parallel.consensus import catch_error, raise_any_error
+from megamoe.train.resolved import ResolvedRun
+from megamoe.zero.partition import Partition
+
+Say = Callable[[str], None]  # prints a line on the first rank
+
+
+class Weights(Protocol):
+    """Where the weights of a model come from, if not from the seed."""
+
+    def fill(self, prefix: str, module: nn.Module) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def start_model(
+    config: RunConfig,
+    run: ResolvedRun,
+    rank: int,
+    make_moe_layer: MoEFactory,
+    saved: CheckpointReader | None,
+    say: Say,
+) -> LanguageModel:
+    """Build the model on the CPU in fp32; at ZeRO 3 this rank keeps its slices alone, as they are to be.
+
+    At ZeRO 3 the embedding and each block is drawn, loaded and cut before the next one is built. All ranks
+    draw and load whole parts, so the weights are those of one rank.
+
+    saved: the checkpoint from which the run goes on; None: it begins with what `checkpoint.init` names.
+
+    Raises:
+        CollectiveError: on every rank, if weights cannot be loaded.
+    """
+    weights: Weights | None = None
+    if saved is not None:
+        weights = SavedWeights(saved, run.plan.layout, rank)
+    elif config.checkpoint.init.path is not None:
+        weights = _initial_weights(config, run, rank)
+    cut = Partition(run.filled, run.plan.precision) if run.plan.stage == 3 else None
+
+    def built(prefix: str, module: nn.Module) -> None:
+        if weights is not None:
+            raise_any_error(catch_error(lambda: weights.fill(prefix, module)))
+        if cut is not None:
+            cut(module)
+
+    model = build_model(config, run.vocabulary.size, make_moe_layer, built if cut is not None else None)
+    built("", model)
+    if weights is not None:
+        raise_any_error(catch_error(weights.finish))
+    if saved is None:
+        _tell_the_start(config, weights, say)
+    return model
+
+
+def _initial_weights(config: RunConfig, run: ResolvedRun, rank: int) -> InitialWeights:
+    """Open the checkpoint of `checkpoint.init`; collective."""
+    init, opened = config.checkpoint.init, []
+    is_moe = bool(moe_layer_numbers(config))
+    raise_any_error(
+        catch_error(
+            lambda: opened.append(
+                InitialWeights(Path(str(init.path)), init.experts, is_moe, run.plan.layout, rank)
+            )
+        )
+    )
+    return opened[0]
+
+
+def _tell_the_start(config: RunConfig, weights: Weights | None, say: Say) -> None:
+    """Say from which weights a new run starts, and what they do not contain."""
+    init, frozen = config.checkpoint.init, config.moe.frozen
+    if isinstance(weights, InitialWeights):
+        rest = f"; of the MoE layers as drawn: {', '.join(weights.kept)}" if weights.kept else ""
+        say(f"weights from {init.path}, experts: {init.experts}{rest}")
+    elif frozen:
+        say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")

@@ -1,0 +1,302 @@
+"""Pairs by number, and the plan of batches: shares, order, lengths, and ranks that see what one rank sees."""
+
+import bisect
+import re
+import runpy
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.batches import BatchStream
+from megamoe.data.pairs import pair_batch
+from megamoe.data.parallel_text.batches import PairBatches, cut_batches, epoch_order
+from megamoe.data.parallel_text.dataset import PairDataset, PairOptions, verify_pairs
+from megamoe.data.parallel_text.prepare import PairPreparation, prepare_pairs
+from megamoe.data.parallel_text.stream import OrderedPairs, PairStream
+from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
+from megamoe.errors import UserError
+
+SIZES = {"de": 90, "fr": 40, "it": 11}
+
+
+@pytest.fixture(name="prefix", scope="module")
+def _prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Pairs of bytes in three languages; the source of pair n is "n." and its target n times the code."""
+    folder = tmp_path_factory.mktemp("pairs")
+    lines = [
+        f'{{"source": "{number}.", "target": "{language * (number % 17 + 1)}", "language": "{language}"}}\n'
+        for language, size in SIZES.items()
+        for number in range(size)
+    ]
+    (folder / "a.jsonl").write_text("".join(lines))
+    prepare_pairs(
+        PairPreparation(
+            str(folder / "out"), jsonl=[str(folder / "a.jsonl")], tokenizer="bytes", split=[1, 0, 0]
+        )
+    )
+    return str(folder / "out" / "pairs" / "train")
+
+
+@pytest.fixture(name="vocabulary", scope="module")
+def _vocabulary(prefix: str) -> Vocabulary:
+    sides = [SourceConfig(path=f"{prefix}.{side}") for side in ("source", "target")]
+    return resolve_vocabulary(DataConfig(sources=sides), None)
+
+
+def text(tokens: torch.Tensor) -> str:
+    return bytes(tokens.tolist()).decode()
+
+
+@pytest.mark.parametrize("tag", ["source", "target", "none"])
+def test_items_by_hand(prefix: str, vocabulary: Vocabulary, tag: str) -> None:
+    pairs = PairDataset(prefix, vocabulary, PairOptions(direction="both", tag=tag))  # type: ignore[arg-type]
+    assert pairs.groups == ["en-de", "en-fr", "en-it", "de-en", "fr-en", "it-en"]
+    assert pairs.sizes == [90, 40, 11, 90, 40, 11] and len(pairs) == 2 * 141
+    for number, (group, source, target, language) in {
+        3: (0, "3.", "de" * 4, "de"),
+        90: (1, "0.", "fr", "fr"),
+        140: (2, "10.", "it" * 11, "it"),
+        141 + 3: (3, "de" * 4, "3.", "en"),
+    }.items():
+        item = pairs[number]
+        tags = [vocabulary.special.languages[language]]
+        begins = {"source": tags if tag == "source" else [], "target": tags if tag == "target" else []}
+        assert int(item["language"]) == group
+        for side, expected in (("source", source), ("target", target)):
+            assert item[side].dtype == torch.int64
+            assert item[side].tolist() == [*begins[side], *expected.encode(), vocabulary.eod]
+    for side, lengths in (("source", pairs.source_lengths), ("target", pairs.target_lengths)):
+        assert lengths.tolist() == [len(pairs[number][side]) for number in range(len(pairs))]
+
+
+def test_languages_and_direction(prefix: str, vocabulary: Vocabulary) -> None:
+    pairs = PairDataset(prefix, vocabulary, PairOptions(languages=("IT", "de"), direction="into"))
+    assert pairs.groups == ["de-en", "it-en"]
+    assert text(pairs[90]["source"][1:-1]) == "it"
+    with pytest.raises(UserError, match="language 'pl' is not in the data; there are de, fr, it"):
+        PairDataset(prefix, vocabulary, PairOptions(languages=("pl",)))
+
+
+@pytest.mark.parametrize("option", ["direction", "tag", "too_long"])
+def test_options_that_are_none(option: str) -> None:
+    with pytest.raises(UserError, match=rf"{option} 'up': expected \w+, \w+, \w+"):
+        PairOptions(**{option: "up"})  # type: ignore[arg-type]
+
+
+def test_too_long(prefix: str, vocabulary: Vocabulary) -> None:
+    with pytest.raises(UserError, match=r"\d+ of 141 have a side .* max_length 10.*longest 35; .*drop"):
+        PairDataset(prefix, vocabulary, PairOptions(max_length=10))
+    whole = PairDataset(prefix, vocabulary)
+    cut = PairDataset(prefix, vocabulary, PairOptions(max_length=10, too_long="truncate"))
+    kept = PairDataset(prefix, vocabulary, PairOptions(max_length=10, too_long="drop"))
+    fit = [n for n in range(141) if max(whole.source_lengths[n], whole.target_lengths[n]) <= 10]
+    assert len(kept) == len(fit) == 141 - kept.left_out
+    for place, number in enumerate(fit):
+        assert all(torch.equal(kept[place][key], whole[number][key]) for key in whole[number])
+    assert sum(kept.sizes) == len(fit) and cut.sizes == whole.sizes
+    for number in range(141):
+        item, target = cut[number], whole[number]["target"]
+        short = target if len(target) <= 10 else torch.cat((target[:9], target[-1:]))
+        assert torch.equal(item["target"], short) and cut.target_lengths[number] == len(short)
+
+
+def test_files_that_do_not_fit(prefix: str, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    for path in Path(prefix).parent.glob("train.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    copy = str(tmp_path / "train")
+    pairs = PairDataset(copy, vocabulary)
+    data = DataConfig(cache=str(tmp_path / "cache"))
+    assert len(verify_pairs(data, [copy], vocabulary)) == 2
+    content = (tmp_path / "train.target.bin").read_bytes()
+    (tmp_path / "train.target.bin").write_bytes(content[:-2])
+    with pytest.raises(UserError, match=r"train.target.bin was truncated"):
+        pairs[140]
+    (tmp_path / "train.target.bin").write_bytes(content[:-2] + b"\xff\xff")
+    with pytest.raises(UserError, match=r"text 140 of .*outside of the vocabulary"):
+        pairs[140]
+    with pytest.raises(UserError, match=r"SHA-256"):
+        verify_pairs(data, [copy], vocabulary)
+    for ending in ("bin", "idx", "card.json"):
+        (tmp_path / f"train.target.{ending}").write_bytes((tmp_path / f"train.source.{ending}").read_bytes())
+    with pytest.raises(UserError, match="the target side has 141 texts of another preparation"):
+        PairDataset(copy, vocabulary)
+    with pytest.raises(UserError, match=r"no file .*valid.pairs.json.*there is train.pairs.json"):
+        PairDataset(str(tmp_path / "valid"), vocabulary)
+    with pytest.raises(UserError, match=r"raise model.vocab_size"):
+        PairDataset(prefix, Vocabulary(10, 0, None))
+    with pytest.raises(UserError, match=r"the tokenizer reserves no <2de>"):
+        PairDataset(prefix, Vocabulary(1000, 256, None))
+
+
+@pytest.mark.parametrize("exponent", [1.0, 0.7, 0.0])
+def test_shares_of_the_groups(exponent: float) -> None:
+    sizes = [1000, 100, 10]
+    epochs = [epoch_order(["a", "b", "c"], sizes, exponent, 1, epoch) for epoch in range(40)]
+    drawn = np.concatenate(epochs)
+    group_N = np.searchsorted([1000, 1100], drawn, side="right")
+    parts = [size**exponent for size in sizes]
+    for group, part in enumerate(parts):
+        assert abs((group_N == group).sum() - 40 * 1110 * part / sum(parts)) < 1
+    if exponent == 1:  # each pair once an epoch
+        assert all(sorted(epoch) == list(range(1110)) for epoch in epochs)
+    # Within a group no pair comes again before all others have come.
+    counts = np.bincount(drawn, minlength=1110)
+    for first, last in ((0, 1000), (1000, 1100), (1100, 1110)):
+        assert counts[first:last].max() - counts[first:last].min() <= 1
+    assert np.array_equal(epochs[3], epoch_order(["a", "b", "c"], sizes, exponent, 1, 3))
+    assert not np.array_equal(epochs[3], epoch_order(["a", "b", "c"], sizes, exponent, 2, 3))
+
+
+def test_batches_by_tokens_are_the_longest_that_fit() -> None:
+    rng = np.random.default_rng(0)
+    width_N = rng.integers(1, 60, 500)
+    order_N = rng.permutation(500)[:400]
+    batches = cut_batches(order_N, width_N, pairs=None, tokens=100, generator=rng)
+    assert sorted(np.concatenate(batches)) == sorted(order_N)
+    # The oracle: one pair after another.
+    expected: list[list[int]] = [[]]
+    for pair in sorted(order_N, key=lambda n: width_N[n]):
+        if (len(expected[-1]) + 1) * width_N[pair] > 100:
+            expected.append([])
+        expected[-1].append(pair)
+    assert sorted(batch.tolist() for batch in batches) == sorted(expected)
+    assert [width_N[batch[0]] for batch in batches] != sorted(width_N[batch[0]] for batch in batches)
+
+
+def test_batches_of_equal_numbers_have_similar_widths() -> None:
+    rng = np.random.default_rng(0)
+    width_N = rng.integers(1, 60, 500)
+    order_N = rng.permutation(500)
+    batches = cut_batches(order_N, width_N, pairs=7, tokens=None, generator=rng)
+    assert len(batches) == 71 and {len(batch) for batch in batches} == {7}
+    assert {*np.concatenate(batches)} == {*order_N[: 71 * 7]}  # what is left out is not the longest
+    ends = sorted((int(width_N[batch].min()), int(width_N[batch].max())) for batch in batches)
+    assert all(left[1] <= right[0] for left, right in pairwise(ends))
+
+
+def make_batch(items: list[dict[str, torch.Tensor]], numbers: list[int]) -> list[tuple[int, str, str]]:
+    return [
+        (number, text(item["source"][1:-1]), text(item["target"][:-1]))
+        for number, item in zip(numbers, items, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_see_together_what_one_rank_sees(prefix: str, vocabulary: Vocabulary, workers: int) -> None:
+    pairs = PairDataset(prefix, vocabulary)
+
+    def stream(start: int, rank: int, size: int, taken: int, workers: int = 0) -> list[object]:
+        batches = PairBatches(pairs, seed=1, exponent=0.7, tokens=120)
+        with PairStream(
+            pairs,
+            batches,
+            start=start,
+            data_rank=rank,
+            data_size=size,
+            make_batch=make_batch,
+            workers=workers,
+        ) as found:
+            return [next(found) for _ in range(taken)]
+
+    alone = stream(0, 0, 1, 120)
+    batches = PairBatches(pairs, seed=1, exponent=0.7, tokens=120)
+    assert batches.locate(119)[0] >= 2  # several epochs
+    if workers == 0:
+        for rank in range(3):
+            assert stream(0, rank, 3, 40) == alone[rank::3]
+    # Resumed at batch 55 by two ranks.
+    assert [stream(55, rank, 2, 10, workers) for rank in range(2)] == [alone[55:75:2], alone[56:76:2]]
+    starts = [0]
+    for epoch in range(9):
+        starts.append(starts[-1] + len(batches.epoch(epoch)))
+    for number in (0, starts[1] - 1, starts[1], starts[3], 119, 7):
+        epoch, place = batches.locate(number)
+        assert epoch == bisect.bisect_right(starts, number) - 1
+        assert np.array_equal(batches[number], batches.epoch(epoch)[place])
+
+
+def test_micro_batches_of_a_stream_are_the_planned_batches(prefix: str, vocabulary: Vocabulary) -> None:
+    pairs = PairDataset(prefix, vocabulary)
+    batches = PairBatches(pairs, seed=3, pairs=4)
+    ordered = OrderedPairs(pairs, batches, 4, num_samples=240)
+    assert len(ordered) == 240
+    for number in (0, 7, 59):
+        for place in range(4):
+            item, expected = ordered[4 * number + place], pairs[int(batches[number][place])]
+            assert all(torch.equal(item[key], expected[key]) for key in expected)
+    drawn = Counter(int(pair) for number in range(35) for pair in batches[number])
+    assert batches.locate(35) == (1, 0) and {*drawn.values()} == {1}
+    with pytest.raises(IndexError):
+        ordered[240]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_streams_of_padded_batches(prefix: str, vocabulary: Vocabulary, size: int) -> None:
+    """Batches of 4 pairs: by `BatchStream` over `OrderedPairs`, and by `PairStream`."""
+    assert vocabulary.eod is not None and vocabulary.special.pad is not None
+    pairs = PairDataset(prefix, vocabulary)
+    batches = PairBatches(pairs, seed=3, exponent=0.5, pairs=4)
+    make = partial(pair_batch, start=vocabulary.eod, pad=vocabulary.special.pad)
+    ordered = OrderedPairs(pairs, batches, 4, num_samples=400)
+    for rank in range(size):
+        text_like = BatchStream(
+            ordered,
+            start_sample=4 * 30,
+            micro_batch_size=4,
+            data_rank=rank,
+            data_size=size,
+            workers=0,
+            make_batch=make,
+        )
+        of_pairs = PairStream(pairs, batches, start=30, data_rank=rank, data_size=size, make_batch=make)
+        with text_like as left, of_pairs as right:
+            for number in range(30 + rank, 50, size):
+                first, second = next(left), next(right)
+                assert first.sample_index_B.tolist() == list(range(4 * number, 4 * number + 4))
+                assert second.sample_index_B.tolist() == batches[number].tolist()
+                assert first.source_BL is not None and second.source_BL is not None
+                assert torch.equal(first.source_BL, second.source_BL)
+                assert torch.equal(first.labels_BS, second.labels_BS)
+                for row_S, mask_S, pair in zip(
+                    second.labels_BS, second.loss_mask_BS, batches[number].tolist(), strict=True
+                ):
+                    assert torch.equal(row_S[mask_S.bool()], pairs[pair]["target"])
+                    assert {*row_S[~mask_S.bool()].tolist()} <= {vocabulary.special.pad}
+
+
+def test_the_example_of_the_docs_runs(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "pairs.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert "data/catalogues/pairs/train" in block
+    (tmp_path / "example.py").write_text(block.replace("data/catalogues/pairs/train", prefix))
+    runpy.run_path(str(tmp_path / "example.py"))
+    assert "'source': tensor([" in capsys.readouterr().out
+
+
+def test_batches_that_cannot_be(prefix: str, vocabulary: Vocabulary) -> None:
+    pairs = PairDataset(prefix, vocabulary)
+    with pytest.raises(UserError, match="longest side has 35 tokens, a batch at most 34"):
+        PairBatches(pairs, seed=0, tokens=34)
+    with pytest.raises(UserError, match="141 pairs make no batch of 142"):
+        PairBatches(pairs, seed=0, pairs=142)
+
+
+def test_a_pair_that_cannot_be_read_is_one_line(prefix: str, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    for path in Path(prefix).parent.glob("train.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    pairs = PairDataset(str(tmp_path / "train"), vocabulary)
+    (tmp_path / "train.source.bin").write_bytes(b"")
+    batches = PairBatches(pairs, seed=0, pairs=4)
+    with (
+        PairStream(pairs, batches, start=0, data_rank=0, data_size=1, make_batch=make_batch) as stream,
+        pytest.raises(UserError, match=r"train.source.bin was truncated"),
+    ):
+        next(stream)

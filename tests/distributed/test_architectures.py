@@ -1,0 +1,165 @@
+"""Encoders and encoder-decoders train at every layout as on one rank, with padding, and resume exactly."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.parallel import launch
+from megamoe.train.trainer import Trainer
+from tests.checkpoint_files import assert_same_bits, read_tensors
+from tests.distributed.pool import Pool
+from tests.distributed.runs import (
+    CUT_ALL,
+    ds_config,
+    ds_variant,
+    in_order,
+    recorded_steps,
+    run_each,
+    small_run,
+)
+
+STEPS = 5
+SIZES: dict[str, Any] = {
+    "model__num_attention_heads": 4,
+    "data__sequence_length": 36,  # with sources of 33 and targets of 8: some layouts fill them up
+    "train__micro_batch_size": 2,
+    "train__global_batch_size": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "encoder": {
+        "model__architecture": "encoder",
+        "model__norm_position": "post",
+        "model__position": "learned",
+        "model__norm": "layernorm",
+        "model__head_transform": True,
+        "train__objective": {"name": "masked", "unit": "span"},
+        "moe__layers": {"at": [2], "insert_after": [1]},
+    },
+    "encoder_decoder": {
+        "model__architecture": "encoder_decoder",
+        "model__position": "sinusoidal",
+        "model__scale_embeddings": True,
+        "model__bias": True,
+        "model__activation": "relu",
+        "data__document_aware": False,
+        "train__objective": {"name": "span_corruption", "mean_span": 2.0},
+        "train__label_smoothing": 0.1,
+        "moe__layers": {"encoder": {"at": [2]}, "decoder": {"at": [1], "insert_after": [2]}},
+        "moe__router": {
+            "scorer": {"name": "linear", "jitter": 0.1},
+            "selector": {"name": "top_k", "k": 2},
+            "capacity": {"name": "per_expert", "factor": 1.0},
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: int
+    tensor: int
+    expert: int
+    zero: int
+    sequence: bool = False
+    recompute: str = "none"
+
+    def changes(self, folder: Path) -> dict[str, Any]:
+        file = f"zero{self.zero}_fp32"
+        path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
+        return {
+            "parallel__tensor": self.tensor,
+            "parallel__expert": self.expert,
+            "parallel__sequence": self.sequence,
+            "parallel__deepspeed": path,
+            "model__recompute": self.recompute,
+        }
+
+
+ALONE = Layout(1, 1, 1, 0)
+LAYOUTS = [
+    Layout(4, 2, 2, 0, sequence=True, recompute="full"),
+    Layout(4, 1, 2, 3),
+    Layout(2, 1, 2, 0),
+    Layout(4, 2, 2, 0, recompute="selective"),
+    Layout(4, 1, 1, 1),
+    Layout(4, 1, 4, 3, recompute="full"),
+    Layout(4, 2, 2, 1),
+]
+QUICK = LAYOUTS[:2]
+
+
+def runs(layouts: list[Layout], steps: int) -> dict[tuple[str, Layout], dict[str, Any]]:
+    """Job: what the steps of every model showed on this rank at each layout, in one world."""
+    found = {}
+    try:
+        with TemporaryDirectory() as folder:
+            for name, model in MODELS.items():
+                for layout in layouts:
+                    changes = {**SIZES, **model, **layout.changes(Path(folder))}
+                    found[name, layout] = recorded_steps(Trainer(small_run(**changes)), steps)
+    finally:
+        launch.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[tuple[str, Layout], dict[str, Any]]:
+    (found,) = pool.run(runs, [ALONE], STEPS, ranks=1, timeout_s=300)
+    assert all(result["lm_loss"][-1] < result["lm_loss"][0] for result in found.values())
+    return found
+
+
+def assert_as_alone(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for rank in found:
+        for word in ("lm_loss", "loss", "grad_norm"):
+            assert rank[word] == pytest.approx(expected[word], rel=1e-5), word
+    for step, chosen in enumerate(expected["chosen"]):
+        together = in_order([rank["chosen"][step] for rank in found]).unique(dim=0)
+        assert torch.equal(together, in_order([chosen]).unique(dim=0)), f"other experts in step {step + 1}"
+
+
+def test_quick_layouts_train_as_one_rank(pool: Pool, alone: dict[tuple[str, Layout], Any]) -> None:
+    ranks = pool.run(runs, QUICK, STEPS, ranks=4, timeout_s=300)
+    for name, layout in ranks[0]:
+        assert_as_alone([rank[name, layout] for rank in ranks], alone[name, ALONE])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS[2:], ids=str)
+def test_layouts_train_as_one_rank(pool: Pool, alone: dict[tuple[str, Layout], Any], layout: Layout) -> None:
+    ranks = pool.run(runs, [layout], STEPS, ranks=layout.ranks, timeout_s=600)
+    for name in MODELS:
+        assert_as_alone([rank[name, layout] for rank in ranks], alone[name, ALONE])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_resume_is_exact_and_checkpoints_move(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Bit for bit at the same layout, with dropout; to 1e-5 on one rank, from ZeRO 3 on two."""
+    model = {**SIZES, **MODELS[name], "train__steps": 4, "data__workers": 1}
+    two = {**model, **Layout(2, 1, 2, 3).changes(tmp_path), "model__hidden_dropout": 0.1}
+    auto = {"checkpoint__resume": "auto", "save": True}
+    whole = {**two, "steps": 4, "output": tmp_path / "whole", "save": True}
+    cut = {**two, **auto, "steps": 2, "output": tmp_path / "cut"}
+    begun = pool.run(run_each, [whole, cut], ranks=2, timeout_s=300)
+    ended = pool.run(run_each, [cut], ranks=2, timeout_s=300)
+    for (together, first), (second,) in zip(begun, ended, strict=True):
+        for word in ("lm_loss", "loss", "grad_norm", "samples"):
+            assert first[word] + second[word] == together[word], word
+    last = "small/checkpoints/step_00000004"
+    assert_same_bits(*(read_tensors(tmp_path / kind / last) for kind in ("whole", "cut")))
+    saved = str(tmp_path / "cut/small/checkpoints/step_00000002")
+    further = {"checkpoint__resume": saved, "steps": 2, "model__hidden_dropout": 0.0}
+    (moved,) = pool.run(
+        run_each, [{**model, **further, "output": tmp_path / "moved"}], ranks=1, timeout_s=300
+    )
+    cut_in_two = {**Layout(2, 2, 2, 0, sequence=True).changes(tmp_path), **further}
+    (other, _) = pool.run(
+        run_each, [{**model, **cut_in_two, "output": tmp_path / "other"}], ranks=2, timeout_s=300
+    )
+    for word in ("lm_loss", "grad_norm"):
+        assert other[0][word] == pytest.approx(moved[0][word], rel=1e-5), word

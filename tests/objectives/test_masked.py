@@ -1,0 +1,190 @@
+"""Masked language modelling: what is chosen, what stands in its place, and what decides the draws."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.data.batches import Item
+from megamoe.data.special import SpecialTokens
+from megamoe.data.tokenizers import ByteTokenizer
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.data.words import word_starts
+from megamoe.errors import UserError
+from megamoe.objectives.masked import Masked
+from tests.tiny import check_on, tiny
+
+WORDS, LENGTH, EOD = 100, 64, 0
+VOCABULARY = Vocabulary(WORDS, EOD, None).with_added(1)
+MASK = WORDS
+ENCODER = ("model.architecture=encoder", "train.objective=masked")
+
+
+def objective(vocabulary: Vocabulary = VOCABULARY, seed: int = 1, **options: Any) -> Masked:
+    return Masked(Masked.Config(**options), tiny(*ENCODER, f"seed={seed}"), vocabulary)
+
+
+def item(number: int, length: int = LENGTH) -> Item:
+    tokens = torch.randint(WORDS, (length,), generator=torch.Generator().manual_seed(number))
+    return {
+        "tokens": tokens,
+        "labels": tokens.roll(-1),
+        "position_ids": torch.arange(length),
+        "loss_mask": torch.ones(length),
+    }
+
+
+def samples(made: Masked, count: int = 300) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens before, after, and which were chosen, [count, S]."""
+    found = [made.sample(item(number), f"train/{number}") for number in range(count)]
+    before = torch.stack([item(number)["tokens"] for number in range(count)])
+    assert all(torch.equal(each["labels"], row) for each, row in zip(found, before, strict=True))
+    chosen = torch.stack([each["loss_mask"] for each in found]).bool()
+    return before, torch.stack([each["tokens"] for each in found]), chosen
+
+
+@pytest.mark.parametrize("unit", ["token", "span"])
+def test_the_wanted_share_is_chosen_exactly(unit: str) -> None:
+    before, after, chosen = samples(objective(unit=unit, probability=0.2))
+    free = (before != EOD).sum(1)
+    assert chosen.sum(1).tolist() == [round(0.2 * int(count)) for count in free]
+    assert not (chosen & (before == EOD)).any()
+    assert torch.equal(after[~chosen], before[~chosen])
+
+
+@pytest.mark.parametrize("unit", ["token", "span"])
+def test_shares_of_mask_random_and_kept(unit: str) -> None:
+    """Within four standard deviations; a random token is the old one in one of a hundred draws."""
+    before, after, chosen = samples(objective(unit=unit, probability=0.3, mask=0.7, random=0.2), 600)
+    total = int(chosen.sum())
+    drawn = total / (3.8 if unit == "span" else 1)  # independent draws
+    for share, found in ((0.7, after == MASK), (0.1 + 0.2 / (WORDS - 1), after == before)):
+        deviation = (share * (1 - share) / drawn) ** 0.5
+        assert abs(int((found & chosen).sum()) / total - share) < 4 * deviation
+    others = after[chosen & (after != MASK) & (after != before)]
+    assert others.min() > EOD and others.max() < WORDS
+    assert len(others.unique()) > 0.9 * WORDS
+
+
+def test_every_place_is_chosen_as_often() -> None:
+    _, _, chosen = samples(objective(), 2000)
+    rate = chosen.float().mean(0)
+    assert (rate - rate.mean()).abs().max() < 4.5 * (0.15 * 0.85 / 2000) ** 0.5
+
+
+def test_lengths_of_spans() -> None:
+    """Their mean is SpanBERT's 3.8; a sequence's last one ends where enough tokens are chosen."""
+    made = objective(unit="span")
+    lengths: list[int] = []
+    for number in range(400):
+        units = made._units(np.ones(256, dtype=np.int64), made.draws(f"train/{number}"))
+        assert sum(map(len, units)) == 38
+        assert all((np.diff(unit) == 1).all() for unit in units)
+        lengths += [len(unit) for unit in units[:4]]  # 38 tokens hold at least four spans
+    weights = [0.8 ** (n - 1) for n in range(1, 11)]
+    expected = sum(n * weight for n, weight in enumerate(weights, 1)) / sum(weights)
+    assert abs(float(np.mean(lengths)) - expected) < 4 * 2.7 / len(lengths) ** 0.5
+    assert max(lengths) == 10 and abs(expected - 3.8) < 0.01
+
+
+def test_whole_words_of_text() -> None:
+    tokenizer = ByteTokenizer()
+    made = objective(Vocabulary(257, 256, tokenizer).with_added(1), unit="word", probability=0.3)
+    text = "The quick brown fox, it jumps; naïve words über alles."
+    tokens = torch.tensor(tokenizer.encode(text))
+    places = range(len(tokens))
+    cut = [0, *np.flatnonzero(word_starts(tokenizer)(tokens.numpy()))[1:].tolist(), len(tokens)]
+    words = [set(range(first, last)) for first, last in pairwise(cut)]
+    assert "brown" in ["".join(chr(int(tokens[place])) for place in sorted(word)) for word in words]
+    seen = set()
+    for number in range(60):
+        given = {**item(0, len(tokens)), "tokens": tokens}
+        mask = made.sample(given, f"train/{number}")["loss_mask"]
+        chosen = {place for place in places if mask[place]}
+        assert 0 < len(chosen) <= round(0.3 * len(tokens))
+        assert all(word <= chosen or not word & chosen for word in words)
+        seen |= chosen
+    assert seen == set(places)
+
+
+def test_a_single_long_word_is_cut() -> None:
+    made = objective(Vocabulary(257, 256, ByteTokenizer()).with_added(1), unit="word", probability=0.25)
+    found = made.sample({**item(0, 8), "tokens": torch.full((8,), ord("a"))}, "train/0")
+    assert found["loss_mask"].sum() == 2
+
+
+def test_draws_depend_on_seed_dataset_and_number_alone() -> None:
+    made = objective()
+
+    def masks(made: Masked, place: str) -> Tensor:
+        return made.sample(item(3), place)["tokens"]
+
+    assert torch.equal(masks(made, "train/3"), masks(objective(), "train/3"))
+    for other in (masks(made, "train/4"), masks(made, "valid/3"), masks(objective(seed=2), "train/3")):
+        assert not torch.equal(masks(made, "train/3"), other)
+
+
+def test_batch_names_the_places_with_a_loss() -> None:
+    made = objective()
+    batch = made.batch([made.sample(item(number), f"train/{number}") for number in range(3)], [0, 1, 2])
+    assert batch.predicted_P is not None
+    whole = torch.zeros(LENGTH * 3)
+    whole[batch.predicted_P] = 1
+    assert torch.equal(whole.view(LENGTH, 3).T, batch.loss_mask_BS)
+
+
+def test_only_ends_of_documents() -> None:
+    made = objective()
+    found = made.sample({**item(0), "tokens": torch.zeros(LENGTH, dtype=torch.int64)}, "train/0")
+    assert found["loss_mask"].sum() == 0 and not found["tokens"].any()
+
+
+def test_the_mask_is_the_id_behind_the_data() -> None:
+    assert VOCABULARY.size == WORDS + 1 and VOCABULARY.of_data.size == WORDS
+    assert objective().mask_id == WORDS
+
+
+def test_a_reserved_mask_is_used_and_reserved_tokens_are_left_alone() -> None:
+    data = Vocabulary(WORDS, EOD, None, SpecialTokens({"<pad>": 1, "<mask>": 2}))
+    assert Masked.added_ids(Masked.Config(), tiny(*ENCODER), data) == 0
+    made = objective(data, probability=1.0, mask=0.5, random=0.5)
+    tokens = item(1)["tokens"]
+    found = made.sample(item(1), "train/1")["tokens"]
+    assert (found == made.mask_id).sum() > 10 and made.mask_id == 2
+    assert torch.equal(found[tokens <= 2], tokens[tokens <= 2])
+    assert not ((found <= 1) & (tokens > 2)).any()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train.objective=masked"],
+            "train.objective: masked trains model.architecture encoder, found decoder",
+        ),
+        (
+            ["model.architecture=encoder"],
+            "causal trains model.architecture decoder, found encoder; .*: masked",
+        ),
+        (
+            [*ENCODER, "train.objective={name: masked, random: 0.3}"],
+            "mask 0.8 and random 0.3 are more than 1 together",
+        ),
+        ([*ENCODER, "train.objective={name: masked, probability: 0}"], "probability: found 0, expected"),
+        ([*ENCODER, "model.encoder_layers=2"], "model.encoder_layers: 2 is for an encoder_decoder"),
+        ([*ENCODER, "moe.layers={decoder: {every: 1}}"], "moe.layers.decoder: .* has one stack"),
+        ([*ENCODER, "moe.losses={grpo: 0.1}"], "moe.losses.grpo: needs the loss of each next token"),
+        (["model.head_transform=true"], "model.head_transform: true is for an encoder"),
+    ],
+)
+def test_refusals(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_on(tiny(*overrides), 1)
+
+
+def test_whole_words_need_a_tokenizer() -> None:
+    with pytest.raises(UserError, match="unit word needs the data's tokenizer"):
+        objective(unit="word")

@@ -1,0 +1,71 @@
+"""An objective of a plugin: that of the page, and what is said of one that is wrong."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megamoe.config import RunConfig, load_config
+from megamoe.errors import UserError
+from megamoe.train.resolved import resolve_run
+from tests.tiny import BASE
+
+PAGE = (Path(__file__).parents[2] / "docs/objectives.md").read_text()
+MADE_OF_TEXT = """
+from dataclasses import dataclass
+from megamoe.registry import register
+
+@register("objective", "odd")
+class Odd(BASE):
+    @dataclass
+    class Config:
+        pass
+    BODY
+"""
+
+
+def written(folder: Path, source: str, tree: dict[str, Any]) -> RunConfig:
+    (folder / "reversed.py").write_text(source)
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return load_config(folder / "run.yaml", list(BASE))
+
+
+def test_the_objective_of_the_page(own_registry: None, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    tree = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)[-1])
+    objective = resolve_run(written(tmp_path, block, tree), 1).objective
+    train = objective.datasets(train_samples=4, validation_samples=4).train
+    item = objective.sample({"tokens": torch.arange(8), "labels": torch.arange(1, 9)}, "train/0")
+    assert item["tokens"].tolist() == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert item["labels"].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert item["loss_mask"].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert torch.equal(objective.batch([train[3]], [3]).labels_BS[0], train[3]["labels"])
+
+
+def test_the_stacks_of_the_page(tmp_path: Path) -> None:
+    tree = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)[0])
+    assert tree["moe"]["layers"] == {"encoder": {"every": 2}, "decoder": {"insert_after": [3]}}
+    config = written(tmp_path, "", {**tree, "train": {"objective": "span_corruption"}})
+    assert config.model.encoder_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("base", "body", "message"),
+    [
+        ("object", "pass", "train.objective: odd is no TrainingObjective"),
+        (
+            "__import__('megamoe.objectives.objective', fromlist=['x']).TrainingObjective",
+            "architectures = ('decoder',)\n    def __init__(self, *given): raise KeyError('mine')",
+            "train.objective: odd failed at line 11 of reversed.py: KeyError: 'mine'",
+        ),
+    ],
+)
+def test_a_wrong_objective(own_registry: None, tmp_path: Path, base: str, body: str, message: str) -> None:
+    source = MADE_OF_TEXT.replace("BASE", base).replace("BODY", body)
+    tree = {"plugins": ["reversed.py"], "train": {"objective": "odd"}}
+    config = written(tmp_path, source, tree)
+    with pytest.raises(UserError, match=re.escape(message)):
+        resolve_run(config, 1)
