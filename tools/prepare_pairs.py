@@ -55,8 +55,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--tokenizer",
         metavar="REF",
-        help="train: a new byte-level BPE of all languages (default); or bytes, a tokenizer.json, a Hugging "
-        "Face folder, a SentencePiece .model",
+        help="train: a new byte-level BPE of all languages (default); sentencepiece: a new SentencePiece "
+        "model; or bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model",
     )
     add("--vocab-size", type=int, help="of the tokenizer that is trained (default 8192)")
     add(
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     options = vars(parse_arguments(argv))
     if "catalogues" in options:
         options["catalogues"] = [name for item in options["catalogues"] for name in _words(item)]
-    from megamoe.data.parallel_text.prepare import TRAIN, PairPreparation, prepare_pairs
+    from megamoe.data.parallel_text.prepare import TRAINED, PairPreparation, prepare_pairs
     from megamoe.errors import UserError
 
     # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
@@ -94,11 +94,13 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         preparation = PairPreparation(**options)
-        if preparation.tokenizer not in (TRAIN, "bytes"):
+        if preparation.tokenizer not in (*TRAINED, "bytes"):
             for name in ("vocab_size", "special"):
                 if name in options:
                     option = name.replace("_", "-")
-                    raise UserError(f"--{option} {options[name]} is for --tokenizer train (or bytes) only")
+                    raise UserError(
+                        f"--{option} {options[name]} is for --tokenizer train, sentencepiece or bytes"
+                    )
         summary = prepare_pairs(preparation)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"the page that compares two or more runs; default: {COMPARISON_FILE} beside the first run's folder",
+        help=f"the page that compares runs; default: {COMPARISON_FILE} beside the first run's folder",
     )
     parser.add_argument(
         "--live", action="store_true", help="serve the page to this machine and refresh it; write nothing"

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from gpu.findings import Machine, Section
 from gpu.rates import seconds_of, uneven_counts
-from megamoe.kernels.block import rms_norm, rotary
+from megamoe.kernels.block import rms_norm, rotary, summed_rms_norm, turn_sides
 from megamoe.kernels.choice import Kernels, triton_problem
 from megamoe.kernels.experts import swiglu_experts
-from megamoe.kernels.rows import RowTokens, combine, gather, swiglu
+from megamoe.kernels.router_sums import balance, gate_sums, mean_squared_log_sum
+from megamoe.kernels.rows import RowTokens, combine, gather, group_pairs, swiglu
 
 PLAIN = Kernels(compiled=False, triton=False)
 # Of the largest number: sums in another order, and in bf16 and fp16 a rounding of each result.
@@ -74,17 +75,44 @@ def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     def through_experts(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, kernels: Kernels) -> Tensor:
         return swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels)
 
+    expert_N = torch.randint(0, experts, (rows,), generator=generator).to(device)
+    by_token_N = torch.arange(tokens, device=device).repeat_interleave(choices)
+
+    def sorted_by_expert(weight_N: Tensor, kernels: Kernels) -> Tensor:
+        return group_pairs(by_token_N, expert_N, weight_N, (tokens, experts), kernels).weight_N
+
+    def summed(scores_TE: Tensor, kernels: Kernels) -> Tensor:
+        probs_TE = scores_TE.softmax(-1)
+        entropy, top_1, _ = gate_sums(probs_TE, by_token_N, kernels)
+        losses = mean_squared_log_sum(scores_TE, kernels), balance(probs_TE, counts_E, kernels)
+        return torch.stack([*losses, entropy / tokens, top_1 / tokens])
+
+    yield Pass("pairs by expert", sorted_by_expert, (weight_N,))
+    yield Pass("sums of a router", summed, (draw(tokens, experts).detach().float().requires_grad_(),))
     yield Pass("gather", gathered, (draw(tokens, hidden),))
     yield Pass("combine", combined, (draw(rows, hidden), weight_N))
     yield Pass("SwiGLU", swiglu, (draw(rows, 2 * ffn),))
     weights = draw(experts, 2 * ffn, hidden, scale=hidden**-0.5), draw(experts, hidden, ffn, scale=ffn**-0.5)
     yield Pass("experts", through_experts, (draw(rows, hidden), *weights))
     yield Pass("RMSNorm", partial(_norm, eps=1e-5), (draw(tokens, hidden), draw(hidden)))
+    yield Pass(
+        "residual sum and RMSNorm", _summed_norm, (draw(tokens, hidden), draw(tokens, hidden), draw(hidden))
+    )
+    heads_of_side = (tokens // 4, 4, heads, hidden // heads)
+    yield Pass("rotated sides", _turned, tuple(draw(*heads_of_side) for _ in range(3)))
     yield Pass("rotary", partial(_rotated, base=10000.0), (draw(tokens // 4, 4, heads, hidden // heads),))
 
 
 def _norm(hidden: Tensor, weight_H: Tensor, kernels: Kernels, eps: float) -> Tensor:
     return rms_norm(hidden, weight_H, eps, kernels)
+
+
+def _summed_norm(hidden: Tensor, added: Tensor, weight_H: Tensor, kernels: Kernels) -> Tensor:
+    return torch.cat(summed_rms_norm(hidden, added, weight_H, 1e-5, kernels))
+
+
+def _turned(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Tensor:
+    return torch.cat(turn_sides(query, key, value, 10000.0, kernels))
 
 
 def _rotated(heads_SBND: Tensor, kernels: Kernels, base: float) -> Tensor:

@@ -253,6 +253,46 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path, special: Sequen
     backend.save(str(path))
 
 
+def train_sentencepiece(
+    texts: Iterable[str], vocab_size: int, path: Path, special: Sequence[str] = ()
+) -> None:
+    """Train a SentencePiece unigram model and save it as `path`, which ends in .model.
+
+    Its ids: <unk>, </s>, the tokens of `special` (control symbols, to which no text is encoded), the 256
+    bytes (for characters that it does not know), and pieces up to `vocab_size`; fewer where the texts have
+    no more.
+
+    Raises:
+        UserError: if `vocab_size` cannot hold these and the characters of the texts.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    with open(path, "wb") as file:
+        try:
+            SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_writer=file,
+                vocab_size=vocab_size,
+                control_symbols=list(dict.fromkeys(special)),
+                unk_id=0,
+                eos_id=1,
+                bos_id=-1,
+                pad_id=-1,
+                byte_fallback=True,
+                hard_vocab_limit=False,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                max_sentence_length=1 << 20,
+                num_threads=1,
+                minloglevel=2,
+            )
+        except (RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"vocab_size {vocab_size}: SentencePiece cannot train such a vocabulary: {reason}"
+            ) from error
+
+
 def _reserved(added_tokens: Mapping[int, Any], eod: int) -> SpecialTokens:
     """Return the added tokens that are special; an ordinary token may be spelled <mask> as well."""
     found = sorted(item for item in added_tokens.items() if item[1].special and item[0] != eod)

@@ -114,9 +114,16 @@ def plain_gate_sums(probs_TE: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor, 
     # Tables may name an expert twice for a token.
     width_T = _counted(token_N, num_tokens).clamp_(max=num_experts)
     total_T = probs_TE.sum(1).clamp_(min=SMALLEST)
-    entropy_T = torch.addcdiv(total_T.log(), torch.special.entr(probs_TE).sum(1), total_T)
+    entropy_T = torch.addcdiv(total_T.log(), _minus_p_ln_p(probs_TE).sum(1), total_T)
     top_1 = (probs_TE.amax(1) / total_T).sum()
     return entropy_T.sum(), top_1, _counted(width_T, num_experts + 1)
+
+
+def _minus_p_ln_p(probs_TE: Tensor) -> Tensor:
+    """Return -p ln p, 0 at p = 0; on the CPU `log` uses vector instructions and `entr` does not."""
+    if probs_TE.device.type == "cpu":
+        return probs_TE.clamp(min=SMALLEST).log_().mul_(probs_TE).neg_()
+    return torch.special.entr(probs_TE)
 
 
 def _counted(index_N: Tensor, size: int) -> Tensor:

@@ -11,7 +11,13 @@ from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.special import SpecialTokens, expand, language_tag
-from megamoe.data.tokenizers import END_OF_DOCUMENT, load_tokenizer, load_with_special, train_bpe
+from megamoe.data.tokenizers import (
+    END_OF_DOCUMENT,
+    load_tokenizer,
+    load_with_special,
+    train_bpe,
+    train_sentencepiece,
+)
 from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.errors import UserError
 
@@ -68,6 +74,25 @@ def test_tokenizers_of_other_libraries(tmp_path: Path) -> None:
     assert of_model.special.languages == {"de": 5}
     for tokenizer in (of_folder, of_model):
         assert not {*tokenizer.encode(TEXT)} & {*tokenizer.special.ids.values()}
+
+
+def test_trained_sentencepiece(tmp_path: Path) -> None:
+    texts = ["one two  three", "größer als 日本語", "%(name)s {x}\nline"] * 20
+    for name in ("a.model", "b.model"):
+        train_sentencepiece(iter(texts), 420, tmp_path / name, expand(OPTION))
+    assert (tmp_path / "a.model").read_bytes() == (tmp_path / "b.model").read_bytes()
+    tokenizer = load_tokenizer(str(tmp_path / "a.model"))
+    assert tokenizer.eod == 1
+    assert {name: tokenizer.special.ids[name] for name in NAMES} == {
+        name: place for place, name in enumerate(NAMES, start=2)
+    }
+    for text in [*texts[:3], TEXT, "never seen: Ж 🙂"]:
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode([*tokens, tokenizer.eod]) == text
+        assert not {*tokens} & {*tokenizer.special.ids.values()}
+    with pytest.raises(UserError, match=r"vocab_size 100: SentencePiece cannot train.*") as caught:
+        train_sentencepiece(iter(texts), 100, tmp_path / "c.model", expand(OPTION))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_ordinary_token_of_that_spelling_is_not_reserved(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(overrides: tuple[str
         found = generate(trained, PROMPTS, sampling, batch_size=size, cached=cached, show_experts=False)
         assert [result.tokens for result in found] == expected
     whole_BS = torch.tensor([[*PROMPTS[longest], *expected[longest]]])
-    ours_BSV = trained.model.logits(whole_BS, torch.arange(whole_BS.shape[1])[None])
+    ours_BSV = trained.decoder.logits(whole_BS, torch.arange(whole_BS.shape[1])[None])
     theirs_BSV = model(whole_BS).logits
     assert ours_BSV.std() > 0.1
     assert (ours_BSV - theirs_BSV).abs().max() < 1e-5

@@ -1,7 +1,7 @@
 """A headless Chromium for tests, driven by the DevTools protocol over a pipe: no package is needed for it.
 
-https://chromedevtools.github.io/devtools-protocol/ ; --remote-debugging-pipe reads commands from file descriptor
-3 and answers on 4, each a JSON object that ends with a NUL.
+https://chromedevtools.github.io/devtools-protocol/: with --remote-debugging-pipe the browser reads commands
+from file descriptor 3 and answers on 4. Each is a JSON object that ends with a NUL.
 """
 
 import base64

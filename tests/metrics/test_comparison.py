@@ -58,7 +58,14 @@ def test_runs_of_other_seeds_and_names_are_one_group(runs: list[Run]) -> None:
         ("small (2 seeds)", ["small-1", "small-2"]),
         ("large", ["large"]),
     ]
-    assert seed_rows(groups)[0] == ["small (2 seeds)", "2", "3.0000 ± 1.4142", "3.0000 ± 1.4142", "-", "2.00 ± 0.00"]
+    assert seed_rows(groups)[0] == [
+        "small (2 seeds)",
+        "2",
+        "3.0000 ± 1.4142",
+        "3.0000 ± 1.4142",
+        "-",
+        "2.00 ± 0.00",
+    ]
     assert seed_rows(groups)[1] == ["large", "1", "2.0000", "2.0000", "-", "2.00"]
 
 
@@ -98,8 +105,8 @@ def test_curves_without_a_shared_step_show_the_first() -> None:
 
 def test_every_axis_of_the_comparison_has_its_unit(tmp_path: Path) -> None:
     names = "max_vio_run load_cv dead dropped experts_per_token gate_entropy top1_prob rank_imbalance"
-    routing = {f"moe/{name}": 1.0 for name in names.split()}
-    sections = comparison_sections([run_of(tmp_path / "run", [1.0], **routing, **{"train/lm_loss": 2.0})])
+    routing: dict[str, Any] = {f"moe/{name}": 1.0 for name in names.split()} | {"train/lm_loss": 2.0}
+    sections = comparison_sections([run_of(tmp_path / "run", [1.0], **routing)])
     assert [section.title for section in sections] == ["Loss", "Training and speed", "Routing"]
     panels = [panel for section in sections for panel in section.panels]
     assert len(panels) == 2 + 1 + 9

@@ -101,7 +101,12 @@ def test_a_record_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text(line(1) + line(2) + line(3).rstrip())  # the last line has no end yet
     parsed: list[bytes] = []
     parse = reader._parse
-    monkeypatch.setattr(reader, "_parse", lambda text: parsed.append(text) or parse(text))
+
+    def counted(text: bytes) -> Any:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(reader, "_parse", counted)
     record = Record(path)
 
     def read() -> tuple[list[int], int]:
@@ -142,4 +147,6 @@ def test_the_command_serves_until_it_is_interrupted(folder: Path) -> None:
         assert url.startswith("http://127.0.0.1:")
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0 and process.stderr.read() == ""
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl"], "nothing written"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl"], (
+        "nothing written"
+    )

@@ -68,14 +68,28 @@ def full_rows() -> list[dict[str, Any]]:
     """Four steps with every kind of metric of docs/metrics.md."""
     rows = []
     for row in moe_rows():
-        own: dict[str, Any] = {"perf/tflops_per_rank": 1.5, "perf/mfu": 0.25, "train/switch_balance/weighted": 0.01}
-        own |= {"train/batch_size": 8, "train/loss_scale": 512.0, "train/skipped_steps": 1, "test/lm_loss": 4.75}
+        own: dict[str, Any] = {
+            "perf/tflops_per_rank": 1.5,
+            "perf/mfu": 0.25,
+            "train/switch_balance/weighted": 0.01,
+        }
+        own |= {
+            "train/batch_size": 8,
+            "train/loss_scale": 512.0,
+            "train/skipped_steps": 1,
+            "test/lm_loss": 4.75,
+        }
         own |= {f"perf/{stage}_s": 0.5 for stage in ("route", "dispatch", "experts", "combine")}
         for prefix in ("moe/", "moe/layer_02/", "moe/layer_10/"):
-            names = "max_vio max_vio_run load_cv dead experts_per_token gate_entropy top1_prob imbalance dropped"
+            names = (
+                "max_vio max_vio_run load_cv dead experts_per_token gate_entropy top1_prob imbalance dropped"
+            )
             own |= {prefix + name: 0.5 for name in (*names.split(), "rank_imbalance", "rank_overload")}
         for layer in ("layer_02", "layer_10"):
-            own |= {f"moe/{layer}/loss/switch_balance": 1.5, f"moe/{layer}/gradient_share/switch_balance": 0.125}
+            own |= {
+                f"moe/{layer}/loss/switch_balance": 1.5,
+                f"moe/{layer}/gradient_share/switch_balance": 0.125,
+            }
             own |= {f"moe/{layer}/width_histogram": [0, 3, 1], f"moe/{layer}/rank_load": [7, 5]}
             own |= {f"moe/{layer}/scorer/temperature": 0.07}
         rows.append(row | own)
@@ -244,7 +258,9 @@ def test_long_curves_keep_their_ends_and_raw_ones_their_spikes() -> None:
     values = [2.0] * 10_000
     values[4321], values[77] = 9.0, -1.0
     x, y = envelope(steps, values)
-    assert len(x) <= MOST_RAW and (4322, 9.0) in zip(x, y, strict=True) and (78, -1.0) in zip(x, y, strict=True)
+    assert (
+        len(x) <= MOST_RAW and (4322, 9.0) in zip(x, y, strict=True) and (78, -1.0) in zip(x, y, strict=True)
+    )
     x, y = thin(steps, [float(step) for step in steps])
     assert len(x) == MOST_POINTS and x == y and (x[0], x[-1]) == (1, 10_000)
 
@@ -269,7 +285,9 @@ def test_a_run_that_is_not_finished_says_so(tmp_path: Path, rows: int) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "train/lm_')  # torn
     page = write_report(folder).read_text(encoding="utf-8")
-    expected = "not finished: still running, stopped or interrupted, 2 of 30 steps" if rows else "No step is rec"
+    expected = (
+        "not finished: still running, stopped or interrupted, 2 of 30 steps" if rows else "No step is rec"
+    )
     assert expected in page and "name: run" in page
     assert (folder / "report.png").exists() is (rows > 0)
     (folder / "summary.json").write_text('{"steps": 2}')

@@ -61,7 +61,9 @@ def luminance(colour: str) -> float:
 def test_every_panel_is_drawn_without_network_or_errors(page: Page, folder: Path) -> None:
     assert page.run(ALL_DRAWN) > 20
     assert page.run("places('[data-drawn]').every((it) => it.querySelector('svg.main-svg') !== null)")
-    titles = page.run("places().flatMap((it) => [it._fullLayout.xaxis.title.text, it._fullLayout.yaxis.title.text])")
+    titles = page.run(
+        "places().flatMap((it) => [it._fullLayout.xaxis.title.text, it._fullLayout.yaxis.title.text])"
+    )
     assert titles and all(title.endswith(")") for title in titles)
     assert page.problems() == [] and page.requested() == [(folder / "report.html").as_uri()]
     assert page.run("fetch('https://example.org').then(() => 'asked', () => 'refused')") == "refused"
@@ -108,7 +110,9 @@ def test_light_and_dark_and_a_phone(page: Page, folder: Path, name: str) -> None
     page.show(390, 844)
     page.wait_for("places().every((it) => it._fullLayout.width <= 390)")
     assert page.run("document.documentElement.scrollWidth") == 390, "the page is not wider than the phone"
-    assert page.run("[...document.querySelectorAll('figure')].every((it) => it.getBoundingClientRect().right <= 390)")
+    assert page.run(
+        "[...document.querySelectorAll('figure')].every((it) => it.getBoundingClientRect().right <= 390)"
+    )
 
 
 def test_it_prints_light_with_every_panel(page: Page) -> None:
@@ -141,7 +145,9 @@ def test_a_live_page_refreshes_itself_and_keeps_the_zoom(browser: Page, tmp_path
         browser.wait_for(f"{PLOT}.dataset.drawn === 'linear'")
         x, y = browser.middle_of('[id="Loss: Loss"] .nsewdrag')
         browser.drag((x - 100, y), (x, y), (x + 100, y))
-        zoomed = browser.wait_for(f"{PLOT}._fullLayout.xaxis.range[0] > 1.2 && {PLOT}._fullLayout.xaxis.range")
+        zoomed = browser.wait_for(
+            f"{PLOT}._fullLayout.xaxis.range[0] > 1.2 && {PLOT}._fullLayout.xaxis.range"
+        )
         with metrics.open("a") as file:
             file.write("".join(f"{json.dumps(row)}\n" for row in rows[4:]))
         browser.wait_for("document.querySelector('header p').textContent.startsWith('6 steps')")

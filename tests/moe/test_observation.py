@@ -32,6 +32,22 @@ def test_gate_entropy_and_top_1_by_hand() -> None:
         assert [float(it) for it in found[:2]] == pytest.approx(expected)
 
 
+def test_gate_sums_of_many_tokens_are_pytorchs_in_double_precision() -> None:
+    """Shares from 0 over subnormal numbers to 1."""
+    probs_TE = (20 * torch.randn(500, 16)).softmax(1)
+    probs_TE[:, 3] = 0.0
+    probs_TE[::7, 5] = 1e-41
+    probs_TE[9] = torch.eye(16)[2]
+    shares_TE = probs_TE.double() / probs_TE.double().sum(1, keepdim=True)
+    token_N = torch.arange(500)
+    entropy, top_1, _ = gate_sums(probs_TE, token_N, DEFAULT_KERNELS)
+    assert float(entropy) == pytest.approx(float(torch.special.entr(shares_TE).sum()), rel=1e-6)
+    assert float(top_1) == pytest.approx(float(shares_TE.amax(1).sum()), rel=1e-6)
+    probs_TE[0, 0] = float("nan")
+    broken = gate_sums(probs_TE, token_N, DEFAULT_KERNELS)
+    assert all(math.isnan(float(found)) for found in broken[:2])
+
+
 def test_experts_per_token_by_hand() -> None:
     """Token 0 has two experts, token 1 none, token 2 one expert named twice and another one."""
     token_N, expert_N = torch.tensor([0, 0, 2, 2, 2]), torch.tensor([1, 0, 1, 1, 0])

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
@@ -55,6 +55,12 @@ class PairOptions:
     tag: Tag = "source"
     max_length: int | None = None
     too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        """Raise a UserError for a value that is none of those."""
+        for name, kind in (("direction", Direction), ("tag", Tag), ("too_long", TooLong)):
+            if getattr(self, name) not in get_args(kind):
+                raise UserError(f"{name} {getattr(self, name)!r}: expected {', '.join(get_args(kind))}")
 
 
 class PairDataset(Dataset[dict[str, torch.Tensor]]):

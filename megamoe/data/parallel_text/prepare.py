@@ -29,12 +29,14 @@ from megamoe.data.tokenizers import (
     load_tokenizer,
     load_with_special,
     train_bpe,
+    train_sentencepiece,
 )
 from megamoe.data.write import TextCounts, lengths_of, locked_folder, reference_of, write_card, write_tokens
 from megamoe.errors import UserError
 
-TRAIN = "train"
-TOKENIZER_FILE, CARD_FILE = "tokenizer.json", "card.json"
+TRAIN, SENTENCEPIECE = "train", "sentencepiece"
+TRAINED = {TRAIN: "tokenizer.json", SENTENCEPIECE: "tokenizer.model"}  # the file of each kind
+CARD_FILE = "card.json"
 BATCH_TEXTS = 4096
 LARGEST_VOCABULARY = 10**8
 
@@ -202,7 +204,8 @@ class _Writer:
         (self._folder / "pairs").mkdir(parents=True)
         (self._folder / "mono").mkdir()
         self._tokenizer = self._find_tokenizer(counts)
-        made, published = self._folder / TOKENIZER_FILE, self._final / TOKENIZER_FILE
+        file = TRAINED.get(self._preparation.tokenizer, TRAINED[TRAIN])
+        made, published = self._folder / file, self._final / file
         reference = reference_of(self._tokenizer, self._final, made, published)
         is_outside = is_bytes(reference) or Path(reference).is_absolute()
         self._reference = reference if is_outside else f"../{reference}"
@@ -236,10 +239,11 @@ class _Writer:
         preparation = self._preparation
         languages = [self._source_language, *count_languages(self._pairs)]
         tags = [language_tag(language) for language in languages]
-        if preparation.tokenizer == TRAIN:
-            path = self._folder / TOKENIZER_FILE
-            texts = (text for texts in self._corpora(TRAIN).values() for text in texts)
-            train_bpe(texts, preparation.vocab_size, path, [*expand(preparation.special), *tags])
+        if preparation.tokenizer in TRAINED:
+            path = self._folder / TRAINED[preparation.tokenizer]
+            texts = (text for texts in self._corpora("train").values() for text in texts)
+            train = train_bpe if preparation.tokenizer == TRAIN else train_sentencepiece
+            train(texts, preparation.vocab_size, path, [*expand(preparation.special), *tags])
             return load_tokenizer(str(path))
         if preparation.tokenizer == ByteTokenizer.name:
             return load_with_special(preparation.tokenizer, ",".join([preparation.special, *tags]))
@@ -283,7 +287,7 @@ class _Writer:
             The tokens of the training texts by language.
         """
         folder, tokens = self._folder / "mono", {}
-        for language, texts in self._corpora(TRAIN).items():
+        for language, texts in self._corpora("train").items():
             tokens[language] = self._write_dataset(DataFiles(folder / language), texts).tokens
         for split in SPLITS[1:]:
             texts = [text for texts in self._corpora(split).values() for text in texts]

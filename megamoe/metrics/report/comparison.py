@@ -1,7 +1,6 @@
 """Sets runs side by side: groups of runs that differ in their seed, curves over seeds, differing keys."""
 
 import json
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +52,9 @@ def labels_of(runs: list[Run]) -> list[str]:
     """Return the runs' names, or the ends of their paths where two have the same name."""
     names = [run.name for run in runs]
     return [
-        readable(name if names.count(name) == 1 else str(run.folder.resolve())[-LONGEST_LABEL:], LONGEST_LABEL)
+        readable(
+            name if names.count(name) == 1 else str(run.folder.resolve())[-LONGEST_LABEL:], LONGEST_LABEL
+        )
         for name, run in zip(names, runs, strict=True)
     ]
 
@@ -80,8 +81,14 @@ def _trains_by(key: str) -> bool:
 def _name_of(labels: list[str]) -> str:
     if len(labels) == 1:
         return labels[0]
-    common = os.path.commonprefix(labels).rstrip("-_ ./") or labels[0]
+    common = _start_of_all(labels).rstrip("-_ ./") or labels[0]
     return f"{common} ({len(labels)} seeds)"
+
+
+def _start_of_all(labels: list[str]) -> str:
+    first, last = min(labels), max(labels)
+    equal = (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(equal, min(len(first), len(last)))]
 
 
 def config_differences(runs: list[Run]) -> list[list[str]]:
@@ -142,10 +149,10 @@ def _curves(groups: list[Group], key: str, x: str, smoothed: bool) -> list[Curve
     curves = []
     for place, group in enumerate(groups):
         found = [_series_by(run, key, x) for run in group.runs]
-        found = [(at, smooth(values) if smoothed else clipped(values)) for at, values in found if at]
-        if found:
+        shown = [(at, smooth(values) if smoothed else clipped(values)) for at, values in found if at]
+        if shown:
             colour: Colour = PALETTE[place % len(PALETTE)]
-            curves.append(band_curve(group.name, found, colour, place >= len(PALETTE)))
+            curves.append(band_curve(group.name, shown, colour, place >= len(PALETTE)))
     return curves
 
 
@@ -159,7 +166,7 @@ def _series_by(run: Run, key: str, x: str) -> tuple[list[int], list[float]]:
 def band_curve(
     name: str, found: list[tuple[list[int], np.ndarray]], colour: Colour, dashed: bool = False
 ) -> Curve:
-    """Return the mean of several curves at the x values that all have, with the band from lowest to highest."""
+    """Return the mean of curves at the x values that all have, in a band from the lowest to the highest."""
     shared = sorted(set.intersection(*(set(x) for x, _ in found)))
     if not shared:
         found, shared = found[:1], found[0][0]

@@ -1,6 +1,6 @@
 """The HTML document of a report: one file without network, with plotly.js, styles, data and a picture inside.
 
-The panels' data are JSON; `assets/page.js` draws them. A browser without JavaScript shows the picture instead.
+The panels' data are JSON; `assets/page.js` draws them. Without JavaScript the picture is shown instead.
 plotly.js is the "cartesian" partial bundle (MIT), unchanged: the "basic" one has no heat maps.
 """
 
@@ -12,7 +12,6 @@ from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
-
 
 from megamoe.metrics.report.panels import Curve, Panel, Section
 from megamoe.metrics.report.themes import DARK, LIGHT, Theme, colour_of
@@ -174,7 +173,7 @@ def _curve(curve: Curve, x_values: dict[tuple[float, ...], int]) -> dict[str, An
 
 
 def _numbers(values: Any, digits: int = DIGITS) -> list[float | int | None]:
-    """Return the numbers as they are written; whole ones keep all their digits, None stands for what is not finite."""
+    """Return the numbers as they are written: whole ones with all digits, None for what is not finite."""
     found: list[float | int | None] = []
     for value in values:
         if not math.isfinite(value):

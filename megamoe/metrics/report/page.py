@@ -36,8 +36,8 @@ IMAGE_FILE = "report.png"
 def write_report(run_folder: Path) -> Path:
     """Write `report.html` and `report.png` into the run folder; return the path of the page.
 
-    Reads `metrics.jsonl`, and `summary.json` and `config.yaml` if they exist. A run without a record gets a page
-    that says so, and no picture.
+    Reads `metrics.jsonl`, and `summary.json` and `config.yaml` if they exist. A run without a record gets a
+    page that says so, and no picture.
 
     Raises:
         UserError: if the folder or its metrics are missing or broken.
@@ -79,8 +79,8 @@ def live_main(runs: list[Run]) -> str:
 
 
 COMPARISON_NOTE = (
-    "Runs whose configurations differ in nothing but the seed and the name are one curve: the mean, in a band from "
-    "the lowest run to the highest."
+    "Runs whose configurations differ in nothing but the seed and the name are one curve: "
+    "the mean, in a band from the lowest run to the highest."
 )
 
 

@@ -1,7 +1,7 @@
 """What a report draws: sections of panels, each with curves or a heat map, without a library's drawing calls.
 
-`picture` draws them with matplotlib, `page` hands them to plotly.js. Lists and arrays indexed by record end in
-_R, by row of a heat map in _E, by its column in _B.
+`picture` draws them with matplotlib, `document` hands them to plotly.js. Arrays indexed by record end in _R,
+by row of a heat map in _E, by its column in _B.
 """
 
 from dataclasses import dataclass, field
@@ -118,7 +118,7 @@ def thin(x: list[int], values: np.ndarray | list[float]) -> tuple[list[float], l
 
 
 def envelope(x: list[int], values: list[float]) -> tuple[list[float], list[float]]:
-    """Return at most MOST_RAW records: the lowest and the highest of neighbouring ones, so that spikes stay."""
+    """Return at most MOST_RAW records: the lowest and the highest of neighbouring ones; spikes stay."""
     values_R = clipped(values)
     if len(x) <= MOST_RAW:
         return [float(it) for it in x], values_R.tolist()

@@ -1,10 +1,10 @@
 """The sections of a report as one PNG, drawn with matplotlib.
 
-Every axes has its place in inches, so that matplotlib measures no texts: its own layout takes several times as
-long as the drawing.
+Every axes has its place in inches, so that matplotlib measures no texts for a layout.
 """
 
 import io
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -101,7 +101,7 @@ def _draw_curves(axes: Axes, panel: Panel, theme: Theme) -> None:
         axes.axhline(panel.level, color=theme.muted, linewidth=0.9, linestyle=(0, (4, 3)))
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
-    low, high = axes.get_ylim()
+    high = axes.get_ylim()[1]
     if high >= 1e4:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     elif high < 1e-2:
@@ -128,7 +128,7 @@ def _draw_map(axes: Axes, bar: Axes, panel: Panel, theme: Theme) -> None:
     gaps = np.diff(edges_B)
     if np.ptp(gaps) <= 0.05 * gaps.mean():  # equal columns are drawn several times as fast
         extent = (edges_B[0], edges_B[-1], -0.5, rows - 0.5)
-        image = axes.imshow(
+        image: Any = axes.imshow(
             heat_map.values_EB, cmap=colours, norm=norm, extent=extent, aspect="auto", origin="lower",
             interpolation="nearest",
         )  # fmt: skip

@@ -23,8 +23,8 @@ Rows = list[dict[str, Any]]
 CONFIG_FILE = "config.yaml"
 LARGEST_SUMMARY, LARGEST_CONFIG = 1 << 20, 1 << 24  # bytes
 COMPARED = [
-    "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity", "tok/s",
-    "imbalance",
+    "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
+    "tok/s", "imbalance",
 ]  # fmt: skip
 FURTHER_LOSS = re.compile("val/([^/]+)/lm_loss")  # of a validation set beside the main one, by its name
 

@@ -4,6 +4,7 @@ docs/metrics.md defines every metric. A metric that was not recorded has no pane
 """
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -65,6 +66,7 @@ GATE = {
 
 def run_sections(rows: Rows) -> list[Section]:
     """Return the sections that the records have data for, in the order of the page."""
+    layers = moe_layers(rows)
     found = [
         Section("Loss", "Language-model loss, without auxiliary losses.", _loss(rows), wide=True),
         Section("Auxiliary losses", "Unweighted, each on its own scale; and weighted.", _auxiliary(rows)),
@@ -77,17 +79,17 @@ def run_sections(rows: Rows) -> list[Section]:
         Section(
             "Balance",
             "Of every MoE layer, smoothed. MaxVio of a step is its imbalance - 1.",
-            _by_layer(rows, BALANCE),
+            _by_layer(rows, layers, BALANCE),
         ),
         Section(
             "Experts per token",
             "How many experts compute a token; the maps show how the tokens of a layer are distributed.",
-            [*_by_layer(rows, WIDTH), *_widths(rows)],
+            [*_by_layer(rows, layers, WIDTH), *_widths(rows, layers)],
         ),
-        Section("Gate", "The probabilities of the candidates, normalised.", _by_layer(rows, GATE)),
-        Section("Expert-parallel ranks", "Pairs that each rank receives.", _by_layer(rows, RANKS)),
-        Section("Numbers of layers and parts", "Each on its own scale, smoothed.", _further(rows)),
-        _expert_load(rows),
+        Section("Gate", "The probabilities of the candidates, normalised.", _by_layer(rows, layers, GATE)),
+        Section("Expert-parallel ranks", "Pairs that each rank receives.", _by_layer(rows, layers, RANKS)),
+        Section("Numbers of layers and parts", "Each on its own scale, smoothed.", _further(rows, layers)),
+        _expert_load(rows, layers),
     ]
     return [section for section in found if section.panels]
 
@@ -151,10 +153,12 @@ def _stages(rows: Rows) -> list[Panel]:
     return [Panel("Stages of the MoE layers (smoothed)", "time of a step (s)", curves)] if curves else []
 
 
-def _by_layer(rows: Rows, metrics: dict[str, tuple[str, str, float | None]]) -> list[Panel]:
+def _by_layer(
+    rows: Rows, layers: list[str], metrics: Mapping[str, tuple[str, str, float | None]]
+) -> list[Panel]:
     panels = []
     for name, (title, label, level) in metrics.items():
-        curves = layer_curves(rows, name)
+        curves = layer_curves(rows, layers, name)
         if curves:
             panels.append(Panel(title, label, curves, limits=_flat(curves), level=level))
     return panels
@@ -167,9 +171,8 @@ def _flat(curves: list[Curve]) -> tuple[float, float] | None:
     return spike_limits(finite.tolist()) if len(finite) and not np.ptp(finite) else None
 
 
-def layer_curves(rows: Rows, name: str) -> list[Curve]:
+def layer_curves(rows: Rows, layers: list[str], name: str) -> list[Curve]:
     """Return a smoothed curve of a metric for each MoE layer that has it, coloured by depth."""
-    layers = moe_layers(rows)
     named_every = -(-len(layers) // NAMED_LAYERS)
     curves = []
     for place, layer in enumerate(layers):
@@ -181,7 +184,7 @@ def layer_curves(rows: Rows, name: str) -> list[Curve]:
     return curves
 
 
-def _further(rows: Rows) -> list[Panel]:
+def _further(rows: Rows, layers: list[str]) -> list[Panel]:
     """Return a panel for each metric of layers whose name has a slash: losses, shares, numbers of parts."""
     pattern = re.compile("moe/[^/]+/(.+/.+)")
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if value is not None)
@@ -190,14 +193,13 @@ def _further(rows: Rows) -> list[Panel]:
     return [
         Panel(readable(name, 40), labels.get(name.split("/")[0], "value (the part's unit)"), curves)
         for name in names
-        if (curves := layer_curves(rows, name))
+        if (curves := layer_curves(rows, layers, name))
     ]
 
 
-def _widths(rows: Rows) -> list[Panel]:
+def _widths(rows: Rows, layers: list[str]) -> list[Panel]:
     """Return a heat map of experts per token for each layer, if the number differs between tokens."""
-    layers = moe_layers(rows)[:MOST_MAPS]
-    found = {layer: series(rows, f"moe/{layer}/width_histogram") for layer in layers}
+    found = {layer: series(rows, f"moe/{layer}/width_histogram") for layer in layers[:MOST_MAPS]}
     if not any(sum(count > 0 for count in counts) > 1 for _, lists in found.values() for counts in lists):
         return []
     panels = []
@@ -212,8 +214,7 @@ def _widths(rows: Rows) -> list[Panel]:
     return panels
 
 
-def _expert_load(rows: Rows) -> Section:
-    every_layer = moe_layers(rows)
+def _expert_load(rows: Rows, every_layer: list[str]) -> Section:
     layers = every_layer[:MOST_MAPS]
     note = "Each expert's load over the mean load of its layer: 0 is idle, 1 is even."
     if len(every_layer) > MOST_MAPS:
@@ -249,7 +250,7 @@ def load_shares(rows: Rows, layer: str, most_bins: int = MOST_BINS) -> tuple[np.
 
 
 def binned_shares(steps: list[int], counts_RE: np.ndarray, most_bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bins' edges [bins + 1] and each row's share of the bin's counts [rows, bins]; NaN for none."""
+    """Return the bins' edges [bins + 1] and each row's share of its counts [rows, bins], NaN without."""
     bins = np.array_split(np.arange(len(steps)), min(most_bins, len(steps)))
     counts_RE = np.minimum(counts_RE, LARGEST)
     counts_EB = np.stack([counts_RE[members].sum(axis=0) for members in bins], axis=1)

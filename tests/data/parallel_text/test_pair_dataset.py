@@ -83,6 +83,12 @@ def test_languages_and_direction(prefix: str, vocabulary: Vocabulary) -> None:
         PairDataset(prefix, vocabulary, PairOptions(languages=("pl",)))
 
 
+@pytest.mark.parametrize("option", ["direction", "tag", "too_long"])
+def test_options_that_are_none(option: str) -> None:
+    with pytest.raises(UserError, match=rf"{option} 'up': expected \w+, \w+, \w+"):
+        PairOptions(**{option: "up"})  # type: ignore[arg-type]
+
+
 def test_too_long(prefix: str, vocabulary: Vocabulary) -> None:
     with pytest.raises(UserError, match=r"\d+ of 141 have a side .* max_length 10.*longest 35; .*drop"):
         PairDataset(prefix, vocabulary, PairOptions(max_length=10))

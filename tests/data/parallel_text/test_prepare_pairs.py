@@ -1,5 +1,7 @@
 """tools/prepare_pairs.py: what it writes, and one line and exit code 2 for each kind of bad input."""
 
+import errno
+import fcntl
 import gzip
 import importlib.util
 import json
@@ -12,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
+from megamoe.data.parallel_text import prepare as prepare_module
 from megamoe.data.parallel_text.card import load_pair_card
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.verify import verify_in_full
@@ -127,6 +130,52 @@ def test_other_inputs_give_the_same_pairs(tool: Any, tmp_path: Path) -> None:
         assert card is not None
         assert card.tokenizer.reference == "bytes+pad,mask,sentinels,<2en>,<2de>"
     assert written[0] and written == written[:1] * len(written)
+
+
+def test_sentencepiece(tool: Any, tmp_path: Path) -> None:
+    write_package(tmp_path / "app", WORDS)
+    options = ["--tokenizer", "sentencepiece", "--vocab-size", "440", "--split", "1,0,0"]
+    assert (
+        tool.main(["--catalogues", str(tmp_path / "app"), "--output", str(tmp_path / "out"), *options]) == 0
+    )
+    prefix = tmp_path / "out" / "pairs" / "train.target"
+    verify_in_full(str(prefix))
+    data = DataConfig(sources=[SourceConfig(path=str(prefix))])
+    vocabulary = resolve_vocabulary(data, None)
+    assert vocabulary.tokenizer is not None and vocabulary.tokenizer.name.endswith("tokenizer.model")
+    assert sorted(vocabulary.special.languages) == ["de", "en", "fr", "pt_BR"]
+    indexed = IndexedDataset(str(prefix))
+    assert vocabulary.tokenizer.decode(indexed[0].tolist()) == "ein blog 0 %(name)s"
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_run_that_ends_early_leaves_nothing(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.tsv").write_text("one\ttwo\n")
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    command = ["--tsv", "de", str(tmp_path / "a.tsv"), "--tokenizer", "bytes", "--output", str(out)]
+
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "write_labels", full_disk)
+        assert tool.main(command) == 2
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert not out.exists() and not partial.exists()
+    with monkeypatch.context() as patch, pytest.raises(SystemError):
+        patch.setattr(prepare_module, "write_labels", lambda *_: (_ for _ in ()).throw(SystemError))
+        tool.main(command)
+    assert not out.exists() and not partial.exists()
+    (partial / "new" / "pairs").mkdir(parents=True)  # what a killed run leaves
+    (partial / "lock").touch()
+    with open(partial / "lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert tool.main(command) == 2
+        assert "is being written by another run" in capsys.readouterr().err
+    assert tool.main(command) == 0
+    assert out.is_dir() and not partial.exists()
 
 
 def test_replacing_an_output(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
