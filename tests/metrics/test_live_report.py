@@ -102,7 +102,7 @@ def test_a_record_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mon
     parsed: list[bytes] = []
     parse = reader._parse
 
-    def counted(text: bytes) -> Any:
+    def counted(text: bytes) -> dict[str, Any] | None:
         parsed.append(text)
         return parse(text)
 
