@@ -59,7 +59,7 @@ class Pass:
 
 
 def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
-    """All passes, with inputs of the shape of one micro batch."""
+    """Return all passes, with inputs of the shape of one micro batch."""
     kernels, rows_in_all = Kernels(), shape.tokens * shape.choices
     torch.manual_seed(0)
 
@@ -111,7 +111,7 @@ def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
 
 
 def run(function: Function, inputs: list[Tensor]) -> float:
-    """Seconds of a forward pass, and of a backward pass where an input wants a gradient."""
+    """Return seconds of a forward pass, and of a backward pass where an input wants a gradient."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     started = clock()
     output = function(*inputs)
@@ -121,7 +121,7 @@ def run(function: Function, inputs: list[Tensor]) -> float:
 
 
 def compiled(each: Pass) -> Function:
-    """The plain form by torch.compile; a graph break is an error."""
+    """Return the plain form by torch.compile; a graph break is an error."""
     function: Function = torch.compile(each.plain, fullgraph=True, dynamic=False)
     return function
 

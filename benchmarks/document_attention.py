@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def packings(length: int, sequences: int) -> dict[str, Documents]:
-    """By a description, the documents of sequences of `length` tokens."""
+    """Return, by a description, the documents of sequences of `length` tokens."""
     sizes = [length, length // 2, 512, 128, 64, 16, 1]
     found = {
         f"documents of {size}": documents_of([[size] * (length // size + 1)] * sequences, length)
@@ -140,7 +140,7 @@ def report_time(arguments: Any) -> int:
 
 
 def growth_of_one_pass(arguments: Any) -> int:
-    """By how many KiB the peak resident memory of this process grows in one pass, its inputs included."""
+    """Return by how many KiB the peak resident memory of this process grows in one pass, inputs included."""
     warm = one_pass(arguments, MEMORY_LENGTH)  # what is loaded at the first call
     warm(documents_of([[MEMORY_LENGTH]] * arguments.sequences, MEMORY_LENGTH))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

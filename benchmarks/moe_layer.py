@@ -74,7 +74,7 @@ class Bench:
         self.write()
 
     def times(self, name: str, shape: Shape, dtype: str) -> None:
-        """All candidates at one shape."""
+        """Measure all candidates at one shape."""
         found = measure(shape, dtype, self.names, self.rounds)
         show(name, found)
         case = {"name": name, **as_data(found)}
@@ -109,7 +109,7 @@ class Bench:
         )
 
     def memory(self, name: str, shape: Shape, dtype: str) -> None:
-        """Of one pass of every candidate."""
+        """Measure the memory of one pass of every candidate."""
         print(f"\n{name}: {shape}; {dtype}; MB above the resting state, forward and backward")
         found: dict[str, int] = {}
         left_out: dict[str, str] = {}
@@ -135,12 +135,12 @@ class Bench:
         return {"what": what, **dataclasses.asdict(ratio), "bar": bar, "pass": holds(ratio, bar)}
 
     def keep(self, case: dict[str, Any]) -> None:
-        """In the file, after every case, so that a long run that is ended leaves what it has."""
+        """Write the file after every case, so that a long run that is ended leaves what it has."""
         self.data["cases"].append(case)
         self.write()
 
     def write(self) -> None:
-        """The file as a whole; UserError if it cannot be."""
+        """Write the file as a whole; UserError if that fails."""
         if self.json:
             try:
                 self.json.write_text(json.dumps(self.data, indent=1) + "\n")

@@ -105,7 +105,7 @@ def run_all(store: bool) -> int:
 
 
 def run_case(name: str) -> dict[str, Any]:
-    """The figures of one case of CASES, simulated in a process of its own."""
+    """Return the figures of one case of CASES, simulated in a process of its own."""
     model, ranks, load, overrides = CASES[name]
     command = [sys.executable, "-W", "ignore", __file__, "--json", "--config", str(MODELS / f"{model}.yaml")]
     command += ["--ranks", str(ranks), "--load", str(load), *overrides]
@@ -117,7 +117,7 @@ def run_case(name: str) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], stored: dict[str, Any]) -> list[str]:
-    """What is not within TOLERANCE of the stored figures."""
+    """Return what is not within TOLERANCE of the stored figures."""
     return [
         f"{key}: found {found[key]}, expected {stored[key]} within {TOLERANCE:.0%}"
         for key in COUNTED

@@ -93,7 +93,7 @@ def cases_of(wanted: str | None, num_experts: int) -> Iterator[tuple[str, str, s
 
 
 def has_bar(tree: Tree) -> bool:
-    """Whether the bar holds for the layer: its selector neither solves an assignment nor draws."""
+    """Return whether the bar holds for the layer: its selector neither solves an assignment nor draws."""
     return not {"assigned", "drawn"} & capabilities(parse_config({"moe": tree}).moe.router.selector)
 
 
@@ -190,7 +190,7 @@ class Bench:
         torch.autograd.backward(outputs, upstream)
 
     def _route(self, layer: MoELayer) -> None:
-        """What `MoELayer.forward` does without experts, their dispatch and combination."""
+        """Do what `MoELayer.forward` does without experts, their dispatch and combination."""
         routing = layer.router(self.hidden_TH.clone().requires_grad_(), layer.context)
         waiting = layer.objectives
         values = [
@@ -244,14 +244,14 @@ def parts_of(layer: MoELayer) -> Iterator[tuple[str, str, Part]]:
 
 
 def replay(call: Call) -> None:
-    """The call again, forward and backward, on the same inputs as leaves."""
+    """Repeat the call, forward and backward, on the same inputs as leaves."""
     part, inputs = call
     outputs = [value for value in tensors_in(part(*detached(inputs))) if value.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
 
 
 def detached(value: Any) -> Any:
-    """The same data with its floating-point tensors as leaves that take gradients."""
+    """Return the same data with its floating-point tensors as leaves that take gradients."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     if isinstance(value, tuple):
@@ -266,7 +266,7 @@ def detached(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor of nested data."""
+    """Yield every tensor of nested data."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

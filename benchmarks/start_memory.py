@@ -79,7 +79,7 @@ def report(ranks: int, output: str) -> int:
 
 
 def measure(config: RunConfig) -> dict[str, int]:
-    """Bytes of the whole model in fp32, and by which this process grew, by what is printed."""
+    """Measure the bytes of the whole model in fp32, and those by which this process grew."""
     settle_process()
     resident.forget_peak()
     before = resident.now()

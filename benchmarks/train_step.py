@@ -72,7 +72,7 @@ class Bench:
         self.write()
 
     def steps(self) -> None:
-        """Of all candidates in turn."""
+        """Measure the steps of all candidates in turn."""
         with tempfile.TemporaryDirectory() as output:
             configs = self.asked.moe_and_dense(steps_needed(self.rounds), output)
             found = measure(configs, self.rounds, self.asked.ranks)
@@ -85,7 +85,7 @@ class Bench:
             self.write()
 
     def memory(self) -> None:
-        """Of a process for each candidate."""
+        """Measure the memory of a process for each candidate."""
         print("MB, resident; a process for each")
         print(f"{'':14}{'before':>12}{'peak':>12}")
         found: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class Bench:
         self.write()
 
     def startup(self) -> None:
-        """Of processes that train one step."""
+        """Measure the start of processes that train one step."""
         found = [startup.seconds(self.asked.config, self.asked.overrides) for _ in range(self.rounds)]
         for name in found[0]:
             print(f"{name:12}{statistics.median(each[name] for each in found):8.2f} s")
@@ -116,7 +116,7 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        """The file as a whole; UserError if it cannot be."""
+        """Write the file as a whole; UserError if that fails."""
         if self.json and is_first():
             try:
                 self.json.write_text(json.dumps(self.data, indent=1) + "\n")

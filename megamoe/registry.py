@@ -38,7 +38,9 @@ BUILTIN_PACKAGES = (
     "megamoe.objectives",
 )
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
-KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss", "callback", "objective")
+# Of these an MoE layer is made.
+LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
+KINDS = (*LAYER_KINDS, "callback", "objective")
 STAGES = ("scorer", "score_function", "selector", "capacity")  # the router's stages with one part each
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}

@@ -4,12 +4,12 @@ from common.rounds import Ratio
 
 
 def holds(ratio: Ratio, bar: float, at_least: bool = False) -> bool:
-    """Whether the interval reaches under the bar; over it, where the bar asks for at least so much."""
+    """Return whether the interval reaches under the bar; over it, where the bar asks for at least so much."""
     return ratio.high > bar if at_least else ratio.low < bar
 
 
 def verdict(what: str, ratio: Ratio, bar: float, at_least: bool = False) -> str:
-    """The line of a bar."""
+    """Return the line of a bar."""
     found = "pass" if holds(ratio, bar, at_least) else "under" if at_least else "over"
     return f"{what}: {interval(ratio)}, bar {'at least ' if at_least else ''}{bar}: {found}"
 

@@ -11,7 +11,7 @@ DEMO = Path(__file__).parents[2] / "examples/demo.yaml"
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows a script's docstring as it stands."""
+    """Return a parser that shows a script's docstring as it stands."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,7 +27,7 @@ def parser_of_a_run(description: str | None, rounds: int | None) -> argparse.Arg
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Return a whole number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"found {number}, expected at least 1")
@@ -36,7 +36,7 @@ def positive(text: str) -> int:
 
 @contextmanager
 def user_errors_exit_2(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """A user's mistake is one line and exit code 2."""
+    """End with one line and exit code 2 at a user's mistake."""
     try:
         yield
     except UserError as error:

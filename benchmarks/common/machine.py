@@ -28,7 +28,7 @@ def versions() -> dict[str, str | int]:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

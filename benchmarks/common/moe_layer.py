@@ -9,7 +9,7 @@ from megamoe.moe.part import StepContext
 
 
 def build_layer(tree: dict[str, Any], hidden: int, ffn: int, vocab_size: int | None = None) -> MoELayer:
-    """A layer with SwiGLU experts in fp32.
+    """Return a layer with SwiGLU experts in fp32.
 
     Raises:
         UserError: if the tree is wrong.

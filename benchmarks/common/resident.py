@@ -11,7 +11,7 @@ def forget_peak() -> None:
 
 
 def peak() -> int:
-    """The most there was, in bytes."""
+    """Return the most there was, in bytes."""
     return _status("VmHWM")
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def in_turn(runs: dict[str, Callable[[int], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
-    """What each run gave in each round after `warm_up` others; it gets the round's number, from 0.
+    """Return what each run gave in each round after `warm_up` others; it gets the round's number, from 0.
 
     Each round begins with the candidate after the one that the last round began with.
     """
@@ -38,13 +38,13 @@ class Ratio:
 
     @classmethod
     def of(cls, over: list[float], under: list[float]) -> "Ratio":
-        """Of the quotients over / under of equal rounds."""
+        """Return the interval of the quotients over / under of equal rounds."""
         ratios = sorted(a / b for a, b in zip(over, under, strict=True))
         return cls(statistics.median(ratios), *median_interval(ratios))
 
 
 def median_interval(ordered: list[float]) -> tuple[float, float]:
-    """The 90 % confidence interval of the median by order statistics (normal approximation)."""
+    """Return the 90 % confidence interval of the median by order statistics (normal approximation)."""
     count = len(ordered)
     reach = 1.645 * count**0.5 / 2
     low, high = int(count / 2 - reach), int(count / 2 + reach)

@@ -37,7 +37,7 @@ class Timers:
         setattr(owner, method, timed)
 
     def take(self) -> dict[str, float]:
-        """What was counted; from here on it is counted anew."""
+        """Return what was counted; from here on it is counted anew."""
         taken = dict(self.seconds)
         self.seconds.clear()
         return taken

@@ -57,7 +57,7 @@ def run_step(machine: Machine, section: Section) -> None:
 
 
 def _measured(machine: Machine, benchmark: str, arguments: list[str]) -> Any:
-    """What a benchmark writes as JSON. Whether its bars hold is of no interest here: they are a CPU's."""
+    """Return what a benchmark writes as JSON. Its bars are a CPU's and are not looked at."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         command = [f"benchmarks/{benchmark}", *arguments, "--json", file.name]
         start(machine, 1, command, TIMEOUT_S, accepted=(0, 1))

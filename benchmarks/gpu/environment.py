@@ -45,7 +45,7 @@ def _version(name: str) -> str:
 
 
 def _driver_lines() -> list[str]:
-    """A line for each device of the machine, as `nvidia-smi` prints it; none without that program."""
+    """Return a line for each device of the machine, as `nvidia-smi` prints it; none without that program."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]

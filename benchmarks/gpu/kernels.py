@@ -120,7 +120,7 @@ def _rotated(heads_SBND: Tensor, kernels: Kernels, base: float) -> Tensor:
 
 
 def _both_ways(each: Pass, kernels: Kernels) -> list[Tensor]:
-    """The output and the gradient of every input."""
+    """Return the output and the gradient of every input."""
     output = each.call(*each.inputs, kernels=kernels)
     upstream = torch.ones_like(output) + output.detach().sign() / 2
     return [output.detach(), *torch.autograd.grad(output, each.inputs, upstream)]
@@ -139,7 +139,7 @@ def _compare(section: Section, name: str, each: Pass, ours: Kernels, tolerance: 
 
 
 def _widened(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The inputs in fp32, in which the plain form is the reference."""
+    """Return the inputs in fp32, in which the plain form is the reference."""
     return tuple(each.detach().float().requires_grad_() for each in inputs)
 
 

@@ -59,7 +59,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Seconds of one call, the mean of REPEATS after WARM_UP."""
+    """Return seconds of one call, the mean of REPEATS after WARM_UP."""
     for _ in range(WARM_UP):
         call()
     begin = clock()

@@ -78,7 +78,7 @@ def _beside_the_model(
 
 
 def _table_name() -> str:
-    """The key of this device in the roofline model's table, or nothing."""
+    """Return the key of this device in the roofline model's table, or nothing."""
     if not torch.cuda.is_available():
         return ""
     name = torch.cuda.get_device_name(0).lower()

@@ -61,7 +61,7 @@ class Weights:
 
     @classmethod
     def draw(cls, shape: Shape) -> "Weights":
-        """Scores of standard deviation 1, and experts that keep the size of what goes through them."""
+        """Draw scores of standard deviation 1, and experts that keep the size of what goes through them."""
         generator = torch.Generator().manual_seed(1)
         experts, hidden, ffn = shape.experts, shape.hidden, shape.ffn
         return cls(
@@ -71,7 +71,7 @@ class Weights:
         ).rounded()
 
     def rounded(self) -> "Weights":
-        """To what bf16 can hold."""
+        """Round to what bf16 can hold."""
         return Weights(*(weight.bfloat16().float() for weight in vars(self).values()))
 
 

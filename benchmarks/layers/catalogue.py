@@ -26,7 +26,7 @@ CANDIDATES = {
 
 
 def candidates_of(text: str | None) -> list[str]:
-    """Names from `a,b`, where `limit` is both limits; all without a text. UserError for another name."""
+    """Return names from `a,b`, where `limit` is both limits; all without a text. UserError for others."""
     if text is None:
         return list(CANDIDATES)
     names: list[str] = []

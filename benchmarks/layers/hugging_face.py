@@ -40,7 +40,7 @@ class MixtralBlock(nn.Module):
 def build(
     way: Literal["eager", "grouped_mm", "batched_mm"], shape: Shape, dtype: torch.dtype, weights: Weights
 ) -> MixtralBlock:
-    """The block.
+    """Build the block.
 
     Raises:
         NotMeasured: if `batched_mm`, which copies an expert's weights for every pair, would copy too much.

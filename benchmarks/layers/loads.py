@@ -40,7 +40,7 @@ def uneven_ranking(shape: Shape, seed: int, factor: float) -> Tensor:
 
 
 def load_of(ranking_TE: Tensor, shape: Shape) -> float:
-    """The largest load over the mean."""
+    """Return the largest load over the mean."""
     expert_TK = ranking_TE.topk(shape.choices, dim=1).indices
     return float(expert_TK.flatten().bincount().max()) * shape.experts / shape.pairs
 
@@ -73,6 +73,6 @@ def measure_uneven(
 
 
 def _follow(planned: list[Tensor], module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The selector chooses by what is planned; its weights stay the score function's."""
+    """Let the selector choose by what is planned; its weights stay the score function's."""
     scored, *rest = inputs
     return replace(scored, ranking_TE=planned[0]), *rest

@@ -50,12 +50,12 @@ class Measured:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def limit(self, direction: str) -> list[float] | None:
-        """Seconds of the limit that is faster in this direction, `forward` or `both`."""
+        """Return seconds of the limit that is faster in this direction, `forward` or `both`."""
         times = [getattr(self.seconds[name], direction) for name in LIMITS if name in self.seconds]
         return min(times, key=statistics.median, default=None)
 
     def over_limit(self, name: str, direction: str) -> Ratio | None:
-        """A candidate's ratio to the limit; None where none was measured."""
+        """Return a candidate's ratio to the limit; None where none was measured."""
         limit = self.limit(direction)
         return None if limit is None else Ratio.of(getattr(self.seconds[name], direction), limit)
 
@@ -96,7 +96,7 @@ def measure(shape: Shape, dtype: str, names: list[str], rounds: int) -> Measured
 
 
 def _checked(name: str, shape: Shape, dtype: str, weights: Weights, found: Measured) -> nn.Module:
-    """The module, if it computes what the loop over experts does."""
+    """Return the module, if it computes what the loop over experts does."""
     candidate = CANDIDATES[name]
     module = build(candidate, shape, dtype, weights)
     rows, upstream = inputs_of(candidate.rows, shape, dtype, 0), upstream_of(candidate.rows, shape, dtype)
@@ -108,7 +108,7 @@ def _checked(name: str, shape: Shape, dtype: str, weights: Weights, found: Measu
 
 
 def build(candidate: Candidate, shape: Shape, dtype: str, weights: Weights) -> nn.Module:
-    """The candidate's module, without what its library warns about."""
+    """Build the candidate's module, without what its library warns about."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return candidate.build(shape, DTYPES[dtype], weights).to(DEVICE)
@@ -120,7 +120,7 @@ def inputs_of(rows: str, shape: Shape, dtype: str, number: int) -> Tensor:
 
 
 def upstream_of(rows: str, shape: Shape, dtype: str) -> Tensor:
-    """The gradient of the output."""
+    """Return the gradient of the output."""
     return _draw(rows, shape, dtype, UPSTREAM_SEED)
 
 
@@ -150,7 +150,7 @@ def _run(module: nn.Module, inputs: list[Tensor], upstream: Tensor, number: int)
 
 
 def run_once(module: nn.Module, rows: Tensor, upstream: Tensor) -> tuple[float, float]:
-    """Seconds of forward, and of forward and backward with gradients made anew."""
+    """Return seconds of forward, and of forward and backward with gradients made anew."""
     module.zero_grad(set_to_none=True)
     leaf = rows.detach().requires_grad_()
     begin = clock()

@@ -56,13 +56,13 @@ def main() -> int:
 
 
 def measure(name: str, shape: Shape, dtype: str) -> dict[str, int]:
-    """Bytes `resting` and at the `peak`, after a small pass that loads what the libraries load once."""
+    """Measure bytes `resting` and at the `peak`, after a small pass that loads what libraries load once."""
     run(name, Shape(2 * shape.experts, 64, 64, shape.experts, shape.choices), dtype)
     return run(name, shape, dtype)
 
 
 def run(name: str, shape: Shape, dtype: str) -> dict[str, int]:
-    """One pass of a layer made for it."""
+    """Run one pass of a layer made for it."""
     candidate = CANDIDATES[name]
     module = build(candidate, shape, dtype, Weights.draw(shape))
     rows, upstream = inputs_of(candidate.rows, shape, dtype, 0), upstream_of(candidate.rows, shape, dtype)

@@ -24,7 +24,7 @@ class Expected:
     decided: Tensor
 
     def error(self, output: Tensor, gradient: Tensor) -> float:
-        """The largest relative error of a decided row."""
+        """Return the largest relative error of a decided row."""
         errors = [
             ((found.float() - right).norm(dim=1) / right.norm(dim=1))[self.decided]
             for found, right in ((output, self.output), (gradient, self.gradient))
@@ -63,7 +63,7 @@ def routed_weights(scores_TE: Tensor, choices: int, weight_is_one: bool) -> Tens
 
 
 def expert_counts(weights: Weights, hidden_TH: Tensor, choices: int) -> Tensor:
-    """Pairs of every expert, int64 [E]."""
+    """Return pairs of every expert, int64 [E]."""
     expert_TK = (hidden_TH.float() @ weights.router_EH.T).topk(choices, dim=1).indices
     return expert_TK.flatten().bincount(minlength=len(weights.router_EH))
 
@@ -77,7 +77,7 @@ def decided_tokens(scores_TE: Tensor, choices: int, margin: float) -> Tensor:
 
 
 def loop(rows_TH: Tensor, weight_TE: Tensor, weights: Weights) -> Tensor:
-    """The sum over experts of weight times the expert's output, one expert after the other."""
+    """Return the sum over experts of weight times the expert's output, one expert after the other."""
     outputs, tokens = [], []
     for expert, (up_GH, down_HF) in enumerate(zip(weights.up_EGH, weights.down_EHF, strict=True)):
         token_N = weight_TE[:, expert].nonzero()[:, 0]
@@ -91,7 +91,7 @@ def loop(rows_TH: Tensor, weight_TE: Tensor, weights: Weights) -> Tensor:
 def error_of(
     candidate: Candidate, module: nn.Module, shape: Shape, weights: Weights, rows: Tensor, upstream: Tensor
 ) -> float:
-    """The largest relative error of the module's output and input gradient."""
+    """Return the largest relative error of the module's output and input gradient."""
     leaf = rows.detach().requires_grad_()
     output = module(leaf)
     output.backward(upstream)

@@ -8,7 +8,7 @@ from megamoe.moe.layer import MoELayer
 
 
 def build(shape: Shape, dtype: torch.dtype, weights: Weights) -> MoELayer:
-    """The layer in training mode, all its weights in the dtype, as training holds them."""
+    """Build the layer in training mode, all its weights in the dtype, as training holds them."""
     weighting = "raw" if shape.choices == 1 else "renormalised"
     selector = {"name": "top_k", "k": shape.choices, "weights": weighting}
     router = {"scorer": "linear", "score_function": "softmax", "selector": selector}

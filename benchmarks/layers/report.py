@@ -23,7 +23,7 @@ def show(title: str, found: Measured) -> None:
 
 
 def row(name: str, found: Measured) -> str:
-    """A candidate's line."""
+    """Return a candidate's line."""
     if name in found.left_out:
         return f"{name:20} not measured: {found.left_out[name]}"
     text = f"{name:20}{CANDIDATES[name].router:>11}{found.errors[name]:9.1e}"
@@ -41,7 +41,7 @@ def row(name: str, found: Measured) -> str:
 
 
 def as_data(found: Measured) -> dict[str, Any]:
-    """All that was measured, seconds of every round included."""
+    """Return all that was measured, seconds of every round included."""
     candidates: dict[str, Any] = {name: {"not measured": why} for name, why in found.left_out.items()}
     for name, seconds in found.seconds.items():
         candidates[name] = {"router": CANDIDATES[name].router, "error": found.errors[name]}

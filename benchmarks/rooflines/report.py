@@ -9,7 +9,7 @@ from megamoe.simulation.roofline import BOUNDS, Roofline, roofline
 
 
 def figures(costs: StepCosts) -> dict[str, Any]:
-    """Counts of the step, and its time on every GPU of the table."""
+    """Return counts of the step, and its time on every GPU of the table."""
     operators, collectives = costs.counts.operators, costs.counts.collectives
     found: dict[str, Any] = {
         "kernels": sum(total.launches for total in operators.values()),
@@ -36,7 +36,7 @@ def figures(costs: StepCosts) -> dict[str, Any]:
 
 
 def page(costs: StepCosts, gpu: str, config: str, ranks: int) -> str:
-    """What was simulated, the assumptions, time by part, memory, collectives and waits."""
+    """Return what was simulated, the assumptions, time by part, memory, collectives and waits."""
     times = roofline(costs, GPUS[gpu])
     card = GPUS[gpu]
     lines = [f"{config} on {ranks} x {card.name}; the fullest rank has {costs.load:g} times the mean load"]

@@ -40,7 +40,7 @@ class Asked:
         return {"moe": moe, "dense": dense}
 
     def _divided(self, config: RunConfig) -> list[str]:
-        """The overrides that leave the batch as it is."""
+        """Return the overrides that leave the batch as it is."""
         size = config.train.micro_batch_size
         data = max(1, self.ranks // config.parallel.tensor)
         if size % data:

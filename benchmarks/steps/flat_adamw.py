@@ -26,7 +26,7 @@ class FlatAdamW:
 
     @torch.no_grad()
     def step(self, _: int) -> StepTime:
-        """One of the optimiser alone."""
+        """Take a step of the optimiser alone."""
         started = clock()
         if self.clip > 0:
             torch.nn.utils.clip_grad_norm_([self.weight], self.clip)

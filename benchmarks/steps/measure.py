@@ -37,17 +37,17 @@ class Measured:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def seconds(self, name: str, what: str) -> list[float]:
-        """Of every round, an attribute of StepTime."""
+        """Return an attribute of StepTime of every round."""
         return [getattr(step, what) for step in self.steps[name]]
 
 
 def part_rounds(rounds: int) -> int:
-    """How many rounds with hooks follow so many without."""
+    """Return how many rounds with hooks follow so many without."""
     return min(rounds, MOST_PART_ROUNDS)
 
 
 def steps_needed(rounds: int) -> int:
-    """Of each of our trainers."""
+    """Return how many steps each of our trainers takes."""
     return WARM_UP_ROUNDS + rounds + part_rounds(rounds)
 
 
@@ -82,7 +82,7 @@ def measure(configs: dict[str, RunConfig], rounds: int, ranks: int) -> Measured:
 
 
 def transformers_model(config: RunConfig, device: torch.device, ranks: int) -> TransformersModel:
-    """The model, where one process trains it.
+    """Build the model where one process trains it.
 
     Raises:
         NotMeasured: if not, or if it cannot be built.

@@ -30,7 +30,7 @@ STEPS = 3  # the first makes AdamW's moments
 
 
 def peak_of(name: str, asked: Asked) -> dict[str, int]:
-    """Bytes `resting` and at the `peak` of a process that trains `moe`, `dense` or `transformers`.
+    """Return bytes `resting` and at the `peak` of a process that trains `moe`, `dense` or `transformers`.
 
     Raises:
         NotMeasured: if the candidate's process ends with an error.
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def measure(name: str, asked: Asked, output: str) -> dict[str, int]:
-    """Of this process, from where the candidate is built."""
+    """Measure this process from where the candidate is built."""
     candidate = _built(name, asked, output)
     ctypes.CDLL(None).malloc_trim(0)  # what building has freed is not at rest
     resident.forget_peak()

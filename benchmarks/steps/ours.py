@@ -40,7 +40,7 @@ class Ours:
         return self.trainer.engine.precision
 
     def step(self, _: int) -> StepTime:
-        """One of the Trainer's, which the ranks begin together."""
+        """Take a step of the Trainer, which the ranks begin together."""
         if self.trainer.world.size > 1:
             dist.barrier()
         self.timers.take()
@@ -49,5 +49,5 @@ class Ours:
         return StepTime(total=clock() - started, **self.timers.take())
 
     def close(self) -> None:
-        """Leaves the process group too: the last of several closes for all."""
+        """Close the trainer and leave the process group: the last of several closes for all."""
         self.trainer.close()

@@ -43,7 +43,7 @@ class PartTimers:
                 self._inside.watch(layer.dispatcher, method, f"MoE layer: {method}")
 
     def take(self) -> dict[tuple[str, str], float]:
-        """What was counted; from here on it is counted anew."""
+        """Return what was counted; from here on it is counted anew."""
         taken = {**self._seconds, **{("forward", name): s for name, s in self._inside.take().items()}}
         self._seconds.clear()
         return taken

@@ -35,18 +35,18 @@ class Judged:
         return self.bar is None or holds(self.ratio, self.bar, self.at_least)
 
     def line(self) -> str:
-        """As it is printed."""
+        """Return the line that is printed."""
         if self.bar is None:
             return f"{self.what}: {interval(self.ratio)}"
         return verdict(self.what, self.ratio, self.bar, self.at_least)
 
     def as_data(self) -> dict[str, Any]:
-        """The same; without a bar, `bar` is null."""
+        """Return the same as data; without a bar, `bar` is null."""
         return {"what": self.what, **dataclasses.asdict(self.ratio), "bar": self.bar, "pass": self.holds}
 
 
 def judge(found: Measured, shape: str | None) -> list[Judged]:
-    """All ratios; shape: of SHAPES, by whose bars they are judged, None: by none."""
+    """Return all ratios; shape: of SHAPES, by whose bars they are judged, None: by none."""
     dense_bar = DENSE_BARS[shape].get(found.precision) if shape else None
 
     def of(what: str, over: str, under: str) -> Ratio:
@@ -119,7 +119,7 @@ def _medians(times: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def as_data(found: Measured, judged: list[Judged]) -> dict[str, Any]:
-    """All that was measured, seconds of every round included."""
+    """Return all that was measured, seconds of every round included."""
     candidates: dict[str, Any] = {name: {"not measured": why} for name, why in found.left_out.items()}
     for name in found.steps:
         candidates[name] = {

@@ -26,7 +26,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: RunConfig) -> "Shape":
-        """What a configuration comes to; its blocks need not all be MoE."""
+        """Return the shape of a configuration; its blocks need not all be MoE."""
         model, train = config.model, config.train
         sequences = train.global_batch_size or train.micro_batch_size
         return cls(
@@ -41,7 +41,7 @@ class Shape:
         )
 
     def overrides(self) -> list[str]:
-        """Of the configuration, so that it has this shape."""
+        """Return the overrides that give a configuration this shape."""
         sequences = self.tokens // self.sequence
         return [
             f"model.num_layers={self.blocks}",
@@ -66,6 +66,6 @@ DENSE_BARS = {"demo": {"fp32": 1.15, "bf16": 1.25}, "large": {"fp32": 1.10, "bf1
 
 
 def name_of(config: RunConfig) -> str | None:
-    """Of SHAPES, the one that a configuration has."""
+    """Return the name of the shape of SHAPES that a configuration has."""
     shape, every = Shape.of(config), config.moe.layers.every == 1
     return next((name for name, known in SHAPES.items() if every and known == shape), None)

@@ -24,7 +24,7 @@ OVERRIDES += ["evaluation.batches=0", "checkpoint.save_at_end=false", "log.repor
 
 
 def seconds(config: str, overrides: list[str]) -> dict[str, float]:
-    """By part: `imports`, `building`, `first step`; and `total`.
+    """Return the seconds by part: `imports`, `building`, `first step`; and `total`.
 
     Raises:
         UserError: if the run ends with an error.

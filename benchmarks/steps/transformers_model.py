@@ -75,7 +75,7 @@ class TransformersModel:
 
 
 def build(config: RunConfig, dtype: torch.dtype) -> Any:
-    """The model, on the CPU, in training mode.
+    """Build the model on the CPU, in training mode.
 
     Raises:
         NotMeasured: if transformers is missing.

@@ -109,7 +109,7 @@ def _mark_not_finite(input: torch.Tensor, device: Any = None, val: float = -1.0)
 def _norm_with_experts(
     non_expert_norm: Any, mpu: Any, expert_tensors: dict[str, list[torch.Tensor]], norm_type: float = 2
 ) -> float:
-    """The norm over all groups; -1 where one is not finite, as DeepSpeed's function answers."""
+    """Return the norm over all groups; -1 where one is not finite, as DeepSpeed's function answers."""
     norms = [torch.as_tensor(non_expert_norm, dtype=torch.float32)]
     for name, tensors in expert_tensors.items():
         group = groups._get_expert_parallel_group(name)
@@ -145,7 +145,7 @@ def set_grad_norm(optimizer: Any, norm: float) -> None:
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimiser within DeepSpeed's, or `optimizer` itself at ZeRO 0.
+    """Return the torch optimiser within DeepSpeed's, or `optimizer` itself at ZeRO 0.
 
     Reason: ZeRO's wrappers name it `optimizer`, without a public function for all of them.
     Seen with: DeepSpeed 0.19.8.
@@ -189,7 +189,7 @@ def forget_gradients(optimizer: Any) -> None:
 
 
 def counts_steps_in_int(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether Adam's step count in the optimiser's state is an int and not a tensor.
+    """Return whether Adam's step count in the optimiser's state is an int and not a tensor.
 
     Reason: DeepSpeed's Adam for the CPU hands it to C++.
     Seen with: DeepSpeed 0.19.8.
@@ -228,7 +228,7 @@ class LossScaler:
         return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
 
     def state(self) -> dict[str, float]:
-        """What a dynamic scale has learned, empty for a static one."""
+        """Return what a dynamic scale has learned, empty for a static one."""
         scaler = self._optimizer.loss_scaler
         return {name: getattr(scaler, name) for name in self.STATE} if scaler.dynamic else {}
 
@@ -241,5 +241,5 @@ class LossScaler:
 
     @classmethod
     def is_at_minimum(cls, error: Exception) -> bool:
-        """Whether the engine's step failed with this for want of a smaller scale."""
+        """Return whether the engine's step failed with this for want of a smaller scale."""
         return cls.AT_MINIMUM in str(error)

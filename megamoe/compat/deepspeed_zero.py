@@ -50,7 +50,7 @@ def cut(parameters: Sequence[nn.Parameter], filled: dict[str, Any], mpu: Any, kn
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether ZeRO 3 has cut the parameter over ranks.
+    """Return whether ZeRO 3 has cut the parameter over ranks.
 
     Reason: ZeRO 3 replaces a parameter's data by nothing and keeps this rank's slice in attributes.
     Seen with: DeepSpeed 0.19.8.
@@ -61,7 +61,7 @@ def is_cut(parameter: Tensor) -> bool:
 
 
 def is_absent(parameter: Tensor) -> bool:
-    """Whether ZeRO 3 has cut the parameter and it is not gathered now.
+    """Return whether ZeRO 3 has cut the parameter and it is not gathered now.
 
     Reason: GatheredParameters frees at its end what was gathered by somebody else.
     Seen with: DeepSpeed 0.19.8.
@@ -72,7 +72,7 @@ def is_absent(parameter: Tensor) -> bool:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """A parameter's shape, though ZeRO 3 may have emptied it.
+    """Return a parameter's shape, though ZeRO 3 may have emptied it.
 
     Reason: an emptied parameter's own shape is [0].
     Seen with: DeepSpeed 0.19.8.
@@ -98,7 +98,7 @@ def slice_of(parameter: Any) -> tuple[int, int]:
 
 
 def slice_values(parameter: Any) -> Tensor:
-    """The elements of `slice_of`, flat, in the model's precision.
+    """Return the elements of `slice_of`, flat, in the model's precision.
 
     Reason: `ds_tensor` has no public name.
     Seen with: DeepSpeed 0.19.8.
@@ -110,7 +110,7 @@ def slice_values(parameter: Any) -> Tensor:
 
 
 def set_sliced_master(parameter: Any, value: Tensor) -> None:
-    """The fp32 master of a cut parameter := value, whole and the same on all ranks.
+    """Set the fp32 master of a cut parameter to `value`, whole and the same on all ranks.
 
     Reason: DeepSpeed's safe_set_full_fp32_param reads past the value's end where the slices do not fill the
         last rank's.
@@ -134,7 +134,7 @@ class FlatRange:
 
 
 def ranges_at_zero1(wrapper: Any) -> list[list[FlatRange]]:
-    """What lies in this rank's flat tensor of each parameter group, at ZeRO 1 and 2.
+    """Return what lies in this rank's flat tensor of each parameter group, at ZeRO 1 and 2.
 
     Reason: DeepSpeed writes it into its own checkpoints only. ZeRO 1 in bf16 and the others name their lists
         differently.
@@ -156,7 +156,7 @@ def ranges_at_zero1(wrapper: Any) -> list[list[FlatRange]]:
 
 
 def ranges_at_zero3(wrapper: Any) -> Iterator[tuple[Tensor, list[FlatRange], bool]]:
-    """Of each sub-group at ZeRO 3: its flat tensor, what lies in it, and whether it is kept on disk.
+    """Yield each sub-group of ZeRO 3: its flat tensor, what lies in it, and whether it is kept on disk.
 
     What is kept on disk is in memory until the next sub-group is asked for.
 

@@ -20,7 +20,7 @@ class _GradientOwner(Protocol):
 
 
 def is_zero1_in_bf16(optimizer: Any) -> bool:
-    """Whether the engine's optimiser is DeepSpeed's with fp32 gradients of a bf16 model.
+    """Return whether the engine's optimiser is DeepSpeed's with fp32 gradients of a bf16 model.
 
     Reason: DeepSpeed chooses it by stage, dtype and settings, without a public name for the choice.
     Seen with: DeepSpeed 0.19.8.
@@ -55,7 +55,7 @@ def give_gradients_to(owner: _GradientOwner, engine: Any) -> None:
 
 
 def finish_step(optimizer: Any, norm: float, updates: Callable[[], None] | None) -> None:
-    """What ZeRO 1 in bf16 does around an update: tell the norm, link the moments, spread the new weights.
+    """Do what ZeRO 1 in bf16 does around an update: set the norm, link the moments, spread the new weights.
 
     updates: moves masters and moments; None: the norm is not finite, and nothing moves.
 
@@ -88,7 +88,7 @@ def parameters_of_groups(optimizer: Any) -> list[list[nn.Parameter]]:
 
 
 def own_gradient(optimizer: Any, group: int) -> Tensor:
-    """This rank's part of a group's flat gradients, which the update reads.
+    """Return this rank's part of a group's flat gradients, which the update reads.
 
     Reason: the attribute has no documentation.
     Seen with: DeepSpeed 0.19.8.

@@ -79,7 +79,7 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def _constants(names: str, value: Any = None) -> dict[str, Any]:
-    """A function of its own for each name: torch._dynamo refuses one of two names."""
+    """Make a function of its own for each name: torch._dynamo refuses one of two names."""
     return {name: _constant(value) for name in names.split()}
 
 
@@ -204,7 +204,7 @@ def join_fake_group(rank: int, size: int) -> None:
 
 
 def ranks_of_collective(function: Any, arguments: tuple[Any, ...]) -> list[int]:
-    """The global ranks of the process group that an operator of torch.ops.c10d is called with.
+    """Return the global ranks of the process group that an operator of torch.ops.c10d is called with.
 
     Reason: the operators get the group as a boxed object, for which there is no public access.
     Seen with: torch 2.13.
@@ -218,7 +218,7 @@ def ranks_of_collective(function: Any, arguments: tuple[Any, ...]) -> list[int]:
 
 
 def sequence_number() -> int:
-    """The number that the autograd node of the running forward operator has in this thread.
+    """Return the number that the autograd node of the running forward operator has in this thread.
 
     Reason: PyTorch has no public link from an operator of the forward pass to its node.
     Seen with: torch 2.13.
@@ -229,7 +229,7 @@ def sequence_number() -> int:
 
 
 def running_node() -> int | None:
-    """The number of the autograd node whose backward pass runs; None outside of a backward pass.
+    """Return the number of the autograd node whose backward pass runs; None outside of a backward pass.
 
     Reason: see `sequence_number`.
     Seen with: torch 2.13.
@@ -241,7 +241,7 @@ def running_node() -> int | None:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What is the same for tensors that share their memory, fake ones too, as long as it lives.
+    """Return what is the same for tensors that share their memory, fake ones too, as long as it lives.
 
     Reason: fake tensors have no data_ptr.
     Seen with: torch 2.13.
@@ -252,7 +252,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def schema_of(function: Any) -> Any:
-    """The schema of an OpOverload, with its arguments and whether it writes them.
+    """Return the schema of an OpOverload, with its arguments and whether it writes them.
 
     Reason: it has no public name.
     Seen with: torch 2.13.

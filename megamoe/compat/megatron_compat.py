@@ -34,7 +34,7 @@ def set_random_tracker(tracker: megatron_random.CudaRNGStatesTracker) -> None:
 
 
 def ffn_submodules(mlp: Any) -> Any:
-    """The submodules of the dense FFN in a local layer specification.
+    """Return the submodules of the dense FFN in a local layer specification.
 
     Reason: the FFN's specification is a ModuleSpec in Megatron-Core 0.16, a functools.partial in 0.19.
     Seen with: Megatron-Core 0.16.1 and 0.19.2.

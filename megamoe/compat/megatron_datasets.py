@@ -21,7 +21,7 @@ class IndexedGPTDataset(GPTDataset):
         return self.computed_index()
 
     def computed_index(self) -> Any:
-        """By Megatron-Core, which saves nothing if `path_to_cache` is empty."""
+        """Compute the index by Megatron-Core, which saves nothing if `path_to_cache` is empty."""
         return super()._build_document_sample_shuffle_indices()
 
     def _build_document_sample_shuffle_indices(self) -> Any:
@@ -42,7 +42,7 @@ class IndexedBlend(BlendedDataset):
         return self.computed_index()
 
     def computed_index(self) -> Any:
-        """By Megatron-Core, which saves nothing if `path_to_cache` is empty."""
+        """Compute the index by Megatron-Core, which saves nothing if `path_to_cache` is empty."""
         return super()._build_indices()
 
     def _build_indices(self) -> Any:
@@ -60,7 +60,7 @@ class BarrierFreeBuilder(BlendedMegatronDatasetBuilder):
 
     @staticmethod
     def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
-        """An instance of the class."""
+        """Return an instance of the class."""
         return cls(*args)
 
     def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
@@ -72,7 +72,7 @@ class BarrierFreeBuilder(BlendedMegatronDatasetBuilder):
 
 
 def token_files(dataset: GPTDataset) -> list[Any]:
-    """The memory-mapped arrays of a GPTDataset's tokens and of their index.
+    """Return the memory-mapped arrays of a GPTDataset's tokens and of their index.
 
     Reason: no public attribute leads to the open files.
     Seen with: Megatron-Core 0.16.1 and 0.19.2.
@@ -84,7 +84,7 @@ def token_files(dataset: GPTDataset) -> list[Any]:
 
 
 def documents_of_sample(dataset: GPTDataset, sample: int) -> Any:
-    """The numbers of the documents that a sample is made of, int array.
+    """Return the numbers of the documents that a sample is made of, int array.
 
     Reason: Megatron-Core gives a sample's tokens only.
     Seen with: Megatron-Core 0.16.1 (it returns two values) and 0.19.2 (three).

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def open_map(array: Any) -> Any:
-    """The mmap.mmap of a numpy.memmap or a view of one, None of an array in memory.
+    """Return the mmap.mmap of a numpy.memmap or of a view of one; None for an array in memory.
 
     Reason: `size` of the map asks for the file's present size; the array itself does not know.
     Seen with: NumPy 2.4 and 2.5.

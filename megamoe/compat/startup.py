@@ -55,7 +55,7 @@ def check_versions() -> None:
 
 
 def _installed_version(name: str) -> Version | None:
-    """None where there is no metadata, or no version that can be compared."""
+    """Return the version; None where there is no metadata, or none that can be compared."""
     try:
         return Version(importlib.metadata.version(name))
     except (importlib.metadata.PackageNotFoundError, InvalidVersion, TypeError):

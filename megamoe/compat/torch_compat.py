@@ -114,18 +114,18 @@ class AdamState:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Adam, group: dict[str, Any]) -> "AdamState":
-        """Of one of the optimiser's parameter groups."""
+        """Return the state of one of the optimiser's parameter groups."""
         state = cls([], [], [], [], [], [])
         optimizer._init_group(group, *vars(state).values())
         return state
 
     def passed_over(self) -> list[Tensor]:
-        """All that a step reads and writes."""
+        """Return all that a step reads and writes."""
         return self.weights + self.gradients + self.means + self.squares
 
 
 def sgemm_address() -> int | None:
-    """Where PyTorch's own fp32 BLAS product begins; None where its library shows none.
+    """Return the address of PyTorch's own fp32 BLAS product; None where its library shows none.
 
     Reason: PyTorch has no public product of groups of different sizes that is fast in fp32, and a second
         BLAS in the process would fight over the threads.
@@ -141,7 +141,7 @@ def sgemm_address() -> int | None:
 
 
 def loader_processes(iterator: Any) -> list[BaseProcess]:
-    """Of a DataLoader's iterator; none if it reads in this process.
+    """Return the processes of a DataLoader's iterator; none if it reads in this process.
 
     Reason: PyTorch tells of a worker's death only where it waits for a batch.
     Seen with: torch 2.13 and 2.15.

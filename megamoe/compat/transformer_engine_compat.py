@@ -23,7 +23,7 @@ FP8_ABILITY = {
 
 
 def is_too_old(version: str) -> bool:
-    """Whether a version of Transformer Engine is older than `OLDEST`; by its first two numbers.
+    """Return whether a version of Transformer Engine is older than `OLDEST`; by its first two numbers.
 
     Reason: its versions end in a commit, such as 2.3.0+5bee81e, and a container's may be no version at all.
     Seen with: Transformer Engine 2.3 by its documentation.
@@ -38,7 +38,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def fp8_ability(fp8: str) -> tuple[bool, str]:
-    """Whether this device can do a scaling of model.fp8, and why not.
+    """Return whether this device can do a scaling of model.fp8, and why not.
 
     Reason: FP8GlobalStateManager is Transformer Engine's own bookkeeping; 2.3 has no public question for
         every scaling.

@@ -19,7 +19,7 @@ from megamoe.data.loader import Loader
 from megamoe.errors import UserError
 
 Item = dict[str, torch.Tensor]  # a sample, by the names of its tensors
-ON_HOST = ("document_start_BS", "lengths_B", "source_lengths_B", "is_uneven")  # which the host reads
+ON_HOST = ("document_start_BS", "lengths_B", "source_lengths_B")  # lengths, which the host reads
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class Batch:
 
     Sequences may end in padding. Fields that begin with source_ are the input of an encoder_decoder's
     encoder. document_start_BS: the position in its sequence at which each token's document begins.
-    is_uneven: whether other micro batches may have padding where this one has none. All of them then take the
-    path of padding, because ZeRO 3 needs the same order of modules on all ranks, in backward too.
     """
 
     tokens_BS: torch.Tensor  # int64
@@ -42,7 +40,6 @@ class Batch:
     lengths_B: torch.Tensor | None = None  # int64, on the CPU, tokens before padding; None: no padding
     source_BL: torch.Tensor | None = None  # int64
     source_lengths_B: torch.Tensor | None = None  # int64, on the CPU; given with source_BL
-    is_uneven: bool = False
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on `device`, but for lengths and documents, which the host reads."""

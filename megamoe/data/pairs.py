@@ -14,22 +14,29 @@ def pair_batch(
     start: int,
     pad: int = 0,
     multiple: int = 1,
-    is_uneven: bool = False,
+    longest: int | None = None,
 ) -> Batch:
     """Return the batch of pairs, filled up to the longest source and the longest target.
 
     items: `source` and `target`, int64 of any lengths above 0; a target ends with its own end token. The
     decoder reads `start` and then the target without its last token, and predicts the target. indices: the
     pairs' numbers in the data. pad: the id of padding, which has no influence. multiple: lengths are filled
-    up to a multiple of it, the tensor-parallel ranks. is_uneven: whether pairs of the data differ in length.
+    up to a multiple of it, the tensor-parallel ranks. longest: the most tokens of a side, those for which the
+    model has positions; None: any.
 
     Raises:
-        UserError: if a side is empty.
+        UserError: if a side is empty or too long.
     """
     for item, index in zip(items, indices, strict=True):
         for side in ("source", "target"):
-            if item[side].numel() == 0:
+            length = item[side].numel()
+            if length == 0:
                 raise UserError(f"data: the {side} of pair {index} is empty; remove the pair")
+            if longest is not None and length > longest:
+                raise UserError(
+                    f"data: the {side} of pair {index} has {length} tokens, more than data.sequence_length "
+                    f"{longest}; raise it, or leave the pair out"
+                )
     sources, targets = ([item[side] for item in items] for side in ("source", "target"))
     shifted = [torch.cat((target.new_tensor([start]), target[:-1])) for target in targets]
     tokens_BS, lengths_B = _filled(shifted, pad, multiple)
@@ -46,7 +53,6 @@ def pair_batch(
         lengths_B=lengths_B,
         source_BL=source_BL,
         source_lengths_B=source_lengths_B,
-        is_uneven=is_uneven,
     )
 
 

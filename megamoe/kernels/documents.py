@@ -51,14 +51,14 @@ class Documents(NamedTuple):
 
     @classmethod
     def of_lengths(
-        cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu", always: bool = False
+        cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu"
     ) -> "Documents | None":
-        """Return the documents of sequences that end in padding; None if none has any, unless `always`.
+        """Return the documents of sequences that end in padding; None if no sequence has any.
 
         The padding of a sequence is a document of its own, so that nothing sees it. lengths_B: integers on
         the CPU, the tokens of each sequence before its padding, at least 1. size: tokens with padding.
         """
-        if not always and bool((lengths_B == size).all()):
+        if bool((lengths_B == size).all()):
             return None
         end_B1 = lengths_B[:, None]
         return cls.of(torch.where(torch.arange(size) < end_B1, 0, end_B1), device)
@@ -101,11 +101,9 @@ class SourceLengths(NamedTuple):
     visible_B11L: Tensor
 
     @classmethod
-    def of(
-        cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu", always: bool = False
-    ) -> "SourceLengths | None":
-        """Return them for lengths as in `Documents.of_lengths`; None if none has padding, unless `always`."""
-        if not always and bool((lengths_B == size).all()):
+    def of(cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu") -> "SourceLengths | None":
+        """Return them for lengths as in `Documents.of_lengths`; None if no sequence has padding."""
+        if bool((lengths_B == size).all()):
             return None
         visible_BL = torch.arange(size) < lengths_B[:, None]
         return cls(visible_BL[:, None, None].to(device, non_blocking=True))

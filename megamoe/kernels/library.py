@@ -5,14 +5,10 @@ cached in $XDG_CACHE_HOME/megamoe (default ~/.cache/megamoe) under a hash of its
 processor. A file that another user could have written is not loaded.
 """
 
-import atexit
 import ctypes
-import hashlib
 import os
 import platform
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megamoe.compat.torch_compat import sgemm_address
+from megamoe.kernels.build import BuildError, cached, run
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
@@ -67,10 +64,6 @@ PRODUCT = [*[Pointer] * 3, *[Int] * 3, Pointer, Threads]
 PRODUCTS = ("forward", "to_rows", "to_weight")
 # These take memory of their own. They return 0, the bytes that could not be had, or -1 where that is unknown.
 TAKE_MEMORY = {*WITH_BLAS, *WITH_TILES, *PRODUCTS, "rms_norm_backward", "adamw", "sum_of_squares"}
-
-
-class BuildError(Exception):
-    """The library cannot be built; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -203,15 +196,8 @@ def _built() -> Path:
     compiler, version = _compiler()
     sources = sorted(SOURCES.iterdir())
     parts = [version, " ".join(_flags()), _processor(), *(path.read_text() for path in sources)]
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    folder = _folder()
-    path = folder / f"kernels-{name}.so"
-    if not _is_ours(path):
-        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as own:
-            fresh = Path(own) / path.name
-            _compile(compiler, [path for path in sources if path.suffix == ".cpp"], fresh)
-            fresh.replace(path)
-    return path
+    files = [str(path) for path in sources if path.suffix == ".cpp"]
+    return cached("kernels", parts, [compiler, *_flags(), "-shared", "-fPIC", *files], BUILD_TIMEOUT_S)
 
 
 def _compiler() -> tuple[str, str]:
@@ -222,7 +208,7 @@ def _compiler() -> tuple[str, str]:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise BuildError("no C++ compiler was found; install g++")
-    shown = _run([compiler, "--version"])
+    shown = run([compiler, "--version"], BUILD_TIMEOUT_S)
     if "Free Software Foundation" not in shown:
         raise BuildError(f"{compiler} is not GCC; install g++, or name it in CXX")
     return compiler, shown
@@ -230,22 +216,6 @@ def _compiler() -> tuple[str, str]:
 
 def _flags() -> list[str]:
     return FLAGS + FLAGS_OF.get(platform.machine(), [])
-
-
-def _compile(compiler: str, sources: list[Path], path: Path) -> None:
-    _run([compiler, *_flags(), "-shared", "-fPIC", *map(str, sources), "-o", str(path)])
-    path.chmod(0o700)
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} cannot be run: {error}") from error
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise BuildError(f"{command[0]} failed: {said[0] if said else f'exit code {done.returncode}'}")
-    return done.stdout
 
 
 def _processor() -> str:
@@ -256,26 +226,3 @@ def _processor() -> str:
         return platform.processor()
     shown = {line.partition(":")[0].strip(): line for line in reversed(lines)}
     return "\n".join(shown.get(key, "") for key in ("model name", "flags", "Features"))
-
-
-def _folder() -> Path:
-    """Return the cache folder, or a temporary folder of this process if that cannot be written."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megamoe"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if _is_ours(folder) and os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):
-        pass
-    folder = Path(tempfile.mkdtemp(prefix="megamoe-kernels-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether the file exists, belongs to this user, and is writable for nobody else."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022

@@ -18,12 +18,12 @@ class StepContext:
     All layers of a model share one object. Tokens are ordered by position: token s * B + b is position s of
     sequence b.
 
-    aux_scale: multiplies the gradient of the auxiliary losses, see `layer.attach_losses`. token_index_T: int64,
-    each token's index in the data of the whole run, the key of every random draw; None: tokens are numbered
-    from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each sequence;
-    None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary losses'
-    gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. micro_batch: its
-    number in the run; data-parallel ranks take micro batches in turn.
+    aux_scale: multiplies the gradient of the auxiliary losses, see `layer.attach_losses`. token_index_T:
+    int64, each token's index in the data of the whole run, the key of every random draw; None: tokens are
+    numbered from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each
+    sequence; None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary
+    losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. micro_batch:
+    its number in the run; data-parallel ranks take micro batches in turn.
     num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
     rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
     alone. source: the tokens of an encoder_decoder's encoder; the other fields are the decoder's.

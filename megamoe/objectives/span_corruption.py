@@ -100,7 +100,8 @@ class SpanCorruption(TrainingObjective):
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
         """Return the batch of pairs; under tensor parallelism their lengths are filled up."""
-        return pair_batch(items, indices, start=self.end, multiple=self.config.parallel.tensor)
+        longest, ranks = self.config.data.sequence_length, self.config.parallel.tensor
+        return pair_batch(items, indices, start=self.end, multiple=ranks, longest=longest)
 
 
 def _sizes(options: Any, length: int) -> tuple[int, int]:

@@ -124,7 +124,7 @@ class Translation(TrainingObjective):
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
         """Return the batch of pairs; under tensor parallelism their lengths are filled up."""
         multiple = self.config.parallel.tensor
-        return pair_batch(items, indices, start=self._end, pad=self._pad, multiple=multiple, is_uneven=True)
+        return pair_batch(items, indices, start=self._end, pad=self._pad, multiple=multiple)
 
     def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
         verify_pairs(self.config.data, self._checked, self.vocabulary.of_data)

@@ -93,11 +93,11 @@ def _without_swap_folder(content: Any) -> Any:
     return {key: _without_swap_folder(value) for key, value in content.items() if key != SWAP_FOLDER}
 
 
-@cache
 def _versions() -> dict[str, str | None]:
     return {"megamoe": megamoe.__version__} | {name: _version(name) for name in VERSIONS}
 
 
+@cache
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)

@@ -147,13 +147,13 @@ def set_context(context: StepContext, batch: Batch, number: int, rollouts: int =
     context.source = None
     if batch.lengths_B is not None:
         context.token_index_T = _padded_index_T(sample_B, length)
-        context.padding = Padding.of(batch.lengths_B, length, device, batch.is_uneven)
+        context.padding = Padding.of(batch.lengths_B, length, device)
     if batch.source_BL is not None and batch.source_lengths_B is not None:
         source_length = batch.source_BL.shape[1]
         context.source = SourceTokens(
             _padded_index_T(sample_B, source_length),
             batch.source_BL.transpose(0, 1).reshape(-1),
-            Padding.of(batch.source_lengths_B, source_length, device, batch.is_uneven),
+            Padding.of(batch.source_lengths_B, source_length, device),
         )
     context.sample_index_B = sample_B
     context.micro_batch = number
@@ -178,7 +178,7 @@ def model_inputs(batch: Batch) -> dict[str, Tensor | Documents | SourceLengths |
     documents = None if start_BS is None else Documents.of(start_BS, device)
     if batch.lengths_B is not None:
         assert start_BS is None, "documents of sequences with padding"
-        documents = Documents.of_lengths(batch.lengths_B, length, device, batch.is_uneven)
+        documents = Documents.of_lengths(batch.lengths_B, length, device)
     inputs: dict[str, Tensor | Documents | SourceLengths | None] = {
         "tokens_BS": batch.tokens_BS,
         "position_ids_BS": batch.position_ids_BS,
@@ -188,9 +188,9 @@ def model_inputs(batch: Batch) -> dict[str, Tensor | Documents | SourceLengths |
     if batch.predicted_P is not None:
         inputs["predicted_P"] = batch.predicted_P
     if batch.source_BL is not None and batch.source_lengths_B is not None:
-        lengths_B, length, always = batch.source_lengths_B, batch.source_BL.shape[1], batch.is_uneven
+        lengths_B, length = batch.source_lengths_B, batch.source_BL.shape[1]
         inputs["source_BL"] = batch.source_BL
         inputs["source_position_ids_BL"] = positions(lengths_B, length).to(device, non_blocking=True)
-        inputs["source_documents"] = Documents.of_lengths(lengths_B, length, device, always)
-        inputs["source_lengths"] = SourceLengths.of(lengths_B, length, device, always)
+        inputs["source_documents"] = Documents.of_lengths(lengths_B, length, device)
+        inputs["source_lengths"] = SourceLengths.of(lengths_B, length, device)
     return inputs

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.build import BuildError, built
+from megamoe.kernels.build import BuildError
+from tests.cuda.build import built
 from tests.cuda.training import MEASURED, Tree
 from tests.distributed.pool import Pool, free_port
 

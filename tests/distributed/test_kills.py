@@ -127,7 +127,7 @@ def final_tensors(output: Path, steps: int) -> dict[str, Tensor]:
         return {name: reader.tensor(name) for name in reader.names()}
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(3, 48), pytest.param(50, 200, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("kills", "steps"), [(3, 32), pytest.param(50, 200, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_ends_as_one_that_is_not(
     pool: Pool, tmp_path: Path, kills: int, steps: int
 ) -> None:

@@ -85,8 +85,10 @@ def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, li
 def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, Any]]:
     """By part: (the results of one rank, the results of four ranks)."""
     layout = LAYOUTS[request.param]
-    one = [on_one_rank(*parts[0], RANKS // layout.get("tensor", 1)) for parts in DISTINCT.values()]
-    many = [run_of(*parts[0], parallel=layout) for parts in DISTINCT.values()]
+    data = RANKS // layout.get("tensor", 1)
+    size = {"train__global_batch_size": data}  # each data-parallel rank has one micro batch a step
+    one = [{**on_one_rank(*parts[0], data), **size} for parts in DISTINCT.values()]
+    many = [run_of(*parts[0], parallel=layout, **size) for parts in DISTINCT.values()]
     (alone,) = pool.run(several_runs, one, STEPS, ranks=1, timeout_s=300)
     ranks = pool.run(several_runs, many, STEPS, ranks=RANKS, timeout_s=300)
     return {
@@ -140,6 +142,7 @@ def test_the_state_of_every_part_survives_a_checkpoint(
 ) -> None:
     """The scorer `stable` is saved in its second phase, frozen since step 2."""
     layout: dict[str, Any] = {"parallel__expert": ranks, "parallel__deepspeed": ds_config(file)}
+    layout["train__global_batch_size"] = 2
     runs = [run_of(*parts[0], **layout) for parts in DISTINCT.values()]
     for shown in pool.run(save_and_go_on, runs, tmp_path, steps, ranks=ranks, timeout_s=300):
         for parts, (went_on, resumed) in zip(DISTINCT.values(), shown, strict=True):

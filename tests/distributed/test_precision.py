@@ -10,19 +10,21 @@ from tests.distributed.runs import PLAIN_FILES, ds_config, run_each, run_steps
 FILES = PLAIN_FILES
 STEPS = 3
 LONG = 30
+BATCH = {"train__global_batch_size": 4}
 
 
 @pytest.fixture(scope="module")
 def plain(pool: Pool) -> dict[str, Any]:
     """One rank, fp32, no ZeRO."""
-    (found,) = pool.run(run_steps, STEPS, ranks=1)
+    (found,) = pool.run(run_steps, STEPS, **BATCH, ranks=1)
     return found
 
 
 @pytest.fixture(scope="module")
 def trained(pool: Pool) -> dict[str, list[dict[str, Any]]]:
     """By file: what each of two ranks showed."""
-    runs = [{"steps": STEPS, "parallel__expert": 2, "parallel__deepspeed": ds_config(file)} for file in FILES]
+    run = {"steps": STEPS, "parallel__expert": 2, **BATCH}
+    runs = [{**run, "parallel__deepspeed": ds_config(file)} for file in FILES]
     ranks = pool.run(run_each, runs, ranks=2, timeout_s=600)
     return {file: [rank[place] for rank in ranks] for place, file in enumerate(FILES)}
 

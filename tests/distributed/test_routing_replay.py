@@ -171,6 +171,23 @@ def test_the_same_run_has_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     assert [same(each, found[0]) for each in found] == [True] * 3
 
 
+def by_another_router(folder: Path) -> list[dict[str, Any]]:
+    """Job: a recorded run, its replay by a router without jitter, and that router's own choices."""
+    record = str(folder / "record")
+    found = [trained(STEPS, output=folder, name="n", log__routing=record)]
+    for name, router in (("o", {**OTHER, "replay": record}), ("p", OTHER)):
+        found.append(trained(STEPS, output=folder, name=name, moe__router=router))
+    launch.stop()
+    return found
+
+
+def test_another_router_replays_what_was_recorded(pool: Pool, tmp_path: Path) -> None:
+    ((recorded, replayed, own),) = pool.run(by_another_router, tmp_path, ranks=1)
+    for step in range(STEPS):
+        assert torch.equal(replayed["chosen"][step], recorded["chosen"][step])
+    assert not all(torch.equal(own["chosen"][step], recorded["chosen"][step]) for step in range(STEPS))
+
+
 def on_two_ranks(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
     """Job: a replay of one rank's record at a layout, its own record, and a replay of that."""
     mine = str(folder / f"two_{'_'.join(layout)}")

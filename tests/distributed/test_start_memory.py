@@ -63,7 +63,7 @@ def held_while_built(**changes: Any) -> dict[str, int]:
         model = trainer.model
         sizes = [4 * parameter.ds_numel for parameter in model.parameters()]  # type: ignore[attr-defined]
         blocks = [
-            sum(4 * parameter.ds_numel for parameter in block.parameters())
+            sum(4 * parameter.ds_numel for parameter in block.parameters())  # type: ignore[attr-defined]
             for stack in model.stacks()
             for block in stack
         ]

@@ -1,5 +1,6 @@
 """How the library is built, kept, found, and done without; most tests build a small one instead."""
 
+import atexit
 import multiprocessing
 import os
 import pwd
@@ -96,7 +97,7 @@ def test_a_folder_that_others_may_write_is_not_used(cache: Path, monkeypatch: py
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     at_exit = []
-    monkeypatch.setattr(kernels.atexit, "register", lambda *call, **more: at_exit.append((call, more)))
+    monkeypatch.setattr(atexit, "register", lambda *call, **more: at_exit.append((call, more)))
     path = kernels._built()
     assert path.parent.parent == Path(tempfile.gettempdir()) and path.is_file()
     assert not list(cache.iterdir())

@@ -24,12 +24,12 @@ CHECKS = [
     "a_norm_of_a_sum",
     "rotary",
     "gradients_of_heads_are_side_by_side",
-    "a_whole_model",
     "cross_entropy",
     "cross_entropy_of_infinite_logits",
     "the_first_sort_is_enough",
 ]
 LONG = [
+    "a_whole_model",
     "only_the_gradients_that_are_wanted",
     "every_grouped_product",
     "every_expert",

@@ -1,5 +1,6 @@
 """Checks of Triton's norms, rotary positions, cross entropy and order of rows; triton_checks.py runs them."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,13 +108,15 @@ def check_gradients_of_heads_are_side_by_side() -> None:
 def check_a_whole_model() -> None:
     """Blocks on Triton's kernels have the loss and all gradients of Megatron-Core's on plain ones."""
     from megamoe.moe.part import StepContext
+    from tests.distributed.pool import free_port
     from tests.tiny import VOCABULARY, tiny, tiny_gpt, world_of_one
 
     tokens_BS = torch.arange(16).view(2, 8) * 5 % VOCABULARY
     position_BS = torch.arange(8).expand(2, 8)
     found: list[list[Tensor]] = []
     names: list[str] = []
-    with world_of_one():
+    # The process that started this one may listen on the port of its own world.
+    with mock.patch.dict(os.environ, MASTER_PORT=str(free_port())), world_of_one():
         for kernels in (ON_TRITON, PLAIN):
             context = StepContext()
             config = tiny(

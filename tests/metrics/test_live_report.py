@@ -101,7 +101,12 @@ def test_a_record_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text(line(1) + line(2) + line(3).rstrip())  # the last line has no end yet
     parsed: list[bytes] = []
     parse = reader._parse
-    monkeypatch.setattr(reader, "_parse", lambda text: parsed.append(text) or parse(text))
+
+    def counted(text: bytes) -> dict[str, Any] | None:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(reader, "_parse", counted)
     record = Record(path)
 
     def read() -> tuple[list[int], int]:

@@ -11,7 +11,7 @@ from megamoe.moe.composition import check_parts
 from megamoe.moe.examples import example_trees
 
 NUM_EXPERTS = 16
-PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
+PARTS = [(kind, name) for kind in registry.LAYER_KINDS for name in registry.list_parts(kind)]
 PART_IDS = [f"{kind}-{name}" for kind, name in PARTS]
 
 

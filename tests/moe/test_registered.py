@@ -14,7 +14,7 @@ from megamoe.moe.routing import Routing, has_row_per_token
 from tests.moe.build import make_hidden, make_layer, moe_config
 from tests.moe.test_process_groups import spread_of
 
-PARTS = [(kind, name) for kind in registry.KINDS for name in registry.list_parts(kind)]
+PARTS = [(kind, name) for kind in registry.LAYER_KINDS for name in registry.list_parts(kind)]
 every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" for k, n in PARTS])
 
 

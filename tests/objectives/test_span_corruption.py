@@ -78,6 +78,10 @@ def test_batch_of_pairs() -> None:
     assert batch.loss_mask_BS.sum(1).tolist() == [2, 5]
     assert batch.position_ids_BS.tolist() == [[0, 1, 0, 0, 0, 0], [0, 1, 2, 3, 4, 0]]
     assert (batch.lengths_B.tolist(), batch.source_lengths_B.tolist()) == ([2, 5], [3, 1])
+    with pytest.raises(
+        UserError, match="the target of pair 11 has 5 tokens, more than data.sequence_length 4"
+    ):
+        pair_batch(pairs, [10, 11], start=EOD, longest=4)
     pairs[1]["source"] = pairs[1]["source"][:0]
     with pytest.raises(UserError, match="the source of pair 11 is empty"):
         pair_batch(pairs, [10, 11], start=EOD)

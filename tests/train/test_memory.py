@@ -149,6 +149,19 @@ def test_on_cuda_the_device_counts_and_the_host_holds_the_model_while_it_is_buil
         check(config, on_cuda)
 
 
+def test_at_zero3_the_host_holds_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks, whose experts are nearly all of the model."""
+    file = "parallel.deepspeed=ds_configs/zero3_fp32.json"
+    config = tiny("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024", file)
+    size = 4 * model_size(config, VOCABULARY).expert // 2
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 40))
+    monkeypatch.setattr(memory, "available_bytes", lambda: size)
+    check(config, world(device="cuda:0"))
+    monkeypatch.setattr(memory, "available_bytes", lambda: size - 1)
+    with pytest.raises(UserError, match="weights in fp32 while the model is built"):
+        check(config, world(device="cuda:0"))
+
+
 def test_offloaded_states_are_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = "parallel.deepspeed=ds_configs/zero3_bf16_offload.json"
     config = tiny("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024", file)

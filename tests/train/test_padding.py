@@ -11,7 +11,7 @@ from megamoe.data.batches import Batch
 from megamoe.data.pairs import pair_batch, positions
 from megamoe.moe.context import StepContext
 from megamoe.moe.padding import Padding
-from megamoe.train.step import model_inputs, set_context, train_step
+from megamoe.train.step import set_context, train_step
 from tests.tiny import VOCABULARY, tiny, tiny_engine
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -113,39 +113,20 @@ def test_padding_changes_nothing(one_rank: None, restored_process: None, stack: 
         assert other["losses"] == pytest.approx(layer["losses"], rel=1e-6)
 
 
-def test_context_of_a_batch_without_padding() -> None:
+def test_full_sequences_take_the_same_way_as_padded_ones() -> None:
+    """Ranks of ZeRO 3 must have the same autograd graph, whatever the lengths of their sequences."""
     context = StepContext()
     set_context(context, pair_batch(PAIRS[:1], [0], start=0), 0)
-    assert context.padding is None and context.source is not None and context.source.padding is None
-
-
-def test_batches_that_may_have_padding_take_its_path_without_any(
-    one_rank: None, restored_process: None
-) -> None:
-    """ZeRO 3 needs the same order of modules on all ranks; the values do not depend on the path."""
-    config = tiny("moe.layers=none", "model.init_std=0.2", *STACKS["both"], *ROUTERS["capacity"])
-    records = []
-    for is_uneven in (False, True):
-        batch = pair_batch(PAIRS[:1], [0], start=0, is_uneven=is_uneven)
-        context = StepContext(seed=1, step=1)
-        engine = tiny_engine(config, context)
-        engine.train(True)
-        records.append(train_step(engine, context, [batch], 1e-3, 0.0))
-        inputs = model_inputs(batch)
-        found = [context.padding, context.source and context.source.padding]
-        found += [inputs[name] for name in ("documents", "source_documents", "source_lengths")]
-        assert [each is not None for each in found] == [is_uneven] * 5
-    for word in ("loss", "lm_loss", "grad_norm"):
-        plain, padded = (getattr(record, word) for record in records)
-        assert padded == pytest.approx(plain, rel=1e-6), word
+    assert context.padding is not None and context.source is not None and context.source.padding is not None
+    assert context.padding.place_V.tolist() == [0, 1, 2]
+    set_context(context, replace(pair_batch(PAIRS[:1], [0], start=0), lengths_B=None, source_BL=None), 0)
+    assert context.padding is None and context.source is None
 
 
 def test_places_of_each_rank() -> None:
     padding = Padding.of(torch.tensor([4, 1, 2]), 4)
-    assert padding is not None
     assert padding.place_V.tolist() == [0, 1, 2, 3, 5, 6, 9]  # place s * 3 + b
     assert padding.bounds(2) == (0, 5, 7)
     assert [padding.own_places(rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 2, 3, 5], [0, 3]]
     context = padding.without(StepContext(), 2)
     assert context.sequence(7, torch.device("cpu")).tolist() == [0, 1, 2, 0, 2, 0, 0]
-    assert Padding.of(torch.tensor([4, 4]), 4) is None

@@ -8,12 +8,14 @@ locale data and refuses 239 of Django's catalogues for their number of plural fo
 """
 
 import gettext
+import hashlib
 import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megamoe.data.card import SourceCard
 from megamoe.data.parallel_text.find import CatalogueFile
 from megamoe.data.parallel_text.pair import Counts, Pair
 from megamoe.errors import UserError
@@ -35,8 +37,8 @@ def read_catalogue(file: CatalogueFile, counts: Counts) -> Iterator[Pair]:
     Raises:
         UserError: if polib is missing; if the catalogue is empty, or broken in each of its files.
     """
-    catalogue = _parse(file, counts)
-    entries = 0
+    catalogue, name, content = _parse(file, counts)
+    entries = pairs = 0
     form_of_one, form_of_many = _plural_forms(catalogue.metadata.get("Plural-Forms", ""))
     for entry in catalogue:
         entries += 1
@@ -55,13 +57,16 @@ def read_catalogue(file: CatalogueFile, counts: Counts) -> Iterator[Pair]:
             if not target.strip() or not source.strip():
                 counts.left_out["without translation"] += 1
             else:
+                pairs += 1
                 yield Pair(source, target, file.language, file.label, identities)
     if not entries:
         counts.left_out[EMPTY] += 1
+    digest = hashlib.sha256(content).hexdigest()
+    counts.sources.append(SourceCard(name, len(content), digest, pairs))
 
 
-def _parse(file: CatalogueFile, counts: Counts) -> Any:
-    """Return polib's catalogue: of the first of the files that can be read."""
+def _parse(file: CatalogueFile, counts: Counts) -> tuple[Any, str, bytes]:
+    """Return polib's catalogue of the first of the files that can be read, the file's name and its bytes."""
     problems = []
     for ending in file.endings:
         name = f"{file.name}{ending}"
@@ -79,7 +84,7 @@ def _parse(file: CatalogueFile, counts: Counts) -> Any:
             problems.append(f"{name}: {error}")
             continue
         counts.warnings += [f"{problem}; {name} is read instead" for problem in problems]
-        return catalogue
+        return catalogue, name, content
     raise UserError(f"{problems[0]}; mend the catalogue, or leave broken ones out with --skip-broken")
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megamoe.data.card import SourceCard
 from megamoe.data.parallel_text.languages import normalize_language
 from megamoe.data.parallel_text.pair import Counts, Pair
 from megamoe.data.sources import Source, Tap, read_lines
@@ -21,7 +22,7 @@ def read_aligned(language: str, source: str, target: str, counts: Counts) -> Ite
         UserError: if a file cannot be read, or if the files have different numbers of lines.
     """
     language = check_language(language)
-    sides = (_lines(source), _lines(target))
+    sides = (_lines(source, counts), _lines(target, counts))
     number = 0
     for number, (left, right) in enumerate(itertools.zip_longest(*sides), start=1):
         if left is None or right is None:
@@ -44,7 +45,7 @@ def read_tsv(language: str, path: str, counts: Counts) -> Iterator[Pair]:
     """
     language = check_language(language)
     number = 0
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(_lines(path, counts), start=1):
         columns = line.split("\t")
         if len(columns) != COLUMNS:
             raise UserError(
@@ -63,7 +64,7 @@ def read_json_lines(path: str, keys: Iterable[str], counts: Counts) -> Iterator[
     """
     names = list(keys)
     number = 0
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(_lines(path, counts), start=1):
         if not line.strip():
             continue
         try:
@@ -104,8 +105,11 @@ def _pair(source: str, target: str, language: str, counts: Counts) -> Iterator[P
         counts.left_out["without translation"] += 1
 
 
-def _lines(path: str) -> Iterator[str]:
-    """Yield the lines of a file without their ends; raise a UserError for what is not UTF-8."""
+def _lines(path: str, counts: Counts) -> Iterator[str]:
+    """Yield the lines of a file without their ends; raise a UserError for what is not UTF-8.
+
+    A file that was read to its end is noted in `counts`, with the number of its lines.
+    """
     if not Path(path).is_file():
         raise UserError(f"{path!r} is no file; expected text, also as .gz or .zst")
     try:
@@ -113,4 +117,7 @@ def _lines(path: str) -> Iterator[str]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     with tap:
-        yield from read_lines(Source(path, Path(path)), tap)
+        number = 0
+        for number, line in enumerate(read_lines(Source(path, Path(path)), tap), start=1):  # noqa: B007
+            yield line
+        counts.sources.append(SourceCard(path, tap.num_bytes, tap.sha256(), number))

@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from megamoe.data.card import SourceCard
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -25,7 +27,11 @@ class Pair:
 
 @dataclass
 class Counts:
-    """What was read and what was left out, for the card, and the warnings to print."""
+    """What was read and what was left out, for the card, and the warnings to print.
+
+    sources: the files that were read to their ends; their `documents` are the pairs, or lines, in them.
+    """
 
     left_out: Counter[str] = field(default_factory=Counter)  # by reason
     warnings: list[str] = field(default_factory=list)
+    sources: list[SourceCard] = field(default_factory=list)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megamoe import __version__
-from megamoe.data.card import DataCard, DataFiles, save_checked
+from megamoe.data.card import DataCard, DataFiles, SourceCard, load_checked, save_checked
 from megamoe.data.parallel_text.card import LanguageCard, PairCard, PairFiles
 from megamoe.data.parallel_text.catalogues import read_catalogue
 from megamoe.data.parallel_text.files import check_language, read_aligned, read_json_lines, read_tsv
@@ -78,6 +78,7 @@ class PairsSummary:
     tokens: dict[str, int]  # of the training corpus by language
     options: dict[str, object]
     warnings: list[str]
+    sources: list[SourceCard]  # the files that were read
 
     def text(self, output: str) -> str:
         """Return the lines that say what was written to `output`."""
@@ -117,6 +118,10 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
         min_pairs=preparation.min_pairs,
     )
     splits = split_pairs(pairs, preparation.split)
+    if "train" not in splits:
+        raise UserError(
+            f"split: all {len(pairs)} pairs fell into valid and test; add pairs or raise the share of train"
+        )
     partial = output.with_name(f".{output.name}.partial")
     try:
         with locked_folder(partial, preparation.output):
@@ -141,11 +146,14 @@ def _check(preparation: PairPreparation, output: Path) -> None:
         raise UserError(f"output {preparation.output!r}: expected a new folder such as data/catalogues")
     if output.exists() and not preparation.overwrite:
         raise UserError(f"output {preparation.output!r} exists; choose another --output or add --overwrite")
-    if output.exists() and not (output / CARD_FILE).is_file():
-        raise UserError(
-            f"output {preparation.output!r} is not a folder of prepared pairs, so --overwrite leaves it as "
-            "it is; choose another --output"
-        )
+    if output.exists():
+        try:
+            load_checked(output / CARD_FILE, PairsSummary)
+        except UserError as error:
+            raise UserError(
+                f"output {preparation.output!r} is not a folder of prepared pairs, so --overwrite leaves it "
+                "as it is; choose another --output"
+            ) from error
     if len(preparation.keys) != len(("source", "target", "language")):
         raise UserError(f"keys {','.join(preparation.keys)}: expected three, of source, target and language")
     expand(preparation.special)
@@ -230,6 +238,7 @@ class _Writer:
             tokens=tokens,
             options=asdict(self._preparation),
             warnings=counts.warnings,
+            sources=counts.sources,
         )
         save_checked(asdict(summary), self._folder / CARD_FILE)
         return summary

@@ -13,7 +13,6 @@ from megamoe.metrics.report.panels import Colour, Curve, Panel, Section, clipped
 from megamoe.metrics.report.run_statistics import (
     Run,
     RunStatistics,
-    compute_statistics,
     further_sets,
     series,
 )
@@ -188,7 +187,7 @@ def seed_rows(groups: list[Group]) -> list[list[str]]:
     ]
     rows = []
     for group in groups:
-        stats = [compute_statistics(run.rows) for run in group.runs]
+        stats = [run.statistics for run in group.runs]
         cells = [_mean_and_deviation([value(it) for it in stats], pattern) for value, pattern in columns]
         rows.append([group.name, str(len(group.runs)), *cells])
     return rows

@@ -21,8 +21,6 @@ from megamoe.metrics.report.run_statistics import (
     Run,
     RunStatistics,
     comparison_row,
-    compute_statistics,
-    moe_layers,
     read_run,
 )
 from megamoe.metrics.report.sections import run_sections
@@ -92,7 +90,7 @@ def headline(run: Run) -> str:
     """Return the run's state and size in a line."""
     if not run.rows:
         return "No step is recorded yet: the run has not reached its first logged step, or ended before it."
-    stats = compute_statistics(run.rows)
+    stats = run.statistics
     parts = [f"{stats.steps:,} steps"]
     planned = run.summary.get("steps")
     if planned is not None:
@@ -103,7 +101,7 @@ def headline(run: Run) -> str:
         parts.append(f"{format_count(stats.tokens)} tokens")
     if stats.time_s is not None:
         parts.append(format_duration(stats.time_s))
-    layers = moe_layers(run.rows)
+    layers = run.layers
     parts.append(f"{len(layers)} MoE layer{'s' if len(layers) > 1 else ''}" if layers else "dense")
     return " · ".join(parts)
 
@@ -111,7 +109,7 @@ def headline(run: Run) -> str:
 def _parts(run: Run) -> list[str]:
     parts = []
     if run.rows:
-        stats = compute_statistics(run.rows)
+        stats = run.statistics
         tiles = "\n".join(
             f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in _tiles(stats)
         )
@@ -174,7 +172,7 @@ def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
     table = [(label, format_number(value, pattern)) for label, pattern, value in rows if value is not None]
     if stats.time_s is not None:
         table.append(("Time in training steps", format_duration(stats.time_s)))
-    if moe_layers(run.rows):
+    if run.layers:
         idle = [
             f"{layer.replace('_', ' ')}: {', '.join(map(str, experts))}"
             for layer, experts in stats.never_used.items()

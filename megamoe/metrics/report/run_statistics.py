@@ -7,9 +7,11 @@ import stat
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from megamoe.config.yaml_text import parse_yaml
@@ -45,6 +47,16 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @cached_property
+    def statistics(self) -> "RunStatistics":
+        """The statistics of the records, computed once."""
+        return compute_statistics(self.rows)
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """The MoE layers of the records, found once."""
+        return moe_layers(self.rows)
 
 
 @dataclass
@@ -176,7 +188,7 @@ def compute_statistics(rows: Rows) -> RunStatistics:
     """Compute the statistics of a run's records."""
     val_losses = series(rows, "val/lm_loss")[1]
     speeds = series(rows, "perf/tokens_per_s")[1]
-    imbalances = [value for row in rows for value in [_worst_imbalance(row)] if value is not None]
+    imbalances = (_worst_imbalance(row) for row in reversed(rows))
     return RunStatistics(
         steps=rows[-1]["step"] if rows else 0,
         tokens=_last(series(rows, "tokens")[1]),
@@ -187,7 +199,7 @@ def compute_statistics(rows: Rows) -> RunStatistics:
         val_loss_best=min(val_losses, default=None),
         further_val_losses={name: series(rows, f"val/{name}/lm_loss")[1][-1] for name in further_sets(rows)},
         tokens_per_s=statistics.median(speeds) if speeds else None,
-        max_imbalance=_last(imbalances),
+        max_imbalance=next((value for value in imbalances if value is not None), None),
         never_used=_never_used(rows),
     )
 
@@ -219,9 +231,9 @@ def _never_used(rows: Rows) -> dict[str, list[int]]:
     never_used = {}
     for layer in moe_layers(rows):
         loads = series(rows, f"moe/{layer}/load")[1]
-        totals = [sum(per_expert) for per_expert in zip(*loads, strict=True)]
-        if 0 in totals:
-            never_used[layer] = [expert for expert, total in enumerate(totals) if total == 0]
+        idle = np.flatnonzero(~np.asarray(loads, dtype=float).any(axis=0))
+        if len(idle):
+            never_used[layer] = idle.tolist()
     return never_used
 
 
@@ -239,7 +251,7 @@ def comparison_table(runs: list[Run]) -> str:
 
 def comparison_row(run: Run) -> list[str]:
     """Return the cells of a run under COMPARED; `-` where it has not recorded a value."""
-    stats = compute_statistics(run.rows)
+    stats = run.statistics
 
     def show(value: float | None, pattern: str) -> str:
         return "-" if value is None else format_number(value, pattern)

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import gzip
+import hashlib
 import importlib.util
 import json
 from pathlib import Path
@@ -104,6 +105,10 @@ def test_summary_and_labels(prepared: Path) -> None:
     summary = json.loads((prepared / "card.json").read_text())
     assert summary["languages"] == dict.fromkeys(WORDS, 60)
     assert sum(summary["pairs"].values()) == 180
+    path = prepared.parent / "app" / "blog" / "locale" / "de" / "LC_MESSAGES" / "django.po"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    expected = {"name": str(path), "size": path.stat().st_size, "sha256": digest, "documents": 30}
+    assert len(summary["sources"]) == 6 and summary["sources"][0] == expected
     assert summary["labels"] == ["app.blog", "app.shop"]
     assert (prepared / "labels" / "test.pt_BR.jsonl").exists()
 
@@ -123,9 +128,19 @@ def test_other_inputs_give_the_same_pairs(tool: Any, tmp_path: Path) -> None:
         "catalogues": ["--catalogues", str(catalogue)],
     }
     written = []
+    files = {
+        "aligned": ("a.en", "a.de"),
+        "tsv": ("b.tsv.gz",),
+        "jsonl": ("c.jsonl",),
+        "catalogues": ("de.po",),
+    }
     for name, options in inputs.items():
         assert tool.main([*options, "--tokenizer", "bytes", "--output", str(tmp_path / name)]) == 0
         written.append((tmp_path / name / "pairs" / "train.target.bin").read_bytes())
+        summary = json.loads((tmp_path / name / "card.json").read_text())
+        assert [(one["name"], one["documents"]) for one in summary["sources"]] == [
+            (str(tmp_path / file), 20) for file in files[name]
+        ]
         card = load_card(str(tmp_path / name / "pairs" / "train.target"))
         assert card is not None
         assert card.tokenizer.reference == "bytes+pad,mask,sentinels,<2en>,<2de>"
@@ -189,7 +204,7 @@ def test_replacing_an_output(tool: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert (out / "more").exists()
     assert tool.main([*command, "--overwrite"]) == 0
     assert not (out / "more").exists() and [*tmp_path.glob(".*")] == []
-    (out / "card.json").unlink()  # a folder of something else is left as it is
+    (out / "card.json").write_text("{}")  # a folder of something else is left as it is
     assert tool.main([*command, "--overwrite"]) == 2
     assert "is not a folder of prepared pairs" in capsys.readouterr().err
 
@@ -217,6 +232,10 @@ BAD = {
     "catalogue": (["--catalogues", "app"], "syntax error"),
     "empty catalogue": (["--catalogues", "fr.po"], "'fr.po': empty: no message in it is translated"),
     "package": (["--catalogues", "no-such-package"], "pip install --no-deps no-such-package"),
+    "no training": (
+        ["--tsv", "de", "2.tsv", "--split", "0.0001,1,0"],
+        "all 2 pairs fell into valid and test",
+    ),
     "split": (["--tsv", "de", "2.tsv", "--split", "0,1,1"], "expected three shares"),
     "words": (["--tsv", "de", "2.tsv", "--min-words", "9"], "no pairs are left (2 of fewer than 9 words)"),
     "zero": (["--tsv", "de", "2.tsv", "--min-pairs", "0"], "min_pairs 0: expected at least 1"),

@@ -1,0 +1,79 @@
+"""Bidirectional and cross attention: against softmax(Q K') V with a plain mask, in fp64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.kernels.attention import bidirectional_attention, cross_attention, rotated
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.documents import Documents, SourceLengths
+
+PLAIN = Kernels.of("plain", "plain")
+HEADS, GROUPS, SIZE = 4, 2, 8
+
+
+def heads(length: int, count: int, seed: int, batch: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, batch, count, SIZE, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def oracle(query: Tensor, key: Tensor, value: Tensor, visible_BSL: Tensor) -> Tensor:
+    repeats = query.shape[2] // key.shape[2]
+    key, value = (side.repeat_interleave(repeats, 2) for side in (key, value))
+    scores = torch.einsum("sbnd,lbnd->bnsl", query, key) / SIZE**0.5
+    weights = scores.masked_fill(~visible_BSL[:, None], float("-inf")).softmax(-1)
+    return torch.einsum("bnsl,lbnd->sbnd", weights, value).flatten(2)
+
+
+def assert_same(found: Tensor, expected: Tensor, sides: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(4), dtype=found.dtype)
+    gradients = [torch.autograd.grad((each * weight).sum(), sides) for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("base", [None, 100.0])
+@pytest.mark.parametrize(
+    "bounds_B",
+    [
+        [[0, 20], [0, 20]],
+        [[0, 3, 5, 20], [0, 11, 20]],  # short documents: under one small mask
+        [[0, 300, 340, 341, 700], [0, 10, 699, 700]],  # long ones by themselves
+    ],
+)
+def test_within_documents(base: float | None, bounds_B: list[list[int]]) -> None:
+    length = bounds_B[0][-1]
+    start_BS = torch.stack(
+        [torch.repeat_interleave(torch.tensor(row[:-1]), torch.tensor(row).diff()) for row in bounds_B]
+    )
+    documents = Documents.of(start_BS)
+    sides = (heads(length, HEADS, 1), heads(length, GROUPS, 2), heads(length, GROUPS, 3))
+    query, key, value = sides
+    if base is not None:
+        query, key = (rotated(side, base, documents, PLAIN) for side in (query, key))
+    expected = oracle(query, key, value, start_BS[:, :, None] == start_BS[:, None, :])
+    found = bidirectional_attention(*sides, base, None, documents, kernels=PLAIN)
+    assert_same(found, expected, sides)
+
+
+def test_whole_sequences() -> None:
+    sides = (heads(9, HEADS, 1), heads(9, GROUPS, 2), heads(9, GROUPS, 3))
+    expected = oracle(*sides, torch.ones(2, 9, 9, dtype=torch.bool))
+    assert_same(bidirectional_attention(*sides, kernels=PLAIN), expected, sides)
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (3, 7), (1, 2)])
+def test_cross_attention(lengths: tuple[int, int]) -> None:
+    sides = (heads(5, HEADS, 1), heads(7, HEADS, 2), heads(7, HEADS, 3))
+    visible_BL = torch.arange(7) < torch.tensor(lengths)[:, None]
+    expected = oracle(*sides, visible_BL[:, None].expand(2, 5, 7))
+    found = cross_attention(*sides, SourceLengths.of(torch.tensor(lengths), 7))
+    assert_same(found, expected, sides)
+    assert (SourceLengths.of(torch.tensor(lengths), 7) is None) == (lengths == (7, 7))
+
+
+def test_padding_is_a_document() -> None:
+    documents = Documents.of_lengths(torch.tensor([3, 5]), 5)
+    assert documents is not None
+    assert documents.start_BS.tolist() == [[0, 0, 0, 3, 3], [0] * 5]
+    assert Documents.of_lengths(torch.tensor([5, 5]), 5) is None
