@@ -14,6 +14,7 @@ from megamoe.parallel import launch
 from megamoe.registry import register
 from megamoe.train.trainer import Trainer
 from tests.checkpoint_files import assert_same_bits, read_tensors
+from tests.data.parallel_text.pairs import make_pairs
 from tests.distributed.pool import Pool
 from tests.distributed.runs import (
     CUT_ALL,
@@ -25,7 +26,7 @@ from tests.distributed.runs import (
     small_run,
 )
 
-STEPS = 5
+STEPS = 3
 SIZES: dict[str, Any] = {
     "model__num_attention_heads": 4,
     "data__sequence_length": 36,
@@ -95,6 +96,16 @@ class Layout:
         }
 
 
+TRANSLATION: dict[str, Any] = {
+    **MODELS["encoder_decoder"],
+    "model__vocab_size": None,
+    "moe__num_shared_experts": 0,
+    "data__mock": False,
+    "data__split": [0.8, 0.2, 0],
+    "data__sampling_exponent": 0.5,
+    "data__sequence_length": 40,
+    "train__objective": {"name": "translation", "bucket": 4, "direction": "both"},
+}
 ALONE = Layout(1, 1, 1, 0)
 LAYOUTS = [
     Layout(4, 2, 2, 0, sequence=True, recompute="full"),
@@ -105,19 +116,27 @@ LAYOUTS = [
     Layout(4, 1, 4, 3, recompute="full"),
     Layout(4, 2, 2, 1),
 ]
-QUICK = LAYOUTS[:2]
+NAMES = [*MODELS, "translation"]
+# Attention to the encoder is cut by tensor parallelism too. `make test-full` has all layouts of each model.
+QUICK = [("encoder_decoder", LAYOUTS[0]), ("encoder", LAYOUTS[1]), ("translation", LAYOUTS[1])]
+OTHERS = [(name, layout) for layout in LAYOUTS for name in NAMES if (name, layout) not in QUICK]
 
 
-def runs(layouts: list[Layout], steps: int) -> dict[tuple[str, Layout], dict[str, Any]]:
-    """Job: what the steps of every model showed on this rank at each layout, in one world."""
+def models(pairs: Path) -> dict[str, dict[str, Any]]:
+    """Return all models; pairs: the folder of the pairs that one of them learns from."""
+    sources = [{"path": str(pairs / "train")}]
+    return {**MODELS, "translation": {**TRANSLATION, "data__sources": sources}}
+
+
+def runs(pairs: Path, cases: list[tuple[str, Layout]]) -> dict[tuple[str, Layout], dict[str, Any]]:
+    """Job: what the steps of each model at its layout showed on this rank, in one world."""
     found = {}
     with_ragged_pairs()
     try:
         with TemporaryDirectory() as folder:
-            for name, model in MODELS.items():
-                for layout in layouts:
-                    changes = {**SIZES, **model, **layout.changes(Path(folder))}
-                    found[name, layout] = recorded_steps(Trainer(small_run(**changes)), steps)
+            for name, layout in cases:
+                changes = {**SIZES, **models(pairs)[name], **layout.changes(Path(folder))}
+                found[name, layout] = recorded_steps(Trainer(small_run(**changes)), STEPS)
     finally:
         launch.stop()
     return found
@@ -130,9 +149,16 @@ def ragged_runs(arguments: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Pool) -> dict[tuple[str, Layout], dict[str, Any]]:
-    (found,) = pool.run(runs, [ALONE], STEPS, ranks=1, timeout_s=300)
-    assert all(result["lm_loss"][-1] < result["lm_loss"][0] for result in found.values())
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pairs(tmp_path_factory.mktemp("pairs"), [0.8, 0.2, 0])
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, pairs: Path) -> dict[tuple[str, Layout], dict[str, Any]]:
+    (found,) = pool.run(runs, pairs, [(name, ALONE) for name in NAMES], ranks=1, timeout_s=300)
+    assert all(found[name, ALONE]["lm_loss"][-1] < found[name, ALONE]["lm_loss"][0] for name in MODELS)
+    lengths = [sum(masks) for masks in found["translation", ALONE]["masks"]]
+    assert len(set(lengths)) > 2  # unequal lengths
     return found
 
 
@@ -145,25 +171,34 @@ def assert_as_alone(found: list[dict[str, Any]], expected: dict[str, Any]) -> No
         assert torch.equal(together, in_order([chosen]).unique(dim=0)), f"other experts in step {step + 1}"
 
 
-def test_quick_layouts_train_as_one_rank(pool: Pool, alone: dict[tuple[str, Layout], Any]) -> None:
-    ranks = pool.run(runs, QUICK, STEPS, ranks=4, timeout_s=300)
-    for name, layout in ranks[0]:
+def assert_all_as_alone(
+    pool: Pool, pairs: Path, alone: dict[tuple[str, Layout], Any], cases: list[tuple[str, Layout]]
+) -> None:
+    """Train each model at its layout, all of which have as many ranks."""
+    ranks = pool.run(runs, pairs, cases, ranks=cases[0][1].ranks, timeout_s=600)
+    for name, layout in cases:
         assert_as_alone([rank[name, layout] for rank in ranks], alone[name, ALONE])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS[2:], ids=str)
-def test_layouts_train_as_one_rank(pool: Pool, alone: dict[tuple[str, Layout], Any], layout: Layout) -> None:
-    ranks = pool.run(runs, [layout], STEPS, ranks=layout.ranks, timeout_s=600)
-    for name in MODELS:
-        assert_as_alone([rank[name, layout] for rank in ranks], alone[name, ALONE])
+def test_quick_layouts_train_as_one_rank(
+    pool: Pool, pairs: Path, alone: dict[tuple[str, Layout], Any]
+) -> None:
+    assert_all_as_alone(pool, pairs, alone, QUICK)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-def test_resume_is_exact_and_checkpoints_move(pool: Pool, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts_train_as_one_rank(
+    pool: Pool, pairs: Path, alone: dict[tuple[str, Layout], Any], layout: Layout
+) -> None:
+    assert_all_as_alone(pool, pairs, alone, [case for case in OTHERS if case[1] == layout])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_resume_is_exact_and_checkpoints_move(pool: Pool, pairs: Path, tmp_path: Path, name: str) -> None:
     """Bit for bit at the same layout, with dropout; to 1e-5 on one rank, from ZeRO 3 on two."""
-    model = {**SIZES, **MODELS[name], "train__steps": 4, "data__workers": 1}
+    model = {**SIZES, **models(pairs)[name], "train__steps": 4, "data__workers": 1}
     two = {**model, **Layout(2, 1, 2, 3).changes(tmp_path), "model__hidden_dropout": 0.1}
     auto = {"checkpoint__resume": "auto", "save": True}
     whole = {**two, "steps": 4, "output": tmp_path / "whole", "save": True}
