@@ -20,6 +20,7 @@ DEMO_VOCABULARY = 4096
 def test_example_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On as many ranks as share its experts."""
     monkeypatch.chdir(ROOT)
+    without_data(monkeypatch)
     config = load_config(path)
     ranks = config.parallel.expert
     plan = resolve_parallel(config, ranks)
@@ -27,7 +28,13 @@ def test_example_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_in(config, plan, BatchSchedule.from_config(config.train, ranks).accumulation_at(0))
 
 
-def test_names_are_those_of_the_files() -> None:
+def without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a pattern such as mono/* name one dataset; the data need not be prepared."""
+    monkeypatch.setattr("glob.glob", lambda pattern: [pattern.replace("*", "de")])
+
+
+def test_names_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_data(monkeypatch)
     assert [load_config(path).name for path in EXAMPLES] == [path.stem for path in EXAMPLES]
 
 

@@ -90,7 +90,7 @@ def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> lis
     overrides = [*options.overrides, *data_overrides(options.data)]
     with session(overrides, options.precision, replays=True) as ranks:
         for point in points:
-            trained = ranks.open(options.path, point, ("decoder", "encoder"))
+            trained = ranks.open(options.path, point, ("decoder", "encoder", "encoder_decoder"))
             if ranks.world.is_first and not rows:
                 print(f"{trained.path}, step {trained.step}, {trained.precision}")
             samples = trained.validation_samples if options.samples is None else options.samples

@@ -26,7 +26,8 @@ class Perplexity:
     """What an evaluation found, over all ranks.
 
     lm_loss: mean cross entropy of the `tokens` unmasked tokens, in nats. routed_tokens: all tokens, those
-    without a loss included. load_LE: computed pairs of each expert by MoE layer. wanted: pairs before the
+    without a loss and those of sources included, but no padding. layer_tokens: the tokens of each MoE layer,
+    summed over layers. load_LE: computed pairs of each expert by MoE layer. wanted: pairs before the
     capacity dropped any, over all layers. seconds: wall time of the forward passes.
     expert_flops: floating-point operations of the routed experts for one token, over all layers; 2 for a
     multiplication with its addition. dense_share: the same over those of a dense FFN of
@@ -37,6 +38,7 @@ class Perplexity:
     lm_loss: float
     tokens: int
     routed_tokens: int
+    layer_tokens: int
     load_LE: dict[int, list[int]]
     wanted: int
     seconds: float
@@ -59,7 +61,7 @@ class Perplexity:
     @property
     def experts_per_token(self) -> float:
         """The mean number of experts that compute a token in an MoE layer."""
-        return self.pairs / max(self.routed_tokens * len(self.load_LE), 1)
+        return self.pairs / max(self.layer_tokens, 1)
 
     @property
     def dropped(self) -> float:
@@ -89,6 +91,7 @@ class _Sums:
     loss: float = 0.0
     tokens: float = 0.0
     routed: int = 0
+    layer_tokens: int = 0
     wanted: int = 0
     load_LE: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -131,7 +134,7 @@ def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> 
     losses_BS = trained.model(**model_inputs(batch))
     sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
     sums.tokens += float(batch.loss_mask_BS.sum())
-    sums.routed += batch.tokens_BS.numel()
+    sums.routed += _num_tokens(batch)
     for layer_number, layer in trained.model.moe_layers():
         seen = layer.observation
         assert seen is not None
@@ -139,6 +142,15 @@ def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> 
         known_E = sums.load_LE.get(layer_number)
         sums.load_LE[layer_number] = load_E if known_E is None else known_E + load_E
         sums.wanted += int(seen.wanted_E.sum())
+        sums.layer_tokens += int(seen.width_D.sum())
+
+
+def _num_tokens(batch: Batch) -> int:
+    """Return the tokens of both sides, without padding."""
+    lengths = (batch.lengths_B, batch.source_lengths_B)
+    if batch.lengths_B is None:
+        return batch.tokens_BS.numel()
+    return sum(int(length_B.sum()) for length_B in lengths if length_B is not None)
 
 
 def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator[tuple[int, Batch]]:
@@ -177,11 +189,12 @@ def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator
 def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
     """Sum over the data-parallel ranks; the ranks of a tensor-parallel group have the same numbers."""
     numbers = list(sums.load_LE)
-    head = torch.tensor([sums.loss, sums.tokens, sums.routed, sums.wanted], dtype=torch.float64)
+    counts = [sums.tokens, sums.routed, sums.layer_tokens, sums.wanted]
+    head = torch.tensor([sums.loss, *counts], dtype=torch.float64)
     packed = torch.cat([head, *(sums.load_LE[number].double() for number in numbers)])
     packed = packed.to(trained.world.device)
     dist.all_reduce(packed, group=data_group())
-    loss, tokens, routed, wanted, *loads = packed.tolist()
+    loss, tokens, routed, layer_tokens, wanted, *loads = packed.tolist()
     size = trained.config.moe.num_experts
     load_LE = {
         number: [round(load) for load in loads[place * size : (place + 1) * size]]
@@ -189,11 +202,12 @@ def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
     }
     pairs = sum(map(sum, load_LE.values()))
     flops = pairs * flops_of_pair(trained.config) / max(routed, 1)
-    dense = len(numbers) * flops_of_dense(trained.config)
+    dense = layer_tokens / max(routed, 1) * flops_of_dense(trained.config)
     return Perplexity(
         lm_loss=loss / max(tokens, 1.0),
         tokens=round(tokens),
         routed_tokens=round(routed),
+        layer_tokens=round(layer_tokens),
         load_LE=load_LE,
         wanted=round(wanted),
         seconds=seconds,

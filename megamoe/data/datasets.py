@@ -72,7 +72,7 @@ def build_datasets(
             sample, a validation set named `valid` twice, document-aware data without an eod, or a cache that
             cannot be written.
     """
-    split = _check_split(data)
+    split = check_split(data)
     names = [VALID] if split[1] > 0 else []
     if names and VALID in data.validation:
         raise UserError(f"data.validation: {VALID!r} is the second share of data.split; choose another name")
@@ -100,7 +100,12 @@ def build_datasets(
     return Datasets(train, validation, test)
 
 
-def _check_split(data: "DataConfig") -> list[float]:
+def check_split(data: "DataConfig") -> list[float]:
+    """Return the shares of train, validation and test, which sum to 1.
+
+    Raises:
+        UserError: if `data.split` has no three shares, or none for training.
+    """
     if len(data.split) != len(SPLIT_NAMES) or data.split[0] <= 0:
         raise UserError(
             f"data.split {data.split}: expected three shares, of train (more than 0), valid and test, "

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamoe.data.card import DataCard, TokenizerCard, check_files, load_card
+from megamoe.data.parallel_text.card import datasets_of
 from megamoe.data.special import NOTHING_RESERVED, SpecialTokens
 from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
@@ -47,6 +48,8 @@ class Vocabulary:
 def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Vocabulary:
     """Check the data's files and return the vocabulary. Reads only cards and index headers.
 
+    Of prepared pairs both sides are checked.
+
     Raises:
         UserError: for files that are missing, truncated, empty or unfinished; for sources, a
             `data.tokenizer` or a `model.vocab_size` that do not fit each other.
@@ -60,7 +63,8 @@ def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Voca
     for name, sources in data.validation.items():
         if not sources:
             raise UserError(f"data.validation.{name} is empty; expected at least one prepared dataset")
-    paths = [source.path for sources in (data.sources, *data.validation.values()) for source in sources]
+    named = [source.path for sources in (data.sources, *data.validation.values()) for source in sources]
+    paths = [path for prefix in named for path in datasets_of(prefix)]
     known: tuple[str, TokenizerCard] | None = None
     for path in paths:
         card = load_card(path)

@@ -24,13 +24,13 @@ class Padding:
     num_sequences: int
 
     @classmethod
-    def of(cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu") -> "Padding | None":
-        """Return the padding of sequences of `size` places; None if there is none.
+    def of(cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu") -> "Padding":
+        """Return the padding of sequences of `size` places.
 
-        lengths_B: integers on the CPU, the tokens of each sequence, which its padding follows.
+        lengths_B: integers on the CPU, the tokens of each sequence, which its padding follows. They may leave
+        no padding: all ranks must build the same autograd graph, because ZeRO 3 compares the order of their
+        modules, in backward and in recomputation too.
         """
-        if bool((lengths_B == size).all()):
-            return None
         valid_SB = torch.arange(size)[:, None] < lengths_B
         place_V = valid_SB.flatten().nonzero().flatten()
         return cls(place_V.to(device, non_blocking=True), place_V, valid_SB.numel(), len(lengths_B))

@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item, stacked
 from megamoe.data.datasets import Datasets, build_datasets
+from megamoe.data.epochs import samples_per_epoch
 from megamoe.data.vocabulary import Vocabulary
 
 
@@ -17,12 +18,14 @@ from megamoe.data.vocabulary import Vocabulary
 class TokenShares:
     """What an objective computes of a sample, as shares of `data.sequence_length`.
 
-    encoder, decoder: the tokens of that stack. predicted: the positions with logits.
+    encoder, decoder: the tokens of that stack. predicted: the positions with logits. counted: the tokens that
+    the metrics report, such as `tokens` and `perf/tokens_per_s`.
     """
 
     encoder: float = 1.0
     decoder: float = 1.0
     predicted: float = 1.0
+    counted: float = 1.0
 
 
 class TrainingObjective:
@@ -35,10 +38,12 @@ class TrainingObjective:
     Everything random in a sample depends on (seed, dataset, number of the sample), never on the rank. It is
     therefore the same at every layout and after a resume.
 
-    architectures: those of `model.architecture` that can be trained with it.
+    architectures: those of `model.architecture` that can be trained with it. reads: the kind of data that
+    `data.sources` must name: `text` of tools/prepare_data.py or `pairs` of tools/prepare_pairs.py.
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[Literal["text", "pairs"]] = "text"
 
     @dataclass
     class Config:
@@ -90,6 +95,10 @@ class TrainingObjective:
         """Return the random generator of one sample."""
         text = f"{self.config.seed}/objective/{place}".encode()
         return np.random.Generator(np.random.Philox(key=_number(text)))
+
+    def samples_per_epoch(self) -> int:
+        """Return the training samples of one pass over the data, which is not mock data."""
+        return samples_per_epoch(self.config.data)
 
     def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
         """Return the datasets with this objective's samples, of at least the given lengths.

@@ -1,33 +1,33 @@
 """The run's length in optimiser steps, as configured or computed from epochs and the data."""
 
 import math
+from collections.abc import Callable
 
 from megamoe.config import RunConfig
-from megamoe.data.epochs import samples_per_epoch
 from megamoe.errors import UserError
 from megamoe.train.schedule import BatchSchedule, warmup_steps
 
 
-def run_steps(config: RunConfig, schedule: BatchSchedule) -> int:
+def run_steps(config: RunConfig, schedule: BatchSchedule, samples_per_epoch: Callable[[], int]) -> int:
     """Return `train.steps`, or the number of whole batches in `train.epochs` of the training data.
 
     All epochs form one stream, so less than one batch is left out at the end. An epoch of a blend has as many
-    samples as all its sources together; the weights decide how often each source occurs in it. The data must
-    already be checked.
+    samples as all its sources together; the weights decide how often each source occurs in it.
+
+    samples_per_epoch: called if the length is given in epochs; the data must already be checked.
 
     Raises:
         UserError: if there are fewer samples than one batch, or if the warm-up is longer than the schedule.
     """
     steps = config.train.steps
     if config.train.epochs is not None:
-        steps = _steps_of_epochs(config, config.train.epochs, schedule)
+        steps = _steps_of_epochs(config.train.epochs, samples_per_epoch(), schedule)
     assert steps is not None
     check_warmup(config, steps)
     return steps
 
 
-def _steps_of_epochs(config: RunConfig, epochs: float, schedule: BatchSchedule) -> int:
-    per_epoch = samples_per_epoch(config.data)
+def _steps_of_epochs(epochs: float, per_epoch: int, schedule: BatchSchedule) -> int:
     samples = math.floor(round(epochs * per_epoch, 6))  # rounded first: 0.29 * 100 is under 29 in binary
     steps = schedule.whole_steps(samples)
     if steps == 0:

@@ -1,8 +1,10 @@
 """The training objective of a run: whether it fits the model, and what it needs and computes."""
 
+from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig
+from megamoe.data.parallel_text.card import is_pairs
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.model.flops import TokenShares
@@ -10,6 +12,7 @@ from megamoe.objectives.objective import TrainingObjective
 from megamoe.registry import failure_of, get_part, is_ours, list_parts
 
 KEY = "train.objective"
+PAIRS = ".pairs.json"  # the end of the name of the card of prepared pairs
 
 
 def check_objective(config: RunConfig) -> None:
@@ -56,6 +59,37 @@ def _check_parts(config: RunConfig) -> None:
         )
 
 
+def check_sources(config: RunConfig) -> None:
+    """Refuse data that the objective does not read: pairs where it reads text, or text where it reads pairs.
+
+    Raises:
+        UserError: naming the key, the path and a way out.
+    """
+    reads_pairs = _class_of(config).reads == "pairs"
+    name, data = config.train.objective.name, config.data
+    named = {"data.sources": data.sources, **{f"data.validation.{k}": v for k, v in data.validation.items()}}
+    for key, sources in named.items():
+        for path in (source.path for source in sources):
+            if is_pairs(path) and not reads_pairs:
+                raise UserError(
+                    f"{key}: {path!r} holds pairs of texts, which {KEY} {name} does not read; choose "
+                    f"translation, or name one side, such as {path}.source"
+                )
+            if reads_pairs and not is_pairs(path):
+                raise UserError(
+                    f"{key}: {path!r} holds no pairs of texts, which {KEY} {name} reads: there is no file "
+                    f"{path + PAIRS!r}; {_pairs_near(path)}"
+                )
+
+
+def _pairs_near(path: str) -> str:
+    """Return a way out for a path that names no pairs: those in its folder, or in it."""
+    folders = (Path(path).parent, Path(path), Path(path) / "pairs")
+    found = sorted(card for folder in folders if folder.is_dir() for card in folder.glob(f"*{PAIRS}"))
+    names = [str(card).removesuffix(PAIRS) for card in found]
+    return f"there is {', '.join(names)}" if names else "make it with tools/prepare_pairs.py"
+
+
 def num_added_ids(config: RunConfig, vocabulary: Vocabulary) -> int:
     """Return the number of ids that the objective needs behind the data's vocabulary."""
     return int(_class_of(config).added_ids(config.train.objective.options, config, vocabulary))
@@ -65,6 +99,12 @@ def token_shares(config: RunConfig) -> TokenShares:
     """Return what is computed of each token of the data, for the model FLOPs."""
     found = _class_of(config).shares(config.train.objective.options, config)
     return TokenShares({"encoder": found.encoder, "decoder": found.decoder}, found.predicted)
+
+
+def sample_tokens(config: RunConfig) -> int:
+    """Return the tokens of a sample that the metrics count, on average."""
+    found = _class_of(config).shares(config.train.objective.options, config)
+    return max(1, round(found.counted * config.data.sequence_length))
 
 
 def build_objective(config: RunConfig, vocabulary: Vocabulary) -> TrainingObjective:

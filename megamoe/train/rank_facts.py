@@ -13,6 +13,7 @@ from megamoe.checkpoint.format.files import SUMS
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import DataConfig
 from megamoe.data.card import DataFiles, load_card
+from megamoe.data.parallel_text.card import datasets_of
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.launch import World
 from megamoe.parallel.rank_consistency import Facts
@@ -123,7 +124,8 @@ def _plugin_sources(plugins: list[str]) -> dict[str, str]:
 
 def _data(data: DataConfig) -> dict[str, Any]:
     sources = (data.sources, *data.validation.values())
-    paths = dict.fromkeys(source.path for group in sources for source in group)
+    named = (source.path for group in sources for source in group)
+    paths = dict.fromkeys(path for prefix in named for path in datasets_of(prefix))
     return {f"data {path}": _dataset(path) for path in paths}
 
 

@@ -10,7 +10,7 @@ from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.train.check import check_run
 from megamoe.train.length import run_steps
-from megamoe.train.objective import build_objective, num_added_ids
+from megamoe.train.objective import build_objective, check_sources, num_added_ids, sample_tokens
 from megamoe.train.schedule import BatchSchedule
 from megamoe.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
 
@@ -26,6 +26,7 @@ class ResolvedRun:
         schedule: the schedule of the global batch size.
         steps: the steps of the whole run.
         filled_json: the DeepSpeed file completed from the YAML, as JSON text.
+        objective: makes batches of the data's samples.
     """
 
     config: RunConfig
@@ -34,11 +35,12 @@ class ResolvedRun:
     schedule: BatchSchedule
     steps: int
     filled_json: str
+    objective: TrainingObjective
 
     @cached_property
-    def objective(self) -> TrainingObjective:
-        """Return the objective, which makes batches of the data's samples."""
-        return build_objective(self.config, self.vocabulary)
+    def sample_tokens(self) -> int:
+        """The tokens of a sample that the metrics count, on average."""
+        return sample_tokens(self.config)
 
     @property
     def filled(self) -> dict[str, Any]:
@@ -55,11 +57,11 @@ def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
     """
     plan = resolve_parallel(config, ranks)
     check_run(config, plan)
+    check_sources(config)
     vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
     vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary))
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
-    steps = run_steps(config, schedule)
+    objective = build_objective(config, vocabulary)
+    steps = run_steps(config, schedule, objective.samples_per_epoch)
     filled = fill_in(config, plan, schedule.accumulation_at(0))
-    run = ResolvedRun(config, plan, vocabulary, schedule, steps, json.dumps(filled))
-    run.objective  # noqa: B018 - made here, where its refusals are one line
-    return run
+    return ResolvedRun(config, plan, vocabulary, schedule, steps, json.dumps(filled), objective)

@@ -16,11 +16,17 @@ from megamoe.train.step_record import StepRecord
 
 @dataclass(frozen=True)
 class Speed:
-    """What the speed is measured by. peak: FLOP/s of one rank's device, None if it is not known."""
+    """What the speed is measured by.
+
+    peak: FLOP/s of one rank's device, None if it is not known. length: the tokens of a sample that `flops`
+    counts. counted: those that the metrics count.
+    """
 
     flops: ModelFlops
     ranks: int
     peak: float | None
+    length: int
+    counted: int
 
     @classmethod
     def of(cls, config: RunConfig, run: ResolvedRun, world: World) -> "Speed":
@@ -30,14 +36,15 @@ class Speed:
             peak = config.log.peak_tflops * 1e12
         elif world.device.type == "cuda":
             peak = peak_of_device(torch.cuda.get_device_name(world.device), run.plan.precision)
-        return cls(model_flops(config, run.vocabulary.size, token_shares(config)), world.size, peak)
+        flops = model_flops(config, run.vocabulary.size, token_shares(config))
+        return cls(flops, world.size, peak, config.data.sequence_length, run.sample_tokens)
 
-    def metrics(self, record: StepRecord, tokens: int, seconds: float) -> dict[str, float]:
-        """Return the metrics of a step over so many tokens of the global batch."""
+    def metrics(self, record: StepRecord, samples: int, seconds: float) -> dict[str, float]:
+        """Return the metrics of a step over so many samples of the global batch."""
         pairs = sum(int(layer.load_E.sum()) for layer in record.layers.values())
-        rate = self.flops.of_step(tokens, pairs) / seconds / self.ranks
+        rate = self.flops.of_step(samples * self.length, pairs) / seconds / self.ranks
         metrics = {
-            "perf/tokens_per_s": tokens / seconds,
+            "perf/tokens_per_s": samples * self.counted / seconds,
             "perf/step_s": seconds,
             "perf/tflops_per_rank": rate / 1e12,
         }

@@ -23,7 +23,7 @@ from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
 from megamoe.train.memory import in_bytes, states_of
 from megamoe.train.resolved import ResolvedRun
-from megamoe.train.schedule import BatchSchedule, warmup_steps
+from megamoe.train.schedule import warmup_steps
 from megamoe.zero.deepspeed_config import ParallelPlan
 from megamoe.zero.weight_decay import weight_decay
 
@@ -57,19 +57,18 @@ def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int)
     config = run.config
     size = model_size(config, run.vocabulary.size)
     return {
-        "run": _run_rows(config, run.schedule, run.steps, first_step),
+        "run": _run_rows(run, first_step),
         "model": _model_rows(config, run.vocabulary, size),
         "ranks": _rank_rows(run, world, rollouts, size),
         "backends": list(backend_rows(config, run.plan.precision).items()),
     }
 
 
-def _run_rows(
-    config: RunConfig, schedule: BatchSchedule, steps: int, first_step: int
-) -> list[tuple[str, object]]:
+def _run_rows(run: ResolvedRun, first_step: int) -> list[tuple[str, object]]:
+    config, schedule, steps = run.config, run.schedule, run.steps
     samples = schedule.total_samples(steps)
     length = f"{steps:,}" if config.train.epochs is None else f"{steps:,} ({config.train.epochs:g} epochs)"
-    batch = f"{schedule.final} sequences of {config.data.sequence_length} tokens"
+    batch = f"{schedule.final} sequences of {run.sample_tokens} tokens"
     if schedule.start < schedule.final:
         batch += f", growing from {schedule.start} over the first {schedule.ramp_samples:,} samples"
     begin = "from the start" if first_step == 0 else f"resumed after step {first_step:,}"
@@ -79,7 +78,7 @@ def _run_rows(
         ("batch", batch),
         (
             "tokens to come",
-            f"{(samples - schedule.total_samples(first_step)) * config.data.sequence_length:,}",
+            f"{(samples - schedule.total_samples(first_step)) * run.sample_tokens:,}",
         ),
         ("optimiser", _optimizer(config.optimizer, steps)),
         *[("parameters by name", _group(group)) for group in config.optimizer.groups],

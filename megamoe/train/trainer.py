@@ -174,17 +174,17 @@ class Trainer:
         self.progress.samples += size
         self.progress.micro_batches += record.micro_batches
         seconds = time.perf_counter() - started
-        length = self.config.data.sequence_length
+        tokens = self.run.sample_tokens
         metrics = {
             "step": self.progress.step,
-            "tokens": self.progress.samples * length,
+            "tokens": self.progress.samples * tokens,
             "time": time.time(),
             **record.metrics(),
             **routing_metrics(record.layers, record.micro_batches, self.routing_history, self.layout.expert),
             **self._skipping_metrics(scale),
             "train/lr": lr,
             "train/batch_size": size,
-            **self.speed.metrics(record, size * length, seconds),
+            **self.speed.metrics(record, size, seconds),
             **stage_metrics(self.context.timers),
         }
         return record, metrics
@@ -247,7 +247,7 @@ class Trainer:
             "samples": self.progress.samples,
             "micro_batches": self.progress.micro_batches,
             "skipped_steps": self.progress.skipped_steps,
-            "tokens": self.progress.samples * self.config.data.sequence_length,
+            "tokens": self.progress.samples * self.run.sample_tokens,
             "vocabulary": self.run.vocabulary.size,
             "skip_policy": self.skip_policy.state(),
             "routing_history": self.routing_history.state(),

@@ -214,7 +214,7 @@ def test_flops_by_hand() -> None:
 
 
 def test_a_loss_without_bound_has_an_infinite_perplexity() -> None:
-    found = Perplexity(1000.0, 1, 1, {}, 0, 1.0, 0.0, 0.0)
+    found = Perplexity(1000.0, 1, 1, 1, {}, 0, 1.0, 0.0, 0.0)
     assert found.perplexity == float("inf")
     assert found.experts_per_token == found.dropped == 0
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.config import RunConfig
+from megamoe.data.epochs import samples_per_epoch
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.length import run_steps
 from megamoe.train.loop import train
@@ -25,7 +26,8 @@ def run_of(tmp_path: Path, *overrides: str) -> RunConfig:
 
 
 def steps_of(config: RunConfig, data_parallel: int = 1) -> int:
-    return run_steps(config, BatchSchedule.from_config(config.train, data_parallel))
+    schedule = BatchSchedule.from_config(config.train, data_parallel)
+    return run_steps(config, schedule, lambda: samples_per_epoch(config.data))
 
 
 @pytest.mark.parametrize(

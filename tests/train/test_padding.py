@@ -113,18 +113,20 @@ def test_padding_changes_nothing(one_rank: None, restored_process: None, stack: 
         assert other["losses"] == pytest.approx(layer["losses"], rel=1e-6)
 
 
-def test_context_of_a_batch_without_padding() -> None:
+def test_full_sequences_take_the_same_way_as_padded_ones() -> None:
+    """Ranks of ZeRO 3 must have the same autograd graph, whatever the lengths of their sequences."""
     context = StepContext()
     set_context(context, pair_batch(PAIRS[:1], [0], start=0), 0)
-    assert context.padding is None and context.source is not None and context.source.padding is None
+    assert context.padding is not None and context.source is not None and context.source.padding is not None
+    assert context.padding.place_V.tolist() == [0, 1, 2]
+    set_context(context, replace(pair_batch(PAIRS[:1], [0], start=0), lengths_B=None, source_BL=None), 0)
+    assert context.padding is None and context.source is None
 
 
 def test_places_of_each_rank() -> None:
     padding = Padding.of(torch.tensor([4, 1, 2]), 4)
-    assert padding is not None
     assert padding.place_V.tolist() == [0, 1, 2, 3, 5, 6, 9]  # place s * 3 + b
     assert padding.bounds(2) == (0, 5, 7)
     assert [padding.own_places(rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 2, 3, 5], [0, 3]]
     context = padding.without(StepContext(), 2)
     assert context.sequence(7, torch.device("cpu")).tolist() == [0, 1, 2, 0, 2, 0, 0]
-    assert Padding.of(torch.tensor([4, 4]), 4) is None

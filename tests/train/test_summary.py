@@ -8,6 +8,7 @@ import pytest
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.launch import find_world
+from megamoe.train.objective import build_objective
 from megamoe.train.resolved import ResolvedRun
 from megamoe.train.schedule import BatchSchedule
 from megamoe.train.step import num_rollouts
@@ -21,7 +22,7 @@ WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
 def run_of(config: RunConfig, steps: int = 4) -> ResolvedRun:
     """On one rank, with 48 words."""
     plan, schedule = resolve_parallel(config, 1), BatchSchedule.from_config(config.train, 1)
-    return ResolvedRun(config, plan, WORDS, schedule, steps, "{}")
+    return ResolvedRun(config, plan, WORDS, schedule, steps, "{}", build_objective(config, WORDS))
 
 
 def rows_of(*overrides: str) -> dict[str, Any]:

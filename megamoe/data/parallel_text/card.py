@@ -36,6 +36,17 @@ class PairFiles:
         return self._with(".pairs.json")
 
 
+def is_pairs(prefix: str) -> bool:
+    """Return whether a path names prepared pairs, and no dataset of .bin/.idx."""
+    return PairFiles(Path(prefix)).card.exists() and not DataFiles(Path(prefix)).idx.exists()
+
+
+def datasets_of(prefix: str) -> list[str]:
+    """Return the datasets of .bin/.idx that a path names: both sides of pairs, otherwise the path itself."""
+    files = PairFiles(Path(prefix))
+    return [str(files.source.prefix), str(files.target.prefix)] if is_pairs(prefix) else [prefix]
+
+
 @dataclass(frozen=True)
 class LanguageCard:
     """A language's pairs, and the tokens of both sides, end-of-document tokens included."""

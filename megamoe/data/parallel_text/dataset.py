@@ -48,6 +48,7 @@ class PairOptions:
             section 3), first in the target, or nowhere.
         max_length: of either side in tokens, with tag and end-of-document token; None: any.
         too_long: what becomes of longer pairs: an error, a cut before the end-of-document token, or none.
+        length_key: what error messages call max_length.
     """
 
     languages: tuple[str, ...] = ()
@@ -55,6 +56,7 @@ class PairOptions:
     tag: Tag = "source"
     max_length: int | None = None
     too_long: TooLong = "error"
+    length_key: str = "max_length"
 
     def __post_init__(self) -> None:
         """Raise a UserError for a value that is none of those."""
@@ -130,9 +132,9 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _check_lengths(self) -> None:
         """Set the lengths of the items; cut or leave out what is too long, or raise a UserError."""
-        most, what = self._options.max_length, self._options.too_long
+        most, what, key = self._options.max_length, self._options.too_long, self._options.length_key
         if most is not None and most < LEAST_LENGTH:
-            raise UserError(f"max_length {most}: expected at least {LEAST_LENGTH} (a tag, a token, the end)")
+            raise UserError(f"{key} {most}: expected at least {LEAST_LENGTH} (a tag, a token, the end)")
         lengths = self._lengths()
         self.left_out = 0
         if most is not None:
@@ -140,7 +142,7 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
             if what == "error" and is_long_N.any():
                 raise UserError(
                     f"pairs {self._prefix!r}: {is_long_N.sum()} of {len(is_long_N)} have a side of more than "
-                    f"max_length {most} tokens, the longest {max(map(np.max, lengths))}; raise it, or set "
+                    f"{key} {most} tokens, the longest {max(map(np.max, lengths))}; raise it, or set "
                     "too_long to truncate or drop"
                 )
             if what == "drop" and is_long_N.any():
@@ -152,7 +154,7 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
     def _keep(self, keep_N: np.ndarray) -> None:
         self.left_out = int((~keep_N).sum())
         if not keep_N.any():
-            raise UserError(f"pairs {self._prefix!r}: all are too long; raise max_length")
+            raise UserError(f"pairs {self._prefix!r}: all are too long; raise {self._options.length_key}")
         self.sizes = np.bincount(self._group_N[keep_N], minlength=len(self.groups)).tolist()
         for name in ("_document_N", "_is_reverse_N", "_group_N"):
             setattr(self, name, getattr(self, name)[keep_N])
