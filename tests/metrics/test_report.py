@@ -345,40 +345,6 @@ def test_the_tool_refuses_in_one_line_and_writes_nothing(
     assert not (good / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (
-            ["one", "two", "--output=nowhere/x.html"],
-            "--output: nowhere/x.html cannot be written: No such file",
-        ),
-        (
-            ["one", "two", "--output=x.png"],
-            "--output: found x.png, expected a name that ends in .html or .htm",
-        ),
-        (["one", "--output=x.html"], "--output: x.html is for the page that compares runs, but one run is"),
-        (["one", "two/../one", "--output=x.html"], "--output: x.html is for the page that compares runs"),
-        (["one", "--port=5"], "--port: found 5 without --live; add --live, or leave out --port"),
-        (
-            ["one", "two", "--live", "--output=x.html"],
-            "--output: found x.html beside --live, which writes no",
-        ),
-    ],
-)
-def test_options_without_effect_are_refused_and_nothing_is_written(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    told: str,
-) -> None:
-    folders = [make_run(tmp_path / name, dense_rows()) for name in ("one", "two")]
-    monkeypatch.chdir(tmp_path)
-    assert one_line(tool().main(arguments), capsys).startswith(f"error: {told}")
-    assert [path.name for folder in folders for path in folder.iterdir()] == ["metrics.jsonl"] * 2
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_a_folder_named_twice_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", dense_rows())
     assert tool().main([str(folder), f"{folder}/../run"]) == 0
