@@ -117,7 +117,7 @@ def test_options_of_a_report_without_effect_are_refused_and_nothing_is_written(
         folder.mkdir()
         (folder / "metrics.jsonl").write_text(f"{json.dumps(ROW)}\n")
     monkeypatch.chdir(tmp_path)
-    assert one_line(tool().main(arguments), capsys).startswith(f"error: {told}")
+    assert one_line(tool("report").main(arguments), capsys).startswith(f"error: {told}")
     assert [path.name for folder in folders for path in folder.iterdir()] == ["metrics.jsonl"] * 2
     assert len(list(tmp_path.iterdir())) == 2
 
