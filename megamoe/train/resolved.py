@@ -59,7 +59,7 @@ def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
     check_run(config, plan)
     check_sources(config)
     vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
-    vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary))
+    vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary), config.model.vocab_size)
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
     objective = build_objective(config, vocabulary)
     steps = run_steps(config, schedule, objective.samples_per_epoch)
