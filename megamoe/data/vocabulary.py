@@ -38,7 +38,7 @@ class Vocabulary:
     in_data: int = 2
 
     def with_added(self, ids: int, model_vocab_size: int | None = None) -> "Vocabulary":
-        """Return the vocabulary with so many ids behind those of the data.
+        """Return the vocabulary with so many ids after those of the data.
 
         model_vocab_size: `model.vocab_size`; if it is given, the ids are its last ones.
 

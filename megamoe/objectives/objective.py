@@ -59,7 +59,7 @@ class TrainingObjective:
 
     @classmethod
     def added_ids(cls, options: Any, config: RunConfig, vocabulary: Vocabulary) -> int:
-        """Return how many ids the objective needs behind those of the data.
+        """Return how many ids the objective needs after those of the data.
 
         vocabulary: the data's. None are needed where its tokenizer reserves them (`prepare_data --special`).
         """

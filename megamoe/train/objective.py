@@ -96,7 +96,7 @@ def _pairs_near(path: str) -> str:
 
 
 def num_added_ids(config: RunConfig, vocabulary: Vocabulary) -> int:
-    """Return the number of ids that the objective needs behind the data's vocabulary."""
+    """Return the number of ids that the objective needs after the data's vocabulary."""
     return int(_class_of(config).added_ids(config.train.objective.options, config, vocabulary))
 
 

@@ -22,7 +22,7 @@ class ResolvedRun:
     Args:
         config: the checked configuration.
         plan: layout, ZeRO stage, precision, offload and the DeepSpeed file's content.
-        vocabulary: the vocabulary of the model: that of the data, and behind it the objective's own ids.
+        vocabulary: the vocabulary of the model: that of the data, and after it the objective's own ids.
         schedule: the schedule of the global batch size.
         steps: the steps of the whole run.
         filled_json: the DeepSpeed file completed from the YAML, as JSON text.
