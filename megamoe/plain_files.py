@@ -46,12 +46,14 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file and put it in place in one move: a reader meets the old content or the new.
 
     Raises:
-        OSError: if it cannot be written; the old file stays.
+        OSError: naming the file, if it cannot be written; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

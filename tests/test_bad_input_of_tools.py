@@ -85,6 +85,43 @@ def test_a_report_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["one", "two", "--output=nowhere/x.html"],
+            "--output: nowhere/x.html cannot be written: No such file",
+        ),
+        (
+            ["one", "two", "--output=x.png"],
+            "--output: found x.png, expected a name that ends in .html or .htm",
+        ),
+        (["one", "--output=x.html"], "--output: x.html is for the page that compares runs, but one run is"),
+        (["one", "two/../one", "--output=x.html"], "--output: x.html is for the page that compares runs"),
+        (["one", "--port=5"], "--port: found 5 without --live; add --live, or leave out --port"),
+        (
+            ["one", "two", "--live", "--output=x.html"],
+            "--output: found x.html beside --live, which writes no",
+        ),
+    ],
+)
+def test_options_of_a_report_without_effect_are_refused_and_nothing_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    told: str,
+) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(f"{json.dumps(ROW)}\n")
+    monkeypatch.chdir(tmp_path)
+    assert one_line(tool().main(arguments), capsys).startswith(f"error: {told}")
+    assert [path.name for folder in folders for path in folder.iterdir()] == ["metrics.jsonl"] * 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize("owner", ["dead", "alive", "unnamed", "old and unnamed", "elsewhere", "broken"])
 def test_a_conversion_removes_what_a_killed_one_has_left(tmp_path: Path, owner: str) -> None:
     step = checkpoint.write(tmp_path / "step_00000007")

@@ -7,7 +7,8 @@ torchrun --nproc-per-node 2 tools/evaluate.py runs/demo parallel.expert=2
 
 By default the run's own validation sets are evaluated on as many samples as in training, and the loss is the
 one that training reports. A sweep evaluates the checkpoint with each value of a key of the configuration;
-several sweeps give all combinations. `of dense` is the experts' FLOPs over those of dense FFNs.
+several sweeps give all combinations. Their configurations are checked before the first evaluation, and FILE
+of --json is replaced after each. `of dense` is the experts' FLOPs over those of dense FFNs.
 """
 
 import argparse
@@ -23,6 +24,10 @@ from megamoe.analysis.command import check_at_least, check_writable, run_tool, w
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
+ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
+SELECTOR = "moe.router.selector"
+# The selector's options that matter for given choices: they change the weights.
+WEIGHT_OPTIONS = tuple(f"{SELECTOR}.{name}" for name in ("weights", "scale", "renormalise"))
 COLUMNS = ("data", "loss", "perplexity", "experts/token", "dropped", "of dense", "tokens/s")
 
 
@@ -36,9 +41,7 @@ def _run(options: argparse.Namespace) -> None:
     points = list(itertools.product(*map(_values, options.sweep)))
     check_at_least("--samples", options.samples)
     check_writable("--json", options.json)
-    rows = _evaluate(options, points)
-    if options.json is not None and rows:
-        write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
+    _evaluate(options, points)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,8 +83,8 @@ def _values(sweep: str) -> list[str]:
     return [f"{key}={value}" for value in values.split(",")]
 
 
-def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Evaluate every data set at every point of the sweeps; return the results on the first rank."""
+def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> None:
+    """Evaluate every data set at every point of the sweeps; the first rank shows and writes the results."""
     from megamoe.analysis.data_option import data_overrides
     from megamoe.analysis.perplexity import datasets_of, perplexity_on
     from megamoe.analysis.trained_model import session
@@ -90,7 +93,11 @@ def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> lis
     overrides = [*options.overrides, *data_overrides(options.data)]
     with session(overrides, options.precision, replays=True) as ranks:
         for point in points:
-            trained = ranks.open(options.path, point, ("decoder", "encoder", "encoder_decoder"))
+            config = ranks.check(options.path, point, ARCHITECTURES)
+            if config.moe.router.replay is not None:
+                _refuse_without_effect(point)
+        for point in points:
+            trained = ranks.open(options.path, point, ARCHITECTURES)
             if ranks.world.is_first and not rows:
                 print(f"{trained.path}, step {trained.step}, {trained.precision}")
             samples = trained.validation_samples if options.samples is None else options.samples
@@ -105,7 +112,18 @@ def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> lis
                 if ranks.world.is_first:
                     _show(row, first=not rows)
                     rows.append(row)
-    return rows
+            if options.json is not None and rows:
+                write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
+
+
+def _refuse_without_effect(point: tuple[str, ...]) -> None:
+    """Refuse a sweep over the choices of a selector whose choices a record replaces."""
+    for key in (setting.partition("=")[0] for setting in point):
+        if f"{key}.".startswith(f"{SELECTOR}.") and key not in WEIGHT_OPTIONS:
+            raise UserError(
+                f"--sweep: {key} has no effect on the choices that moe.router.replay replays; leave out the "
+                f"replay, or sweep an option that weights them: {', '.join(WEIGHT_OPTIONS)}"
+            )
 
 
 def _show(row: dict[str, Any], first: bool) -> None:

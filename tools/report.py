@@ -6,18 +6,21 @@ python tools/report.py runs/first --live
 
 import argparse
 import io
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megamoe.analysis.command import check_writable
 from megamoe.errors import UserError
 from megamoe.metrics.report.live import LiveServer
-from megamoe.metrics.report.page import write_comparison, write_report
+from megamoe.metrics.report.page import REPORT_FILE, write_comparison, write_report
 from megamoe.metrics.report.run_statistics import comparison_table, read_run
 
 COMPARISON_FILE = "comparison.html"
+DEFAULT_PORT = 8765
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,10 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of folders may be any bytes
     try:
+        folders = list({os.path.realpath(folder): folder for folder in options.run_folders}.values())
+        _check_options(options, len(folders))
         if options.live:
-            _serve(options.run_folders, options.port)
+            _serve(folders, DEFAULT_PORT if options.port is None else options.port)
         else:
-            _write(options.run_folders, options.output)
+            _write(folders, options.output)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -55,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
         "--live", action="store_true", help="serve the page to this machine and refresh it; write nothing"
     )
     parser.add_argument(
-        "--port", type=_port, default=8765, help="of --live on 127.0.0.1; 0: any free one; default: 8765"
+        "--port",
+        type=_port,
+        metavar="N",
+        help=f"of --live on 127.0.0.1; 0: any free one; default: {DEFAULT_PORT}",
     )
     return parser
 
@@ -67,12 +75,43 @@ def _port(text: str) -> int:
     return port
 
 
+def _check_options(options: argparse.Namespace, runs: int) -> None:
+    """Refuse options without effect, and a page that is no HTML file.
+
+    Raises:
+        UserError: naming the option.
+    """
+    output = options.output
+    if options.port is not None and not options.live:
+        raise UserError(f"--port: found {options.port} without --live; add --live, or leave out --port")
+    if output is None:
+        return
+    if options.live:
+        raise UserError(
+            f"--output: found {output} beside --live, which writes nothing; leave out one of them"
+        )
+    if runs == 1:
+        raise UserError(
+            f"--output: {output} is for the page that compares runs, but one run is named; name another run, "
+            f"or leave out --output: the report of a run is {REPORT_FILE} in its folder"
+        )
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--output: found {output}, expected a name that ends in .html or .htm")
+
+
 def _write(folders: list[Path], output: Path | None) -> None:
     runs = [read_run(folder) for folder in folders]
+    page = output or folders[0].resolve().parent / COMPARISON_FILE
+    for folder in folders:
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"{folder}: the report cannot be written into it; make it writable")
+    if len(runs) > 1:
+        for path in (page, page.with_suffix(".png")):
+            check_writable("--output", path)
     for folder in folders:
         print(write_report(folder))
     if len(runs) > 1:
-        print(write_comparison(runs, output or folders[0].resolve().parent / COMPARISON_FILE))
+        print(write_comparison(runs, page))
         print(f"\n{comparison_table(runs)}")
 
 

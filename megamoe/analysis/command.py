@@ -5,24 +5,29 @@ This file imports neither torch nor the vendors' libraries: `run_tool` checks th
 
 import errno
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megamoe.compat.startup import check_versions, settle_vendors
-from megamoe.errors import UserError
+from megamoe.errors import ExitCode, UserError
+from megamoe.plain_files import replace_file
 from megamoe.resilience.error_reporting import report_error
 
 
 def run_tool(work: Callable[[], None]) -> int:
     """Check and settle the vendors' libraries and do the work; return the exit code.
 
-    An error of the work becomes a line on standard error; 2: a user's mistake.
+    An error of the work becomes a line on standard error; 2: a user's mistake; 130: interrupted by Ctrl-C.
     """
     try:
         check_versions()
         settle_vendors()
         work()
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return ExitCode.INTERRUPTED
+    except Exception as error:
         return report_error(error)
     return 0
 
@@ -51,22 +56,35 @@ def check_writable(option: str, path: Path | None) -> None:
         problem = errno.ENOTDIR if folder.exists() else errno.ENOENT
     elif path.is_dir():
         problem = errno.EISDIR
-    elif not os.access(path if path.exists() else folder, os.W_OK):
+    elif not all(os.access(place, os.W_OK) for place in _written_places(path)):
         problem = errno.EACCES
     if problem is not None:
         raise _unwritable(option, path, os.strerror(problem))
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Write a result.
+    """Write a result. A plain file is replaced in one move; a link, pipe or device is written through.
 
     Raises:
         UserError: if the file cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        if _is_replaced(path):
+            replace_file(path, text.encode())
+        else:
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise _unwritable(option, path, error.strerror) from error
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether `write_text` moves a new file to this path."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())
+
+
+def _written_places(path: Path) -> list[Path]:
+    """Return what must be writable for `write_text`."""
+    return [*([path.parent] if _is_replaced(path) else []), *([path] if path.exists() else [])]
 
 
 def _unwritable(option: str, path: Path, problem: str | None) -> UserError:

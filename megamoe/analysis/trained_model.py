@@ -30,7 +30,7 @@ from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.train.objective import build_objective
-from megamoe.train.resolved import resolve_run
+from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_vocabulary
 from megamoe.train.routing_replay import RunRouting
 from megamoe.zero.expert_host import hosted_layer_factory
@@ -99,6 +99,18 @@ class Session:
     _is_started: bool = field(default=False, repr=False)
     _intact: dict[Path, Path] = field(default_factory=dict, repr=False)  # the checkpoint, by what was named
 
+    def check(
+        self, path: Path, overrides: Sequence[str] = (), architectures: Sequence[str] = ("decoder",)
+    ) -> RunConfig:
+        """Return the configuration with which `open` would build the model, without building it.
+
+        Raises:
+            UserError: on every rank, as `open`, but for overrides that change a weight's shape.
+        """
+        _, run = self._resolve(path, overrides, architectures)
+        raise_any_error(catch_error(lambda: RunRouting(run, self.world).check_evaluation()))
+        return run.config
+
     def open(
         self, path: Path, overrides: Sequence[str] = (), architectures: Sequence[str] = ("decoder",)
     ) -> TrainedModel:
@@ -111,17 +123,8 @@ class Session:
             UserError: on every rank, if there is no intact checkpoint, if it is of another architecture, or
                 if the configuration does not fit its weights or this number of ranks.
         """
-        intact = self._verified(path)
-        meta = read_meta(intact, KEY)
-        config = configuration_of(meta, intact, [*self.overrides, *overrides], self.replays)
-        kind = config.model.architecture
-        if kind not in architectures:
-            raise UserError(
-                f"{intact}: saved with model.architecture {kind}; this tool reads "
-                f"{' and '.join(architectures)}"
-            )
-        run = resolve_run(config, self.world.size)
-        check_vocabulary(intact, meta, run.vocabulary.size)
+        meta, run = self._resolve(path, overrides, architectures)
+        intact, config = self._verified(path), run.config
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
@@ -146,6 +149,23 @@ class Session:
             precision=precision,
             routing=routing,
         )
+
+    def _resolve(
+        self, path: Path, overrides: Sequence[str], architectures: Sequence[str]
+    ) -> tuple[Meta, ResolvedRun]:
+        """Return what the checkpoint says of itself, and the checked run at this number of ranks."""
+        intact = self._verified(path)
+        meta = read_meta(intact, KEY)
+        config = configuration_of(meta, intact, [*self.overrides, *overrides], self.replays)
+        kind = config.model.architecture
+        if kind not in architectures:
+            raise UserError(
+                f"{intact}: saved with model.architecture {kind}; this tool reads "
+                f"{' and '.join(architectures)}"
+            )
+        run = resolve_run(config, self.world.size)
+        check_vocabulary(intact, meta, run.vocabulary.size)
+        return meta, run
 
     def _verified(self, path: Path) -> Path:
         """Return the intact checkpoint that `path` names; its bytes are read once in a session."""

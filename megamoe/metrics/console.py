@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megamoe.metrics.formats import format_duration
+from megamoe.metrics.reader import FURTHER_LOSS
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
 RATE_WINDOW = 20  # updates over which the speed for the ETA is taken
@@ -45,8 +46,9 @@ def print_summary(rows: Mapping[str, Sequence[tuple[str, object]]], console: Con
 class ProgressLine:
     """The live line of a run: `step 120/400 | loss 4.213 | ... | ETA 3m12s`.
 
-    Without a terminal the first and the last update are printed, and between them one every `every`
-    steps, but not more often than every two seconds. `clock` gives seconds.
+    Without a terminal the first and the last update and those with a validation loss are printed, and between
+    them one every `every` steps, but not more often than every two seconds. The live line keeps the last
+    validation loss with its step: `val 4.310 (step 118)`. `clock` gives seconds.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class ProgressLine:
         self._console = console or Console()
         self._clock = clock
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW + 1)
-        self._val_loss: float | None = None
+        self._val = ""  # the last validation loss, without its step
+        self._val_step = 0
         self._line = ""
         self._printed: tuple[int, float] | None = None  # step and time of the last plain line
         self._live: Live | None = None
@@ -73,11 +76,13 @@ class ProgressLine:
         """Show a step's metrics (keys as in the record; only `step` is required)."""
         step, now = int(metrics["step"]), self._clock()
         self._recent.append((step, now))
-        self._val_loss = metrics.get("val/lm_loss", self._val_loss)
+        val = _validation(metrics)
+        if val is not None:
+            self._val, self._val_step = val, step
         self._line = self._render(metrics)
         if self._live is not None:
             self._live.update(Text(self._line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif self._is_due(step, now):
+        elif val is not None or self._is_due(step, now):
             _print_plain(self._console, self._line)
             self._printed = (step, now)
 
@@ -127,13 +132,28 @@ class ProgressLine:
         shown = [
             ("step {}", f"{metrics['step']}/{self._total_steps}"),
             ("loss {:.3f}", metrics.get("train/lm_loss")),
-            ("val {:.3f}", self._val_loss),
+            ("{}", self._shown_validation(int(metrics["step"]))),
             ("lr {:.1e}", metrics.get("train/lr")),
             ("{:,.0f} tok/s", metrics.get("perf/tokens_per_s")),
             ("imbalance {:.2f}", max(imbalances, default=None)),
             ("ETA {}", None if eta_s is None else format_duration(eta_s)),
         ]
         return " | ".join(pattern.format(value) for pattern, value in shown if value is not None)
+
+    def _shown_validation(self, step: int) -> str | None:
+        """Return the validation loss of this step; the live line also shows an earlier one, with its step."""
+        if self._val and self._val_step == step:
+            return self._val
+        return f"{self._val} (step {self._val_step})" if self._val and self._live is not None else None
+
+
+def _validation(metrics: Mapping[str, Any]) -> str | None:
+    """Return the validation loss of a step as text: of the main set, or of the first further one by name."""
+    loss, name = metrics.get("val/lm_loss"), ""
+    further = sorted(key for key in metrics if FURTHER_LOSS.fullmatch(key))
+    if loss is None and further:
+        loss, name = metrics[further[0]], f" {further[0].split('/')[1]}"
+    return None if loss is None else f"val{name} {loss:.3f}"
 
 
 def _print_plain(console: Console, line: str) -> None:

@@ -23,6 +23,7 @@ LARGEST_STEP = 1 << 53  # exact as a float, which charts make of it
 BLANK = b"\0 \t\r\n"
 MEASURED = ("train/", "val/", "test/", "perf/", "moe/")  # keys that begin so hold numbers
 LOAD = re.compile("moe/([^/]+)/load")  # of a layer, by its name
+FURTHER_LOSS = re.compile("val/([^/]+)/lm_loss")  # of a validation set beside the main one, by its name
 COUNTS = re.compile("moe/[^/]+/(width_histogram|rank_load)")  # further lists, of any length
 SHOWN, LONGEST_KEY = 40, 100  # characters of a message
 

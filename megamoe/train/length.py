@@ -50,14 +50,17 @@ def check_warmup(config: RunConfig, steps: int) -> None:
         after = f" after a warm-up of {warmup}" if warmup else ""
         raise UserError(
             f"optimizer.wsd_decay_steps: {decay}{after} is more than the {end} steps of the schedule "
-            "(optimizer.decay_steps, by default the run's)"
+            "(optimizer.decay_steps, by default the run's); lower optimizer.wsd_decay_steps or the warm-up"
         )
     if warmup <= end:
         return
     if optimizer.warmup_share is None:
         found = f"optimizer.warmup_steps: {warmup} is"
+        way_out = f"set optimizer.warmup_steps={end} or less"
     else:
         found = f"optimizer.warmup_share: {optimizer.warmup_share:g} of {steps} steps, {warmup}, is"
+        way_out = "set a smaller optimizer.warmup_share"
     raise UserError(
-        f"{found} more than the {end} steps of the schedule (optimizer.decay_steps, by default the run's)"
+        f"{found} more than the {end} steps of the schedule (optimizer.decay_steps, by default the run's); "
+        f"{way_out}"
     )

@@ -1,5 +1,7 @@
 """A checkpoint's perplexity: what training reports, at any layout; the experts' FLOPs by hand."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,51 @@ def test_replayed_choices_give_the_loss_of_the_recorded_run_under_another_router
     one, two = pool.run(evaluated, path, points[1:2], ["parallel.expert=2"], ranks=2)
     assert one[0]["lm_loss"] == two[0]["lm_loss"] == pytest.approx(reported, abs=1e-6)
     assert one[0]["load"] == alone[0]["load"]
+
+
+def swept(path: Path, sweeps: list[str], overrides: list[str]) -> tuple[int, str, int]:
+    """Job: the exit code of a sweep, the errors, and how many evaluations it has done."""
+    evaluate, done, told = tool("evaluate"), [], io.StringIO()
+    evaluate._show = lambda row, first: done.append(row)
+    target = path.parent / "swept.json"
+    target.unlink(missing_ok=True)
+    written = evaluate.write_text
+
+    def write(option: str, file: Path, text: str) -> None:
+        written(option, file, text)
+        assert json.loads(file.read_text()) == done, "the file has what is done so far"
+
+    evaluate.write_text = write
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        arguments = [f"--sweep={sweep}" for sweep in sweeps]
+        code = evaluate.main([str(path), *arguments, f"--json={target}", *overrides])
+    assert len(done) == (len(json.loads(target.read_text())) if target.exists() else 0)
+    return code, told.getvalue(), len(done)
+
+
+def test_a_sweep_is_checked_before_its_first_evaluation(pool: Pool, run_folder: tuple[Path, float]) -> None:
+    path, _ = run_folder
+    replay = [f"moe.router.replay={path.parent / 'record'}"]
+    key = "moe.router.selector"
+    (late,) = pool.run(swept, path, [f"{key}.k=2,99"], [], ranks=1)
+    assert late[0] == 2 and "99" in late[1] and late[1].count("\n") == 1 and late[2] == 0
+    (idle,) = pool.run(swept, path, [f"{key}.k=2,3"], replay, ranks=1)
+    assert idle[0] == 2 and f"--sweep: {key}.k has no effect on the choices" in idle[1] and idle[2] == 0
+    (works,) = pool.run(swept, path, [f"{key}.scale=1,2"], replay, ranks=1)
+    assert (works[0], works[2]) == (0, 2), works[1]
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "generate", "analyze_routing"])
+def test_an_interrupt_of_a_tool_gives_no_advice_on_training(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], restored_process: None
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megamoe.analysis.command.check_versions", interrupted)
+    arguments = {"generate": ["run", "--prompt=a"], "analyze_routing": ["run", "--output=x"]}
+    assert tool(kind).main(arguments.get(kind, ["run"])) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def refusals(path: Path) -> list[str]:

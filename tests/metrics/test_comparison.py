@@ -18,7 +18,7 @@ from megamoe.metrics.report.comparison import (
     seed_rows,
 )
 from megamoe.metrics.report.page import write_comparison
-from megamoe.metrics.report.run_statistics import Run, read_run
+from megamoe.metrics.report.run_statistics import Run, comparison_row, read_run
 
 CONFIG = """name: {name}
 output: runs
@@ -67,6 +67,21 @@ def test_runs_of_other_seeds_and_names_are_one_group(runs: list[Run]) -> None:
         "2.00 ± 0.00",
     ]
     assert seed_rows(groups)[1] == ["large", "1", "2.0000", "2.0000", "-", "2.00"]
+
+
+def test_runs_of_one_seed_are_not_called_seeds(tmp_path: Path) -> None:
+    again = [run_of(tmp_path / name, [1.0], seed=1) for name in ("small-1", "small-2")]
+    assert [group.name for group in grouped(again)] == ["small (2 runs)"]
+
+
+def test_a_further_set_stands_for_a_main_one_that_is_not_there(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", [4.0, 2.0])
+    for row in run.rows:
+        row["val/all/lm_loss"] = row.pop("val/lm_loss")
+    loss, by_tokens = comparison_sections([run])[0].panels
+    assert (loss.title, by_tokens.title) == ("Validation: all", "Validation: all by tokens")
+    assert (by_tokens.curves[0].x, by_tokens.curves[0].y) == ([10, 20], [4.0, 2.0])
+    assert comparison_row(run)[5:9] == ["4.0000 (all)", "2.0000 (all)", "50.00", "7.39"]
 
 
 def test_runs_without_a_configuration_stay_alone(runs: list[Run]) -> None:

@@ -37,11 +37,13 @@ def test_the_line_shows_what_is_known() -> None:
     console, file = plain_console()
     clock = FakeClock()
     line = ProgressLine(400, console=console, clock=clock)
-    line.update({"step": 118, "val/lm_loss": 4.31})
+    line.update({"step": 118})
     clock.now += 1.3714  # for two steps: 280 more take 192 s
     metrics = {
         "step": 120,
         "train/lm_loss": 4.2131,
+        "val/lm_loss": 4.31,
+        "val/code/lm_loss": 9.0,
         "train/lr": 2.9e-4,
         "perf/tokens_per_s": 3412.4,
         "moe/layer_02/imbalance": 1.2,
@@ -52,6 +54,37 @@ def test_the_line_shows_what_is_known() -> None:
     assert file.getvalue().splitlines()[-1] == (
         "step 120/400 | loss 4.213 | val 4.310 | lr 2.9e-04 | 3,412 tok/s | imbalance 1.42 | ETA 3m12s"
     )
+
+
+def test_a_validation_loss_stands_at_its_step_alone() -> None:
+    """It is always printed; the first further set stands for a main one that is not there."""
+    console, file = plain_console()
+    line = ProgressLine(400, every=100, console=console, clock=FakeClock())
+    steps: tuple[dict[str, float], ...] = (
+        {},
+        {"val/lm_loss": 4.31},
+        {},
+        {"val/b/lm_loss": 2.0, "val/all/lm_loss": 8.37},
+        {},
+    )
+    for step, metrics in enumerate(steps, start=1):
+        line.update({"step": step, **metrics})
+    line.close()
+    assert [shown.removesuffix(" | ETA 0s") for shown in file.getvalue().splitlines()] == [
+        "step 1/400",
+        "step 2/400 | val 4.310",
+        "step 4/400 | val all 8.370",
+        "step 5/400",
+    ]
+
+
+def test_the_live_line_says_at_which_step_it_was_evaluated() -> None:
+    console, file = terminal()
+    with ProgressLine(400, console=console, clock=FakeClock()) as line:
+        line.update({"step": 118, "val/lm_loss": 4.31})
+        line.update({"step": 119})
+    assert "step 118/400 | val 4.310" in file.getvalue()
+    assert "step 119/400 | val 4.310 (step 118)" in file.getvalue()
 
 
 def test_the_eta_follows_the_recent_speed() -> None:

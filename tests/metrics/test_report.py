@@ -345,6 +345,22 @@ def test_the_tool_refuses_in_one_line_and_writes_nothing(
     assert not (good / "report.html").exists()
 
 
+def test_a_folder_named_twice_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "run", dense_rows())
+    assert tool().main([str(folder), f"{folder}/../run"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1 and not (tmp_path / "comparison.html").exists()
+
+
+def test_a_further_set_stands_for_a_main_one_that_is_not_there(tmp_path: Path) -> None:
+    rows = [{**row, "val/lm_loss": None} for row in moe_rows()]
+    page = write_report(make_run(tmp_path / "run", rows)).read_text(encoding="utf-8")
+    shown = table_of(page)
+    assert shown["Validation loss (code), last"] == "2.2500" and "Validation loss, code" not in shown
+    assert shown["Validation perplexity (code)"] == "9.49"  # e^2.25
+    assert "<dt>Validation loss (code)</dt><dd>2.250</dd>" in page
+    assert "<dt>Perplexity (code)</dt><dd>9.5</dd>" in page
+
+
 def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run", dense_rows())
     page = write_report(folder)
@@ -356,8 +372,9 @@ def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytes
         raise OSError("no space left")
 
     monkeypatch.setattr(Path, "write_bytes", disk_full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match="no space") as caught:
         write_report(folder)
+    assert caught.value.filename == str(folder / "report.png"), "not the temporary file"
     assert page.read_bytes() == before
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "report.html", "report.png"]
 

@@ -67,7 +67,7 @@ def grouped(runs: list[Run]) -> list[Group]:
         members.setdefault(key, []).append(at)
     labels = labels_of(runs)
     return [
-        Group(_name_of([labels[at] for at in group]), [runs[at] for at in group])
+        Group(_name_of([labels[at] for at in group], [runs[at] for at in group]), [runs[at] for at in group])
         for group in members.values()
     ]
 
@@ -77,11 +77,16 @@ def _trains_by(key: str) -> bool:
     return key not in NAMES | {"seed"} and not key.startswith("log.")
 
 
-def _name_of(labels: list[str]) -> str:
+def differ_in_seed(runs: list[Run]) -> bool:
+    """Return whether no two of the runs have the same seed."""
+    return len({run.config.get("seed") for run in runs}) == len(runs)
+
+
+def _name_of(labels: list[str], runs: list[Run]) -> str:
     if len(labels) == 1:
         return labels[0]
     common = _start_of_all(labels).rstrip("-_ ./") or labels[0]
-    return f"{common} ({len(labels)} seeds)"
+    return f"{common} ({len(labels)} {'seeds' if differ_in_seed(runs) else 'runs'})"
 
 
 def _start_of_all(labels: list[str]) -> str:
@@ -114,7 +119,8 @@ def comparison_sections(runs: list[Run]) -> list[Section]:
         f"val/{name}/lm_loss": f"Validation: {name}" for name in sets
     }
     loss = _panels(groups, {key: (readable(title, 40), "loss (nats/token)") for key, title in keys.items()})
-    by_tokens = [_by_tokens(panel, groups) for panel in loss[:1]]
+    first = next((key for key in keys if any(series(run.rows, key)[0] for run in runs)), "")
+    by_tokens = [_by_tokens(panel, groups, first) for panel in loss[:1]]
     found = [
         Section("Loss", "Of the language model, without auxiliary losses.", [*loss, *by_tokens]),
         Section("Training and speed", "Each on its own scale.", _panels(groups, SINGLE)),
@@ -133,11 +139,10 @@ def _panels(groups: list[Group], metrics: dict[str, tuple[str, str]]) -> list[Pa
     return panels
 
 
-def _by_tokens(panel: Panel, groups: list[Group]) -> Panel:
-    curves = _curves(groups, "val/lm_loss", "tokens", smoothed=False)
-    return Panel(
-        "Validation loss by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits
-    )
+def _by_tokens(panel: Panel, groups: list[Group], key: str) -> Panel:
+    """Return the first panel of a loss, whose values have this key, over the tokens."""
+    curves = _curves(groups, key, "tokens", smoothed=False)
+    return Panel(f"{panel.title} by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits)
 
 
 def _has_band(curves: list[Curve]) -> bool:

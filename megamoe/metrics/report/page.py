@@ -6,11 +6,12 @@ A page needs no network. Files are replaced in one move, so that a reader never 
 from html import escape
 from pathlib import Path
 
-from megamoe.metrics.formats import format_count, format_duration, format_number
+from megamoe.metrics.formats import format_count, format_duration, format_number, readable
 from megamoe.metrics.report import picture
 from megamoe.metrics.report.comparison import (
     comparison_sections,
     config_differences,
+    differ_in_seed,
     grouped,
     labels_of,
     seed_rows,
@@ -129,20 +130,28 @@ def _comparison_parts(runs: list[Run]) -> list[str]:
     rows = [[label, *comparison_row(run)[1:]] for label, run in zip(labels, runs, strict=True)]
     parts = [f"<section><h2>Runs</h2>{table(rows, COMPARED)}</section>"]
     groups = grouped(runs)
-    if any(len(group.runs) > 1 for group in groups):
-        head = ["runs that differ in the seed", "runs", "last val", "best val", "tok/s", "imbalance"]
+    repeated = [group for group in groups if len(group.runs) > 1]
+    if repeated:
+        title = "Over seeds" if all(differ_in_seed(group.runs) for group in repeated) else "Repeated runs"
+        head = ["runs that differ at most in the seed", "runs", "last val", "best val", "tok/s", "imbalance"]
         note = "<p>Mean ± standard deviation of the sample.</p>"
-        parts.append(f"<section><h2>Over seeds</h2>{note}{table(seed_rows(groups), head)}</section>")
+        parts.append(f"<section><h2>{title}</h2>{note}{table(seed_rows(groups), head)}</section>")
     differences = config_differences(runs)
     shown = table(differences, ["key", *labels]) if differences else "<p>Nothing but names and folders.</p>"
     parts.append(f"<section><h2>What differs in the configurations</h2>{shown}</section>")
     return parts
 
 
+def _of_set(stats: RunStatistics) -> str:
+    """Return the name of the validation set behind a label; nothing for the main one."""
+    return "" if stats.val_set is None else f" ({readable(stats.val_set, 30)})"
+
+
 def _tiles(stats: RunStatistics) -> list[tuple[str, str]]:
+    of_set = _of_set(stats)
     tiles = [
-        ("Validation loss", stats.val_loss_last, "{:.3f}"),
-        ("Perplexity", stats.perplexity, "{:,.1f}"),
+        (f"Validation loss{of_set}", stats.val_loss_last, "{:.3f}"),
+        (f"Perplexity{of_set}", stats.perplexity, "{:,.1f}"),
         ("Training loss", stats.train_loss, "{:.3f}"),
         ("Tokens per second", stats.tokens_per_s, "{:,.0f}"),
         ("Imbalance at the end", stats.max_imbalance, "{:.2f}"),
@@ -152,7 +161,8 @@ def _tiles(stats: RunStatistics) -> list[tuple[str, str]]:
 
 def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
     """Return the run's statistics as (label, text), without those that were not recorded."""
-    fall = stats.val_fall_percent
+    fall, of_set = stats.val_fall_percent, _of_set(stats)
+    further = {name: loss for name, loss in stats.further_val_losses.items() if name != stats.val_set}
     total, active = run.summary.get("parameters_total"), run.summary.get("parameters_active")
     rows: list[tuple[str, str, float | None]] = [
         ("Parameters", "{:,}", total),
@@ -160,12 +170,12 @@ def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
         ("Steps", "{:,}", stats.steps),
         ("Tokens", "{:,}", stats.tokens),
         ("Training loss, last step", "{:.4f}", stats.train_loss),
-        ("Validation loss, first", "{:.4f}", stats.val_loss_first),
-        ("Validation loss, best", "{:.4f}", stats.val_loss_best),
-        ("Validation loss, last", "{:.4f}", stats.val_loss_last),
-        *((f"Validation loss, {name}", "{:.4f}", loss) for name, loss in stats.further_val_losses.items()),
-        ("Fall of the validation loss", "{:.2f} %", fall),
-        ("Validation perplexity", "{:,.2f}", stats.perplexity),
+        (f"Validation loss{of_set}, first", "{:.4f}", stats.val_loss_first),
+        (f"Validation loss{of_set}, best", "{:.4f}", stats.val_loss_best),
+        (f"Validation loss{of_set}, last", "{:.4f}", stats.val_loss_last),
+        *((f"Validation loss, {name}", "{:.4f}", loss) for name, loss in further.items()),
+        (f"Fall of the validation loss{of_set}", "{:.2f} %", fall),
+        (f"Validation perplexity{of_set}", "{:,.2f}", stats.perplexity),
         ("Tokens per second, median", "{:,.0f}", stats.tokens_per_s),
         ("Imbalance at the end, worst layer", "{:.2f}", stats.max_imbalance),
     ]

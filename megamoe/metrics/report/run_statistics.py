@@ -16,8 +16,8 @@ import yaml
 
 from megamoe.config.yaml_text import parse_yaml
 from megamoe.errors import UserError
-from megamoe.metrics.formats import format_count, format_number
-from megamoe.metrics.reader import LOAD, Record
+from megamoe.metrics.formats import format_count, format_number, readable
+from megamoe.metrics.reader import FURTHER_LOSS, LOAD, Record
 from megamoe.metrics.recorder import METRICS_FILE
 from megamoe.plain_files import read_plain, reason
 
@@ -28,7 +28,6 @@ COMPARED = [
     "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
     "tok/s", "imbalance",
 ]  # fmt: skip
-FURTHER_LOSS = re.compile("val/([^/]+)/lm_loss")  # of a validation set beside the main one, by its name
 
 
 @dataclass
@@ -61,12 +60,17 @@ class Run:
 
 @dataclass
 class RunStatistics:
-    """Summary statistics of a run; None where nothing was recorded."""
+    """Summary statistics of a run; None where nothing was recorded.
+
+    val_set: the further validation set that the val_loss_* are of, where the run has no main set; None: they
+    are of the main set.
+    """
 
     steps: int
     tokens: int | None
     time_s: float | None  # in steps; pauses between launches do not count
     train_loss: float | None  # the last one
+    val_set: str | None
     val_loss_first: float | None
     val_loss_last: float | None
     val_loss_best: float | None
@@ -178,6 +182,13 @@ def further_sets(rows: Rows) -> list[str]:
     return sorted(_named_by(FURTHER_LOSS, rows))
 
 
+def validation_key(rows: Rows) -> str:
+    """Return the key of the main validation set's loss, or of the first further one if there is no main."""
+    names = further_sets(rows)
+    has_main = any(row.get("val/lm_loss") is not None for row in rows)
+    return "val/lm_loss" if has_main or not names else f"val/{names[0]}/lm_loss"
+
+
 def _named_by(pattern: re.Pattern[str], rows: Rows) -> set[str]:
     """Return the names at the pattern's place in the keys that have a value."""
     keys = {key for row in rows for key, value in row.items() if value is not None}
@@ -186,7 +197,9 @@ def _named_by(pattern: re.Pattern[str], rows: Rows) -> set[str]:
 
 def compute_statistics(rows: Rows) -> RunStatistics:
     """Compute the statistics of a run's records."""
-    val_losses = series(rows, "val/lm_loss")[1]
+    val_key = validation_key(rows)
+    val_losses = series(rows, val_key)[1]
+    val_set = FURTHER_LOSS.fullmatch(val_key)
     speeds = series(rows, "perf/tokens_per_s")[1]
     imbalances = (_worst_imbalance(row) for row in reversed(rows))
     return RunStatistics(
@@ -194,6 +207,7 @@ def compute_statistics(rows: Rows) -> RunStatistics:
         tokens=_last(series(rows, "tokens")[1]),
         time_s=_time_in_steps(rows),
         train_loss=_last(series(rows, "train/lm_loss")[1]),
+        val_set=None if val_set is None else val_set[1],
         val_loss_first=val_losses[0] if val_losses else None,
         val_loss_last=_last(val_losses),
         val_loss_best=min(val_losses, default=None),
@@ -259,14 +273,19 @@ def comparison_row(run: Run) -> list[str]:
     def show_count(value: float | None) -> str:
         return "-" if value is None else format_count(value)
 
+    of_set = "" if stats.val_set is None else f" ({readable(stats.val_set, 30)})"
+
+    def show_loss(value: float | None) -> str:
+        return "-" if value is None else show(value, "{:.4f}") + of_set
+
     return [
         run.name,
         show_count(run.summary.get("parameters_total")),
         show_count(run.summary.get("parameters_active")),
         str(stats.steps),
         show(stats.tokens, "{:,}"),
-        show(stats.val_loss_first, "{:.4f}"),
-        show(stats.val_loss_last, "{:.4f}"),
+        show_loss(stats.val_loss_first),
+        show_loss(stats.val_loss_last),
         show(stats.val_fall_percent, "{:.2f}"),
         show(stats.perplexity, "{:,.2f}"),
         show(stats.tokens_per_s, "{:,.0f}"),
