@@ -173,7 +173,7 @@ def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator
         data_rank=data_rank,
         data_size=layout.data,
         workers=0,
-        make_batch=trained.objective.batch,
+        make_batch=trained.objective.make_batch,
     ) as stream:
         for place in range(samples // (size * layout.data)):
             batch, problem = None, None

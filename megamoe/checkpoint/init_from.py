@@ -41,23 +41,6 @@ ADVICE = {
 }
 
 
-def load_initial_weights(
-    model: nn.Module, path: Path, experts: Experts, layout: Layout, rank: int
-) -> list[str]:
-    """Load the rank's weights into the model, which is on the CPU. If one rank raises, all must stop.
-
-    Returns `InitialWeights.kept`.
-
-    Raises:
-        UserError: for the reasons of `InitialWeights`.
-    """
-    is_moe = any(it.expert for it in shardings(model).values())
-    weights = InitialWeights(path, experts, is_moe, layout, rank)
-    weights.fill("", model)
-    weights.finish()
-    return weights.kept
-
-
 class InitialWeights:
     """The weights of another run's checkpoint, for a model that is loaded as a whole or part by part.
 

@@ -187,4 +187,4 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _is_part_key(keys: list[str]) -> bool:
-    return keys[:2] == ["moe", "router"] and len(keys) == 3
+    return (keys[:2] == ["moe", "router"] and len(keys) == 3) or keys == ["train", "objective"]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -104,7 +104,7 @@ class BatchStream:
         self._loader: Loader[Batch | str] = Loader(
             _Numbered(dataset),
             indices.from_batch,
-            collate=partial(_collate, make_batch or stacked),
+            collate=partial(collate, make_batch or stacked),
             workers=workers,
             report=report,
         )
@@ -183,15 +183,22 @@ class _Numbered(Dataset[tuple[int, dict[str, torch.Tensor] | str]]):
 
 
 MakeBatch = Callable[[list[Item], list[int]], Batch]
+Made = TypeVar("Made")
 
 
-def _collate(make_batch: MakeBatch, samples: list[tuple[int, Item | str]]) -> Batch | str:
+def collate(
+    make_batch: Callable[[list[Item], list[int]], Made], samples: list[tuple[int, Item | str]]
+) -> Made | str:
+    """Return the batch of numbered items, or the first message: of an item, or of `make_batch`."""
     items = []
     for _, item in samples:
         if isinstance(item, str):
             return item
         items.append(item)
-    return make_batch(items, [index for index, _ in samples])
+    try:
+        return make_batch(items, [index for index, _ in samples])
+    except UserError as error:
+        return str(error)
 
 
 def stacked(items: list[Item], indices: list[int]) -> Batch:

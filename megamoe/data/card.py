@@ -18,6 +18,7 @@ from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 
 CHECKSUM = "checksum"  # the card's key with the SHA-256 of everything else in it
+PAIRS = ".pairs.json"  # the end of the name of the card of prepared pairs
 LARGEST_CARD = 1 << 28  # bytes; each file that was read has some 200
 Card = TypeVar("Card")
 
@@ -185,6 +186,11 @@ def check_files(prefix: str, card: DataCard | None) -> None:
     files = DataFiles(Path(prefix))
     for path in (files.bin, files.idx):
         if not path.is_file():
+            if Path(prefix + PAIRS).is_file():
+                raise UserError(
+                    f"data {prefix!r} is a dataset of pairs; name one side, {prefix}.source or "
+                    f"{prefix}.target"
+                )
             raise UserError(f"data {prefix!r}: no file {str(path)!r}; prepare it with tools/prepare_data.py")
     header, expected = read_header(files.idx)
     for path, size in ((files.bin, expected), *_sizes_in_card(files, card)):

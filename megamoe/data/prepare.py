@@ -78,7 +78,7 @@ def prepare(preparation: Preparation) -> DataCard:
     except OSError as error:
         raise UserError(
             f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
-            "name a writable place with room enough"
+            "name a writable folder with enough free space"
         ) from error
     return card
 

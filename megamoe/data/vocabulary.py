@@ -27,6 +27,7 @@ class Vocabulary:
         tokenizer: None for mock data, and if neither the card nor `data.tokenizer` names one that exists.
         special: the reserved tokens (pad, mask, sentinels, language tags); none if they are unknown.
         added: the number of ids at the end that no data has: the mask or sentinels of an objective.
+        in_data: the ids that the data's tokenizer has, at most `size`; 2 if they are unknown, or any will do.
     """
 
     size: int
@@ -34,10 +35,25 @@ class Vocabulary:
     tokenizer: Tokenizer | None
     special: SpecialTokens = NOTHING_RESERVED
     added: int = 0
+    in_data: int = 2
 
-    def with_added(self, ids: int) -> "Vocabulary":
-        """Return the vocabulary with so many ids behind those of the data."""
-        return replace(self, size=self.of_data.size + ids, added=ids)
+    def with_added(self, ids: int, model_vocab_size: int | None = None) -> "Vocabulary":
+        """Return the vocabulary with so many ids after those of the data.
+
+        model_vocab_size: `model.vocab_size`; if it is given, the ids are its last ones.
+
+        Raises:
+            UserError: if that size does not hold the ids of the data and these.
+        """
+        if model_vocab_size is None:
+            return replace(self, size=self.of_data.size + ids, added=ids)
+        needed = self.in_data + ids
+        if ids and model_vocab_size < needed:
+            raise UserError(
+                f"model.vocab_size {model_vocab_size} is smaller than the data's vocabulary with the {ids} "
+                f"ids that train.objective adds, {needed}; raise it to {needed} or leave it out"
+            )
+        return replace(self, size=model_vocab_size, added=ids)
 
     @property
     def of_data(self) -> "Vocabulary":
@@ -83,7 +99,8 @@ def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Voca
         )
     size = model_vocab_size or (found.vocab_size if found else 0)
     special = tokenizer.special if tokenizer else SpecialTokens(known[1].special if known else {})
-    return Vocabulary(size, found.eod if found else None, tokenizer, special)
+    in_data = found.vocab_size if found else 2
+    return Vocabulary(size, found.eod if found else None, tokenizer, special, in_data=in_data)
 
 
 def _check_agreement(known: tuple[str, TokenizerCard], path: str, card: DataCard) -> None:

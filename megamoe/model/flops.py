@@ -16,7 +16,7 @@ PASSES = 3  # forward, and in backward the gradients of the inputs and of the we
 
 
 @dataclass(frozen=True)
-class TokenShares:
+class StackShares:
     """Tokens for each token of `data.sequence_length`: of the stacks, by name, and of the output layer."""
 
     stacks: dict[str, float] = field(default_factory=dict)  # 1 where a stack is not named
@@ -39,7 +39,7 @@ class ModelFlops:
         return tokens * self.token + pairs * self.pair
 
 
-def model_flops(config: RunConfig, vocab_size: int, shares: TokenShares | None = None) -> ModelFlops:
+def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None = None) -> ModelFlops:
     """Return the FLOPs of the model that `config` describes; `vocab_size` before padding.
 
     shares: of an objective that does not compute every token of the data in every stack.
@@ -48,7 +48,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: TokenShares | None =
     attention, and with the pairs that the routers chose instead of a fixed number of experts.
     """
     model, moe = config.model, config.moe
-    shares = shares or TokenShares()
+    shares = shares or StackShares()
     hidden, length = model.hidden_size, config.data.sequence_length
     size = expert_ffn_size(config)
     expert = hidden * (up_width(size, expert_activation(config)) + size)

@@ -1,11 +1,12 @@
 """Dispatch: rows to their experts and back, for any number of experts a token.
 
 `LocalDispatch` serves a rank that holds every expert whole: one stable sort of the pairs by expert.
-`AllToAllDispatch` adds the road to other ranks. Over the expert-parallel group, in which rank r holds the
-experts r*E/R .. (r+1)*E/R - 1: sizes first, rows after, and the same way back. Over the expert-tensor group,
-whose X ranks hold slices of the same experts: every rank's rows to all, and back the sum of what the slices
-made of them. A rank or an expert with no rows is an ordinary case of both. A routing that stays home skips
-the first, sizes too. Rows travel in the model's dtype; the weighted sum is fp32.
+`AllToAllDispatch` adds the exchange with other ranks. Over the expert-parallel group, in which rank r holds
+the experts r*E/R .. (r+1)*E/R - 1: sizes first, rows after, and the same way back. Over the expert-tensor
+group, whose X ranks hold slices of the same experts: every rank's rows to all, and back the sum of what the
+slices made of them. A rank or an expert with no rows is an ordinary case of both. If every pair's expert is
+on its token's own rank, the first exchange is left out, sizes too. Rows travel in the model's dtype; the
+weighted sum is fp32.
 """
 
 from collections.abc import Callable, Sequence

@@ -227,7 +227,7 @@ def attach_losses(
 ) -> Tensor:
     """`output` unchanged, but its backward also sends `context.aux_scale` times its weight into each loss.
 
-    The losses thus need no road of their own out of the model, and come out right when the block is
+    The model thus does not have to return the losses, and their gradients are right when the block is
     recomputed. The scale is the training loop's: it makes the sum over ranks and accumulated micro
     batches their mean, whatever the engine divides by.
     """

@@ -62,6 +62,7 @@ CAPABILITIES = {
     "assigned": "solves an assignment of tokens to experts",
     "over_all_ranks": "chooses for the micro batches of all data-parallel ranks together",
     "over_tokens": "lets a token's experts depend on other tokens, in evaluation too",
+    "sees_later_tokens": "lets a token's experts depend on later tokens, without allow_non_causal",
     "by_experts": "lets the experts choose, so that a token may get none",
     "even_load": "gives every expert as many tokens",
     "even_first_choices": "gives every expert as many first choices",

@@ -29,7 +29,7 @@ def count(index_N: Tensor, size: int, weight_N: Tensor | None = None) -> Tensor:
     return weight_N.new_zeros(size).scatter_add_(0, index_N, weight_N)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)  # with padded sequences the number of tokens differs in each micro batch
 def _tokens_and_choices(num_tokens: int, num_choices: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return token_N and choice_N of pairs in which every token has all its choices; shared by all layers."""
     token_T, choice_K = torch.arange(num_tokens, device=device), torch.arange(num_choices, device=device)

@@ -24,7 +24,7 @@ class Masked(TrainingObjective):
     Of the chosen tokens, a share is replaced by the mask, a share by a random token, and the rest stays. The
     choice is new for each sample, so another one in each epoch. Sequences are full; with
     `data.document_aware` a token sees its own document only. End-of-document and reserved tokens are
-    never chosen. The mask is the one that the tokenizer reserves, or the id behind the data's vocabulary.
+    never chosen. The mask is the one that the tokenizer reserves, or the id after the data's vocabulary.
 
     Source: Devlin et al. 2018 (BERT), section 3.1; dynamic: Liu et al. 2019 (RoBERTa), section 4.1; spans:
     Joshi et al. 2019 (SpanBERT), section 3.1.
@@ -34,7 +34,8 @@ class Masked(TrainingObjective):
 
     @dataclass
     class Config:
-        """probability: the share of tokens to predict, in each sequence exactly (rounded, at least one).
+        """probability: the share of tokens to predict in each sequence, rounded, at least one; at most that
+        share with unit word.
 
         mask, random: of these, the shares that become the mask and a random token. unit: what is chosen
         together: single tokens; whole words; or spans, with lengths from a geometric distribution of
@@ -143,20 +144,21 @@ def _words(
     """Return whole words in random order, as many as fit into the wanted number of tokens.
 
     A word ends where the next begins, and at a token that is not free. A word that is longer than all that
-    is wanted is cut, if no other was found.
+    is wanted is cut, if no shorter one was found.
     """
     if not len(place_N):
         return []
     begins_N = starts_S[place_N] | (np.diff(place_N, prepend=-2) > 1)
     words = np.split(place_N, np.flatnonzero(begins_N)[1:])
     chosen, left = [], wanted
-    for number in draws.permutation(len(words)):
+    order = draws.permutation(len(words))
+    for number in order:
         if len(words[number]) <= left:
             chosen.append(words[number])
             left -= len(words[number])
         if not left:
             break
-    return chosen or [words[0][:wanted]]
+    return chosen or [words[order[0]][:wanted]]
 
 
 def _spans(

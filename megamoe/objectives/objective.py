@@ -1,6 +1,8 @@
 """The base class of training objectives."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +14,8 @@ from megamoe.data.batches import Batch, Item, stacked
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.epochs import samples_per_epoch
 from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import UserError
+from megamoe.registry import failure_of, is_ours
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class TrainingObjective:
 
     @classmethod
     def added_ids(cls, options: Any, config: RunConfig, vocabulary: Vocabulary) -> int:
-        """Return how many ids the objective needs behind those of the data.
+        """Return how many ids the objective needs after those of the data.
 
         vocabulary: the data's. None are needed where its tokenizer reserves them (`prepare_data --special`).
         """
@@ -90,6 +94,11 @@ class TrainingObjective:
         needs a number of its own in `Batch.sample_index_B`, on which its routers' draws depend.
         """
         return stacked(items, indices)
+
+    def make_batch(self, items: list[Item], indices: list[int]) -> Batch:
+        """Return `batch`; an error of a plugin's objective becomes a UserError that names it."""
+        with named_failure(self, "batch"):
+            return self.batch(items, indices)
 
     def draws(self, place: str) -> np.random.Generator:
         """Return the random generator of one sample."""
@@ -126,8 +135,25 @@ class TrainingObjective:
         )
 
 
+@contextmanager
+def named_failure(objective: TrainingObjective, method: str) -> Iterator[None]:
+    """Turn what a plugin's objective raises into a UserError with its name and line."""
+    try:
+        yield
+    except Exception as error:
+        part = type(objective)
+        if is_ours(part) or isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"train.objective: {method} of {part.__name__} failed{failure_of(part, error)}"
+        ) from error
+
+
 def _number(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+
+
+PER_TOKEN = ("tokens", "labels", "loss_mask")  # of a sample that is one sequence
 
 
 class _Samples(Dataset[Item]):
@@ -142,4 +168,10 @@ class _Samples(Dataset[Item]):
         return len(self._dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Item:
-        return self._objective.sample(self._dataset[index], f"{self._name}/{index}")
+        item, place = self._dataset[index], f"{self._name}/{index}"
+        with named_failure(self._objective, "sample"):
+            made = self._objective.sample(item, place)
+            lengths = {name: len(made[name]) for name in PER_TOKEN if name in made}
+            if len({*lengths.values()}) > 1:
+                raise ValueError(f"sample {place}: expected one length, found {lengths}")
+        return made

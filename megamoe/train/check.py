@@ -3,9 +3,16 @@
 from typing import Any
 
 from megamoe.config.schema import DataConfig, Precision, RunConfig
-from megamoe.config.shapes import expert_ffn_size, inserted_after, inserted_has_norm, moe_layer_numbers
+from megamoe.config.shapes import (
+    expert_ffn_size,
+    inserted_after,
+    inserted_has_norm,
+    moe_layer_numbers,
+    stacks,
+)
 from megamoe.errors import UserError
 from megamoe.model.backends import check_backends
+from megamoe.moe.alternatives import provides
 from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout_rules import check_layout, row_unit
 from megamoe.registry import get_part
@@ -59,9 +66,24 @@ def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:
                 raise UserError(f"{key}: found {value!r}, but the model has no MoE layer; leave it out")
         return
     check_parts(moe, config.parallel.expert)
+    _check_causal(config)
     _check_replay(config)
     _check_inserted(config)
     _check_rows(config, plan.precision)
+
+
+def _check_causal(config: RunConfig) -> None:
+    """Refuse a selector that chooses by later tokens where a decoder has MoE layers."""
+    choice = config.moe.router.selector
+    if not provides("sees_later_tokens", choice):
+        return
+    layers = [stack for stack in stacks(config) if stack.name == "decoder"]
+    if any(stack.moe_blocks or stack.layers.insert_after for stack in layers):
+        raise UserError(
+            f"moe.router.selector: {choice.name}: in a decoder a token's experts would depend on later "
+            "tokens, so that evaluation is not that of a language model; set allow_non_causal: true to "
+            "accept that, or choose top_k"
+        )
 
 
 def _check_replay(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Pretrain a Mixture-of-Experts GPT.
+"""Pretrain a Mixture-of-Experts language model.
 
 python pretrain_gpt_moe.py --config examples/demo.yaml [section.key=value ...]
 torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml train.micro_batch_size=4

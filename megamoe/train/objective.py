@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig
+from megamoe.data.card import PAIRS
 from megamoe.data.parallel_text.card import is_pairs
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
-from megamoe.model.flops import TokenShares
+from megamoe.model.flops import StackShares
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.registry import failure_of, get_part, is_ours, list_parts
 
 KEY = "train.objective"
-PAIRS = ".pairs.json"  # the end of the name of the card of prepared pairs
 
 
 def check_objective(config: RunConfig) -> None:
@@ -23,6 +23,11 @@ def check_objective(config: RunConfig) -> None:
     """
     choice, architecture = config.train.objective, config.model.architecture
     part = _class_of(config)
+    if not part.architectures:
+        raise UserError(
+            f"{KEY}: {choice.name}: its class must set architectures, those of model.architecture that it "
+            f'trains, such as architectures = ("{architecture}",)'
+        )
     if architecture not in part.architectures:
         known: dict[str, Any] = dict(list_parts("objective"))
         names = [name for name, each in known.items() if architecture in each.architectures]
@@ -91,14 +96,14 @@ def _pairs_near(path: str) -> str:
 
 
 def num_added_ids(config: RunConfig, vocabulary: Vocabulary) -> int:
-    """Return the number of ids that the objective needs behind the data's vocabulary."""
+    """Return the number of ids that the objective needs after the data's vocabulary."""
     return int(_class_of(config).added_ids(config.train.objective.options, config, vocabulary))
 
 
-def token_shares(config: RunConfig) -> TokenShares:
+def token_shares(config: RunConfig) -> StackShares:
     """Return what is computed of each token of the data, for the model FLOPs."""
     found = _class_of(config).shares(config.train.objective.options, config)
-    return TokenShares({"encoder": found.encoder, "decoder": found.decoder}, found.predicted)
+    return StackShares({"encoder": found.encoder, "decoder": found.decoder}, found.predicted)
 
 
 def sample_tokens(config: RunConfig) -> int:

@@ -22,7 +22,7 @@ class ResolvedRun:
     Args:
         config: the checked configuration.
         plan: layout, ZeRO stage, precision, offload and the DeepSpeed file's content.
-        vocabulary: the vocabulary of the model: that of the data, and behind it the objective's own ids.
+        vocabulary: the vocabulary of the model: that of the data, and after it the objective's own ids.
         schedule: the schedule of the global batch size.
         steps: the steps of the whole run.
         filled_json: the DeepSpeed file completed from the YAML, as JSON text.
@@ -59,7 +59,7 @@ def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
     check_run(config, plan)
     check_sources(config)
     vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
-    vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary))
+    vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary), config.model.vocab_size)
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
     objective = build_objective(config, vocabulary)
     steps = run_steps(config, schedule, objective.samples_per_epoch)

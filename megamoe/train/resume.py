@@ -130,19 +130,8 @@ def _same_state(
     for name in sorted(known.keys() | shapes.keys()):
         if known.get(name) != shapes.get(name):
             section, part, _ = name.split(".", maxsplit=2)
-            before, after = _differing(saved[section].get(part), current[section].get(part))
-            _same(path, f"moe.{section}.{part}", before, after)
+            _same(path, f"moe.{section}.{part}", saved[section].get(part), current[section].get(part))
             _same(path, f"moe.{name}", known.get(name), shapes.get(name))  # another part's option decides it
-
-
-def _differing(before: Any, after: Any) -> tuple[Any, Any]:
-    """Compare the trees of two parts; for the same part, return only the options that differ."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        return before, after
-    if before.get("name") != after["name"]:
-        return before.get("name"), after["name"]
-    keys = [key for key in after if before.get(key) != after[key]]
-    return {key: before.get(key) for key in keys}, {key: after[key] for key in keys}
 
 
 def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
@@ -186,6 +175,14 @@ def check_vocabulary(path: Path, meta: Meta, vocabulary: int) -> None:
 
 
 def _same(path: Path, key: str, before: Any, after: Any, way_out: str = RESUME_WAY_OUT) -> None:
+    """Raise UserError if the values differ; of two mappings, name the first key below that differs."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        if before.get("name") != after.get("name"):  # of two parts, whose other options do not compare
+            before, after = before.get("name"), after.get("name")
+        else:
+            for inner in [*after, *(before.keys() - after.keys())]:
+                _same(path, f"{key}.{inner}", before.get(inner), after.get(inner), way_out)
+            return
     if before != after:
         raise UserError(f"{path}: saved with {key} {_short(before)}, this run has {_short(after)}; {way_out}")
 

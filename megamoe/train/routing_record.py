@@ -34,6 +34,8 @@ META = "routing.json"
 MAGIC = b"MMROUTE1"
 DIGEST = 32
 NOT_OF_DATA = ("cache", "verify", "workers")  # keys that change no token
+# Keys that are newer than the first records, with what those are of.
+BEFORE: dict[str, Any] = {"model.architecture": "decoder", "train.objective": {"name": "causal"}}
 FILE = re.compile(r"step_(\d{8,})\.train\.\d{5}\.choices")
 
 
@@ -82,6 +84,8 @@ def fingerprint(run: ResolvedRun) -> dict[str, Any]:
         "moe.layers": moe_layer_numbers(config),
         "moe.num_experts": config.moe.num_experts,
         "seed": config.seed,
+        "model.architecture": config.model.architecture,
+        "train.objective": config.train.objective.to_dict(),
         "train.steps": run.steps,
         "train.global_batch_size": run.schedule.final,
         "train.batch_rampup": [run.schedule.start, run.schedule.increment, run.schedule.ramp_samples],
@@ -115,9 +119,10 @@ def check_folder(key: str, folder: Path, expected: dict[str, Any]) -> bool:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{key}: {path}: {reason(error)}; expected the description of a record") from error
     for name, value in expected.items():
-        if found.get(name) != value:
+        recorded = found.get(name, BEFORE.get(name))
+        if recorded != value:
             raise UserError(
-                f"{key}: {folder} is a record of {name} {json.dumps(found.get(name))}, this run has "
+                f"{key}: {folder} is a record of {name} {json.dumps(recorded)}, this run has "
                 f"{json.dumps(value)}; name a record of the same model and data"
             )
     return True

@@ -92,7 +92,11 @@ class RunRouting:
         """
         if self.replay is None:
             return
-        same = {key: value for key, value in self.meta.items() if not key.startswith("train.")}
+        same = {
+            key: value
+            for key, value in self.meta.items()
+            if key == "train.objective" or not key.startswith("train.")
+        }
         if not check_folder(REPLAY, self.replay, same):
             raise self._no_record()
 

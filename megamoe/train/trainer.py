@@ -364,5 +364,5 @@ class Trainer:
             data_size=self.layout.data,
             workers=workers,
             report=lambda line: warn(f"rank {self.world.rank}: {line}"),
-            make_batch=self.run.objective.batch,
+            make_batch=self.run.objective.make_batch,
         )

@@ -28,6 +28,7 @@ from megamoe.compat.deepspeed_compat import (
     silence_memory_reports,
     skip_gradient_buckets,
 )
+from megamoe.compat.deepspeed_zero import accept_own_outputs
 from megamoe.config.schema import RunConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.moe.part import Constraint
@@ -67,6 +68,7 @@ class Engine:
         if self.stage == 0 and self.precision == "bf16":
             _round_parameters(model)
         if self.stage == 3:
+            accept_own_outputs()
             Partition(filled, plan.precision)(model)  # what is not cut yet
         model.to(world.device)
         unit = ModelParallelUnit()

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.checkpoint.init_from import load_initial_weights
+from megamoe.checkpoint.init_from import InitialWeights
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.model.gpt import GPT
+from megamoe.moe.layer import MoELayer
 from megamoe.parallel.layout import Layout
 from tests.checkpoint_files import Tensors, grid, read_index, rewrite, seal, write_checkpoint
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
@@ -44,7 +45,11 @@ def save(folder: Path, config: RunConfig, *counts: int) -> GPT:
 
 
 def load(model: nn.Module, folder: Path, experts: str) -> list[str]:
-    return load_initial_weights(model, folder, experts, Layout(1), 0)  # type: ignore[arg-type]
+    is_moe = any(isinstance(module, MoELayer) for module in model.modules())
+    weights = InitialWeights(folder, experts, is_moe, Layout(1), 0)  # type: ignore[arg-type]
+    weights.fill("", model)
+    weights.finish()
+    return weights.kept
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:

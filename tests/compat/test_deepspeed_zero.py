@@ -10,7 +10,7 @@ import torch
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.runtime.zero import partition_parameters, stage3
+from deepspeed.runtime.zero import partition_parameters, stage3, utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
@@ -153,6 +153,14 @@ def test_parameters_at_zero3(one_rank: None) -> None:
     free = torch.ones(3)
     assert not deepspeed_zero.is_cut(free) and not deepspeed_zero.is_absent(free)
     assert deepspeed_zero.whole_shape(free) == (3,)
+
+
+def test_outputs_that_zero3_does_not_know(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = built("zero3_fp32")
+    assert utils.warned
+    monkeypatch.setattr(utils, "warned", False)
+    backward(engine)
+    assert utils.warned, "DeepSpeed does not warn of the router's outputs any more"
 
 
 def test_parameters_are_cut_one_module_after_the_other(one_rank: None) -> None:

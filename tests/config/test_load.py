@@ -82,6 +82,8 @@ def test_an_override_goes_into_an_existing_section_and_a_missing_one(load: Load)
     assert config.moe.router.selector.options == TopK.Config(k=3, scale=2.0)
     assert load("moe: {layers: none}", "moe.layers.every=2").moe.layers.every == 2
     assert load("", "seed=1", "seed=2").seed == 2
+    masked = load("train: {objective: masked}", "train.objective.unit=word").train.objective
+    assert masked.to_dict() | {"name": "masked", "unit": "word"} == masked.to_dict()
 
 
 def test_losses_by_weight_or_by_options(load: Load) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamoe.data.batches import Batch, BatchStream
+from megamoe.data.batches import Batch, BatchStream, Item, collate
 from megamoe.data.mock import MockDataset
 from megamoe.errors import UserError
 
@@ -140,3 +140,13 @@ def test_exit_without_close_does_not_hang() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr
     assert time.monotonic() - start < 30
+
+
+def test_what_a_user_did_wrong_is_a_message_of_the_loader() -> None:
+    """A loader process would turn an exception into the text of its traceback."""
+
+    def wrong(items: list[Item], indices: list[int]) -> Batch:
+        raise UserError(f"no batch of {indices}")
+
+    assert collate(wrong, [(3, {}), (4, {})]) == "no batch of [3, 4]"
+    assert collate(wrong, [(3, {}), (4, "no sample 4")]) == "no sample 4"

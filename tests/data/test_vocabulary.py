@@ -21,6 +21,18 @@ def test_vocabulary_of_the_card_and_of_the_model(tmp_path: Path) -> None:
         resolve_vocabulary(data, 256)
 
 
+def test_added_ids_lie_in_the_size_that_is_given(tmp_path: Path) -> None:
+    data = config(make_data(tmp_path / "a", ["x" * 50]))
+    behind = resolve_vocabulary(data, None).with_added(3)
+    assert (behind.size, behind.added, behind.of_data.size) == (260, 3, 257)
+    for size in (260, 300):
+        inside = resolve_vocabulary(data, size).with_added(3, size)
+        assert (inside.size, inside.added, inside.of_data.size) == (size, 3, size - 3)
+    assert resolve_vocabulary(data, 257).with_added(0, 257).size == 257
+    with pytest.raises(UserError, match="model.vocab_size 259 .* the 3 ids .*; raise it to 260 or leave"):
+        resolve_vocabulary(data, 259).with_added(3, 259)
+
+
 def test_vocabulary_that_does_not_fit_names_both_sizes(tmp_path: Path) -> None:
     train_bpe(["hello hello"], 259, tmp_path / "t.json")
     plain = make_data(tmp_path / "a", ["x" * 50])

@@ -116,6 +116,14 @@ def test_a_single_long_word_is_cut() -> None:
     assert found["loss_mask"].sum() == 2
 
 
+def test_of_words_that_are_all_too_long_a_random_one_is_cut() -> None:
+    made = objective(Vocabulary(257, 256, ByteTokenizer()).with_added(1), unit="word", probability=0.2)
+    tokens = torch.tensor([*b"aaaa", 256, *b"bbbb"])
+    given = {**item(0, len(tokens)), "tokens": tokens}
+    masks = [made.sample(given, f"train/{number}")["loss_mask"] for number in range(20)]
+    assert any(mask[:4].any() for mask in masks) and any(mask[4:].any() for mask in masks)
+
+
 def test_draws_depend_on_seed_dataset_and_number_alone() -> None:
     made = objective()
 

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from megamoe.config import RunConfig, load_config
+from megamoe.data.batches import BatchStream
 from megamoe.errors import UserError
 from megamoe.train.resolved import resolve_run
 from tests.tiny import BASE
@@ -58,6 +59,11 @@ def test_the_stacks_of_the_page(tmp_path: Path) -> None:
         ("object", "pass", "train.objective: odd is no TrainingObjective"),
         (
             "__import__('megamoe.objectives.objective', fromlist=['x']).TrainingObjective",
+            "pass",
+            "train.objective: odd: its class must set architectures, those of model.architecture that",
+        ),
+        (
+            "__import__('megamoe.objectives.objective', fromlist=['x']).TrainingObjective",
             "architectures = ('decoder',)\n    def __init__(self, *given): raise KeyError('mine')",
             "train.objective: odd failed at line 11 of reversed.py: KeyError: 'mine'",
         ),
@@ -69,3 +75,40 @@ def test_a_wrong_objective(own_registry: None, tmp_path: Path, base: str, body: 
     config = written(tmp_path, source, tree)
     with pytest.raises(UserError, match=re.escape(message)):
         resolve_run(config, 1)
+
+
+OWN = "__import__('megamoe.objectives.objective', fromlist=['x']).TrainingObjective"
+FAILURES = {
+    "sample": (
+        "def sample(self, item, place): return item['nothing']",
+        "sample of Odd failed at line 11 of reversed.py: KeyError: 'nothing'",
+    ),
+    "lengths": (
+        "def sample(self, item, place): return {**item, 'tokens': item['tokens'][1:]}",
+        "sample of Odd failed: ValueError: sample train/0: expected one length, found {'tokens': 7,",
+    ),
+    "batch": (
+        "def batch(self, items, indices): return 1 / 0",
+        "batch of Odd failed at line 11 of reversed.py: ZeroDivisionError: division by zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", FAILURES)
+def test_an_objective_that_fails_in_the_loader(own_registry: None, tmp_path: Path, method: str) -> None:
+    body, message = FAILURES[method]
+    source = MADE_OF_TEXT.replace("BASE", OWN).replace("BODY", f"architectures = ('decoder',)\n    {body}")
+    tree = {"plugins": ["reversed.py"], "train": {"objective": "odd"}}
+    objective = resolve_run(written(tmp_path, source, tree), 1).objective
+    train = objective.datasets(train_samples=4, validation_samples=4).train
+    stream = BatchStream(
+        train,
+        start_sample=0,
+        micro_batch_size=2,
+        data_rank=0,
+        data_size=1,
+        workers=0,
+        make_batch=objective.make_batch,
+    )
+    with stream, pytest.raises(UserError, match=re.escape(f"train.objective: {message}")):
+        next(stream)

@@ -11,6 +11,7 @@ import torch
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.parallel_text.dataset import PairDataset, PairOptions
+from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares
 from megamoe.train.objective import build_objective, token_shares
@@ -186,6 +187,8 @@ def test_pairs_where_text_is_read(pairs: Path) -> None:
         UserError, match="'.*train' holds pairs of texts, which train.objective causal does not"
     ):
         resolve_run(config, 1)
+    with pytest.raises(UserError, match="is a dataset of pairs; name one side, .*train.source or .*target"):
+        verify_in_full(str(pairs / "train"))
     one_side = tiny("data.mock=false", f"data.sources=[{pairs / 'train'}.target]", "model.vocab_size=null")
     assert build_objective(one_side, resolve_run(one_side, 1).vocabulary).datasets(4, 0)
 

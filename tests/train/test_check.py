@@ -8,6 +8,11 @@ from megamoe.errors import UserError
 from tests.tiny import check_on, tiny
 
 RAMP = "train.batch_rampup={start: 4, increment: 4, samples: 100}"
+TWO_STACKS = (
+    "model.architecture=encoder_decoder",
+    "train.objective=span_corruption",
+    "moe.router.selector=expert_choice",
+)
 REFUSALS = {
     "heads": (["model.num_attention_heads=3"], 1, "model.hidden_size: 16 .* model.num_attention_heads 3"),
     "query groups": (
@@ -160,6 +165,16 @@ REFUSALS = {
         1,
         "optimizer.warmup_steps: 4 is more than the 3 steps",
     ),
+    "experts that choose tokens in a decoder": (
+        ["moe.router.selector=expert_choice"],
+        1,
+        "moe.router.selector: expert_choice: in a decoder .* later tokens, .* allow_non_causal: true .*",
+    ),
+    "and in the decoder of two stacks": (
+        [*TWO_STACKS, "moe.layers={encoder: {every: 1}, decoder: {every: 2}}"],
+        1,
+        "moe.router.selector: expert_choice: in a decoder ",
+    ),
     "min_lr": (
         ["optimizer.lr=1e-3", "optimizer.min_lr=2e-3"],
         1,
@@ -185,6 +200,8 @@ def test_refused_in_one_line(case: str) -> None:
         (["moe.layers=none", "moe.router.selector.k=5"], 3),  # no router, so its k does not matter
         (["train.global_batch_size=16", RAMP], 2),
         (["optimizer.warmup_steps=4"], 1),
+        (["model.architecture=encoder", "train.objective=masked", "moe.router.selector=expert_choice"], 1),
+        ([*TWO_STACKS, "moe.layers={encoder: {every: 1}}"], 1),
         (["optimizer.warmup_share=0.5"], 1),
         (["train.epochs=0.5", "train.steps=null", "data={mock: false, sources: [a]}"], 1),
         (["data={sources: [a, {path: b, weight: 1}], sampling_exponent: 0}"], 1),

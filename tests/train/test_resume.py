@@ -105,8 +105,11 @@ def test_another_objective_is_another_run(tmp_path: Path) -> None:
     saved = write_checkpoint(tmp_path / "elsewhere" / "step_00000006", {}, **meta)
     check_resume(tiny(*encoder), VOCABULARY + 1, saved)
     other = tiny(*encoder[:2], "train.objective={name: masked, probability: 0.3}")
-    with pytest.raises(UserError, match="saved with train.objective .*0.15.*, this run has .*0.3"):
+    with pytest.raises(UserError, match="saved with train.objective.probability 0.15, this run has 0.3;"):
         check_resume(other, VOCABULARY + 1, saved)
+    whole_words = tiny(*encoder[:2], "train.objective={name: masked, unit: word}")
+    with pytest.raises(UserError, match="saved with train.objective.unit token, this run has word; resume"):
+        check_resume(whole_words, VOCABULARY + 1, saved)
 
 
 def test_another_optimizer_may_resume_with_the_moments(tmp_path: Path) -> None:

@@ -107,6 +107,10 @@ def test_a_record_of_another_run_is_one_line(tmp_path: Path) -> None:
         f"key: {tmp_path} is a record of seed 1, this run has 2; name a record of the same model and data"
     )
     assert str(caught.value) == expected
+    decoder = {**META, "model.architecture": "decoder", "train.objective": {"name": "causal"}}
+    assert check_folder("key", tmp_path, decoder)  # a record from before these keys
+    with pytest.raises(UserError, match='record of model.architecture "decoder", this run has "encoder"'):
+        check_folder("key", tmp_path, {**decoder, "model.architecture": "encoder"})
     for text in ("", "[1]", "[" * 100_000):
         (tmp_path / "routing.json").write_text(text)
         with pytest.raises(UserError, match="expected the description of a record"):

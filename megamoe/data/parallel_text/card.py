@@ -8,7 +8,7 @@ card says which language has how many.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megamoe.data.card import DataCard, DataFiles, check_files, load_card, load_checked, save_checked
+from megamoe.data.card import PAIRS, DataCard, DataFiles, check_files, load_card, load_checked, save_checked
 from megamoe.errors import UserError
 
 AGAIN = "prepare the pairs again with tools/prepare_pairs.py"
@@ -33,7 +33,7 @@ class PairFiles:
 
     @property
     def card(self) -> Path:
-        return self._with(".pairs.json")
+        return self._with(PAIRS)
 
 
 def is_pairs(prefix: str) -> bool:

@@ -1,6 +1,7 @@
 """Which pairs are kept, and which split each belongs to."""
 
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -78,9 +79,9 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float]) -> list[str]:
     shares: of the three splits, of any sum.
 
     Raises:
-        UserError: if the shares are not three numbers from 0 with a first one above 0.
+        UserError: if the shares are not three finite numbers from 0 with a first one above 0.
     """
-    if len(shares) != len(SPLITS) or min(shares) < 0 or shares[0] <= 0:
+    if len(shares) != len(SPLITS) or not all(0 <= share < math.inf for share in shares) or shares[0] == 0:
         raise UserError(
             f"split {','.join(map(str, shares))}: expected three shares, of train (more than 0), valid and "
             "test, such as 0.9,0.05,0.05"

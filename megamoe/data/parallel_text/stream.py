@@ -8,12 +8,13 @@ Two ways, with the same batches:
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import Dataset
 
-from megamoe.data.batches import warn
+from megamoe.data.batches import collate, warn
 from megamoe.data.loader import Loader
 from megamoe.data.parallel_text.batches import PairBatches
 from megamoe.data.parallel_text.dataset import PairDataset
@@ -74,7 +75,11 @@ class PairStream(Generic[Batch]):
     ) -> None:
         indices = _Numbers(batches, start + data_rank, data_size)
         self._loader: Loader[Any] = Loader(
-            _Readable(dataset), indices.from_batch, _Collate(make_batch), workers=workers, report=report
+            _Readable(dataset),
+            indices.from_batch,
+            partial(collate, make_batch),
+            workers=workers,
+            report=report,
         )
 
     def __iter__(self) -> "PairStream[Batch]":
@@ -132,18 +137,3 @@ class _Readable(Dataset[tuple[int, Item | str]]):
             return index, self._dataset[index]
         except UserError as error:
             return index, str(error)
-
-
-class _Collate(Generic[Batch]):
-    """Makes a batch of readable items; otherwise returns the first message."""
-
-    def __init__(self, make_batch: Callable[[list[Item], list[int]], Batch]) -> None:
-        self._make_batch = make_batch
-
-    def __call__(self, samples: list[tuple[int, Item | str]]) -> Batch | str:
-        items = []
-        for _, item in samples:
-            if isinstance(item, str):
-                return item
-            items.append(item)
-        return self._make_batch(items, [number for number, _ in samples])

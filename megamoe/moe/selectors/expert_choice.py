@@ -32,13 +32,14 @@ class ExpertChoice(Selector):
     a sigmoid it compares them by the scores, which have the same order but do not round to 1 or 0 in fp32.
 
     Not causal: whether an expert takes a token depends on later tokens and on other sequences. A decoder sees
-    the future in training and cannot generate token by token as it was trained.
+    the future in training and cannot generate token by token as it was trained. It is refused there without
+    `allow_non_causal`; an encoder may use it.
     """
 
     @dataclass
     class Config:
-        """k: mean experts per token, the paper's capacity factor c. allow_non_causal: accept that the choice
-        is not causal.
+        """k: mean experts per token, the paper's capacity factor c. allow_non_causal: accept in
+        a decoder that the choice is not causal.
         """
 
         k: float = 2.0
@@ -50,7 +51,8 @@ class ExpertChoice(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        return {"even_load", "by_experts", "over_tokens"}
+        words = {"even_load", "by_experts", "over_tokens"}
+        return words if options.allow_non_causal else words | {"sees_later_tokens"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
@@ -66,12 +68,6 @@ class ExpertChoice(Selector):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        if not options.allow_non_causal:
-            raise ValueError(
-                "the models here are decoders, and expert choice lets a token's experts depend on later "
-                "tokens, so that evaluation is not that of a language model; set allow_non_causal: true "
-                "to take that, or choose top_k"
-            )
         refuse_more_than_experts("k", options.k, moe)
 
     @property

@@ -1,6 +1,7 @@
 """Which pairs are kept, how messages are split, and the classification task."""
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_identities_join_messages() -> None:
     assert len(splits_of(*[()] * 40)) == 3
 
 
-@pytest.mark.parametrize("shares", [[1.0], [0.0, 0.5, 0.5], [1, -1, 1]])
+@pytest.mark.parametrize("shares", [[1.0], [0.0, 0.5, 0.5], [1, -1, 1], [math.nan, 0, 0], [1, math.inf, 0]])
 def test_wrong_shares(shares: list[float]) -> None:
     with pytest.raises(UserError, match="expected three shares"):
         split_pairs([], shares)

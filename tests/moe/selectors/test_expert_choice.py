@@ -75,10 +75,6 @@ def test_gradient_is_that_of_the_chosen_values() -> None:
     ("router", "message"),
     [
         (
-            {"selector": {"name": "expert_choice"}},
-            "the models here are decoders, .*allow_non_causal: true .*",
-        ),
-        (
             {"capacity": "per_expert"},
             "the capacity is 'per_expert', .* fixed number .*; set capacity: none",
         ),
