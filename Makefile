@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | test | test-full | gpu-check | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | test | test-full | gpu-check | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues test test-full gpu-check lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small test test-full gpu-check lint clean FORCE
 
 setup: $(STAMP)
 
@@ -68,6 +68,25 @@ $(CATALOGUES)/card.json: constraints/catalogues.txt | $(STAMP)
 	  --dest $(CATALOGUES)_wheels -r constraints/catalogues.txt
 	$(PY) tools/prepare_pairs.py --catalogues $(CATALOGUES)_wheels/*.whl --min-words 3 --min-pairs 200 \
 	  --vocab-size 16384 --output $(CATALOGUES) --overwrite
+
+# A masked language model of 103 languages: dense, with Switch's layers and with X-MoE's, and a table of the three.
+# A run that is complete is not repeated.
+MLM_SMALL := mlm_small_dense mlm_small_switch mlm_small_x_moe
+TRANSLATION_SMALL := translation_small_dense translation_small_moec
+
+mlm-small: $(STAMP) $(CATALOGUES)/card.json
+	$(foreach run,$(MLM_SMALL),$(call small_run,$(run)))
+	$(PY) tools/report.py $(MLM_SMALL:%=runs/%)
+
+# The same for translation from English into German, dense and with MoEC's layers.
+translation-small: $(STAMP) $(CATALOGUES)/card.json
+	$(foreach run,$(TRANSLATION_SMALL),$(call small_run,$(run)))
+	$(PY) tools/report.py $(TRANSLATION_SMALL:%=runs/%)
+
+define small_run
+$(PY) pretrain_gpt_moe.py --config examples/catalogues/$(1).yaml checkpoint.resume=auto
+
+endef
 
 # Two workers: a test of one process, or the start of a test of several, leaves a core free. The files keep the
 # order of tests/conftest.py; xdist's own puts those of most tests first, which are the short ones.

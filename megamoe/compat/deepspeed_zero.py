@@ -155,8 +155,8 @@ def ranges_at_zero1(wrapper: Any) -> list[list[FlatRange]]:
     return found
 
 
-def ranges_at_zero3(wrapper: Any) -> Iterator[tuple[Tensor, list[FlatRange], bool]]:
-    """Yield each sub-group of ZeRO 3: its flat tensor, what lies in it, and whether it is kept on disk.
+def ranges_at_zero3(wrapper: Any) -> Iterator[tuple[Tensor, list[FlatRange]]]:
+    """Yield each sub-group of ZeRO 3: its flat tensor, and what lies in it.
 
     What is kept on disk is in memory until the next sub-group is asked for.
 
@@ -174,6 +174,6 @@ def ranges_at_zero3(wrapper: Any) -> Iterator[tuple[Tensor, list[FlatRange], boo
             start, numel = slice_of(parameter)
             at = wrapper.grad_position[wrapper.get_param_id(parameter)][1]
             ranges += [FlatRange(parameter, at, start, numel)] if numel else []
-        yield flat, ranges, on_disk
+        yield flat, ranges
         if on_disk:
             wrapper._optimizer_states_and_gradient_swap_out(number)

@@ -25,7 +25,6 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, Field(gt=0, le=10**6)]  # a vector's length or a number of things
 SizeOrZero = Annotated[int, Field(ge=0, le=10**6)]
 Layers = Annotated[int, Field(gt=0, le=2000)]
-Count = Annotated[int, Field(gt=0, le=10_000)]  # number of recorded steps
 Length = Annotated[int, Field(gt=0, le=2**24)]  # tokens of a sequence
 Small = Annotated[float, Field(ge=1e-30, le=1)]  # added to a divisor; fp32 would lose a smaller value
 Deviation = Annotated[float, Field(gt=0, le=1000)]

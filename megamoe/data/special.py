@@ -16,7 +16,6 @@ PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 MASK_NAMES = ("<mask>", "[MASK]", "<|mask|>")
 NUM_SENTINELS = 100  # of T5 (Raffel et al. 2020, section 3.1.4)
 LANGUAGE_TAG = re.compile(r"<2([A-Za-z0-9_@-]+)>")
-SENTINEL = re.compile(r"<extra_id_(\d+)>")
 RESERVED = re.compile(r"<[^<>\s,]+>")
 EXPECTED = "expected pad, mask, sentinels, sentinels=N, or tokens such as <2de>, with commas between"
 

@@ -45,13 +45,12 @@ class Fragment:
 class Shard:
     """The tensors of one parameter group that the optimiser updates; their state is in `optimizer.state`.
 
-    fragments: the parameters' elements in these tensors; the rest is padding. fleeting: the tensors are in
-    memory only until the next shard is read.
+    fragments: the parameters' elements in these tensors; the rest is padding. Tensors that are kept on disk
+    are in memory only until the next shard is read.
     """
 
     tensors: list[Tensor]
     fragments: list[Fragment]
-    fleeting: bool = False
 
 
 @contextmanager
@@ -120,8 +119,8 @@ def _shards_at_zero1(wrapper: Any, optimizer: torch.optim.Optimizer) -> Iterator
 
 def _shards_at_zero3(wrapper: Any) -> Iterator[Shard]:
     """Return a shard for each sub-group, with a slice of each of its parameters."""
-    for flat, ranges, on_disk in ranges_at_zero3(wrapper):
-        yield Shard([flat], _fragments(flat, ranges), fleeting=on_disk)
+    for flat, ranges in ranges_at_zero3(wrapper):
+        yield Shard([flat], _fragments(flat, ranges))
 
 
 def _fragments(flat: Tensor, ranges: list[FlatRange]) -> list[Fragment]:

@@ -35,7 +35,9 @@ def test_the_bounds_are_those_of_pyproject(name: str) -> None:
     assert {str(bound) for bound in requirements()[name].specifier} == {f">={oldest}", f"<{untested}"}
 
 
-@pytest.mark.parametrize("constraints", sorted((ROOT / "constraints").glob("python*.txt")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "constraints", sorted((ROOT / "constraints").glob("python*.txt")), ids=lambda path: path.name
+)
 def test_the_pinned_versions_lie_within_every_bound(constraints: Path) -> None:
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints.read_text(), flags=re.MULTILINE))
     for name, requirement in requirements().items():

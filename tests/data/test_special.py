@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
@@ -56,6 +55,8 @@ def test_trained_tokenizer_reserves_the_first_ids(tmp_path: Path) -> None:
 
 
 def test_tokenizers_of_other_libraries(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast  # takes two seconds
+
     train_bpe([TEXT] * 5, 300, tmp_path / "t.json", expand(OPTION))
     folder = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "t.json"), eos_token=END_OF_DOCUMENT)
     folder.save_pretrained(tmp_path / "hf")

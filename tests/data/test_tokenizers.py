@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from transformers import PreTrainedTokenizerFast
 
 from megamoe.data.tokenizers import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_bpe
 from megamoe.errors import UserError
@@ -18,6 +17,8 @@ TEXTS = [CODE, "größer 日本語 \t end\r\n", "one two one two one two", "🙂
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tokenizers")
     train_bpe(TEXTS, 300, folder / "tokenizer.json")
+    from transformers import PreTrainedTokenizerFast  # takes two seconds
+
     hugging_face = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token=END_OF_DOCUMENT
     )

@@ -2,6 +2,7 @@
 
 import io
 import shutil
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -95,16 +96,18 @@ full = pytest.mark.full
 Case = tuple[str, int, dict[str, Any], str]
 CASES: list[Case] = [
     ("moe_cut", 1, {}, "zero0_fp32"),
-    ("moe_bf16", 1, {}, "zero1_fp32"),
-    ("moe_fp32", 2, {}, "zero0_bf16"),
     ("moe_bf16", 2, EP2, "zero2_bf16"),
     ("moe_fp32", 2, CUT_TWICE, "zero1_bf16"),
-    ("moe_cut", 2, {"tensor": 2, "sequence": True, "expert": 2}, "zero0_fp32"),
     ("dense_cut", 2, {}, "zero0_fp32"),
+    ("moe_bf16", 4, EVERY_WAY, "zero3_fp32"),
+]
+FULL_CASES: list[Case] = [
+    ("moe_bf16", 1, {}, "zero1_fp32"),
+    ("moe_fp32", 2, {}, "zero0_bf16"),
+    ("moe_cut", 2, {"tensor": 2, "sequence": True, "expert": 2}, "zero0_fp32"),
     ("moe_fp32", 4, {"expert": 4}, "zero1_fp32"),
     ("moe_cut", 4, EP2, "zero3_bf16"),
     ("moe_fp32", 4, TP2_EP2, "zero2_bf16"),
-    ("moe_bf16", 4, EVERY_WAY, "zero3_fp32"),
     ("dense", 4, TP2, "zero2_fp32"),
 ]
 FULL_LAYOUTS = [{}, EP2, {"expert": 4}, {"expert_tensor": 4}, CUT_TWICE, TP2_EP2, EVERY_WAY]
@@ -123,12 +126,20 @@ def runs_of(cases: list[Case], sources: dict[str, Path]) -> list[Run]:
     ]
 
 
+def asked(request: pytest.FixtureRequest, cases: Iterable[Any]) -> list[Any]:
+    """Return the cases of the tests that run; those of `full` are not run by `make test`."""
+    names = [item.name for item in request.session.items]
+    return [case for case in cases if any(f"[{case}]" in name for name in names)]
+
+
 @pytest.fixture(scope="module")
-def started(pool: Pool, sources: dict[str, Path]) -> dict[str, list[Run]]:
+def started(pool: Pool, sources: dict[str, Path], request: pytest.FixtureRequest) -> dict[str, list[Run]]:
     """The results of each rank by case; cases with equal numbers of ranks share a world."""
     found: dict[str, list[Run]] = {}
     for ranks in (1, 2, 4):
-        cases = [case for case in CASES if case[1] == ranks]
+        cases = [case for case in asked(request, CASES + FULL_CASES) if case[1] == ranks]
+        if not cases:
+            continue
         by_rank = pool.run(weights_of_runs, runs_of(cases, sources), ranks=ranks)
         found |= {str(case): [rank[place] for rank in by_rank] for place, case in enumerate(cases)}
     return found
@@ -147,7 +158,7 @@ def assert_begins_with(found: list[Run], saved: Path, case: Case) -> None:
         assert_holds_its_part(here, expected, layout, ranks, rank)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(each, marks=full) for each in FULL_CASES)], ids=str)
 def test_a_new_run_has_the_weights_whatever_layout_saved_them(
     started: dict[str, list[Run]], sources: dict[str, Path], case: Case
 ) -> None:
@@ -185,22 +196,28 @@ def as_experts(dense: Tensors, changes: Run) -> Tensors:
 
 # (source, ranks, layout, file, what of the dense model, relative tolerance of the loss)
 EXPERTS = [
-    ("dense", 2, EP2, "zero1_fp32", "cut", 1e-6),
-    ("dense", 2, EP2, "zero0_bf16", "cut", 1e-2),
     ("dense", 2, EP2, "zero2_bf16", "cut", 1e-2),
     ("dense_cut", 2, CUT_TWICE, "zero1_fp32", "cut", 1e-6),
     ("dense_cut", 2, {"expert_tensor": 2}, "zero2_fp32", "copy", 1e-6),
+]
+FULL_EXPERTS = [
+    ("dense", 2, EP2, "zero1_fp32", "cut", 1e-6),
+    ("dense", 2, EP2, "zero0_bf16", "cut", 1e-2),
     ("dense_cut", 4, TP2_EP2, "zero1_fp32", "cut", 1e-6),
     ("dense", 4, EVERY_WAY, "zero0_fp32", "copy", 1e-6),
 ]
 
 
 @pytest.fixture(scope="module")
-def mixed(pool: Pool, sources: dict[str, Path]) -> dict[str, tuple[float, list[Run]]]:
+def mixed(
+    pool: Pool, sources: dict[str, Path], request: pytest.FixtureRequest
+) -> dict[str, tuple[float, list[Run]]]:
     """By case: the dense run's validation loss under the same tensor parallelism, and the experts' ranks."""
     found: dict[str, tuple[float, list[Run]]] = {}
     for ranks in (2, 4):
-        cases = [case for case in EXPERTS if case[1] == ranks]
+        cases = [case for case in asked(request, EXPERTS + FULL_EXPERTS) if case[1] == ranks]
+        if not cases:
+            continue
         runs = []
         for source, _, layout, file, experts, _ in cases:
             init = {"path": str(sources[source])}
@@ -217,7 +234,9 @@ def mixed(pool: Pool, sources: dict[str, Path]) -> dict[str, tuple[float, list[R
     return found
 
 
-@pytest.mark.parametrize("case", EXPERTS, ids=str)
+@pytest.mark.parametrize(
+    "case", [*EXPERTS, *(pytest.param(each, marks=full) for each in FULL_EXPERTS)], ids=str
+)
 def test_a_dense_run_continues_with_experts(
     mixed: dict[str, tuple[float, list[Run]]], sources: dict[str, Path], case: Any
 ) -> None:

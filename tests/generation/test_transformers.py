@@ -16,7 +16,6 @@ from megamoe.generation.sampling import Sampling
 from tests.analysis.routing.tiny_model import opened
 from tests.tiny import VOCABULARY
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 NEW = 40  # tokens
@@ -36,6 +35,7 @@ SPARSE = ("moe.router={scorer: linear, selector: {name: top_k, k: 2}}", "moe.los
 
 def counterpart(config: RunConfig) -> Any:
     """A Llama, or a Mixtral for a model whose every block is MoE, of the same shape."""
+    transformers = pytest.importorskip("transformers")  # here: its import takes two seconds
     model, moe = config.model, config.moe
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.test_triton_rows import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 # All run in one process. Those that `make test` leaves out repeat the others in every dtype.
 CHECKS = [
     "grouped_products",
@@ -27,6 +26,20 @@ CHECKS = [
     "cross_entropy",
     "cross_entropy_of_infinite_logits",
     "the_first_sort_is_enough",
+    "outputs_and_gradients_are_those_of_float64",
+    "numbers_by_hand_and_at_extremes",
+    "rows_by_token",
+    "nothing_is_read_or_written_beside_the_rows",
+    "a_nan_stays_in_its_token",
+    "rows_of_more_than_two_billion_numbers",
+    "what_does_not_fit_is_pytorchs",
+    "the_choice",
+    "a_whole_layer",
+    "scores_of_a_router",
+    "weights_of_chosen_experts",
+    "sums_of_a_router",
+    "what_is_not_finite_stays_in_the_sums",
+    "pairs_by_expert",
 ]
 LONG = [
     "a_whole_model",
@@ -42,6 +55,8 @@ LONG = [
     "rotary_of_late_positions",
     "losses_of_late_tokens",
     "operators_on_fake_tensors",
+    "all_outputs_and_gradients_are_those_of_float64",
+    "outputs_and_gradients_are_the_plain_ones",
 ]
 PRODUCTS = ["forward", "to_rows", "to_weight", "up", "down_backward"]
 TENSOR_CORES = {80: ["mma.sync"], 90: ["wgmma.mma"], 100: ["tcgen05.mma"]}

@@ -3,15 +3,15 @@
     TRITON_INTERPRET=1 python -m tests.kernels.triton_checks NAME ...    # the kernels, run on CPU tensors
 
 prints, as JSON, each check's name and its traceback, empty where it passed. The checks are in
-triton_products.py, triton_block.py and triton_late.py; passes over rows of an MoE layer in on_interpreter.py.
+triton_products.py, triton_block.py, triton_late.py and, of an MoE layer's rows and router, triton_rows.py.
 """
 
 from tests.in_subprocess import checks_of, run_checks
-from tests.kernels import triton_block, triton_late, triton_products
+from tests.kernels import triton_block, triton_late, triton_products, triton_rows
 
 CHECKS = {
     name: check
-    for module in (triton_products, triton_block, triton_late)
+    for module in (triton_products, triton_block, triton_late, triton_rows)
     for name, check in checks_of(vars(module)).items()
 }
 
