@@ -170,7 +170,10 @@ class Classification(TrainingObjective):
             found[language] = str(known[language])
         for name, sources in self.config.data.validation.items():
             if name in found:
-                raise UserError(f"data.validation: {name!r} is a set already; choose another name")
+                raise UserError(
+                    f"data.validation: {name!r} is a set of data.split or train.objective.languages; "
+                    "choose another name"
+                )
             found[name] = sources[0].path
         return found
 

@@ -1,5 +1,7 @@
 """Fine-tuning to labels from a masked language model: first weights, layouts, resume, evaluation."""
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +66,18 @@ def run(runs: list[dict[str, Any]], steps: int, saves: bool) -> list[dict[str, A
     found = []
     try:
         for changes in runs:
-            trainer = Trainer(small_run(**changes))
+            with redirect_stdout(StringIO()) as said:
+                trainer = Trainer(small_run(**changes))
             with trainer.engine.gathered(trainer.model.parameters()):
                 start = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
-            found.append({"start": start, **recorded_steps(trainer, steps), **trainer.evaluate()})
+            found.append(
+                {
+                    "said": said.getvalue(),
+                    "start": start,
+                    **recorded_steps(trainer, steps),
+                    **trainer.evaluate(),
+                }
+            )
             if saves:
                 trainer.save()
             trainer.checkpoints.close()
@@ -96,7 +106,9 @@ def alone(
 
 
 def test_the_encoder_is_the_pretrained_one_and_the_head_is_new(alone: Any, labels: Path) -> None:
-    folder, _, after = alone
+    folder, before, after = alone
+    assert "weights from" not in before["said"]
+    assert "experts: same; its head is left out, the one for labels is as drawn\n" in after["said"]
     saved = read_tensors(folder / "masked/small/checkpoints/step_00000001")
     known = {name.removeprefix("model/"): each for name, each in saved.items() if name.startswith("model/")}
     assert any(name.startswith("head.transform") for name in known)

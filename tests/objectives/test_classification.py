@@ -14,6 +14,7 @@ from megamoe.data.batches import Batch, BatchStream
 from megamoe.errors import UserError
 from megamoe.model.classifier import Classifier
 from megamoe.model.encoder import Encoder
+from megamoe.model.flops import model_flops
 from megamoe.model.size import model_size
 from megamoe.moe.part import StepContext
 from megamoe.train.objective import token_shares
@@ -195,7 +196,7 @@ def test_accuracy_is_the_share_of_right_labels(labels: Path) -> None:
         (["log.routing=record"], {}, "log.routing: .*without padding; leave it out"),
         (["data.sequence_length=8"], {}, "a text has 23 tokens.* more than data.sequence_length 8; raise it"),
         ([], {"languages": ["pl"]}, "no test set of 'pl' beside .*; there is de, en"),
-        (["data.validation={{valid: [{0}/test.de.jsonl]}}"], {}, "data.validation: 'valid' is a set already"),
+        (["data.validation={{valid: [{0}/test.de.jsonl]}}"], {}, "data.validation: 'valid' is a set of"),
     ],
 )  # fmt: skip
 def test_refusals(labels: Path, overrides: list[str], options: dict[str, Any], message: str) -> None:
@@ -241,5 +242,10 @@ def test_texts_that_are_too_long_can_be_cut(labels: Path, tmp_path: Path) -> Non
     config = config_of(folder, "data.sequence_length=8", "data.split=[1, 0, 0]", too_long="truncate")
     found = texts(batches_of(resolve_run(config, 1), 1))
     assert set(found) == {((END, *b"a", END), 0), ((END, *b"abcdef", END), 2)}
+    flops, pooled = (
+        model_flops(config_of(folder, "data.split=[1, 0, 0]", f"model.pooler={pooler}"), 257)
+        for pooler in ("false", "true")
+    )
+    assert pooled.token - flops.token == pytest.approx(6 * 16 * 16 / 32)
     shares = token_shares(config)
     assert shares.predicted == 0 and shares.stacks["encoder"] == pytest.approx((3 + 8) / 2 / 8)
