@@ -104,6 +104,10 @@ class Translation(TrainingObjective):
         self._pad = self._end if vocabulary.special.pad is None else vocabulary.special.pad
         data = config.data
         self._prefix = data.sources[0].path
+        try:
+            select_languages(options.languages, self._languages())
+        except UserError as error:
+            raise UserError(f"train.objective.languages: {error}") from None
         self._pairs = self._open(self._prefix, options.languages)
         self._checked: list[str] = [self._prefix]
         self._validation: dict[str, PairDataset] = {}
@@ -148,6 +152,10 @@ class Translation(TrainingObjective):
     def _batches(self, pairs: PairDataset, bucket: int, exponent: float = 1.0) -> PairBatches:
         return PairBatches(pairs, seed=self.config.seed, exponent=exponent, pairs=bucket)
 
+    def _languages(self) -> list[str]:
+        """Return the languages of the training pairs."""
+        return [each.language for each in load_pair_card(self._prefix)[0].languages]
+
     def _beside(self, split: str) -> str:
         """Return the prefix of another split of the training pairs' folder."""
         prefix = str(Path(self._prefix).with_name(split))
@@ -173,9 +181,7 @@ class Translation(TrainingObjective):
         """Open a set to evaluate on: the languages that are trained, as far as it has them."""
         self._checked.append(prefix)
         known = [each.language for each in load_pair_card(prefix)[0].languages if each.pairs]
-        wanted = self.options.languages and select_languages(
-            self.options.languages, [each.language for each in load_pair_card(self._prefix)[0].languages]
-        )
+        wanted = select_languages(self.options.languages, self._languages())
         found = [language for language in wanted if language in known]
         if wanted and not found:
             raise UserError(
