@@ -1,5 +1,6 @@
 """The example runs are valid: each can start unchanged, and the demos match in active size."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,15 @@ def test_dense_and_moe_twins_train_alike() -> None:
     moe, dense = (load_config(ROOT / "examples" / name) for name in ("demo.yaml", "demo_dense.yaml"))
     for section in ("seed", "data", "model", "optimizer", "train", "evaluation"):
         assert getattr(moe, section) == getattr(dense, section), section
+
+
+def test_labels_start_from_the_example_of_the_masked_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same encoder, and the checkpoint that ends the other example's run."""
+    without_data(monkeypatch)
+    folder = ROOT / "examples" / "catalogues"
+    masked, labels = (
+        load_config(folder / f"{name}.yaml") for name in ("mlm_small_dense", "labels_small_dense")
+    )
+    assert replace(masked.model, head_transform=False) == replace(labels.model, num_labels=None)
+    last = f"{masked.output}/{masked.name}/checkpoints/step_{masked.train.steps:08d}"
+    assert labels.checkpoint.init.path == last

@@ -22,8 +22,15 @@ RUN = (
     "log.peak_tflops=1.5",
     "log.gradient_shares_every=2",
 )
-# Only of fp16, of a skipped step, and of expert parallelism.
-ELSEWHERE = {"train/loss_scale", "train/skipped_steps", "rank_load", "rank_imbalance", "rank_overload"}
+# Only of fp16, of a skipped step, of expert parallelism, and of labels.
+ELSEWHERE = {
+    "train/loss_scale",
+    "train/skipped_steps",
+    "val/<set>/accuracy",
+    "rank_load",
+    "rank_imbalance",
+    "rank_overload",
+}
 
 
 def documented() -> dict[str, str]:

@@ -63,10 +63,13 @@ def tiny_gpt(config: RunConfig, context: StepContext | None = None, vocab_size: 
     return model
 
 
-def tiny_engine(config: RunConfig, context: StepContext | None = None) -> Engine:
+def tiny_engine(
+    config: RunConfig, context: StepContext | None = None, vocab_size: int = VOCABULARY
+) -> Engine:
     """Its engine, for steps of one micro batch; needs the fixture `one_rank`."""
     plan = resolve_parallel(config, 1)
-    return Engine(config, tiny_model(config, context), find_world(), plan, fill_in(config, plan, 1))
+    model = tiny_model(config, context, vocab_size)
+    return Engine(config, model, find_world(), plan, fill_in(config, plan, 1))
 
 
 def check_on(config: RunConfig, ranks: int) -> None:

@@ -110,7 +110,7 @@ def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> Non
                 found = perplexity_on(trained, dataset, samples, name)
                 row = {"data": name, "settings": list(point), "samples": samples, **found.as_data()}
                 if ranks.world.is_first:
-                    _show(row, first=not rows)
+                    _show(row, list(found.further), first=not rows)
                     rows.append(row)
             if options.json is not None and rows:
                 write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
@@ -126,9 +126,10 @@ def _refuse_without_effect(point: tuple[str, ...]) -> None:
             )
 
 
-def _show(row: dict[str, Any], first: bool) -> None:
+def _show(row: dict[str, Any], further: list[str], first: bool) -> None:
+    """Print a row, and before the first one the columns; further: those of the objective."""
     if first:
-        print("  ".join(f"{column:>13}" for column in COLUMNS))
+        print("  ".join(f"{column:>13}" for column in (*COLUMNS, *further)))
     numbers = (
         f"{row['lm_loss']:.6f}",
         f"{row['perplexity']:.4f}",
@@ -136,6 +137,7 @@ def _show(row: dict[str, Any], first: bool) -> None:
         f"{100 * row['dropped']:.2f} %",
         f"{row['dense_share']:.3f}",
         f"{row['tokens_per_s']:,.0f}",
+        *(f"{row[name]:.4f}" for name in further),
     )
     line = "  ".join(f"{text:>13}" for text in (row["data"], *numbers))
     print("  ".join([line, *row["settings"]]), flush=True)

@@ -32,7 +32,7 @@ class Perplexity:
     expert_flops: floating-point operations of the routed experts for one token, over all layers; 2 for a
     multiplication with its addition. dense_share: the same over those of a dense FFN of
     `model.ffn_hidden_size` in the place of every MoE layer, as in Yang et al. 2024 (XMoE), figure 4; 0 for a
-    dense model.
+    dense model. further: the objective's metrics, such as the accuracy of labels.
     """
 
     lm_loss: float
@@ -44,6 +44,7 @@ class Perplexity:
     seconds: float
     expert_flops: float
     dense_share: float
+    further: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -72,6 +73,7 @@ class Perplexity:
         """Return plain data for JSON, what follows from the fields included."""
         return {
             "lm_loss": self.lm_loss,
+            **self.further,
             "perplexity": self.perplexity,
             "tokens": self.tokens,
             "experts_per_token": self.experts_per_token,
@@ -94,6 +96,7 @@ class _Sums:
     layer_tokens: int = 0
     wanted: int = 0
     load_LE: dict[int, torch.Tensor] = field(default_factory=dict)
+    further: dict[str, float] = field(default_factory=dict)
 
 
 def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
@@ -134,6 +137,9 @@ def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> 
     losses_BS = trained.model(**model_inputs(batch))
     sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
     sums.tokens += float(batch.loss_mask_BS.sum())
+    further = trained.objective.evaluation_sums(batch, trained.model.label_logits())
+    for name in trained.objective.metrics:
+        sums.further[name] = sums.further.get(name, 0.0) + float(further[name])
     sums.routed += _num_tokens(batch)
     for layer_number, layer in trained.model.moe_layers():
         seen = layer.observation
@@ -189,12 +195,15 @@ def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator
 def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
     """Sum over the data-parallel ranks; the ranks of a tensor-parallel group have the same numbers."""
     numbers = list(sums.load_LE)
+    names = trained.objective.metrics
     counts = [sums.tokens, sums.routed, sums.layer_tokens, sums.wanted]
-    head = torch.tensor([sums.loss, *counts], dtype=torch.float64)
+    further = [sums.further.get(name, 0.0) for name in names]
+    head = torch.tensor([*further, sums.loss, *counts], dtype=torch.float64)
     packed = torch.cat([head, *(sums.load_LE[number].double() for number in numbers)])
     packed = packed.to(trained.world.device)
     dist.all_reduce(packed, group=data_group())
-    loss, tokens, routed, layer_tokens, wanted, *loads = packed.tolist()
+    values = packed.tolist()
+    further, (loss, tokens, routed, layer_tokens, wanted, *loads) = values[: len(names)], values[len(names) :]
     size = trained.config.moe.num_experts
     load_LE = {
         number: [round(load) for load in loads[place * size : (place + 1) * size]]
@@ -213,6 +222,7 @@ def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
         seconds=seconds,
         expert_flops=flops,
         dense_share=flops / dense if dense else 0.0,
+        further={name: total / max(tokens, 1.0) for name, total in zip(names, further, strict=True)},
     )
 
 

@@ -32,6 +32,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.parallel.layout import Layout
 
 KEY = "checkpoint.init.path"
+HEAD = "head."  # of the names of a head's tensors
 Experts = Literal["same", "cut", "copy"]
 ADVICE = {
     "same": "use the configuration that saved it",
@@ -46,14 +47,23 @@ class InitialWeights:
 
     is_moe: whether the model has MoE layers. kept: the names, inside the MoE layer, of the tensors that a
     dense checkpoint lacks and that keep their initial values (router, shared experts, state of the losses).
-    For `same` there are none.
+    For `same` there are none. new_head: whether the model's head stays as drawn and the checkpoint's is left
+    out, because they predict different things.
 
     Raises (when built, in `fill` and in `finish`):
         UserError: if a file is missing or damaged, a tensor is missing, has another shape or is not in this
             model, or the checkpoint is of a dense model where `experts` expects an MoE model, or the reverse.
     """
 
-    def __init__(self, path: Path, experts: Experts, is_moe: bool, layout: Layout, rank: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        experts: Experts,
+        is_moe: bool,
+        layout: Layout,
+        rank: int,
+        new_head: bool = False,
+    ) -> None:
         read_meta(path, KEY)  # has the clearer message for a path that is no checkpoint
         problem = integrity.first_of(integrity.problems(path, rank, layout.ranks))
         if problem is not None:
@@ -63,12 +73,17 @@ class InitialWeights:
         _check_kind(self._reader, is_moe, experts)
         self._saved = SavedWeights(self._reader, layout, rank, ADVICE[experts])
         self.kept: list[str] = []
+        self.new_head = new_head
 
     def fill(self, prefix: str, module: nn.Module) -> None:
         """Load the tensors of a module that were not loaded before; ZeRO may not have cut these yet.
 
         prefix: of its names in the model: none, or one that ends with a dot.
         """
+        if self.new_head:
+            self._saved.leave(
+                {name for each in module.state_dict() if (name := prefix + each).startswith(HEAD)}
+            )
         if self._experts == "same":
             _check_experts(self._reader, prefix, module, self._layout)
         else:
@@ -77,7 +92,7 @@ class InitialWeights:
 
     def finish(self) -> None:
         """Check that the whole checkpoint was used, and close it."""
-        self._saved.finish()
+        self._saved.finish(unused=HEAD if self.new_head else None)
         self._reader.close()
 
     def _fill_from_dense(self, prefix: str, module: nn.Module) -> None:

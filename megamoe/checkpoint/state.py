@@ -92,18 +92,23 @@ class SavedWeights:
         """Return whether the model's tensor of this name was loaded."""
         return name in self._filled
 
-    def finish(self) -> None:
+    def leave(self, names: set[str]) -> None:
+        """Do not load the model's tensors of these names: they stay as they are."""
+        self._filled |= names
+
+    def finish(self, unused: str | None = None) -> None:
         """Check that the whole checkpoint was used; its files stay open.
+
+        unused: the beginning of the names of tensors that need not be used.
 
         Raises:
             UserError: if a saved weight or buffer is left over.
         """
-        left = set(self._reader.names(WEIGHT)) - self._used
+        left = {name.removeprefix(WEIGHT) for name in set(self._reader.names(WEIGHT)) - self._used}
+        if unused is not None:
+            left = {name for name in left if not name.startswith(unused)}
         if left:
-            raise UserError(
-                f"{self._reader.path}: this model has no place for {min(left).removeprefix(WEIGHT)}; "
-                f"{self._advice}"
-            )
+            raise UserError(f"{self._reader.path}: this model has no place for {min(left)}; {self._advice}")
 
 
 def load_weights(reader: CheckpointReader, model: nn.Module, layout: Layout, rank: int) -> None:

@@ -39,9 +39,9 @@ def pair_batch(
                 )
     sources, targets = ([item[side] for item in items] for side in ("source", "target"))
     shifted = [torch.cat((target.new_tensor([start]), target[:-1])) for target in targets]
-    tokens_BS, lengths_B = _filled(shifted, pad, multiple)
-    labels_BS, _ = _filled(targets, pad, multiple)
-    source_BL, source_lengths_B = _filled(sources, pad, multiple)
+    tokens_BS, lengths_B = filled(shifted, pad, multiple)
+    labels_BS, _ = filled(targets, pad, multiple)
+    source_BL, source_lengths_B = filled(sources, pad, multiple)
     place_S = torch.arange(tokens_BS.shape[1])
     return Batch(
         tokens_BS=tokens_BS,
@@ -62,7 +62,7 @@ def positions(lengths_B: Tensor, size: int) -> Tensor:
     return torch.where(place_S < lengths_B[:, None], place_S, 0)
 
 
-def _filled(sequences: list[Tensor], pad: int, multiple: int) -> tuple[Tensor, Tensor]:
+def filled(sequences: list[Tensor], pad: int, multiple: int) -> tuple[Tensor, Tensor]:
     """Return the sequences filled up with `pad`, int64 [B, S], and their lengths, int64 [B]."""
     lengths = [len(sequence) for sequence in sequences]
     size = -(-max(lengths) // multiple) * multiple

@@ -10,6 +10,7 @@ from megamoe.compat.megatron_compat import stand_in_for_cuda
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import padded_vocab_size, stacks
 from megamoe.model.blocks import BlockMaker, MoEFactory, init_methods
+from megamoe.model.classifier import Classifier
 from megamoe.model.embedding import adapt_embedding, build_embedding, megatron_position
 from megamoe.model.encoder import Encoder
 from megamoe.model.encoder_decoder import EncoderDecoder
@@ -74,7 +75,10 @@ def _encoder(maker: BlockMaker) -> Encoder:
     embedding = build_embedding(maker.config, transformer, maker.vocab_size)
     maker.hand_on("embedding.", embedding)
     blocks = TransformerBlock(transformer, maker.specs(stack, transformer))
-    return Encoder(embedding, blocks, Head(maker.config.model, transformer, maker.vocab_size))
+    model = maker.config.model
+    if model.num_labels is not None:
+        return Encoder(embedding, blocks, Classifier(model, transformer))
+    return Encoder(embedding, blocks, Head(model, transformer, maker.vocab_size))
 
 
 def _encoder_decoder(maker: BlockMaker) -> EncoderDecoder:

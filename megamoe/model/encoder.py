@@ -1,4 +1,4 @@
-"""The encoder: bidirectional attention, and a head that predicts tokens."""
+"""The encoder: bidirectional attention, and a head that predicts tokens or the label of a text."""
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -6,6 +6,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megamoe.kernels.documents import Documents
+from megamoe.model.classifier import Classifier
 from megamoe.model.head import Head
 from megamoe.model.language_model import LanguageModel
 
@@ -16,7 +17,9 @@ class Encoder(LanguageModel):
     It has no second segment and no prediction of the next sentence (Liu et al. 2019, RoBERTa).
     """
 
-    def __init__(self, embedding: LanguageModelEmbedding, encoder: TransformerBlock, head: Head) -> None:
+    def __init__(
+        self, embedding: LanguageModelEmbedding, encoder: TransformerBlock, head: Head | Classifier
+    ) -> None:
         super().__init__()
         self.embedding = embedding
         self.encoder = encoder
@@ -45,9 +48,12 @@ class Encoder(LanguageModel):
         """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
 
         predicted_P: int64, the places s * B + b whose losses are wanted; the others are 0. The output layer
-        computes no other logits.
+        computes no other logits. With `model.num_labels` the label of a text stands at its first token, which
+        has its loss; the other losses are 0.
         """
         hidden_SBH = self.hidden(tokens_BS, position_ids_BS, documents)
+        if isinstance(self.head, Classifier):
+            return self.head.losses(hidden_SBH, labels_BS, documents, label_smoothing)
         words = self.embedding.word_embeddings.weight
         return self.head.losses(hidden_SBH, words, labels_BS, label_smoothing, predicted_P)
 
@@ -55,10 +61,15 @@ class Encoder(LanguageModel):
         self, tokens_BS: Tensor, position_ids_BS: Tensor, documents: Documents | None = None
     ) -> Tensor:
         """int64 [B, S] -> fp32 [B, S, padded vocabulary] on every tensor-parallel rank."""
+        assert isinstance(self.head, Head)
         hidden_SBH = self.hidden(tokens_BS, position_ids_BS, documents)
         logits_SBV = self.head(hidden_SBH, self.embedding.word_embeddings.weight)
         whole: Tensor = gather_from_tensor_model_parallel_region(logits_SBV)
         return whole.transpose(0, 1).float()
+
+    def label_logits(self) -> Tensor | None:
+        """See `LanguageModel`."""
+        return self.head.logits_BC if isinstance(self.head, Classifier) else None
 
     def stacks(self) -> list[nn.ModuleList]:
         """Return the only stack."""

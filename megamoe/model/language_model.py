@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from megamoe.model.block import Block
 from megamoe.moe.layer import MoELayer
@@ -19,6 +19,13 @@ class LanguageModel(nn.Module):
     def stacks(self) -> list[nn.ModuleList]:
         """Return the stacks of blocks, in the order of the numbers of their blocks."""
         raise NotImplementedError
+
+    def label_logits(self) -> Tensor | None:
+        """Return the labels' logits of the last forward pass in evaluation mode, fp32 [B, labels].
+
+        None for a model that predicts tokens.
+        """
+        return None
 
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
         """Yield (number, layer) of every MoE layer.

@@ -72,8 +72,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     dense += _num_cross(model) * _cross_attention(model)
     dense += (blocks - moe_blocks) * _dense_ffn(model)
     cut = dense - _replicated(config, blocks - moe_blocks)
-    head = _head_transform(model)
-    dense += head
+    dense += _whole_head(model)
     layers = moe_blocks + len(inserted_after(config))
     if layers == 0:
         return ModelSize(dense, dense, 0, cut, 0)
@@ -92,7 +91,7 @@ def _embedding(config: RunConfig, vocab_size: int) -> int:
     model = config.model
     words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
-    return words * (1 if model.tie_embeddings else 2) + positions
+    return words * (1 if model.tie_embeddings or model.num_labels else 2) + positions
 
 
 def _replicated(config: RunConfig, num_ffns: int) -> int:
@@ -110,8 +109,12 @@ def _final_norms(config: RunConfig) -> int:
     return len(stacks(config)) * _norm(config.model) if config.model.norm_position == "pre" else 0
 
 
-def _head_transform(model: ModelConfig) -> int:
+def _whole_head(model: ModelConfig) -> int:
+    """Return the parameters of the head that every tensor-parallel rank holds whole."""
     hidden = model.hidden_size
+    if model.num_labels is not None:
+        pooler = hidden * hidden + hidden if model.pooler else 0
+        return pooler + model.num_labels * (hidden + 1)
     return hidden * hidden + hidden + _norm(model) if model.head_transform else 0
 
 

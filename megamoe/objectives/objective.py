@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item, stacked
 from megamoe.data.datasets import Datasets, build_datasets
 from megamoe.data.epochs import samples_per_epoch
-from megamoe.data.vocabulary import Vocabulary
+from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.registry import failure_of, is_ours
 
@@ -43,11 +44,14 @@ class TrainingObjective:
     therefore the same at every layout and after a resume.
 
     architectures: those of `model.architecture` that can be trained with it. reads: the kind of data that
-    `data.sources` must name: `text` of tools/prepare_data.py or `pairs` of tools/prepare_pairs.py.
+    `data.sources` must name: `text` of tools/prepare_data.py, or `pairs` or `labels` (texts with
+    labels) of tools/prepare_pairs.py. One that reads labels needs `model.num_labels`. metrics: the names of
+    the sums of `evaluation_sums`.
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()
-    reads: ClassVar[Literal["text", "pairs"]] = "text"
+    reads: ClassVar[Literal["text", "pairs", "labels"]] = "text"
+    metrics: ClassVar[tuple[str, ...]] = ()
 
     @dataclass
     class Config:
@@ -56,6 +60,15 @@ class TrainingObjective:
     @classmethod
     def check(cls, options: Any, config: RunConfig) -> None:
         """Raise a ValueError, with a way out, if the options do not fit the rest of the configuration."""
+
+    @classmethod
+    def data_vocabulary(cls, config: RunConfig) -> Vocabulary:
+        """Return the vocabulary of the data, without the objective's own ids.
+
+        Raises:
+            UserError: as `resolve_vocabulary`.
+        """
+        return resolve_vocabulary(config.data, config.model.vocab_size)
 
     @classmethod
     def added_ids(cls, options: Any, config: RunConfig, vocabulary: Vocabulary) -> int:
@@ -99,6 +112,14 @@ class TrainingObjective:
         """Return `batch`; an error of a plugin's objective becomes a UserError that names it."""
         with named_failure(self, "batch"):
             return self.batch(items, indices)
+
+    def evaluation_sums(self, batch: Batch, logits_BC: Tensor | None) -> dict[str, Tensor]:
+        """Return further sums of an evaluated batch, a scalar for each name of `metrics`.
+
+        Over all ranks and batches they are divided by the sum of the loss masks, and logged as
+        val/<set>/<name>. logits_BC: the labels' logits, fp32; None for a model that predicts tokens.
+        """
+        return {}
 
     def draws(self, place: str) -> np.random.Generator:
         """Return the random generator of one sample."""

@@ -1,6 +1,6 @@
 """Checks of the model's architecture, and of the positions of its MoE layers."""
 
-from megamoe.config.schema import RunConfig, StackLayersConfig
+from megamoe.config.schema import ModelConfig, RunConfig, StackLayersConfig
 from megamoe.config.shapes import Stack, stacks
 from megamoe.errors import UserError
 
@@ -15,6 +15,19 @@ def check_architecture(config: RunConfig) -> None:
     found = f"model.architecture {model.architecture}"
     if model.head_transform and model.architecture != "encoder":
         raise UserError(f"model.head_transform: true is for an encoder, found {found}; set it to false")
+    if model.num_labels is not None and model.architecture != "encoder":
+        raise UserError(
+            f"model.num_labels: {model.num_labels} is for an encoder, found {found}; leave it out"
+        )
+    if model.num_labels is not None and model.head_transform:
+        raise UserError(
+            "model.head_transform: true is for a head that predicts tokens; with model.num_labels set it to "
+            "false, or take model.pooler"
+        )
+    if model.num_labels is None and (model.pooler or model.pooling != ModelConfig().pooling):
+        raise UserError(
+            "model.pooler, model.pooling: are for labels; give model.num_labels, or leave them out"
+        )
     if model.architecture == "encoder_decoder":
         if layers.every or layers.at or layers.insert_after:
             raise UserError(

@@ -105,7 +105,8 @@ def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: i
     tokens = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
     inputs = num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
-    logits = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
+    of_words = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
+    logits = of_words if model.num_labels is None else 0.0
     return float(tokens * width * (inputs + logits))
 
 

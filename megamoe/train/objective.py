@@ -5,6 +5,7 @@ from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.data.card import PAIRS
+from megamoe.data.labels import ENDING
 from megamoe.data.parallel_text.card import is_pairs
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
@@ -13,6 +14,7 @@ from megamoe.objectives.objective import TrainingObjective
 from megamoe.registry import failure_of, get_part, is_ours, list_parts
 
 KEY = "train.objective"
+KINDS = {"text": "prepared text", "pairs": "prepared pairs of texts", "labels": "JSON lines with labels"}
 
 
 def check_objective(config: RunConfig) -> None:
@@ -35,15 +37,21 @@ def check_objective(config: RunConfig) -> None:
             f"{KEY}: {choice.name} trains model.architecture {' or '.join(part.architectures)}, found "
             f"{architecture}; objectives for it: {', '.join(names) or 'none'}"
         )
+    if (part.reads == "labels") != (config.model.num_labels is not None):
+        expected = "an int, the number of the data's labels" if part.reads == "labels" else "none"
+        raise UserError(
+            f"model.num_labels: found {config.model.num_labels or 'none'}, but {KEY} {choice.name} expects "
+            f"{expected}"
+        )
     try:
         part.check(choice.options, config)
     except ValueError as error:
         raise UserError(f"{KEY} {choice.name}: {error}") from None
     if architecture != "decoder":
-        _check_parts(config)
+        _check_parts(config, part.reads != "text")
 
 
-def _check_parts(config: RunConfig) -> None:
+def _check_parts(config: RunConfig, has_padding: bool) -> None:
     """Refuse what needs next tokens, or tokens without padding."""
     for name, loss in config.moe.losses.items():
         if get_part("loss", loss.name).needs_token_losses:
@@ -51,11 +59,13 @@ def _check_parts(config: RunConfig) -> None:
                 f"moe.losses.{name}: needs the loss of each next token, which model.architecture "
                 f"{config.model.architecture} does not have; leave it out"
             )
-    if config.model.architecture == "encoder":
+    if config.model.architecture == "encoder" and not has_padding:
         return
     for key, value in (("log.routing", config.log.routing), ("moe.router.replay", config.moe.router.replay)):
         if value is not None:
-            raise UserError(f"{key}: found {value!r}, but a record holds one stack; leave it out")
+            raise UserError(
+                f"{key}: found {value!r}, but a record holds one stack without padding; leave it out"
+            )
     selector = config.moe.router.selector
     if "over_all_ranks" in get_part("selector", selector.name).provides(selector.options):
         raise UserError(
@@ -65,16 +75,22 @@ def _check_parts(config: RunConfig) -> None:
 
 
 def check_sources(config: RunConfig) -> None:
-    """Refuse data that the objective does not read: pairs where it reads text, or text where it reads pairs.
+    """Refuse data of another kind than the objective reads: text, pairs, or texts with labels.
 
     Raises:
         UserError: naming the key, the path and a way out.
     """
-    reads_pairs = _class_of(config).reads == "pairs"
+    reads = _class_of(config).reads
+    reads_pairs = reads == "pairs"
     name, data = config.train.objective.name, config.data
     named = {"data.sources": data.sources, **{f"data.validation.{k}": v for k, v in data.validation.items()}}
     for key, sources in named.items():
         for path in (source.path for source in sources):
+            if path.endswith(ENDING) != (reads == "labels"):
+                way_out = (
+                    "name a file such as labels/train.jsonl" if reads == "labels" else "prepare it first"
+                )
+                raise UserError(f"{key}: {path!r}, but {KEY} {name} reads {KINDS[reads]}; {way_out}")
             if is_pairs(path) and not reads_pairs:
                 raise UserError(
                     f"{key}: {path!r} holds pairs of texts, which {KEY} {name} does not read; choose "
@@ -93,6 +109,16 @@ def _pairs_near(path: str) -> str:
     found = sorted(card for folder in folders if folder.is_dir() for card in folder.glob(f"*{PAIRS}"))
     names = [str(card).removesuffix(PAIRS) for card in found]
     return f"there is {', '.join(names)}" if names else "make it with tools/prepare_pairs.py"
+
+
+def data_vocabulary(config: RunConfig) -> Vocabulary:
+    """Return the vocabulary of the data, without the objective's own ids.
+
+    Raises:
+        UserError: for files, a tokenizer or a `model.vocab_size` that do not fit each other.
+    """
+    found: Vocabulary = _class_of(config).data_vocabulary(config)
+    return found
 
 
 def num_added_ids(config: RunConfig, vocabulary: Vocabulary) -> int:

@@ -13,6 +13,7 @@ from megamoe.checkpoint.format.files import SUMS
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import DataConfig
 from megamoe.data.card import DataFiles, load_card
+from megamoe.data.labels import ENDING, LABELS
 from megamoe.data.parallel_text.card import datasets_of
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.launch import World
@@ -124,13 +125,19 @@ def _plugin_sources(plugins: list[str]) -> dict[str, str]:
 
 def _data(data: DataConfig) -> dict[str, Any]:
     sources = (data.sources, *data.validation.values())
-    named = (source.path for group in sources for source in group)
+    named = [source.path for group in sources for source in group]
     paths = dict.fromkeys(path for prefix in named for path in datasets_of(prefix))
     return {f"data {path}": _dataset(path) for path in paths}
 
 
 def _dataset(path: str) -> dict[str, Any]:
-    """Return the card's hashes of a dataset; without a card, sizes and the two ends of the index."""
+    """Return the card's hashes of a dataset; without a card, sizes and the two ends of the index.
+
+    Of texts with labels: a hash of the file and of the labels beside it.
+    """
+    if path.endswith(ENDING):
+        texts = Path(path)
+        return {"file (SHA-256)": _digest([texts.read_bytes(), texts.with_name(LABELS).read_bytes()])}
     card, files = load_card(path), DataFiles(Path(path))
     if card is not None:
         return {"bin (SHA-256)": card.bin.sha256, "idx (SHA-256)": card.idx.sha256}

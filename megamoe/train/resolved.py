@@ -6,11 +6,17 @@ from functools import cached_property
 from typing import Any
 
 from megamoe.config import RunConfig
-from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
+from megamoe.data.vocabulary import Vocabulary
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.train.check import check_run
 from megamoe.train.length import run_steps
-from megamoe.train.objective import build_objective, check_sources, num_added_ids, sample_tokens
+from megamoe.train.objective import (
+    build_objective,
+    check_sources,
+    data_vocabulary,
+    num_added_ids,
+    sample_tokens,
+)
 from megamoe.train.schedule import BatchSchedule
 from megamoe.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
 
@@ -58,7 +64,7 @@ def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
     plan = resolve_parallel(config, ranks)
     check_run(config, plan)
     check_sources(config)
-    vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
+    vocabulary = data_vocabulary(config)
     vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary), config.model.vocab_size)
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
     objective = build_objective(config, vocabulary)

@@ -6,10 +6,11 @@ from typing import Protocol
 
 from torch import nn
 
+from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.init_from import InitialWeights
 from megamoe.checkpoint.state import SavedWeights
-from megamoe.config import RunConfig
+from megamoe.config import RunConfig, to_dict
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.blocks import MoEFactory
 from megamoe.model.build import build_model
@@ -18,6 +19,7 @@ from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.train.resolved import ResolvedRun
 from megamoe.zero.partition import Partition
 
+OF_LABELS = ("num_labels", "pooling", "pooler")  # keys of a head that predicts labels
 Say = Callable[[str], None]  # prints a line on the first rank
 
 
@@ -72,15 +74,20 @@ def start_model(
 def _initial_weights(config: RunConfig, run: ResolvedRun, rank: int) -> InitialWeights:
     """Open the checkpoint of `checkpoint.init`; collective."""
     init, opened = config.checkpoint.init, []
-    is_moe = bool(moe_layer_numbers(config))
-    raise_any_error(
-        catch_error(
-            lambda: opened.append(
-                InitialWeights(Path(str(init.path)), init.experts, is_moe, run.plan.layout, rank)
-            )
-        )
-    )
+    is_moe, path = bool(moe_layer_numbers(config)), Path(str(init.path))
+
+    def opening() -> None:
+        new_head = _has_another_head(config, path)
+        opened.append(InitialWeights(path, init.experts, is_moe, run.plan.layout, rank, new_head))
+
+    raise_any_error(catch_error(opening))
     return opened[0]
+
+
+def _has_another_head(config: RunConfig, path: Path) -> bool:
+    """Return whether this model predicts labels, and the saved one tokens or other labels."""
+    saved, now = read_meta(path, "checkpoint.init.path")["config"]["model"], to_dict(config)["model"]
+    return config.model.num_labels is not None and any(saved.get(key) != now[key] for key in OF_LABELS)
 
 
 def _tell_the_start(config: RunConfig, weights: Weights | None, say: Say) -> None:
@@ -88,6 +95,7 @@ def _tell_the_start(config: RunConfig, weights: Weights | None, say: Say) -> Non
     init, frozen = config.checkpoint.init, config.moe.frozen
     if isinstance(weights, InitialWeights):
         rest = f"; of the MoE layers as drawn: {', '.join(weights.kept)}" if weights.kept else ""
-        say(f"weights from {init.path}, experts: {init.experts}{rest}")
+        head = "; its head is left out, the one for labels is as drawn" if weights.new_head else ""
+        say(f"weights from {init.path}, experts: {init.experts}{rest}{head}")
     elif frozen:
         say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")

@@ -19,6 +19,7 @@ from megamoe.kernels.documents import Documents, SourceLengths
 from megamoe.model.language_model import LanguageModel
 from megamoe.moe.padding import Padding, SourceTokens
 from megamoe.moe.part import StepContext
+from megamoe.objectives.objective import TrainingObjective
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
 from megamoe.train.step_record import StepRecord
@@ -101,24 +102,32 @@ def _samples_not_finite(
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, context: StepContext, batches: Iterable[Batch]) -> float:
-    """Return the mean cross entropy over the unmasked tokens of all ranks' batches, in nats, in evaluation
-    mode.
+def evaluate(
+    engine: Engine, context: StepContext, batches: Iterable[Batch], objective: TrainingObjective | None = None
+) -> dict[str, float]:
+    """Return means over the unmasked tokens of all ranks' batches, in evaluation mode.
+
+    They are `lm_loss`, the cross entropy in nats, and the sums of the objective (`evaluation_sums`).
     """
+    names = () if objective is None else objective.metrics
     model = engine.model
     assert isinstance(model, LanguageModel)
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
+    sums = torch.zeros(2 + len(names), dtype=torch.float64, device=engine.world.device)
     engine.train(False)
     for place, batch in enumerate(batches):
         batch = batch.to(engine.world.device)
         set_context(context, batch, _number(engine, place))
         losses_BS = model(**model_inputs(batch))
-        sums += torch.stack([(losses_BS * batch.loss_mask_BS).sum(), batch.loss_mask_BS.sum()]).double()
+        found = [batch.loss_mask_BS.sum(), (losses_BS * batch.loss_mask_BS).sum()]
+        if objective is not None:
+            further = objective.evaluation_sums(batch, model.label_logits())
+            found += [further[name] for name in names]
+        sums += torch.stack([each.double() for each in found])
         tick()
     engine.train(True)
     dist.all_reduce(sums, group=engine.data_group)
-    total, tokens = sums.tolist()
-    return float(total / max(tokens, 1.0))
+    tokens, *totals = sums.tolist()
+    return {name: total / max(tokens, 1.0) for name, total in zip(("lm_loss", *names), totals, strict=True)}
 
 
 def _number(engine: Engine, place: int) -> int:

@@ -132,6 +132,8 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
 def _blocks(config: RunConfig) -> str:
     """Return the number of blocks; of any model but a decoder, with what they are."""
     found = " + ".join(f"{stack.num_layers} {stack.name}" for stack in stacks(config))
+    if config.model.num_labels is not None:
+        found += f" with a head for {config.model.num_labels} labels,"
     return str(config.model.num_layers) if config.model.architecture == "decoder" else found
 
 
@@ -226,7 +228,8 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
         kept = inputs + _block_width(config) / num_blocks(config)
     else:
         kept = _block_width(config)
-    return float(tokens * (width * kept + 12 * vocabulary.size / ranks))
+    logits = 12 * vocabulary.size / ranks if model.num_labels is None else 0.0
+    return float(tokens * (width * kept + logits))
 
 
 def _block_width(config: RunConfig) -> float:

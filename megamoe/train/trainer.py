@@ -198,22 +198,23 @@ class Trainer:
         return metrics
 
     def evaluate(self, at_end: bool = False) -> dict[str, float]:
-        """Return the loss of every validation set (at the end also of the test set) by its name in
-        metrics.jsonl.
+        """Return the loss of every validation set (at the end also of the test set), and the objective's
+        further metrics, by their names in metrics.jsonl.
         """
         sets = {
             "val" if name == "valid" else f"val/{name}": d for name, d in self.datasets.validation.items()
         }
         if at_end and self.datasets.test is not None:
             sets["test"] = self.datasets.test
-        return {f"{name}/lm_loss": self._loss_on(name, dataset) for name, dataset in sets.items()}
+        found = {name: self._means_on(name, dataset) for name, dataset in sets.items()}
+        return {f"{name}/{word}": mean for name, means in found.items() for word, mean in means.items()}
 
-    def _loss_on(self, name: str, dataset: Any) -> float:
+    def _means_on(self, name: str, dataset: Any) -> dict[str, float]:
         micro_batches = self.config.evaluation.batches * self.run.schedule.final // self.run.schedule.unit
         recorded = self.routing.of(self.progress.step, name)
         with recorded, self._stream_of(dataset, start_sample=0, workers=0) as stream:
             batches = (self._take_known(stream) for _ in range(micro_batches))
-            return evaluate(self.engine, self.context, batches)
+            return evaluate(self.engine, self.context, batches, self.run.objective)
 
     def _take_known(self, stream: BatchStream) -> Batch:
         """Return this rank's next micro batch; if choices are replayed, it must be in their record."""

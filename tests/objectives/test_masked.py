@@ -175,7 +175,7 @@ def test_a_reserved_mask_is_used_and_reserved_tokens_are_left_alone() -> None:
         ),
         (
             ["model.architecture=encoder"],
-            "causal trains model.architecture decoder, found encoder; .*: masked",
+            "causal trains model.architecture decoder, found encoder; .*: classification, masked",
         ),
         (
             [*ENCODER, "train.objective={name: masked, random: 0.3}"],

@@ -33,7 +33,16 @@ OTHER_FUNCTIONS = {
     "norm_position": ("pre", "post"),
     "scale_embeddings": ("False", "true"),
 }
-NEWER = ("architecture", "encoder_layers", "norm_position", "scale_embeddings", "head_transform")
+NEWER = (
+    "architecture",
+    "encoder_layers",
+    "norm_position",
+    "scale_embeddings",
+    "head_transform",
+    "num_labels",
+    "pooling",
+    "pooler",
+)
 
 
 @pytest.mark.parametrize("key", OTHER_FUNCTIONS)

@@ -1,8 +1,7 @@
 """A classification task from labelled pairs: which application or module does a message come from?
 
-It is tuned on English and tested in every language. The task is written for the issue of fine-tuning, which
-will read it: one JSON object a line with `text`, `label` and `language`, and `labels.json` with the labels'
-names in their order.
+It is tuned on English and tested in every language. `megamoe/data/labels.py` reads it: one JSON object a line
+with `text`, `label` and `language`, and `labels.json` with the labels' names in their order.
 """
 
 import json
