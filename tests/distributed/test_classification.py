@@ -28,7 +28,7 @@ MODEL: dict[str, Any] = {
     "train__micro_batch_size": 2,
     "train__global_batch_size": 8,
 }
-PRETRAINED = {**MODEL, "train__objective": "masked", "model__head_transform": True, "model__vocab_size": 257}
+PRETRAINED = {**MODEL, "train__objective": "masked", "model__head_transform": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"parallel__expert": 2}),
     "tp2_ep2": (2, {"parallel__tensor": 2, "parallel__expert": 2, "parallel__sequence": True}),
