@@ -110,7 +110,7 @@ def test_replayed_choices_give_the_loss_of_the_recorded_run_under_another_router
 def swept(path: Path, sweeps: list[str], overrides: list[str]) -> tuple[int, str, int]:
     """Job: the exit code of a sweep, the errors, and how many evaluations it has done."""
     evaluate, done, told = tool("evaluate"), [], io.StringIO()
-    evaluate._show = lambda row, first: done.append(row)
+    evaluate._show = lambda row, further, first: done.append(row)
     target = path.parent / "swept.json"
     target.unlink(missing_ok=True)
     written = evaluate.write_text

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Changes, Changes, str | None]] = {
     "another size": (
         router(scorer={"name": "cosine", "routing_dim": 4}),
         router(scorer={"name": "cosine", "routing_dim": 6}),
-        "moe.router.scorer {'routing_dim': 4}, this run has {'routing_dim': 6}",
+        "moe.router.scorer.routing_dim 4, this run has 6",
     ),
     "a bias that vanishes": (
         BIASED,
