@@ -78,12 +78,12 @@ CASES: dict[str, tuple[Changes, Changes, str | None]] = {
     "a bias that vanishes": (
         BIASED,
         SIGMOID,
-        "moe.router.score_function {'bias_update': 0.01}, this run has {'bias_update': 0.0}",
+        "moe.router.score_function.bias_update 0.01, this run has 0.0",
     ),
     "a bias that begins": (
         SIGMOID,
         BIASED,
-        "moe.router.score_function {'bias_update': 0.0}, this run has {'bias_update': 0.01}",
+        "moe.router.score_function.bias_update 0.0, this run has 0.01",
     ),
     "a score function without the bias": (
         BIASED,
