@@ -27,6 +27,7 @@ from torch import Tensor  # noqa: E402
 from common.command import parser_of_a_run, user_errors_exit_2  # noqa: E402
 from common.machine import settle_process  # noqa: E402
 from common.rounds import Ratio, in_turn  # noqa: E402
+from megamoe.kernels.choice import Kernels  # noqa: E402
 from megamoe.moe import layer  # noqa: E402
 from megamoe.moe.observation import Observation  # noqa: E402
 from megamoe.moe.routing import Routing  # noqa: E402
@@ -38,7 +39,7 @@ from steps.configs import Asked  # noqa: E402
 ROUNDS, WARM_UP_ROUNDS, BAR = 40, 3, 1.02
 
 
-def bare(routing: Routing, losses: dict[str, Tensor]) -> Observation:
+def bare(routing: Routing, losses: dict[str, Tensor], kernels: Kernels) -> Observation:
     """Observe what a step needs: the load, for the routers' updates, and the losses."""
     load_E, wanted_E = routing.counts_E(), routing.wanted_counts_E()
     zero = routing.scores_TE.new_zeros(())
