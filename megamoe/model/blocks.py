@@ -23,10 +23,11 @@ from megamoe.config.shapes import (
     inserted_has_norm,
 )
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.rotary import Rotary
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
+from megamoe.model.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.modules import Modules, fp8_options
+from megamoe.model.rotary import position_options
 from megamoe.model.units import Built
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import is_gated, pointwise
@@ -58,9 +59,10 @@ class BlockMaker:
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
         model, parallel, modules = self.config.model, self.config.parallel, self.modules
-        rotates = model.position == "rope"
-        return BlockConfig(
-            own_rotary=Rotary(model.rope_base) if rotates and modules.own_rotation else None,
+        kind = BlockConfig if model.latent is None else LatentBlockConfig
+        return kind(
+            **position_options(model, modules),
+            **latent_options(model),
             kernels=_kernels(model),
             num_layers=num_layers,
             hidden_size=model.hidden_size,
@@ -85,7 +87,6 @@ class BlockMaker:
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
-            apply_rope_fusion=rotates and modules.fused_rotation,
             **fp8_options(model),
         )
 
@@ -130,6 +131,8 @@ class BlockMaker:
         spec.params = {"recompute": model.recompute == "full", "norm_position": model.norm_position}
         modules.put_into(spec)
         block = spec.submodules
+        if model.latent is not None:
+            block.self_attention = latent_attention(block.self_attention, modules.norm)
         if stack == "encoder":
             block.self_attention.params = {"attn_mask_type": AttnMaskType.padding}
         if has_source:

@@ -10,6 +10,7 @@ from megamoe.config.shapes import (
     padded_vocab_size,
     stacks,
 )
+from megamoe.model.latent_size import latent_scores, latent_weights
 from megamoe.moe.experts.activations import up_width
 
 PASSES = 3  # forward, and in backward the gradients of the inputs and of the weights
@@ -57,7 +58,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         share = shares.stacks.get(stack.name, 1.0)
         blocks, layers = len(stack.moe_blocks), len(stack.moe_blocks) + len({*stack.layers.insert_after})
         seen = share * length / (2 if stack.name == "decoder" else 1)  # keys of a query
-        of_token = stack.num_layers * (_projections(model) + 2 * hidden * seen)
+        of_token = stack.num_layers * (_projections(model) + _scores(model) * seen)
         of_token += (stack.num_layers - blocks) * _dense_ffn(model)
         of_token += layers * (moe.num_experts * hidden + moe.num_shared_experts * expert)
         products += share * of_token
@@ -75,9 +76,18 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
 def _projections(model: ModelConfig) -> int:
     """Return the products of one token in the linear layers of self-attention."""
     hidden = model.hidden_size
+    if model.latent is not None:
+        return latent_weights(model, model.latent)
     groups = model.num_query_groups or model.num_attention_heads
     head = hidden // model.num_attention_heads
     return hidden * (hidden + 2 * groups * head) + hidden * hidden
+
+
+def _scores(model: ModelConfig) -> int:
+    """Return the products of one query with one key, and of its weight with the value, in all heads."""
+    if model.latent is not None:
+        return latent_scores(model, model.latent)
+    return 2 * model.hidden_size
 
 
 def _dense_ffn(model: ModelConfig) -> int:

@@ -17,6 +17,7 @@ from megamoe.config.shapes import (
     padded_vocab_size,
     stacks,
 )
+from megamoe.model.latent_size import latent_norms, latent_weights
 from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
 from megamoe.moe.router import Router, build_part
@@ -101,7 +102,8 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     model, blocks, crosses = config.model, num_blocks(config), _num_cross(config.model)
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
     biases = model.hidden_size * (blocks + crosses + num_ffns) if model.bias else 0
-    return positions + (2 * blocks + crosses) * _norm(model) + _final_norms(config) + biases
+    latent = 0 if model.latent is None else blocks * latent_norms(model, model.latent)
+    return positions + (2 * blocks + crosses) * _norm(model) + _final_norms(config) + biases + latent
 
 
 def _final_norms(config: RunConfig) -> int:
@@ -136,6 +138,8 @@ def _norm(model: ModelConfig) -> int:
 def _attention(model: ModelConfig) -> int:
     """Return the parameters of one block's attention and its two norms."""
     hidden = model.hidden_size
+    if model.latent is not None:
+        return latent_weights(model, model.latent) + latent_norms(model, model.latent) + 2 * _norm(model)
     groups = model.num_query_groups or model.num_attention_heads
     qkv = hidden + 2 * groups * (hidden // model.num_attention_heads)
     biases = qkv + hidden if model.bias else 0

@@ -19,6 +19,7 @@ from megamoe.registry import get_part
 from megamoe.train.architecture import check_architecture, check_positions
 from megamoe.train.length import check_warmup
 from megamoe.train.objective import check_objective
+from megamoe.train.rotary_rules import check_rotary
 from megamoe.zero.deepspeed_config import ParallelPlan
 
 MOST_SIZES = 100_000  # of the batch size's growth
@@ -46,14 +47,11 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
 def _check_model(config: RunConfig) -> None:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
+    if model.latent is None:
+        _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
     if groups is not None:
         _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)
-    if model.position == "rope" and (model.hidden_size // heads) % 2:
-        raise UserError(
-            f"model.hidden_size {model.hidden_size} over {heads} heads makes heads of odd size "
-            f"{model.hidden_size // heads}; rope needs an even one"
-        )
+    check_rotary(model)
 
 
 def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:
