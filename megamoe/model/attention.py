@@ -29,11 +29,13 @@ class BlockConfig(TransformerConfig):
     """Megatron-Core's configuration of blocks.
 
     own_rotary_base: the base of the rotary positions that `SDPAttention` applies; None: Megatron-Core applies
-    them, or there are none. kernels: the choice for our own norm and attention.
+    them, or there are none. kernels: the choice for our own norm and attention. attention_output_bias:
+    whether attention's output projection has a bias, for which Megatron-Core has no key of its own.
     """
 
     own_rotary_base: int | None = None
     kernels: Kernels = DEFAULT_KERNELS
+    attention_output_bias: bool = False
 
 
 class SDPAttention(nn.Module):
