@@ -20,6 +20,9 @@ from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    has_input_bias,
+    has_output_bias,
+    head_size,
     inserted_has_norm,
 )
 from megamoe.kernels.choice import Kernels
@@ -60,14 +63,19 @@ class BlockMaker:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
         model, parallel, modules = self.config.model, self.config.parallel, self.modules
         kind = BlockConfig if model.latent is None else LatentBlockConfig
+        options: dict[str, Any] = {**position_options(model, modules), **latent_options(model), **self.init}
         return kind(
-            **position_options(model, modules),
-            **latent_options(model),
+            **options,
             kernels=_kernels(model),
             num_layers=num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
             num_query_groups=model.num_query_groups,
+            kv_channels=head_size(model),
+            add_qkv_bias=has_input_bias(model),
+            attention_output_bias=has_output_bias(model),
+            qk_layernorm=model.attention.query_key_norm != "none",
+            softmax_scale=model.attention.scale,
             ffn_hidden_size=ffn_size(model),
             normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
             layernorm_epsilon=model.norm_eps,
@@ -77,7 +85,6 @@ class BlockMaker:
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
             init_method_std=model.init_std,
-            **self.init,
             tensor_model_parallel_size=parallel.tensor,
             sequence_parallel=parallel.sequence and parallel.tensor > 1,
             # On the CPU every layout draws the same weights; the engine moves them to the device.
@@ -129,10 +136,10 @@ class BlockMaker:
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module = Block
         spec.params = {"recompute": model.recompute == "full", "norm_position": model.norm_position}
-        modules.put_into(spec)
+        modules.put_into(spec, model)
         block = spec.submodules
         if model.latent is not None:
-            block.self_attention = latent_attention(block.self_attention, modules.norm)
+            block.self_attention = latent_attention(block.self_attention, modules)
         if stack == "encoder":
             block.self_attention.params = {"attn_mask_type": AttnMaskType.padding}
         if has_source:

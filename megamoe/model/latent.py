@@ -7,12 +7,12 @@ Sizes: S positions, B sequences, N heads of this rank, D columns of queries and 
 columns of values, C columns of a compressed state.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -33,8 +33,10 @@ from megamoe.kernels.documents import Documents
 from megamoe.kernels.rotary import Rotary
 from megamoe.model.attention import BlockConfig, SDPAttention
 from megamoe.model.key_value_cache import KeyValueCache
+from megamoe.model.modules import Modules
 from megamoe.model.rotary import rotary_of
 
+Sides = tuple[Tensor, Tensor, Tensor]
 PLAIN_ROTARY = Rotary(10000.0)
 
 
@@ -67,10 +69,10 @@ def latent_options(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def latent_attention(attention: ModuleSpec, norm: Callable[..., nn.Module]) -> ModuleSpec:
+def latent_attention(attention: ModuleSpec, modules: Modules) -> ModuleSpec:
     """Return the specification of latent attention with the classes of standard attention's."""
-    own = attention.submodules
-    column = own.linear_qkv
+    own, norm = attention.submodules, modules.norm
+    column = ColumnParallelLinear if modules.linears is None else modules.linears[0]
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=column,
         linear_q_down_proj=column,
@@ -111,7 +113,7 @@ class LatentAttention(MLASelfAttention):
         output: tuple[Tensor, Tensor | None] = self.linear_proj(self._attended(*sides, attention_mask))
         return output
 
-    def sides(self, hidden: Tensor, documents: Documents | KeyValueCache | None) -> tuple[Tensor, ...]:
+    def sides(self, hidden: Tensor, documents: Documents | KeyValueCache | None) -> Sides:
         """Return queries and keys [S, B, N, D], turned, and values [S, B, N, V]."""
         config, heads = self.config, self.num_attention_heads_per_partition
         nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
@@ -130,9 +132,9 @@ class LatentAttention(MLASelfAttention):
 
     def _queries(self, hidden: Tensor) -> Tensor:
         if self.config.q_lora_rank is None:
-            return self.linear_q_proj(hidden)[0]  # type: ignore[no-any-return]
+            return self.linear_q_proj(hidden)[0]
         state = self._own_positions(self._whole(self.linear_q_down_proj, hidden))
-        return self.linear_q_up_proj(self.q_layernorm(state))[0]  # type: ignore[no-any-return]
+        return self.linear_q_up_proj(self.q_layernorm(state))[0]
 
     def _whole(self, linear: nn.Module, hidden: Tensor) -> Tensor:
         """Return all columns of a column-parallel layer's output, at all positions."""

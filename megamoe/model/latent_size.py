@@ -7,10 +7,8 @@ def latent_weights(model: ModelConfig, latent: LatentConfig) -> int:
     """Return the weights of one block's linear layers, each of which a token multiplies with once."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     query = heads * (latent.nope_size + latent.rope_size)
-    if latent.query_rank is None:
-        queries = hidden * query
-    else:
-        queries = latent.query_rank * (hidden + query)
+    rank = latent.query_rank
+    queries = hidden * query if rank is None else rank * (hidden + query)
     down = hidden * (latent.key_value_rank + latent.rope_size)
     up = latent.key_value_rank * heads * (latent.nope_size + latent.value_size)
     return queries + down + up + heads * latent.value_size * hidden

@@ -16,7 +16,7 @@ from megamoe.moe.alternatives import provides
 from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout_rules import check_layout, row_unit
 from megamoe.registry import get_part
-from megamoe.train.architecture import check_architecture, check_positions
+from megamoe.train.architecture import check_architecture, check_attention, check_positions
 from megamoe.train.length import check_warmup
 from megamoe.train.objective import check_objective
 from megamoe.train.rotary_rules import check_rotary
@@ -34,6 +34,7 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
         UserError: naming the keys, their values, what was expected and a way out.
     """
     check_architecture(config)
+    check_attention(config.model)
     check_objective(config)
     _check_model(config)
     _check_experts(config, plan)
@@ -47,7 +48,7 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
 def _check_model(config: RunConfig) -> None:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.latent is None:
+    if model.head_size is None and model.latent is None:
         _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
     if groups is not None:
         _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)

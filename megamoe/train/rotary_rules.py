@@ -1,6 +1,7 @@
 """Checks of rotary positions and of multi-head latent attention."""
 
 from megamoe.config.model_schema import LatentConfig, ModelConfig, RotaryConfig
+from megamoe.config.shapes import has_input_bias, head_size
 from megamoe.errors import UserError
 
 # The keys that each scaling needs, and those that it may have.
@@ -57,41 +58,40 @@ def _check_scaling(model: ModelConfig) -> None:
 
 
 def _check_columns(model: ModelConfig) -> None:
-    size = model.hidden_size // model.num_attention_heads
+    size = head_size(model)
     turning = int(size * model.rotary.share)
-    if size == turning and size % 2:
+    if turning == size and size % 2:
+        if model.head_size is not None:
+            raise UserError(f"model.head_size: {model.head_size} is odd; rope needs an even one")
         raise UserError(
             f"model.hidden_size {model.hidden_size} over {model.num_attention_heads} heads makes heads of "
             f"odd size {size}; rope needs an even one"
         )
     if turning % 2 or turning == 0:
         raise UserError(
-            f"model.rotary.share: {model.rotary.share} of heads of size {size} is {turning} columns; expected "
-            "an even number of at least 2"
+            f"model.rotary.share: {model.rotary.share} of heads of size {size} is {turning} columns; "
+            "expected an even number above 0"
         )
 
 
 def _check_latent(model: ModelConfig, latent: LatentConfig) -> None:
+    attention, groups, needs = model.attention, model.num_query_groups, "latent attention (model.latent)"
     found = {
         "architecture": (model.architecture, model.architecture != "encoder_decoder", "decoder or encoder"),
         "position": (model.position, model.position == "rope", "rope"),
-        "bias": (str(model.bias).lower(), not model.bias, "false, as its projections have no biases"),
+        "head_size": (model.head_size, model.head_size is None, "nope_size and rope_size instead"),
+        "num_query_groups": (groups, groups in (None, model.num_attention_heads), "no groups"),
+        "attention.query_key_norm": (attention.query_key_norm, attention.query_key_norm == "none", "none"),
+        "attention.scale": (attention.scale, attention.scale is None, "its own: null"),
+        "rotary.share": (model.rotary.share, model.rotary.share == 1.0, "1, and turns rope_size columns"),
     }
     for key, (value, fits, expected) in found.items():
         if not fits:
-            raise UserError(
-                f"model.{key}: found {value}, but latent attention (model.latent) needs {expected}; change it, "
-                "or leave model.latent out"
-            )
-    if model.num_query_groups not in (None, model.num_attention_heads):
+            raise UserError(f"model.{key}: found {value}, but {needs} needs {expected}; leave one out")
+    if has_input_bias(model):
         raise UserError(
-            f"model.num_query_groups: found {model.num_query_groups}, but latent attention (model.latent) has "
-            "none; leave it out"
+            f"model.attention.input_bias (default: model.bias): found true, but {needs} has none; set it to "
+            "false"
         )
     if latent.rope_size % 2:
         raise UserError(f"model.latent.rope_size: found {latent.rope_size}, expected an even number")
-    if model.rotary.share != 1.0:
-        raise UserError(
-            f"model.rotary.share: found {model.rotary.share}, but model.latent.rope_size says how many columns "
-            "turn; leave it out"
-        )
