@@ -60,7 +60,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     for stack in stacks(config):
         share = shares.stacks.get(stack.name, 1.0)
         blocks, layers = len(stack.moe_blocks), len(stack.moe_blocks) + len({*stack.layers.insert_after})
-        of_token = stack.num_layers * _projections(model)
+        of_token = float(stack.num_layers * _projections(model))
         of_token += 2 * query_size(model) * _seen_keys(model, stack, share * length)
         of_token += (stack.num_layers - blocks) * _dense_ffn(model)
         of_token += layers * (moe.num_experts * hidden + moe.num_shared_experts * expert)
