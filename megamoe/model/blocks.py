@@ -24,6 +24,7 @@ from megamoe.config.shapes import (
     has_output_bias,
     head_size,
     inserted_has_norm,
+    window_of,
 )
 from megamoe.kernels.choice import Kernels
 from megamoe.model.attention import BlockConfig
@@ -76,6 +77,9 @@ class BlockMaker:
             attention_output_bias=has_output_bias(model),
             qk_layernorm=model.attention.query_key_norm != "none",
             softmax_scale=model.attention.scale,
+            windows=tuple(window_of(model, block) for block in range(1, num_layers + 1)),
+            sinks=model.attention.sinks,
+            soft_cap=model.attention.soft_cap,
             ffn_hidden_size=ffn_size(model),
             normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
             layernorm_epsilon=model.norm_eps,

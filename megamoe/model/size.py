@@ -149,13 +149,12 @@ def _norm_vectors(model: ModelConfig) -> int:
 def _attention(model: ModelConfig) -> int:
     """Return the parameters of one block's attention and its two norms."""
     if model.latent is not None:
-        biases = model.hidden_size if has_output_bias(model) else 0
-        norms = latent_norms(model, model.latent) + 2 * _norm(model)
-        return latent_weights(model, model.latent) + norms + biases
-    projections = model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
-    norms = _head_norms(model) + _whole_norms(model) + 2 * _norm(model)
+        own = latent_weights(model, model.latent) + latent_norms(model, model.latent)
+    else:
+        own = model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
+        own += _head_norms(model) + _whole_norms(model)
     sinks = model.num_attention_heads if model.attention.sinks else 0
-    return projections + _attention_biases(model) + norms + sinks
+    return own + _attention_biases(model) + 2 * _norm(model) + sinks
 
 
 def _attention_biases(model: ModelConfig) -> int:
