@@ -169,7 +169,7 @@ class _Chunk(NamedTuple):
 
 def _chunks(batch: int, length: int, documents: Documents | None, window: int | None) -> list[_Chunk]:
     found = []
-    for first in range(0, length, CHUNK):
+    for first in range(0, max(length, 1), CHUNK):
         last = min(first + CHUNK, length)
         begin = 0 if window is None else max(0, first - window + 1)
         start_BC = None
@@ -178,7 +178,7 @@ def _chunks(batch: int, length: int, documents: Documents | None, window: int | 
             places = [first + number * length for number in range(batch)]
             bounds = documents.bounds
             starts = [bounds[bisect_right(bounds, place) - 1] - place + first for place in places]
-            begin = max(begin, min(starts))
+            begin = max(begin, min(starts, default=0))
         found.append(_Chunk(slice(first, last), slice(begin, last), start_BC, window))
     return found
 

@@ -78,6 +78,14 @@ SIZES: dict[str, list[str]] = {
         "model.num_attention_heads=3",
     ],
     "padding": ["model.vocab_multiple=64"],
+    "a head size": ["model.head_size=12", "model.num_query_groups=1", "model.attention={input_bias: true}"],
+    "norms of heads": ["model.attention={query_key_norm: head, output_bias: true, sinks: true}"],
+    "norms of all heads": [
+        "model.attention={query_key_norm: whole, output_bias: false}",
+        "model.norm=layernorm",
+        "model.bias=true",
+        "model.num_query_groups=1",
+    ],
 }
 
 
