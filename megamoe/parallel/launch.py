@@ -161,7 +161,7 @@ def use_device(world: World) -> None:
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
-    """Return a process group for tensors of the device, as `dist.new_group` does. Collective over all ranks."""
+    """Return a group for tensors of the device, as `dist.new_group` does. Collective over all ranks."""
     import torch.distributed as dist
 
     return dist.new_group(ranks, timeout=timeout, backend=_backend)
@@ -199,7 +199,7 @@ def order_device_queues() -> None:
 
 def stop() -> None:
     """Leave the process group and forget every group made from it; `start` may be called again."""
-    global _store
+    global _store, _backend
     import torch.distributed as dist
 
     from megamoe.parallel.groups import stop_groups
@@ -207,7 +207,7 @@ def stop() -> None:
     stop_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _store = None
+    _store = _backend = None
 
 
 def _numbers(*names: str) -> list[int]:
