@@ -1,14 +1,29 @@
 """The section `model` of the configuration as typed dataclasses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megamoe.config.bounds import Deviation, Fraction, Layers, PositiveInt, Size, Small
+from megamoe.config.bounds import Deviation, Fraction, Layers, PositiveFloat, PositiveInt, Size, Small
 from megamoe.config.parts import STRICT
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
+
+
+@dataclass
+class AttentionConfig:
+    """Variants of attention, each as some published model has it."""
+
+    __pydantic_config__ = STRICT
+    query_key_norm: Literal["none", "head", "whole"] = "none"  # before rotation: per head, or over all heads
+    input_bias: bool | None = None  # of the projections to queries, keys, values; default: model.bias
+    output_bias: bool | None = None  # of the output projection; default: model.bias
+    window: PositiveInt | None = None  # a token sees itself and the window - 1 tokens before it
+    window_blocks: list[Layers] | None = None  # the blocks with the window, counted from 1; default: all
+    sinks: bool = False  # a learnt logit for each head in the softmax's denominator
+    soft_cap: PositiveFloat | None = None  # c: logits become c * tanh(logits / c)
+    scale: PositiveFloat | None = None  # of the logits; default: head_size^-0.5
 
 
 @dataclass
@@ -19,9 +34,11 @@ class ModelConfig:
     architecture: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
     num_layers: Layers = 4  # transformer blocks; of an encoder_decoder, those of the decoder
     encoder_layers: Layers | None = None  # blocks of an encoder_decoder's encoder; default: num_layers
-    hidden_size: Size = 256  # a multiple of the heads
+    hidden_size: Size = 256
     num_attention_heads: Size = 4
     num_query_groups: Size | None = None  # grouped-query attention; default: one per head
+    head_size: Size | None = None  # of each attention head; default: hidden_size / num_attention_heads
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     ffn_hidden_size: Size | None = None  # the dense blocks' FFN size; default: 4 x hidden_size
     vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
     vocab_multiple: Size = 64  # the embedding is padded to a multiple of it

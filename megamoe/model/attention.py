@@ -30,11 +30,13 @@ class BlockConfig(TransformerConfig):
     """Megatron-Core's configuration of blocks.
 
     own_rotary: the rotary positions that `SDPAttention` applies; None: Megatron-Core applies them, or there
-    are none. kernels: the choice for our own norm and attention.
+    are none. kernels: the choice for our own norm and attention. attention_output_bias: whether attention's
+    output projection has a bias, for which Megatron-Core has no key of its own.
     """
 
     own_rotary: Rotary | None = None
     kernels: Kernels = DEFAULT_KERNELS
+    attention_output_bias: bool = False
 
 
 class SDPAttention(nn.Module):

@@ -20,6 +20,9 @@ from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    has_input_bias,
+    has_output_bias,
+    head_size,
     inserted_has_norm,
 )
 from megamoe.kernels.choice import Kernels
@@ -66,6 +69,11 @@ class BlockMaker:
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
             num_query_groups=model.num_query_groups,
+            kv_channels=head_size(model),
+            add_qkv_bias=has_input_bias(model),
+            attention_output_bias=has_output_bias(model),
+            qk_layernorm=model.attention.query_key_norm != "none",
+            softmax_scale=model.attention.scale,
             ffn_hidden_size=ffn_size(model),
             normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
             layernorm_epsilon=model.norm_eps,
@@ -128,7 +136,7 @@ class BlockMaker:
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module = Block
         spec.params = {"recompute": model.recompute == "full", "norm_position": model.norm_position}
-        modules.put_into(spec)
+        modules.put_into(spec, model)
         block = spec.submodules
         if stack == "encoder":
             block.self_attention.params = {"attn_mask_type": AttnMaskType.padding}
