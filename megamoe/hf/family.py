@@ -11,8 +11,13 @@ from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    has_input_bias,
+    has_output_bias,
+    head_size,
     inserted_after,
+    key_size,
     moe_block_numbers,
+    query_size,
 )
 from megamoe.errors import UserError
 from megamoe.hf.folder import CONFIG, shown
@@ -54,6 +59,10 @@ OF_TRAINING = frozenset(
 FILLED_IN = frozenset(
     {
         "model.num_query_groups",
+        "model.head_size",
+        "model.attention.input_bias",
+        "model.attention.output_bias",
+        "model.attention.scale",
         "model.ffn_hidden_size",
         "moe.expert_ffn_hidden_size",
         "moe.expert_activation",
@@ -140,16 +149,15 @@ def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
     queries, and of all groups' keys. F: dense FFN. E: experts. X: an expert's FFN. S: all shared experts' FFN.
     """
     model, moe = config.model, config.moe
-    heads, size = model.num_attention_heads, head_size(config)
-    groups = model.num_query_groups or heads
+    heads, size = model.num_attention_heads, head_size(model)
     return {
         "V": num_words,
         "H": model.hidden_size,
         "N": heads,
-        "G": groups,
+        "G": model.num_query_groups or heads,
         "D": size,
-        "Q": heads * size,
-        "K": groups * size,
+        "Q": query_size(model),
+        "K": key_size(model),
         "F": ffn_size(model),
         "E": moe.num_experts,
         "X": expert_ffn_size(config),
@@ -157,14 +165,14 @@ def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
     }
 
 
-def head_size(config: RunConfig) -> int:
-    """Return the size of an attention head."""
-    return config.model.hidden_size // config.model.num_attention_heads
-
-
 def facts_of(config: RunConfig) -> frozenset[str]:
     """Return the facts that a line of a table may need."""
+    norm = config.model.attention.query_key_norm
     facts = {
+        "head norms": norm == "head",
+        "whole norms": norm == "whole",
+        "input bias": has_input_bias(config.model),
+        "output bias": has_output_bias(config.model),
         "untied": not config.model.tie_embeddings,
         "shared": config.moe.num_shared_experts > 0,
         "gated": config.moe.shared_expert_mode == "gated",
@@ -189,6 +197,10 @@ def function_of(config: RunConfig) -> Json:
     model = config.model
     found |= {
         "model.num_query_groups": model.num_query_groups or model.num_attention_heads,
+        "model.head_size": head_size(model),
+        "model.attention.input_bias": has_input_bias(model),
+        "model.attention.output_bias": has_output_bias(model),
+        "model.attention.scale": model.attention.scale or head_size(model) ** -0.5,
         "moe.layers.at": blocks,
         "moe.layers.insert_after": inserted_after(config),
     }

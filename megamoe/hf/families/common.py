@@ -3,7 +3,8 @@
 from typing import Any
 
 from megamoe.config import RunConfig
-from megamoe.hf.keys import REQUIRED, Entry, Json, fixed, mapped, only, same, unsupported
+from megamoe.config.shapes import has_input_bias, head_size
+from megamoe.hf.keys import REQUIRED, Entry, Json, fixed, ignored, mapped, only, same, unsupported
 from megamoe.hf.rules import (
     COLUMNS,
     GATED,
@@ -53,7 +54,30 @@ DENSE_FFN = (
         f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{THEIRS}mlp.down_proj.weight", cut=ROWS, blocks="dense"
     ),
 )
-DECODER = (*ENDS, *NORMS, *QUERY_KEY_VALUE)
+INPUT_BIAS = Line(
+    f"{ATTENTION}linear_qkv.bias",
+    "Q+2K",
+    tuple(f"{THEIR_ATTENTION}{name}_proj.bias" for name in "qkv"),
+    query_key_value,
+    COLUMNS,
+    needs="input bias",
+)
+OUTPUT_BIAS = Line(
+    f"{ATTENTION}linear_proj.bias", "H", f"{THEIR_ATTENTION}o_proj.bias", needs="output bias"
+)
+HEAD_NORMS = (
+    Line(f"{ATTENTION}q_layernorm.weight", "D", f"{THEIR_ATTENTION}q_norm.weight", needs="head norms"),
+    Line(f"{ATTENTION}k_layernorm.weight", "D", f"{THEIR_ATTENTION}k_norm.weight", needs="head norms"),
+)
+WHOLE_NORMS = (
+    Line(
+        f"{ATTENTION}q_layernorm.weight", "Q", f"{THEIR_ATTENTION}q_norm.weight", needs="whole norms"
+    ),
+    Line(
+        f"{ATTENTION}k_layernorm.weight", "K", f"{THEIR_ATTENTION}k_norm.weight", needs="whole norms"
+    ),
+)
+DECODER = (*ENDS, *NORMS, *QUERY_KEY_VALUE, INPUT_BIAS, OUTPUT_BIAS)
 
 # Every class has RMSNorm before its sub-layers and rotary positions.
 SHARED_KEYS = (
@@ -122,17 +146,43 @@ def _parameters(given: Json, base: float) -> dict[str, Any]:
     return found
 
 
-def head_size(default: int | None = None) -> Entry:
-    """The size of an attention head, which must be the hidden size over the heads."""
+def heads(default: int | None = None) -> Entry:
+    """The size of an attention head; default: the class's, None: the hidden size over the heads."""
 
     def read(given: Json) -> Json:
-        hidden, heads = given["hidden_size"], given["num_attention_heads"]
-        if given["head_dim"] not in (None, hidden // heads):
-            raise unsupported("head_dim", given["head_dim"], [hidden // heads])
-        return {}
+        hidden, count = given["hidden_size"], given["num_attention_heads"]
+        size = default if given["head_dim"] is None else given["head_dim"]
+        return {} if size in (None, hidden / count) else {"model.head_size": size}
 
     defaults = {"head_dim": default, "hidden_size": REQUIRED, "num_attention_heads": REQUIRED}
-    return Entry(defaults, read, lambda config: {})
+    return Entry(defaults, read, lambda config: {"head_dim": head_size(config.model)})
 
 
-NO_WINDOW = only("sliding_window", None)
+def full_attention() -> Entry:
+    """Every block sees all earlier tokens (layer_types)."""
+
+    def read(given: Json) -> Json:
+        if set(given["layer_types"] or []) - {"full_attention"}:
+            raise unsupported("layer_types", given["layer_types"], ["full_attention"])
+        return {}
+
+    return Entry({"layer_types": None}, read, lambda config: {})
+
+
+def biases(name: str, default: bool, output: bool = True) -> Entry:
+    """Whether the projections to queries, keys and values have biases, and with `output` the one after."""
+
+    def read(given: Json) -> Json:
+        found = {"model.attention.input_bias": given[name]} if given[name] else {}
+        return found | ({"model.attention.output_bias": given[name]} if output and given[name] else {})
+
+    return Entry({name: default}, read, lambda config: {name: has_input_bias(config.model)})
+
+
+# The window of Qwen's and Mistral's configurations, which no released MoE model uses.
+NO_WINDOW = only("sliding_window", None, written=False)
+UNUSED_WINDOW = (
+    only("use_sliding_window", False, default=False, written=False),
+    ignored("sliding_window", "max_window_layers"),
+    full_attention(),
+)

@@ -1,11 +1,14 @@
-"""Dense models: Llama."""
+"""Dense models: Llama and Qwen3."""
 
 from megamoe.hf.families.common import (
     DECODER,
     DENSE_FFN,
+    HEAD_NORMS,
     SHARED_KEYS,
+    UNUSED_WINDOW,
+    biases,
     groups,
-    head_size,
+    heads,
     norm_eps,
     rotary,
     tied,
@@ -24,14 +27,33 @@ LLAMA = Family(
         DENSE,
         FFN,
         groups(),
-        head_size(),
+        heads(),
         norm_eps(1e-6),
         rotary(),
         tied(False),
-        only("attention_bias", False, default=False),
+        biases("attention_bias", False),
         only("mlp_bias", False, default=False),
     ),
     table=(*DECODER, *DENSE_FFN),
 )
 
-FAMILIES = (LLAMA,)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        DENSE,
+        FFN,
+        fixed(model__attention__query_key_norm="head"),
+        groups(32),
+        heads(128),
+        norm_eps(1e-6),
+        rotary(),
+        tied(False),
+        biases("attention_bias", False),
+        *UNUSED_WINDOW,
+    ),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN),
+)
+
+FAMILIES = (LLAMA, QWEN3)
