@@ -92,6 +92,17 @@ def uses_apex_norms(model: ModelConfig) -> bool:
     return model.norm_kernel == "apex"
 
 
+def engine_attends(config: RunConfig) -> bool:
+    """Whether the core of attention is Transformer Engine's, where that backend is used.
+
+    Megatron-Core's packed form, which Transformer Engine takes, has one sequence in a micro batch only.
+    Windows, sinks and soft caps are always computed by our attention.
+    """
+    attention = config.model.attention
+    varied = attention.window is not None or attention.sinks or attention.soft_cap is not None
+    return not (config.data.document_aware or varied or config.model.architecture != "decoder")
+
+
 def fp8_format(model: ModelConfig) -> Literal["hybrid", "e4m3"] | None:
     """Return the FP8 format (hybrid: gradients have a wider range), or None without FP8."""
     if model.fp8 == "none":
@@ -248,8 +259,8 @@ def _engine_row(config: RunConfig) -> str:
         if not is_installed("transformer_engine"):
             return "none"
         return found.problem or f"{found.version}, not used (model.backend: torch)"
-    packed = config.data.document_aware
-    parts = ["linear layers of attention, its core by PyTorch" if packed else "attention", "norms"]
+    whole = engine_attends(config)
+    parts = ["attention" if whole else "linear layers of attention, its core by PyTorch", "norms"]
     if len(moe_block_numbers(config)) < num_blocks(config):
         parts.append("dense FFN")
     if moe_layer_numbers(config):

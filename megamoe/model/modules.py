@@ -18,7 +18,13 @@ from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import has_input_bias, has_output_bias
 from megamoe.kernels.choice import Kernels
 from megamoe.model.attention import SDPAttention, SplittingSelfAttention
-from megamoe.model.backends import fp8_format, has_cuda, uses_apex_norms, uses_transformer_engine
+from megamoe.model.backends import (
+    engine_attends,
+    fp8_format,
+    has_cuda,
+    uses_apex_norms,
+    uses_transformer_engine,
+)
 from megamoe.model.head_norms import NormOfAllKeys, NormOfAllQueries, norm_of_each_head
 from megamoe.model.norm import Norm
 from megamoe.model.transformer_engine_grouped_linear import transformer_engine_grouped_linear
@@ -72,7 +78,7 @@ def with_bias(linear: Any, bias: bool) -> type[nn.Module]:
     projections of queries, keys and values without the bias that these have.
     """
 
-    class Linear(linear):  # type: ignore[misc]
+    class Linear(linear):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "bias": bias})
 
@@ -100,8 +106,7 @@ def _modules_of_decoder(config: RunConfig) -> Modules:
 
     return Modules(
         norm=engine.TENorm,
-        # Megatron-Core's packed form, which Transformer Engine takes, has one sequence in a micro batch only.
-        core_attention=SDPAttention if config.data.document_aware else engine.TEDotProductAttention,
+        core_attention=engine.TEDotProductAttention if engine_attends(config) else SDPAttention,
         linears=(engine.TEColumnParallelLinear, engine.TERowParallelLinear),
         products=transformer_engine_grouped_linear(config.model.fp8),
         fused_rotation=fused_apply_rotary_pos_emb is not None,

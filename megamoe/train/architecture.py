@@ -64,7 +64,6 @@ def check_attention(model: ModelConfig) -> None:
         if not value:
             continue
         asked = f"model.attention.{key}: found {str(value).lower()}"
-        raise UserError(f"{asked}, which is not built yet; leave it out")
         if model.architecture != "decoder":
             raise UserError(
                 f"{asked}, which is for causal attention of a decoder, but model.architecture is "
