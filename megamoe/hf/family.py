@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megamoe.config import RunConfig, parse_config, to_dict
+from megamoe.config.model_schema import LatentConfig
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
@@ -150,6 +151,7 @@ def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
     """
     model, moe = config.model, config.moe
     heads, size = model.num_attention_heads, head_size(model)
+    latent = latent_dims(heads, model.latent) if model.latent is not None else {}
     return {
         "V": num_words,
         "H": model.hidden_size,
@@ -162,13 +164,33 @@ def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
         "E": moe.num_experts,
         "X": expert_ffn_size(config),
         "S": moe.num_shared_experts * expert_ffn_size(config),
+        **latent,
+    }
+
+
+def latent_dims(heads: int, latent: LatentConfig) -> dict[str, int]:
+    """Return the sizes of latent attention by letter.
+
+    Q: rows of all heads' queries. A, C: ranks of the compressed queries, and of the keys and values. R: columns
+    that turn. U: rows of all heads' keys that do not turn, and values. O: rows of all heads' values.
+    """
+    return {
+        "Q": heads * (latent.nope_size + latent.rope_size),
+        "A": latent.query_rank or 0,
+        "C": latent.key_value_rank,
+        "R": latent.rope_size,
+        "U": heads * (latent.nope_size + latent.value_size),
+        "O": heads * latent.value_size,
     }
 
 
 def facts_of(config: RunConfig) -> frozenset[str]:
     """Return the facts that a line of a table may need."""
     norm = config.model.attention.query_key_norm
+    latent = config.model.latent
     facts = {
+        "latent queries": latent is not None and latent.query_rank is not None,
+        "whole queries": latent is not None and latent.query_rank is None,
         "head norms": norm == "head",
         "whole norms": norm == "whole",
         "input bias": has_input_bias(config.model),

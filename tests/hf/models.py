@@ -32,6 +32,35 @@ OTHER = {
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 NO_LOSS = {"router_aux_loss_coef": 0.0}
 EXPERTS = {**NO_LOSS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+ROUTED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    }
+}
+ALL_HEADS = {**SHAPE, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}
 # Two configurations of each class: the first has grouped queries and an output layer of its own, the second
 # has neither.
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -54,6 +83,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {**SHAPE, **EXPERTS, "intermediate_size": 40, "head_dim": 12, "norm_topk_prob": True},
         {**OTHER, **EXPERTS, "intermediate_size": 20, "head_dim": 4, "mlp_only_layers": [1]},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {**SHAPE, **ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+        {**OTHER, **ROUTED, "head_dim": 4, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**ALL_HEADS, **ROUTED, **LATENT, "q_lora_rank": None},
+        {**OTHER, **ROUTED, **LATENT, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**ALL_HEADS, **ROUTED, **LATENT, **YARN, "n_group": 2, "topk_group": 1},
+        {**OTHER, **ROUTED, **LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
     "olmoe": (
         "OlmoeConfig",

@@ -77,6 +77,56 @@ WHOLE_NORMS = (
         f"{ATTENTION}k_layernorm.weight", "K", f"{THEIR_ATTENTION}k_norm.weight", needs="whole norms"
     ),
 )
+SHARED = (
+    Line(
+        f"{LAYER}shared.up",
+        "2S H",
+        (f"{THEIRS}mlp.shared_experts.gate_proj.weight", f"{THEIRS}mlp.shared_experts.up_proj.weight"),
+        halves,
+        blocks="moe",
+        needs="shared",
+    ),
+    Line(
+        f"{LAYER}shared.down",
+        "H S",
+        f"{THEIRS}mlp.shared_experts.down_proj.weight",
+        blocks="moe",
+        needs="shared",
+    ),
+)
+BIAS = Line(
+    f"{LAYER}router.score_function.bias",
+    "E",
+    f"{THEIRS}mlp.gate.e_score_correction_bias",
+    blocks="moe",
+    is_buffer=True,
+    needs="biased",
+)
+LATENT = f"{ATTENTION}linear_"
+LATENT_ATTENTION = (
+    Line(f"{LATENT}q_proj.weight", "Q H", f"{THEIR_ATTENTION}q_proj.weight", cut=COLUMNS, needs="whole queries"),
+    Line(
+        f"{LATENT}q_down_proj.weight",
+        "A H",
+        f"{THEIR_ATTENTION}q_a_proj.weight",
+        cut=COLUMNS,
+        needs="latent queries",
+    ),
+    Line(
+        f"{ATTENTION}q_layernorm.weight", "A", f"{THEIR_ATTENTION}q_a_layernorm.weight", needs="latent queries"
+    ),
+    Line(
+        f"{LATENT}q_up_proj.weight",
+        "Q A",
+        f"{THEIR_ATTENTION}q_b_proj.weight",
+        cut=COLUMNS,
+        needs="latent queries",
+    ),
+    Line(f"{LATENT}kv_down_proj.weight", "C+R H", f"{THEIR_ATTENTION}kv_a_proj_with_mqa.weight", cut=COLUMNS),
+    Line(f"{ATTENTION}kv_layernorm.weight", "C", f"{THEIR_ATTENTION}kv_a_layernorm.weight"),
+    Line(f"{LATENT}kv_up_proj.weight", "U C", f"{THEIR_ATTENTION}kv_b_proj.weight", cut=COLUMNS),
+    Line(f"{LATENT}proj.weight", "H O", f"{THEIR_ATTENTION}o_proj.weight", cut=ROWS),
+)
 DECODER = (*ENDS, *NORMS, *QUERY_KEY_VALUE, INPUT_BIAS, OUTPUT_BIAS)
 
 # Every class has RMSNorm before its sub-layers and rotary positions.
@@ -112,36 +162,77 @@ def groups(default: int | None = None) -> Entry:
     return Entry({"num_key_value_heads": default}, read, write)
 
 
-def rotary(base: float = 10000.0) -> Entry:
+def rotary(base: float = 10000.0, share: float | None = None) -> Entry:
     """The rotary positions, in the form of transformers 5 (rope_parameters) or the earlier one.
 
-    base: the class's default.
+    base: the class's default. share: the class's default of partial_rotary_factor; None: all columns turn.
     """
 
     def read(given: Json) -> Json:
         found = _parameters(given, base)
-        kind = found.pop("rope_type", "default")
-        theta = found.pop("rope_theta")
+        kind = found.pop("rope_type", None) or "default"
+        tree = {"model.rope_base": found.pop("rope_theta")}
+        part = found.pop("partial_rotary_factor", None)
+        part = given["partial_rotary_factor"] if part is None else part
+        if share is not None:
+            tree["model.rotary.share"] = share if part is None else part
+        elif part not in (None, 1):
+            raise unsupported("partial_rotary_factor", part, [1.0])
+        if kind not in SCALINGS:
+            raise unsupported("rope_type", kind, list(SCALINGS))
         if kind != "default":
-            raise unsupported("rope_type", kind, ["default"])
-        if found.pop("partial_rotary_factor", 1.0) != 1.0 or found:
-            raise unsupported("rope_parameters", given["rope_parameters"] or given["rope_scaling"], ["the base alone"])
-        if int(theta) != theta:
-            raise ValueError(f"rope_theta: found {theta}, expected a whole number")
-        return {"model.rope_base": int(theta)}
+            tree["model.rotary.scaling"] = kind
+        if kind in NEED_LENGTH and found.get("original_max_position_embeddings") is None:
+            found["original_max_position_embeddings"] = given["max_position_embeddings"]
+        for name, value in found.items():
+            if name not in SCALINGS[kind]:
+                raise ValueError(f"rope_parameters: the key {name} is not known for {kind}")
+            if value is not None:
+                tree[f"model.rotary.{SCALING_KEYS[name]}"] = value
+        return tree
 
     def write(config: RunConfig) -> Json:
-        return {"rope_parameters": {"rope_theta": float(config.model.rope_base), "rope_type": "default"}}
+        model = config.model
+        kind = "default" if model.rotary.scaling == "none" else model.rotary.scaling
+        found: Json = {"rope_theta": float(model.rope_base), "rope_type": kind}
+        if share is not None:
+            found["partial_rotary_factor"] = model.rotary.share
+        values = {name: getattr(model.rotary, SCALING_KEYS[name]) for name in SCALINGS[kind]}
+        return {"rope_parameters": found | {name: value for name, value in values.items() if value is not None}}
 
-    return Entry({"rope_parameters": None, "rope_theta": None, "rope_scaling": None}, read, write)
+    names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
+    return Entry(dict.fromkeys(names), read, write)
+
+
+# The keys of a scaling that `rope_parameters` may have, by its kind, and ours.
+SCALING_KEYS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+}
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": (*SCALING_KEYS,)[:8],
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+NEED_LENGTH = ("yarn", "llama3")
 
 
 def _parameters(given: Json, base: float) -> dict[str, Any]:
     """Return the parameters of the rotary positions in the form of transformers 5."""
     found = dict(given["rope_parameters"] or given["rope_scaling"] or {})
     if "type" in found:
-        found.setdefault("rope_type", found.pop("type"))
-    if "rope_theta" not in found:
+        found.setdefault("rope_type", found["type"])
+        del found["type"]
+    if found.get("rope_theta") is None:
         found["rope_theta"] = base if given["rope_theta"] is None else given["rope_theta"]
     return found
 

@@ -2,15 +2,21 @@
 
 from megamoe.config import RunConfig
 from megamoe.config.shapes import moe_block_numbers
-from megamoe.hf.keys import Entry, Json, fixed, unsupported
+from megamoe.hf.keys import Entry, Json, fixed, same, unsupported
 
+LINEAR_TOP_K = fixed(
+    moe__router__scorer__name="linear",
+    moe__router__selector__name="top_k",
+    moe__router__capacity__name="none",
+)
 # softmax over all experts, then the k largest.
-TOP_K = (
+TOP_K = (LINEAR_TOP_K, fixed(moe__router__score_function__name="softmax"))
+# sigmoid of each score, chosen with a bias that moves against the load (DeepSeek-V3).
+BIASED_TOP_K = (
+    LINEAR_TOP_K,
     fixed(
-        moe__router__scorer__name="linear",
-        moe__router__score_function__name="softmax",
-        moe__router__selector__name="top_k",
-        moe__router__capacity__name="none",
+        moe__router__score_function__name="sigmoid",
+        moe__router__score_function__bias_update=0.001,
     ),
 )
 BALANCE = "moe.losses.switch_balance"
@@ -78,3 +84,28 @@ def normalised(default: bool) -> Entry:
         return {"norm_topk_prob": getattr(config.moe.router.selector.options, "weights", "raw") != "raw"}
 
     return Entry({"norm_topk_prob": default}, read, write)
+
+
+def scaled(default: float) -> Entry:
+    """The constant factor on the experts' weights (routed_scaling_factor)."""
+    return same("routed_scaling_factor", "moe.router.selector.scale", default)
+
+
+def group_limit(groups: int | None, kept: int | None, score: Json) -> Entry:
+    """Experts of few groups for each token (n_group, topk_group); groups, kept: the class's defaults.
+
+    score: the options of the mask that say how groups are compared.
+    """
+
+    def read(given: Json) -> Json:
+        count, keep = given["n_group"], given["topk_group"]
+        if count in (None, 1) or count == keep:
+            return {"moe.router.masks": []}
+        return {"moe.router.masks": [{"name": "group_limit", "num_groups": count, "keep": keep, **score}]}
+
+    def write(config: RunConfig) -> Json:
+        masks = config.moe.router.masks
+        options = masks[0].options if masks else None
+        return {"n_group": getattr(options, "num_groups", 1), "topk_group": getattr(options, "keep", 1)}
+
+    return Entry({"n_group": groups, "topk_group": kept}, read, write)
