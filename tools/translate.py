@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_at_least, check_writable, run_tool, write_text
+from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 from megamoe.resilience.error_reporting import exit_process
@@ -149,8 +149,8 @@ def _run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that cannot be, or that have no effect beside others, before anything is loaded."""
-    check_at_least("--batch-size", options.batch_size)
-    check_at_least("--samples", options.samples)
+    check_positive("--batch-size", options.batch_size)
+    check_positive("--samples", options.samples)
     for option, path in (
         ("--output", options.output),
         ("--write-references", options.write_references),
@@ -193,8 +193,9 @@ def _search(options: argparse.Namespace) -> Any:
     temperature = 1.0 if options.temperature is None else options.temperature
     if not temperature > 0:
         raise UserError(f"--temperature: found {temperature:g}, expected above 0; --beams 1 is greedy")
-    check_at_least("--n-best", options.n_best)
-    check_at_least("--min-length", options.min_length, 0)
+    check_positive("--n-best", options.n_best)
+    if options.min_length < 0:
+        raise UserError(f"--min-length: found {options.min_length}, expected at least 0")
     seed = 1234 if options.seed is None else options.seed
     sampling = Sampling(temperature=temperature, top_k=options.top_k, top_p=options.top_p, seed=seed)
     return Drawing(sampling, options.min_length, options.n_best)
