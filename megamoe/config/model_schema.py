@@ -5,7 +5,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megamoe.config.bounds import Deviation, Fraction, Layers, PositiveFloat, PositiveInt, Size, Small
+from megamoe.config.bounds import (
+    Deviation,
+    Fraction,
+    Layers,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    Small,
+)
 from megamoe.config.parts import STRICT
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
@@ -27,6 +36,41 @@ class AttentionConfig:
 
 
 @dataclass
+class RotaryConfig:
+    """Which columns rotary positions turn, and the scaling of their frequencies for longer sequences.
+
+    The keys from `factor` on belong to a scaling, and have the meaning of transformers' `rope_parameters`.
+    """
+
+    __pydantic_config__ = STRICT
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a head's columns, from the first, that turn
+    interleaved: bool = False  # pairs of columns 2i and 2i + 1, as in DeepSeek, instead of the two halves
+    scaling: Literal["none", "linear", "yarn", "llama3"] = "none"  # for sequences longer than first trained
+    factor: PositiveFloat | None = None  # linear, yarn, llama3: low frequencies are divided by it
+    original_length: PositiveInt | None = None  # yarn, llama3: tokens of a sequence in the first training
+    beta_fast: PositiveFloat | None = None  # yarn: turns above which a frequency is kept; default: 32
+    beta_slow: PositiveFloat | None = None  # yarn: turns below which it is divided; default: 1
+    mscale: NonNegativeFloat | None = None  # yarn: DeepSeek's factor of cosine and sine
+    mscale_all_dim: NonNegativeFloat | None = None  # yarn: its divisor; model.latent scales the logits by it
+    attention_factor: PositiveFloat | None = None  # yarn: factor of cosine and sine; default: from `factor`
+    truncate: bool | None = None  # yarn: bounds at whole pairs of columns; default: true
+    low_frequency_factor: PositiveFloat | None = None  # llama3: original_length / wave below which to divide
+    high_frequency_factor: PositiveFloat | None = None  # llama3: original_length / wave above which to keep
+
+
+@dataclass
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2): sizes of a head, and ranks of the compressed states."""
+
+    __pydantic_config__ = STRICT
+    key_value_rank: Size  # of the compressed keys and values
+    nope_size: Size  # columns of a query and key head without rotary positions
+    rope_size: Size  # columns with rotary positions; all key heads share them
+    value_size: Size  # columns of a value head
+    query_rank: Size | None = None  # of the compressed queries; default: queries are not compressed
+
+
+@dataclass
 class ModelConfig:
     """The transformer, of Megatron-Core's blocks."""
 
@@ -43,7 +87,9 @@ class ModelConfig:
     vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
     vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned", "sinusoidal"] = "rope"
-    rope_base: PositiveInt = 10000  # base of the rotary frequencies
+    rope_base: PositiveFloat = 10000  # base of the rotary frequencies
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    latent: LatentConfig | None = None  # multi-head latent attention; default: standard attention
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_position: Literal["pre", "post"] = "pre"  # before a sub-layer, or after its sum with the residual
     norm_eps: Small = 1e-5  # added to the variance

@@ -64,13 +64,14 @@ class SDPAttention(nn.Module):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         attention_type: str = "self",
         attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
         **also_unused: Any,
     ) -> None:
         super().__init__()
         self.is_causal = attn_mask_type == AttnMaskType.causal
         self.is_cross = attention_type == "cross"
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
+        self.scale = softmax_scale or getattr(config, "softmax_scale", None) or None
         self.rotary: Rotary | None = getattr(config, "own_rotary", None)
         self.kernels: Kernels = getattr(config, "kernels", DEFAULT_KERNELS)
         windows = getattr(config, "windows", ())

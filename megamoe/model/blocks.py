@@ -27,10 +27,11 @@ from megamoe.config.shapes import (
     window_of,
 )
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.rotary import Rotary
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
+from megamoe.model.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.modules import Modules, fp8_options
+from megamoe.model.rotary import position_options
 from megamoe.model.units import Built
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import is_gated, pointwise
@@ -62,9 +63,10 @@ class BlockMaker:
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
         model, parallel, modules = self.config.model, self.config.parallel, self.modules
-        rotates = model.position == "rope"
-        return BlockConfig(
-            own_rotary=Rotary(model.rope_base) if rotates and modules.own_rotation else None,
+        kind = BlockConfig if model.latent is None else LatentBlockConfig
+        options: dict[str, Any] = {**position_options(model, modules), **latent_options(model), **self.init}
+        return kind(
+            **options,
             kernels=_kernels(model),
             num_layers=num_layers,
             hidden_size=model.hidden_size,
@@ -87,7 +89,6 @@ class BlockMaker:
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
             init_method_std=model.init_std,
-            **self.init,
             tensor_model_parallel_size=parallel.tensor,
             sequence_parallel=parallel.sequence and parallel.tensor > 1,
             # On the CPU every layout draws the same weights; the engine moves them to the device.
@@ -97,7 +98,6 @@ class BlockMaker:
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
-            apply_rope_fusion=rotates and modules.fused_rotation,
             **fp8_options(model),
         )
 
@@ -142,6 +142,8 @@ class BlockMaker:
         spec.params = {"recompute": model.recompute == "full", "norm_position": model.norm_position}
         modules.put_into(spec, model)
         block = spec.submodules
+        if model.latent is not None:
+            block.self_attention = latent_attention(block.self_attention, modules)
         if stack == "encoder":
             block.self_attention.params = {"attn_mask_type": AttnMaskType.padding}
         if has_source:

@@ -14,6 +14,7 @@ from megamoe.config.shapes import (
     stacks,
     window_of,
 )
+from megamoe.model.latent_size import latent_scores, latent_weights
 from megamoe.moe.experts.activations import up_width
 
 PASSES = 3  # forward, and in backward the gradients of the inputs and of the weights
@@ -61,7 +62,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         share = shares.stacks.get(stack.name, 1.0)
         blocks, layers = len(stack.moe_blocks), len(stack.moe_blocks) + len({*stack.layers.insert_after})
         of_token = float(stack.num_layers * _projections(model))
-        of_token += 2 * query_size(model) * _seen_keys(model, stack, share * length)
+        of_token += _scores(model) * _seen_keys(model, stack, share * length)
         of_token += (stack.num_layers - blocks) * _dense_ffn(model)
         of_token += layers * (moe.num_experts * hidden + moe.num_shared_experts * expert)
         products += share * of_token
@@ -79,6 +80,8 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
 
 def _projections(model: ModelConfig) -> int:
     """Return the products of one token in the linear layers of self-attention."""
+    if model.latent is not None:
+        return latent_weights(model, model.latent)
     return model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
 
 
@@ -89,6 +92,13 @@ def _seen_keys(model: ModelConfig, stack: Stack, length: float) -> float:
     windows = (window_of(model, block) or length for block in range(1, stack.num_layers + 1))
     # The first `window` queries see half of it on average, the others all of it.
     return sum(window - window * window / (2 * length) for window in (min(w, length) for w in windows))
+
+
+def _scores(model: ModelConfig) -> int:
+    """Return the products of one query with one key, and of its weight with the value, in all heads."""
+    if model.latent is not None:
+        return latent_scores(model, model.latent)
+    return 2 * query_size(model)
 
 
 def _dense_ffn(model: ModelConfig) -> int:

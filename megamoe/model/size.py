@@ -22,6 +22,7 @@ from megamoe.config.shapes import (
     query_size,
     stacks,
 )
+from megamoe.model.latent_size import latent_norms, latent_weights
 from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
 from megamoe.moe.router import Router, build_part
@@ -108,7 +109,8 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     biases = model.hidden_size * num_ffns if model.bias else 0
     biases += model.hidden_size * (blocks + crosses) if has_output_bias(model) else 0
     norms = (2 * blocks + crosses) * _norm(model) + blocks * _head_norms(model) + _final_norms(config)
-    return positions + norms + biases
+    latent = 0 if model.latent is None else blocks * latent_norms(model, model.latent)
+    return positions + norms + biases + latent
 
 
 def _final_norms(config: RunConfig) -> int:
@@ -146,10 +148,13 @@ def _norm_vectors(model: ModelConfig) -> int:
 
 def _attention(model: ModelConfig) -> int:
     """Return the parameters of one block's attention and its two norms."""
-    projections = model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
-    norms = _head_norms(model) + _whole_norms(model) + 2 * _norm(model)
+    if model.latent is not None:
+        own = latent_weights(model, model.latent) + latent_norms(model, model.latent)
+    else:
+        own = model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
+        own += _head_norms(model) + _whole_norms(model)
     sinks = model.num_attention_heads if model.attention.sinks else 0
-    return projections + _attention_biases(model) + norms + sinks
+    return own + _attention_biases(model) + 2 * _norm(model) + sinks
 
 
 def _attention_biases(model: ModelConfig) -> int:

@@ -5,7 +5,6 @@ from typing import Any
 from megamoe.config.schema import DataConfig, Precision, RunConfig
 from megamoe.config.shapes import (
     expert_ffn_size,
-    head_size,
     inserted_after,
     inserted_has_norm,
     moe_layer_numbers,
@@ -20,6 +19,7 @@ from megamoe.registry import get_part
 from megamoe.train.architecture import check_architecture, check_attention, check_positions
 from megamoe.train.length import check_warmup
 from megamoe.train.objective import check_objective
+from megamoe.train.rotary_rules import check_rotary
 from megamoe.zero.deepspeed_config import ParallelPlan
 
 MOST_SIZES = 100_000  # of the batch size's growth
@@ -48,17 +48,11 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
 def _check_model(config: RunConfig) -> None:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.head_size is None:
+    if model.head_size is None and model.latent is None:
         _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
     if groups is not None:
         _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)
-    if model.position == "rope" and head_size(model) % 2:
-        if model.head_size is not None:
-            raise UserError(f"model.head_size: {model.head_size} is odd; rope needs an even one")
-        raise UserError(
-            f"model.hidden_size {model.hidden_size} over {heads} heads makes heads of odd size "
-            f"{head_size(model)}; rope needs an even one"
-        )
+    check_rotary(model)
 
 
 def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:

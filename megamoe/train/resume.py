@@ -55,6 +55,8 @@ SAME_FUNCTION = (
     "num_attention_heads",
     "position",
     "rope_base",
+    "rotary",
+    "latent",
     "norm",
     "norm_position",
     "norm_eps",
