@@ -49,7 +49,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "model__position": "learned",
         "model__bias": True,
         "model__head_size": 12,
-        "model__attention": {"query_key_norm": "head", "output_bias": False},
+        "model__attention": {"query_key_norm": "whole", "output_bias": False},
         "model__tie_embeddings": False,
     },
     "moec": {
@@ -61,7 +61,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "moe__losses": {"clustering": {"cluster_size": 4}},
         "moe__expert_output_dropout": 0.2,
         "moe__expert_activation_dropout": 0.1,
-        "model__attention": {"input_bias": True, "window": 4, "soft_cap": 2.0, "scale": 0.5},
+        "model__attention": {"query_key_norm": "head", "window": 4, "soft_cap": 2.0, "scale": 0.5},
         "train__label_smoothing": 0.1,
     },
 }
