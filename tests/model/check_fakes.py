@@ -312,15 +312,12 @@ def check_rotary_positions_are_fused() -> None:
         assert len(rope.calls) == 4
     # The kernel turns a part of each head; it has no factor, and not in all versions interleaved pairs.
     yarn = "model.rotary={scaling: yarn, factor: 4, original_length: 8}"
-    for settings, expected in (
-        ("model.rotary.share=0.5", 4),
-        ("model.rotary.interleaved=true", 0),
-        (yarn, 0),
-    ):
+    cases = {"model.rotary.share=0.5": 4, "model.rotary.interleaved=true": 0, yarn: 0}
+    for key, expected in cases.items():
         rope.calls.clear()
-        plain, engine = both(settings)
+        plain, engine = both(key)
         torch.testing.assert_close(loss_of(engine), loss_of(plain))
-        assert len(rope.calls) == expected, settings
+        assert len(rope.calls) == expected, key
     both("model.position=learned")
     assert not tiny_gpt(tiny("model.position=learned")).model.config.apply_rope_fusion
 

@@ -106,9 +106,12 @@ def test_outputs_and_gradients(case: str, kernels: str) -> None:
     expected_BSH.backward(upstream_SBH.transpose(0, 1))
     assert expected_BSH.std() > 0.1
     torch.testing.assert_close(found_SBH, expected_BSH.transpose(0, 1), rtol=1e-5, atol=1e-5)
-    same_gradient(hidden_SBH.grad, their_BSH.grad.transpose(0, 1), "input")  # type: ignore[union-attr]
+    assert hidden_SBH.grad is not None and their_BSH.grad is not None
+    same_gradient(hidden_SBH.grad, their_BSH.grad.transpose(0, 1), "input")
     for each, parameter in theirs.named_parameters():
-        same_gradient(parameters[places[each]].grad, parameter.grad, each)
+        found, expected = parameters[places[each]].grad, parameter.grad
+        assert found is not None and expected is not None, each
+        same_gradient(found, expected, each)
 
 
 def place_of(name: str) -> str:
