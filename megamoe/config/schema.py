@@ -183,6 +183,7 @@ class MoEConfig:
     expert_output_dropout: Fraction = 0.0  # on an expert's output (MoEC's "MoE dropout")
     expert_activation_dropout: Fraction = 0.0  # after the activation inside (Switch's "expert dropout")
     num_shared_experts: SizeOrZero = 0  # with the experts' size; they compute every token
+    shared_expert_ffn_hidden_size: ExpertSize = None  # joint FFN size; default: number x the experts' size
     shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"  # gated: sigmoid(w.x); residual: softmax
     frozen: list[Literal["router", "experts"]] = field(default_factory=list)  # not trained
     router: RouterConfig = field(default_factory=RouterConfig)

@@ -8,6 +8,7 @@ from megamoe.config.shapes import (
     expert_ffn_size,
     ffn_size,
     padded_vocab_size,
+    shared_ffn_size,
     stacks,
 )
 from megamoe.moe.experts.activations import up_width
@@ -52,6 +53,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     hidden, length = model.hidden_size, config.data.sequence_length
     size = expert_ffn_size(config)
     expert = hidden * (up_width(size, expert_activation(config)) + size)
+    shared = expert * shared_ffn_size(moe, size) / size
     products = 0.0
     for stack in stacks(config):
         share = shares.stacks.get(stack.name, 1.0)
@@ -59,7 +61,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         seen = share * length / (2 if stack.name == "decoder" else 1)  # keys of a query
         of_token = stack.num_layers * (_projections(model) + 2 * hidden * seen)
         of_token += (stack.num_layers - blocks) * _dense_ffn(model)
-        of_token += layers * (moe.num_experts * hidden + moe.num_shared_experts * expert)
+        of_token += layers * (moe.num_experts * hidden + shared)
         products += share * of_token
     if model.architecture == "encoder_decoder":
         encoder, decoder = (shares.stacks.get(name, 1.0) for name in ("encoder", "decoder"))

@@ -15,6 +15,7 @@ from megamoe.config.shapes import (
     moe_block_numbers,
     num_blocks,
     padded_vocab_size,
+    shared_ffn_size,
     stacks,
 )
 from megamoe.moe.experts.activations import up_width
@@ -163,7 +164,7 @@ def _shared(config: RunConfig) -> int:
     if moe.num_shared_experts == 0:
         return 0
     mode = {"sum": 0, "gated": hidden, "residual": 2 * hidden + 2}[moe.shared_expert_mode]
-    size = moe.num_shared_experts * expert_ffn_size(config)
+    size = shared_ffn_size(moe, expert_ffn_size(config))
     return _weights(hidden, size, expert_activation(config)) + mode
 
 

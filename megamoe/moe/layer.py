@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config.schema import Activation, MoEConfig
+from megamoe.config.shapes import shared_ffn_size
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
@@ -307,7 +308,7 @@ def _routed_experts(
 def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | None:
     if config.num_shared_experts == 0:
         return None
-    size = config.num_shared_experts * shape.ffn_size
+    size = shared_ffn_size(config, shape.ffn_size)
     return SharedExperts(shape.hidden_size, size, mode=config.shared_expert_mode, **_expert_options(shape))
 
 

@@ -26,6 +26,7 @@ SAME = {
         "expert_ffn_hidden_size",
         "expert_activation",
         "num_shared_experts",
+        "shared_expert_ffn_hidden_size",
         "shared_expert_mode",
         "expert_sublayers",
         "frozen",

@@ -57,6 +57,11 @@ SIZES: dict[str, list[str]] = {
     "shared experts": ["moe.num_shared_experts=2"],
     "shared experts with a gate": ["moe.num_shared_experts=2", "moe.shared_expert_mode=gated"],
     "residual shared experts": ["moe.num_shared_experts=1", "moe.shared_expert_mode=residual"],
+    "shared experts of a size of their own, a router's bias": [
+        "moe.num_shared_experts=2",
+        "moe.shared_expert_ffn_hidden_size=20",
+        "moe.router.scorer={name: linear, bias: true}",
+    ],
     "sub-layers": ["moe.expert_sublayers=2"],
     "sub-layers with layernorm": ["moe.expert_sublayers=3", "model.norm=layernorm"],
     "inserted": ["moe.layers={insert_after: [2]}"],

@@ -55,6 +55,11 @@ REFUSALS = {
         1,
         "moe.shared_expert_mode: found residual, but moe.num_shared_experts is 0; set it to 1",
     ),
+    "a size of no shared experts": (
+        ["moe.shared_expert_ffn_hidden_size=8"],
+        1,
+        "moe.shared_expert_ffn_hidden_size: found 8, but moe.num_shared_experts is 0; set it to 1",
+    ),
     "shared experts without a norm": (
         ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2", "moe.num_shared_experts=1"],
         1,
