@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.block import angles, gradients_of, rotary, turn_sides
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.documents import Documents, Run, SourceLengths, rotary_in_documents
+from megamoe.kernels.documents import Documents, Run, SourceLengths, turn_in_documents
 from megamoe.kernels.library import Library
+from megamoe.kernels.rotary import Rotary, angles_of, gradients_of, turn_heads, turn_sides
 from megamoe.kernels.varlen import fits_varlen, varlen_attention
 
 
@@ -26,7 +26,7 @@ def causal_attention(
     query_SBND: Tensor,
     key_SBGD: Tensor,
     value_SBGD: Tensor,
-    rotary_base: float | None = None,
+    rotary: Rotary | None = None,
     scale: float | None = None,
     documents: Documents | None = None,
     *,
@@ -34,9 +34,9 @@ def causal_attention(
 ) -> Tensor:
     """Causal attention: return each position's weighted mean of the values up to it, [S, B, N * D].
 
-    N / G query heads share a key head. rotary_base: rotate queries and keys by their positions, see `rotary`;
-    None: do not. scale: the factor of the scores, by default 1 / sqrt(D). documents: a position sees those of
-    its own document only, and rotary positions begin at 0 in each; None: each sequence is one document.
+    N / G query heads share a key head. rotary: turns queries and keys by their positions; None: nothing does.
+    scale: the factor of the scores, by default 1 / sqrt(D). documents: a position sees those of its own
+    document only, and rotary positions begin at 0 in each; None: each sequence is one document.
 
     Raises:
         ValueError: if heads of odd size are to be rotated, or the documents are of other sequences.
@@ -47,14 +47,16 @@ def causal_attention(
     sides = (query_SBND, key_SBGD, value_SBGD)
     library = _library_for(*sides, kernels)
     if library is None:
-        return plain_causal_attention(*sides, rotary_base, scale, documents, kernels=kernels)
-    size = query_SBND.shape[-1]
-    scale = size**-0.5 if scale is None else scale
+        return plain_causal_attention(*sides, rotary, scale, documents, kernels=kernels)
+    scale = query_SBND.shape[-1] ** -0.5 if scale is None else scale
     turns: tuple[Tensor | None, Tensor | None] = (None, None)
-    if rotary_base is not None:
-        turns = angles(len(query_SBND), size, float(rotary_base), query_SBND.device)
+    if rotary is not None and rotary.turns_halves(query_SBND.shape[-1]):
+        turns = angles_of(query_SBND, len(query_SBND), rotary)
+    elif rotary is not None:
+        query_SBND, key_SBGD = (rotated(side, rotary, documents, kernels) for side in sides[:2])
+        sides = (query_SBND, key_SBGD, value_SBGD)
     start_BS = None if documents is None else documents.start_BS
-    output_SBH: Tensor = _Attention.apply(query_SBND, key_SBGD, value_SBGD, *turns, scale, start_BS, library)
+    output_SBH: Tensor = _Attention.apply(*sides, *turns, scale, start_BS, library)
     return output_SBH
 
 
@@ -62,19 +64,19 @@ def plain_causal_attention(
     query_SBND: Tensor,
     key_SBGD: Tensor,
     value_SBGD: Tensor,
-    rotary_base: float | None = None,
+    rotary: Rotary | None = None,
     scale: float | None = None,
     documents: Documents | None = None,
     *,
     kernels: Kernels,
 ) -> Tensor:
     """Compute `causal_attention` by PyTorch's operators."""
-    if rotary_base is not None and documents is None:
-        sides = turn_sides(query_SBND, key_SBGD, value_SBGD, rotary_base, kernels)
+    if rotary is not None and documents is None:
+        sides = turn_sides(query_SBND, key_SBGD, value_SBGD, rotary, kernels)
         query_SBND, key_SBGD, value_SBGD = sides
-    elif rotary_base is not None:
-        query_SBND = rotated(query_SBND, rotary_base, documents, kernels)
-        key_SBGD = rotated(key_SBGD, rotary_base, documents, kernels)
+    elif rotary is not None:
+        query_SBND = rotated(query_SBND, rotary, documents, kernels)
+        key_SBGD = rotated(key_SBGD, rotary, documents, kernels)
     if documents is not None and fits_varlen(query_SBND):
         return varlen_attention(query_SBND, key_SBGD, value_SBGD, documents, scale)
     return attend(query_SBND, key_SBGD, value_SBGD, documents, scale=scale)
@@ -84,7 +86,7 @@ def bidirectional_attention(
     query_SBND: Tensor,
     key_SBGD: Tensor,
     value_SBGD: Tensor,
-    rotary_base: float | None = None,
+    rotary: Rotary | None = None,
     scale: float | None = None,
     documents: Documents | None = None,
     dropout_p: float = 0.0,
@@ -95,9 +97,9 @@ def bidirectional_attention(
 
     It uses PyTorch's operators: the compiled library's pass is causal. dropout_p: of attention weights.
     """
-    if rotary_base is not None:
-        query_SBND = rotated(query_SBND, rotary_base, documents, kernels)
-        key_SBGD = rotated(key_SBGD, rotary_base, documents, kernels)
+    if rotary is not None:
+        query_SBND = rotated(query_SBND, rotary, documents, kernels)
+        key_SBGD = rotated(key_SBGD, rotary, documents, kernels)
     sides = (query_SBND, key_SBGD, value_SBGD)
     if documents is not None and not dropout_p and fits_varlen(query_SBND):
         return varlen_attention(*sides, documents, scale, causal=False)
@@ -122,11 +124,11 @@ def cross_attention(
     return _attend(query_SBND, key_LBND, value_LBND, **options)
 
 
-def rotated(heads_SBND: Tensor, base: float, documents: Documents | None, kernels: Kernels) -> Tensor:
-    """Rotate queries or keys by their positions in the sequence or, where given, in the documents."""
+def rotated(heads_SBND: Tensor, rotary: Rotary, documents: Documents | None, kernels: Kernels) -> Tensor:
+    """Turn queries or keys by their positions in the sequence or, where given, in the documents."""
     if documents is None:
-        return rotary(heads_SBND, base, kernels)
-    return rotary_in_documents(heads_SBND, base, documents, kernels)
+        return turn_heads(heads_SBND, rotary, kernels)
+    return turn_in_documents(heads_SBND, rotary, documents, kernels)
 
 
 def attend(

@@ -21,6 +21,7 @@ from megamoe.kernels.attention import (
 )
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.documents import Documents, SourceLengths
+from megamoe.kernels.rotary import Rotary
 from megamoe.model.key_value_cache import KeyValueCache
 
 
@@ -28,11 +29,11 @@ from megamoe.model.key_value_cache import KeyValueCache
 class BlockConfig(TransformerConfig):
     """Megatron-Core's configuration of blocks.
 
-    own_rotary_base: the base of the rotary positions that `SDPAttention` applies; None: Megatron-Core applies
-    them, or there are none. kernels: the choice for our own norm and attention.
+    own_rotary: the rotary positions that `SDPAttention` applies; None: Megatron-Core applies them, or there
+    are none. kernels: the choice for our own norm and attention.
     """
 
-    own_rotary_base: int | None = None
+    own_rotary: Rotary | None = None
     kernels: Kernels = DEFAULT_KERNELS
 
 
@@ -41,7 +42,7 @@ class SDPAttention(nn.Module):
 
     It replaces Megatron-Core's `DotProductAttention` in a layer specification, whose mask type says whether
     it is causal. Grouped-query attention broadcasts the key and value heads. It applies rotary positions if
-    `BlockConfig.own_rotary_base` is set, except in cross attention.
+    `BlockConfig.own_rotary` is set, except in cross attention.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class SDPAttention(nn.Module):
         self.is_cross = attention_type == "cross"
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
-        self.rotary_base: int | None = getattr(config, "own_rotary_base", None)
+        self.rotary: Rotary | None = getattr(config, "own_rotary", None)
         self.kernels: Kernels = getattr(config, "kernels", DEFAULT_KERNELS)
 
     def forward(
@@ -77,7 +78,7 @@ class SDPAttention(nn.Module):
         that it holds (generation, without gradient).
         """
         if isinstance(documents, KeyValueCache):
-            return documents.attend(self, query, key, value, self.rotary_base, self.scale, self.kernels)
+            return documents.attend(self, query, key, value, self.rotary, self.scale, self.kernels)
         dropout = self.dropout if self.training else 0.0
         # Each tensor-parallel rank has other heads, whose dropout is their own.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
@@ -89,13 +90,13 @@ class SDPAttention(nn.Module):
     def _within(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, dropout: float
     ) -> Tensor:
-        sides, base, kernels = (query, key, value), self.rotary_base, self.kernels
+        sides, rotary, kernels = (query, key, value), self.rotary, self.kernels
         if not self.is_causal:
-            return bidirectional_attention(*sides, base, self.scale, documents, dropout, kernels=kernels)
+            return bidirectional_attention(*sides, rotary, self.scale, documents, dropout, kernels=kernels)
         if not dropout:
-            return causal_attention(*sides, base, self.scale, documents, kernels=kernels)
-        if base is not None:
-            query, key = (rotated(side, base, documents, kernels) for side in (query, key))
+            return causal_attention(*sides, rotary, self.scale, documents, kernels=kernels)
+        if rotary is not None:
+            query, key = (rotated(side, rotary, documents, kernels) for side in (query, key))
         return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
 
 

@@ -23,6 +23,7 @@ from megamoe.config.shapes import (
     inserted_has_norm,
 )
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.rotary import Rotary
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.modules import Modules, fp8_options
@@ -59,7 +60,7 @@ class BlockMaker:
         model, parallel, modules = self.config.model, self.config.parallel, self.modules
         rotates = model.position == "rope"
         return BlockConfig(
-            own_rotary_base=model.rope_base if rotates and modules.own_rotation else None,
+            own_rotary=Rotary(model.rope_base) if rotates and modules.own_rotation else None,
             kernels=_kernels(model),
             num_layers=num_layers,
             hidden_size=model.hidden_size,

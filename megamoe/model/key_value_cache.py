@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.kernels.block import angles, turned
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.rotary import Rotary, turn_heads_at
 
 
 class KeyValueCache:
@@ -29,6 +29,11 @@ class KeyValueCache:
         slot_S = torch.arange(self.length, self.length + size, device=self.start_B.device)
         return (slot_S - self.start_B[:, None]).clamp_min(0)
 
+    def turned(self, heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
+        """Turn the heads of the next S slots by their positions in their sequences, [S, B, heads, D]."""
+        place_SB = self.positions_BS(len(heads_SBND)).T
+        return turn_heads_at(heads_SBND, place_SB, self.capacity, rotary, kernels)
+
     def advance(self, size: int) -> None:
         """Keep the first `size` slots of the last forward pass; the next one overwrites the others."""
         self.length += size
@@ -39,7 +44,7 @@ class KeyValueCache:
         query_SBND: Tensor,
         key_SBGD: Tensor,
         value_SBGD: Tensor,
-        rotary_base: float | None,
+        rotary: Rotary | None,
         scale: float | None,
         kernels: Kernels,
     ) -> Tensor:
@@ -54,9 +59,9 @@ class KeyValueCache:
         end = self.length + size
         if end > self.capacity:
             raise ValueError(f"a key/value cache of {self.capacity} slots was given slot {end}")
-        if rotary_base is not None:
-            query_SBND = self._rotated(query_SBND, rotary_base, kernels)
-            key_SBGD = self._rotated(key_SBGD, rotary_base, kernels)
+        if rotary is not None:
+            query_SBND = self.turned(query_SBND, rotary, kernels)
+            key_SBGD = self.turned(key_SBGD, rotary, kernels)
         keys, values = self._kept(owner, key_SBGD, value_SBGD)
         keys[self.length : end], values[self.length : end] = key_SBGD, value_SBGD
         query, key, value = (side.permute(1, 2, 0, 3) for side in (query_SBND, keys[:end], values[:end]))
@@ -82,11 +87,3 @@ class KeyValueCache:
         own_S1 = slot_L[self.length :, None]
         seen = (slot_L <= own_S1) & (slot_L >= self.start_B[:, None, None])
         return (seen | (slot_L == own_S1))[:, None]  # padding sees itself: a row of nothing would be NaN
-
-    def _rotated(self, heads_SBND: Tensor, base: float, kernels: Kernels) -> Tensor:
-        size, batch, heads, width = heads_SBND.shape
-        place_T = self.positions_BS(size).T.flatten()
-        tables_SD = angles(self.capacity, width, float(base), heads_SBND.device)
-        cosine_TD, sine_TD = (table_SD[place_T] for table_SD in tables_SD)
-        rows = heads_SBND.reshape(size * batch, 1, heads, width)
-        return turned(rows, cosine_TD, sine_TD, kernels).reshape(size, batch, heads, width)

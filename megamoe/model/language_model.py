@@ -1,5 +1,6 @@
 """What all architectures have in common: a model that returns the loss of each label, with MoE layers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from megamoe.model.block import Block
 from megamoe.moe.layer import MoELayer
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """A transformer that returns the cross entropy of each label, fp32 [B, S], in nats.
 
     `stacks` are its stacks of blocks, in the order of their blocks' numbers. forward takes the keyword
@@ -16,9 +17,9 @@ class LanguageModel(nn.Module):
     other words get evenly.
     """
 
+    @abstractmethod
     def stacks(self) -> list[nn.ModuleList]:
         """Return the stacks of blocks, in the order of the numbers of their blocks."""
-        raise NotImplementedError
 
     def label_logits(self) -> Tensor | None:
         """Return the labels' logits of the last forward pass in evaluation mode, fp32 [B, labels].

@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamoe.costs.gpus import peak_of_device
 from megamoe.model.flops import PASSES, model_flops
-from megamoe.moe.experts.grouped import GroupedExperts, loop_experts
+from megamoe.moe.experts.grouped import GroupedExperts
+from tests.moe.plain import loop_experts
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 CASES = {
