@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megamoe.config.bounds import Deviation, Fraction, Layers, PositiveInt, Size, Small
+from megamoe.config.bounds import Deviation, Fraction, Layers, PositiveFloat, PositiveInt, Size, Small
 from megamoe.config.parts import STRICT
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
@@ -34,6 +34,10 @@ class ModelConfig:
     bias: bool = False  # in attention and dense FFNs; experts have none, as in Megatron's grouped experts
     tie_embeddings: bool = True  # the output layer uses the embedding's weights
     scale_embeddings: bool = False  # multiply the words' embeddings by sqrt(hidden_size)
+    embedding_scale: PositiveFloat | None = None  # multiply the words' embeddings by a constant instead
+    residual_scale: PositiveFloat = 1.0  # multiplies what attention and FFN or MoE layer add to the residual
+    logit_scale: PositiveFloat = 1.0  # multiplies the output layer's logits
+    logit_soft_cap: PositiveFloat | None = None  # c: logits z, scaled, become c tanh(z / c)
     head_transform: bool = False  # an encoder's linear layer, activation and norm before the output layer
     num_labels: Annotated[int, Field(ge=2, le=10**6)] | None = None  # an encoder predicts a text's label
     pooling: Literal["mean", "first"] = "mean"  # of the hidden states, for labels

@@ -127,7 +127,11 @@ class BlockMaker:
         model, modules = self.config.model, self.modules
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module = Block
-        spec.params = {"recompute": model.recompute == "full", "norm_position": model.norm_position}
+        spec.params = {
+            "recompute": model.recompute == "full",
+            "norm_position": model.norm_position,
+            "residual_scale": model.residual_scale,
+        }
         modules.put_into(spec)
         block = spec.submodules
         if stack == "encoder":

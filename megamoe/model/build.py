@@ -19,6 +19,7 @@ from megamoe.model.head import Head
 from megamoe.model.language_model import LanguageModel
 from megamoe.model.modules import choose_modules
 from megamoe.model.random_streams import use_one_stream
+from megamoe.model.scales import change_logits
 from megamoe.model.units import Built, embedding_first
 
 
@@ -66,6 +67,7 @@ def _decoder(maker: BlockMaker) -> GPT:
             position_embedding_type=megatron_position(model, transformer),
             rotary_base=model.rope_base,
         )
+    change_logits(decoder.output_layer, model)
     return GPT(decoder)
 
 

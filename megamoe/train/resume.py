@@ -61,6 +61,10 @@ SAME_FUNCTION = (
     "norm_eps",
     "activation",
     "scale_embeddings",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "logit_soft_cap",
 )
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
 RESUME_WAY_OUT = "resume with the configuration that saved it"

@@ -50,6 +50,16 @@ REFUSALS = {
         1,
         r"moe.layers.insert_after: block 2 is MoE itself \(moe.layers.at or every\); insert after another",
     ),
+    "two factors on the embeddings": (
+        ["model.scale_embeddings=true", "model.embedding_scale=12"],
+        1,
+        "model.embedding_scale: found 12 beside model.scale_embeddings, .*; leave one of them out",
+    ),
+    "a bound on the logits of labels": (
+        ["model.architecture=encoder", "model.num_labels=3", "model.logit_soft_cap=30"],
+        1,
+        "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with model.num_labels",
+    ),
     "residual of nothing": (
         ["moe.shared_expert_mode=residual"],
         1,

@@ -32,8 +32,16 @@ OTHER_FUNCTIONS = {
     "activation": ("swiglu", "gelu"),
     "norm_position": ("pre", "post"),
     "scale_embeddings": ("False", "true"),
+    "embedding_scale": ("None", "2.0"),
+    "residual_scale": ("1.0", "0.5"),
+    "logit_scale": ("1.0", "0.5"),
+    "logit_soft_cap": ("None", "30.0"),
 }
 NEWER = (
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "logit_soft_cap",
     "architecture",
     "encoder_layers",
     "norm_position",
