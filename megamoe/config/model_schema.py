@@ -8,7 +8,7 @@ from pydantic import Field
 from megamoe.config.bounds import Deviation, Fraction, Layers, PositiveFloat, PositiveInt, Size, Small
 from megamoe.config.parts import STRICT
 
-Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
+Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "swiglu_clamped"]
 
 
 @dataclass
@@ -30,8 +30,10 @@ class ModelConfig:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_position: Literal["pre", "post"] = "pre"  # before a sub-layer, or after its sum with the residual
     norm_eps: Small = 1e-5  # added to the variance
-    activation: Activation = "swiglu"  # the FFNs' activation; swiglu, geglu and reglu are gated
-    bias: bool = False  # in attention and dense FFNs; experts have none, as in Megatron's grouped experts
+    activation: Activation = (
+        "swiglu"  # the FFNs' activation; all that end in "glu", and swiglu_clamped, are gated
+    )
+    bias: bool = False  # in attention and dense FFNs; of experts: moe.expert_bias
     tie_embeddings: bool = True  # the output layer uses the embedding's weights
     scale_embeddings: bool = False  # multiply the words' embeddings by sqrt(hidden_size)
     embedding_scale: PositiveFloat | None = None  # multiply the words' embeddings by a constant instead

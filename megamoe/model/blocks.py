@@ -23,13 +23,14 @@ from megamoe.config.shapes import (
     inserted_has_norm,
 )
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.clamped_swiglu import LIMIT, OFFSET
 from megamoe.kernels.rotary import Rotary
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.modules import Modules, fp8_options
 from megamoe.model.units import Built
 from megamoe.moe import rng
-from megamoe.moe.experts.activations import is_gated, pointwise
+from megamoe.moe.experts.activations import CLAMPED, is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer
 
 MoEFactory = Callable[[LayerShape], MoELayer]
@@ -71,6 +72,7 @@ class BlockMaker:
             layernorm_epsilon=model.norm_eps,
             activation_func=pointwise(model.activation),
             gated_linear_unit=is_gated(model.activation),
+            **_clamps(model),
             add_bias_linear=model.bias,
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
@@ -175,6 +177,13 @@ class BlockMaker:
             products=self.modules.products,
             kernels=_kernels(model),
         )
+
+
+def _clamps(model: ModelConfig) -> dict[str, float]:
+    """Return Megatron-Core's options of a dense FFN with the activation of gpt-oss."""
+    if model.activation != CLAMPED:
+        return {}
+    return {"activation_func_clamp_value": LIMIT, "glu_linear_offset": OFFSET}
 
 
 def _kernels(model: ModelConfig) -> Kernels:

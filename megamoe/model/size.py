@@ -154,7 +154,9 @@ def _weights(hidden: int, size: int, activation: Activation) -> int:
 
 
 def _expert(config: RunConfig) -> int:
-    ffn = _weights(config.model.hidden_size, expert_ffn_size(config), expert_activation(config))
+    hidden, size = config.model.hidden_size, expert_ffn_size(config)
+    ffn = _weights(hidden, size, expert_activation(config))
+    ffn += up_width(size, expert_activation(config)) + hidden if config.moe.expert_bias else 0
     sublayers = config.moe.expert_sublayers
     return ffn if sublayers == 1 else sublayers * (ffn + _norm(config.model))
 

@@ -297,7 +297,7 @@ def _routed_experts(
 ) -> GroupedExperts | ExpertStack:
     sizes = shape.hidden_size, shape.ffn_size, expert_ids
     cut = Slice(rank_in(groups.expert_tensor), size_of(groups.expert_tensor))
-    options = {"products": shape.products, **_expert_options(shape)}
+    options = {"bias": config.expert_bias, "products": shape.products, **_expert_options(shape)}
     if config.expert_sublayers == 1:
         return GroupedExperts(*sizes, cut=cut, **options)
     if cut.count > 1:

@@ -28,6 +28,7 @@ SAME = {
         "num_shared_experts",
         "shared_expert_ffn_hidden_size",
         "shared_expert_mode",
+        "expert_bias",
         "expert_sublayers",
         "frozen",
     ),

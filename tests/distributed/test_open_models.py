@@ -35,7 +35,16 @@ GRANITE: dict[str, Any] = {
         "selector": {"name": "top_k", "k": 2, "weights": "kept_softmax"},
     },
 }
-MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE}
+# gpt-oss: biases of the experts, which are cut like their weights, and its activation in dense blocks too.
+GPT_OSS: dict[str, Any] = {
+    "model__activation": "swiglu_clamped",
+    "moe__expert_bias": True,
+    "moe__num_shared_experts": 0,
+    "moe__expert_activation_dropout": 0.1,
+    "moe__router": GRANITE["moe__router"],
+    "optimizer__weight_decay": 0.1,
+}
+MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS}
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ SIZES: dict[str, list[str]] = {
         "moe.shared_expert_ffn_hidden_size=20",
         "moe.router.scorer={name: linear, bias: true}",
     ],
+    "biases of experts": ["moe.expert_bias=true", "model.activation=swiglu_clamped", "moe.layers={at: [2]}"],
+    "biases of sub-layers": ["moe.expert_bias=true", "moe.expert_sublayers=2", "model.activation=gelu"],
     "sub-layers": ["moe.expert_sublayers=2"],
     "sub-layers with layernorm": ["moe.expert_sublayers=3", "model.norm=layernorm"],
     "inserted": ["moe.layers={insert_after: [2]}"],

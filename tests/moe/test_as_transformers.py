@@ -25,6 +25,10 @@ SOFTMAX_OF_ALL = {"name": "softmax", "over": "all"}
 FIXED_BIAS = {"name": "sigmoid", "bias_update": 0.001, "bias_until": 0}
 
 
+# By our name: our tensor, and the function of the transformers module's named tensors that equals it.
+WeightMap = dict[str, tuple[Tensor, Any]]
+
+
 def top_k(weights: str, **options: Any) -> dict[str, Any]:
     return {"name": "top_k", "k": CHOSEN, "weights": weights, **options}
 
@@ -101,6 +105,19 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
             },
         },
     ),
+    "GptOss": (
+        "GptOssMLP",
+        None,
+        {**SIZES, "intermediate_size": FFN, "num_local_experts": EXPERTS},
+        {
+            "expert_bias": True,
+            "expert_activation": "swiglu_clamped",
+            "router": {
+                "scorer": {"name": "linear", "bias": True},
+                "selector": top_k("kept_softmax"),
+            },
+        },
+    ),
     "Glm4Moe": (
         "Glm4MoeMoE",
         "shared_experts",
@@ -133,10 +150,12 @@ def randomise(module: nn.Module) -> None:
             tensor.normal_(0, 0.4, generator=generator)
 
 
-def weight_map(name: str, module: nn.Module, layer: MoELayer) -> dict[str, tuple[Tensor, Any]]:
+def weight_map(name: str, layer: MoELayer) -> WeightMap:
     """Return (our tensor, function of their named tensors or gradients that is to equal it), by our name."""
+    if name == "GptOss":
+        return gpt_oss_map(layer)
     gate = "router" if name.startswith("Granite") else "gate"
-    found: dict[str, tuple[Tensor, Any]] = {
+    found: WeightMap = {
         "router.scorer.weight": (layer.router.scorer.weight, lambda of: of(f"{gate}.weight")),  # type: ignore[dict-item]
         "experts.up": (layer.experts.up, lambda of: of("experts.gate_up_proj")),  # type: ignore[dict-item]
         "experts.down": (layer.experts.down, lambda of: of("experts.down_proj")),  # type: ignore[dict-item]
@@ -153,12 +172,30 @@ def weight_map(name: str, module: nn.Module, layer: MoELayer) -> dict[str, tuple
     return found
 
 
+def gpt_oss_map(layer: MoELayer) -> WeightMap:
+    """Its first weights have the columns of gate and value in turns, and all are transposed."""
+
+    def halves(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[..., ::2], tensor[..., 1::2]], dim=-1)
+
+    makes = {
+        "router.scorer.weight": lambda of: of("router.weight"),
+        "router.scorer.bias": lambda of: of("router.bias"),
+        "experts.up": lambda of: halves(of("experts.gate_up_proj")).transpose(1, 2),
+        "experts.up_bias": lambda of: halves(of("experts.gate_up_proj_bias")),
+        "experts.down": lambda of: of("experts.down_proj").transpose(1, 2),
+        "experts.down_bias": lambda of: of("experts.down_proj_bias"),
+    }
+    return {key: (layer.get_parameter(key), make) for key, make in makes.items()}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
     module = theirs(name)
-    layer = make_layer(moe_config(num_experts=EXPERTS, **MODELS[name][3]))
+    config = moe_config(num_experts=EXPERTS, **MODELS[name][3])
+    layer = make_layer(config, activation=config.expert_activation or "swiglu")
     named = dict(module.named_parameters())
-    weights = weight_map(name, module, layer)
+    weights = weight_map(name, layer)
     assert {*weights} == {key for key, _ in layer.named_parameters()}
     with torch.no_grad():
         for ours, make in weights.values():
@@ -169,6 +206,7 @@ def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
     hidden_TH = make_hidden(TOKENS)
     given_TH, expected_TH = (hidden_TH.clone().requires_grad_() for _ in range(2))
     output_TH, whole_1TH = layer(given_TH), module(expected_TH[None])
+    whole_1TH = whole_1TH[0] if isinstance(whole_1TH, tuple) else whole_1TH
     largest = float(whole_1TH.detach().abs().max())
     torch.testing.assert_close(output_TH, whole_1TH[0], rtol=1e-6, atol=1e-6 * largest)
     sent_TH = make_hidden(TOKENS, seed=5)

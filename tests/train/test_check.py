@@ -13,6 +13,7 @@ TWO_STACKS = (
     "train.objective=span_corruption",
     "moe.router.selector=expert_choice",
 )
+UNEVEN_BIASES = ("moe.expert_bias=true", "model.hidden_size=18", "model.num_attention_heads=1")
 REFUSALS = {
     "heads": (["model.num_attention_heads=3"], 1, "model.hidden_size: 16 .* model.num_attention_heads 3"),
     "query groups": (
@@ -64,6 +65,11 @@ REFUSALS = {
         ["moe.shared_expert_mode=residual"],
         1,
         "moe.shared_expert_mode: found residual, but moe.num_shared_experts is 0; set it to 1",
+    ),
+    "biases that expert tensor parallelism cannot cut": (
+        [*UNEVEN_BIASES, "parallel.expert_tensor=4"],
+        4,
+        r"parallel.expert_tensor: 4 cannot cut the experts' biases of size 18 \(moe.expert_bias\)",
     ),
     "a size of no shared experts": (
         ["moe.shared_expert_ffn_hidden_size=8"],
