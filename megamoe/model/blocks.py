@@ -20,14 +20,19 @@ from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    has_input_bias,
+    has_output_bias,
+    head_size,
     inserted_has_norm,
+    window_of,
 )
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.clamped_swiglu import LIMIT, OFFSET
-from megamoe.kernels.rotary import Rotary
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
+from megamoe.model.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.modules import Modules, fp8_options
+from megamoe.model.rotary import position_options
 from megamoe.model.units import Built
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import CLAMPED, is_gated, pointwise
@@ -59,14 +64,23 @@ class BlockMaker:
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
         model, parallel, modules = self.config.model, self.config.parallel, self.modules
-        rotates = model.position == "rope"
-        return BlockConfig(
-            own_rotary=Rotary(model.rope_base) if rotates and modules.own_rotation else None,
+        kind = BlockConfig if model.latent is None else LatentBlockConfig
+        options: dict[str, Any] = {**position_options(model, modules), **latent_options(model), **self.init}
+        return kind(
+            **options,
             kernels=_kernels(model),
             num_layers=num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
             num_query_groups=model.num_query_groups,
+            kv_channels=head_size(model),
+            add_qkv_bias=has_input_bias(model),
+            attention_output_bias=has_output_bias(model),
+            qk_layernorm=model.attention.query_key_norm != "none",
+            softmax_scale=model.attention.scale,
+            windows=tuple(window_of(model, block) for block in range(1, num_layers + 1)),
+            sinks=model.attention.sinks,
+            soft_cap=model.attention.soft_cap,
             ffn_hidden_size=ffn_size(model),
             normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
             layernorm_epsilon=model.norm_eps,
@@ -77,7 +91,6 @@ class BlockMaker:
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
             init_method_std=model.init_std,
-            **self.init,
             tensor_model_parallel_size=parallel.tensor,
             sequence_parallel=parallel.sequence and parallel.tensor > 1,
             # On the CPU every layout draws the same weights; the engine moves them to the device.
@@ -87,7 +100,6 @@ class BlockMaker:
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
-            apply_rope_fusion=rotates and modules.fused_rotation,
             **fp8_options(model),
         )
 
@@ -134,8 +146,10 @@ class BlockMaker:
             "norm_position": model.norm_position,
             "residual_scale": model.residual_scale,
         }
-        modules.put_into(spec)
+        modules.put_into(spec, model)
         block = spec.submodules
+        if model.latent is not None:
+            block.self_attention = latent_attention(block.self_attention, modules)
         if stack == "encoder":
             block.self_attention.params = {"attn_mask_type": AttnMaskType.padding}
         if has_source:
@@ -179,7 +193,7 @@ class BlockMaker:
         )
 
 
-def _clamps(model: ModelConfig) -> dict[str, float]:
+def _clamps(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron-Core's options of a dense FFN with the activation of gpt-oss."""
     if model.activation != CLAMPED:
         return {}

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.rotary import Rotary, turn_heads_at
+from megamoe.kernels.variants import Variant, masked_attention
 
 
 class KeyValueCache:
@@ -46,6 +47,7 @@ class KeyValueCache:
         value_SBGD: Tensor,
         rotary: Rotary | None,
         scale: float | None,
+        variant: Variant,
         kernels: Kernels,
     ) -> Tensor:
         """Compute `causal_attention` of the next S slots over them and those kept; return [S, B, N * D].
@@ -65,14 +67,14 @@ class KeyValueCache:
         keys, values = self._kept(owner, key_SBGD, value_SBGD)
         keys[self.length : end], values[self.length : end] = key_SBGD, value_SBGD
         query, key, value = (side.permute(1, 2, 0, 3) for side in (query_SBND, keys[:end], values[:end]))
-        output_BNSD = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=self._visible(size),
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        visible = self._visible(size, variant.window)
+        if not variant.only_window:
+            output_BNSD = masked_attention(query, key, value, visible, scale, variant)
+        else:
+            shares = query.shape[1] != key.shape[1]
+            output_BNSD = functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=visible, scale=scale, enable_gqa=shares
+            )
         return output_BNSD.permute(2, 0, 1, 3).reshape(size, batch, -1)
 
     def _kept(self, owner: nn.Module, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,9 +83,11 @@ class KeyValueCache:
             self._sides[owner] = key, value
         return self._sides[owner]
 
-    def _visible(self, size: int) -> Tensor:
+    def _visible(self, size: int, window: int | None) -> Tensor:
         """Return which slots each of the next `size` slots sees, bool [B, 1, size, slots]."""
         slot_L = torch.arange(self.length + size, device=self.start_B.device)
         own_S1 = slot_L[self.length :, None]
         seen = (slot_L <= own_S1) & (slot_L >= self.start_B[:, None, None])
+        if window is not None:
+            seen &= slot_L > own_S1 - window
         return (seen | (slot_L == own_S1))[:, None]  # padding sees itself: a row of nothing would be NaN

@@ -37,6 +37,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             "capacity": {"name": "per_expert", "factor": 1.0},
         },
         "moe__losses": BALANCE,
+        "model__attention": {"query_key_norm": "whole", "window": 3, "window_blocks": [2], "sinks": True},
     },
     "threshold": {
         "moe__router": {"selector": {"name": "threshold", "threshold": 0.4}},
@@ -47,6 +48,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "model__norm": "layernorm",
         "model__position": "learned",
         "model__bias": True,
+        "model__head_size": 12,
+        "model__attention": {"query_key_norm": "head", "output_bias": False},
         "model__tie_embeddings": False,
     },
     "moec": {
@@ -58,6 +61,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "moe__losses": {"clustering": {"cluster_size": 4}},
         "moe__expert_output_dropout": 0.2,
         "moe__expert_activation_dropout": 0.1,
+        "model__attention": {"input_bias": True, "window": 4, "soft_cap": 2.0, "scale": 0.5},
         "train__label_smoothing": 0.1,
     },
 }

@@ -186,15 +186,19 @@ def as_documented(
     enable_gqa: bool,
 ) -> Tensor:
     """PyTorch's `varlen_attn` as its documentation has it, in plain PyTorch."""
-    assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32 and window_size == (-1, 0)
+    assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32 and window_size[1] == 0
     lengths = cu_seq_q.diff().tolist()
     assert max_q == max_k == max(lengths)
     assert enable_gqa == (query.shape[1] != key.shape[1])
     outputs = []
     for piece in zip(*(side.split(lengths) for side in (query, key, value)), strict=True):
         q, k, v = (side.transpose(0, 1) for side in piece)
+        place = torch.arange(q.shape[1])
+        seen = place <= place[:, None]
+        if window_size[0] >= 0:
+            seen &= place >= place[:, None] - window_size[0]
         mean = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
         outputs.append(mean.transpose(0, 1))
     return torch.cat(outputs)

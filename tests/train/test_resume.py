@@ -36,12 +36,17 @@ OTHER_FUNCTIONS = {
     "residual_scale": ("1.0", "0.5"),
     "logit_scale": ("1.0", "0.5"),
     "logit_soft_cap": ("None", "30.0"),
+    "attention.window": ("None", "5"),
+    "attention.soft_cap": ("None", "5.0"),
+    "attention.scale": ("None", "0.5"),
 }
 NEWER = (
     "embedding_scale",
     "residual_scale",
     "logit_scale",
     "logit_soft_cap",
+    "attention",
+    "head_size",
     "architecture",
     "encoder_layers",
     "norm_position",
