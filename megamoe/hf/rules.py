@@ -85,7 +85,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Rule:
-    """A line for one block: `target`, of `shape`, holds the elements of `sources`, in the order of `split`."""
+    """A line for one block: `target`, of `shape`, holds the elements of `sources`, as `split` has them."""
 
     target: str
     shape: Shape

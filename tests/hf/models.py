@@ -77,7 +77,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": (
         "MixtralConfig",
         {**SHAPE, **NO_LOSS, "intermediate_size": 16, "num_local_experts": 4},
-        {**OTHER, **ROPE, **NO_LOSS, "intermediate_size": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
+        {
+            **OTHER,
+            **ROPE,
+            **NO_LOSS,
+            "intermediate_size": 8,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",

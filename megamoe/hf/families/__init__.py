@@ -4,5 +4,6 @@ from megamoe.hf.families import deepseek, dense, experts, mixtral
 from megamoe.hf.family import Family
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (*dense.FAMILIES, *mixtral.FAMILIES, *experts.FAMILIES, *deepseek.FAMILIES)
+    family.model_type: family
+    for family in (*dense.FAMILIES, *mixtral.FAMILIES, *experts.FAMILIES, *deepseek.FAMILIES)
 }

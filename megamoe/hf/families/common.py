@@ -20,12 +20,14 @@ LAYER = f"{BLOCK}mlp.layer."
 
 ENDS = (
     Line(
-        "model.embedding.word_embeddings.weight", "V H", "model.embed_tokens.weight", cut=COLUMNS, blocks="once"
+        "model.embedding.word_embeddings.weight",
+        "V H",
+        "model.embed_tokens.weight",
+        cut=COLUMNS,
+        blocks="once",
     ),
     Line("model.decoder.final_layernorm.weight", "H", "model.norm.weight", blocks="once"),
-    Line(
-        "model.output_layer.weight", "V H", "lm_head.weight", cut=COLUMNS, blocks="once", needs="untied"
-    ),
+    Line("model.output_layer.weight", "V H", "lm_head.weight", cut=COLUMNS, blocks="once", needs="untied"),
 )
 NORMS = (
     Line(f"{BLOCK}input_layernorm.weight", "H", f"{THEIRS}input_layernorm.weight"),
@@ -50,9 +52,7 @@ DENSE_FFN = (
         GATED,
         blocks="dense",
     ),
-    Line(
-        f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{THEIRS}mlp.down_proj.weight", cut=ROWS, blocks="dense"
-    ),
+    Line(f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{THEIRS}mlp.down_proj.weight", cut=ROWS, blocks="dense"),
 )
 INPUT_BIAS = Line(
     f"{ATTENTION}linear_qkv.bias",
@@ -62,20 +62,14 @@ INPUT_BIAS = Line(
     COLUMNS,
     needs="input bias",
 )
-OUTPUT_BIAS = Line(
-    f"{ATTENTION}linear_proj.bias", "H", f"{THEIR_ATTENTION}o_proj.bias", needs="output bias"
-)
+OUTPUT_BIAS = Line(f"{ATTENTION}linear_proj.bias", "H", f"{THEIR_ATTENTION}o_proj.bias", needs="output bias")
 HEAD_NORMS = (
     Line(f"{ATTENTION}q_layernorm.weight", "D", f"{THEIR_ATTENTION}q_norm.weight", needs="head norms"),
     Line(f"{ATTENTION}k_layernorm.weight", "D", f"{THEIR_ATTENTION}k_norm.weight", needs="head norms"),
 )
 WHOLE_NORMS = (
-    Line(
-        f"{ATTENTION}q_layernorm.weight", "Q", f"{THEIR_ATTENTION}q_norm.weight", needs="whole norms"
-    ),
-    Line(
-        f"{ATTENTION}k_layernorm.weight", "K", f"{THEIR_ATTENTION}k_norm.weight", needs="whole norms"
-    ),
+    Line(f"{ATTENTION}q_layernorm.weight", "Q", f"{THEIR_ATTENTION}q_norm.weight", needs="whole norms"),
+    Line(f"{ATTENTION}k_layernorm.weight", "K", f"{THEIR_ATTENTION}k_norm.weight", needs="whole norms"),
 )
 SHARED = (
     Line(
@@ -104,7 +98,9 @@ BIAS = Line(
 )
 LATENT = f"{ATTENTION}linear_"
 LATENT_ATTENTION = (
-    Line(f"{LATENT}q_proj.weight", "Q H", f"{THEIR_ATTENTION}q_proj.weight", cut=COLUMNS, needs="whole queries"),
+    Line(
+        f"{LATENT}q_proj.weight", "Q H", f"{THEIR_ATTENTION}q_proj.weight", cut=COLUMNS, needs="whole queries"
+    ),
     Line(
         f"{LATENT}q_down_proj.weight",
         "A H",
@@ -113,7 +109,10 @@ LATENT_ATTENTION = (
         needs="latent queries",
     ),
     Line(
-        f"{ATTENTION}q_layernorm.weight", "A", f"{THEIR_ATTENTION}q_a_layernorm.weight", needs="latent queries"
+        f"{ATTENTION}q_layernorm.weight",
+        "A",
+        f"{THEIR_ATTENTION}q_a_layernorm.weight",
+        needs="latent queries",
     ),
     Line(
         f"{LATENT}q_up_proj.weight",
@@ -198,9 +197,17 @@ def rotary(base: float = 10000.0, share: float | None = None) -> Entry:
         if share is not None:
             found["partial_rotary_factor"] = model.rotary.share
         values = {name: getattr(model.rotary, SCALING_KEYS[name]) for name in SCALINGS[kind]}
-        return {"rope_parameters": found | {name: value for name, value in values.items() if value is not None}}
+        return {
+            "rope_parameters": found | {name: value for name, value in values.items() if value is not None}
+        }
 
-    names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
+    names = (
+        "rope_parameters",
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+        "max_position_embeddings",
+    )
     return Entry(dict.fromkeys(names), read, write)
 
 

@@ -29,7 +29,7 @@ from megamoe.hf.families.routers import (
     scaled,
     sparse_steps,
 )
-from megamoe.hf.family import Family
+from megamoe.hf.family import INVERSE_FREQUENCIES, NEXT_TOKENS, Family
 from megamoe.hf.keys import fixed, ignored, mapped, only, same
 from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, whole
 
@@ -127,6 +127,7 @@ GLM4_MOE = Family(
         biases("attention_bias", False, output=False),
     ),
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
+    ignored=(INVERSE_FREQUENCIES, NEXT_TOKENS),
 )
 
 FAMILIES = (QWEN3_MOE, OLMOE, GLM4_MOE)
