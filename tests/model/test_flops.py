@@ -14,6 +14,10 @@ from tests.tiny import VOCABULARY, tiny, tiny_gpt
 CASES = {
     "dense": ["moe.layers=none", "model.num_query_groups=1", "model.tie_embeddings=false"],
     "moe": ["moe.layers.every=2", "moe.num_shared_experts=1", "model.activation=gelu"],
+    "shared experts of a size of their own": [
+        "moe.num_shared_experts=2",
+        "moe.shared_expert_ffn_hidden_size=20",
+    ],
     "inserted": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"],
     "heads of another size": ["model.head_size=10", "model.num_query_groups=1"],
 }
