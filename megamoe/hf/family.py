@@ -17,6 +17,8 @@ from megamoe.config.shapes import (
     key_size,
     moe_block_numbers,
     query_size,
+    shared_ffn_size,
+    window_of,
 )
 from megamoe.errors import UserError
 from megamoe.hf.folder import CONFIG, shown
@@ -66,8 +68,13 @@ FILLED_IN = frozenset(
         "model.attention.input_bias",
         "model.attention.output_bias",
         "model.attention.scale",
+        "model.attention.window",
+        "model.attention.window_blocks",
         "model.ffn_hidden_size",
         "moe.expert_ffn_hidden_size",
+        "moe.shared_expert_ffn_hidden_size",
+        "moe.num_shared_experts",
+        "moe.shared_expert_mode",
         "moe.expert_activation",
         "moe.layers",
     }
@@ -168,7 +175,7 @@ def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
         "F": ffn_size(model),
         "E": moe.num_experts,
         "X": expert_ffn_size(config),
-        "S": moe.num_shared_experts * expert_ffn_size(config),
+        "S": shared_ffn_size(moe, expert_ffn_size(config)),
         **latent,
     }
 
@@ -201,6 +208,7 @@ def facts_of(config: RunConfig) -> frozenset[str]:
         "input bias": has_input_bias(config.model),
         "output bias": has_output_bias(config.model),
         "untied": not config.model.tie_embeddings,
+        "sinks": config.model.attention.sinks,
         "shared": config.moe.num_shared_experts > 0,
         "gated": config.moe.shared_expert_mode == "gated",
         "biased": getattr(config.moe.router.score_function.options, "bias_update", 0) > 0,
@@ -228,6 +236,7 @@ def function_of(config: RunConfig) -> Json:
         "model.attention.input_bias": has_input_bias(model),
         "model.attention.output_bias": has_output_bias(model),
         "model.attention.scale": model.attention.scale or head_size(model) ** -0.5,
+        "model.attention.window": [window_of(model, block + 1) for block in range(model.num_layers)],
         "moe.layers.at": blocks,
         "moe.layers.insert_after": inserted_after(config),
     }
@@ -235,6 +244,9 @@ def function_of(config: RunConfig) -> Json:
         found["model.ffn_hidden_size"] = ffn_size(model)
     if blocks:
         found["moe.expert_ffn_hidden_size"] = expert_ffn_size(config)
+        shared = shared_ffn_size(config.moe, expert_ffn_size(config))
+        found["moe.shared_expert_ffn_hidden_size"] = shared
+        found["moe.shared_expert_mode"] = config.moe.shared_expert_mode if shared else None
         found["moe.expert_activation"] = expert_activation(config)
         found["moe.router.score_function.bias_update"] = "biased" in facts_of(config)
     return found

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         ["the key num_experts_per_tok is not known for LlamaForCausalLM"],
     ),
     "unknown key": (keys(new_trick=True), ["the key new_trick is not known for MixtralForCausalLM"]),
-    "window": (keys(sliding_window=4), ["sliding_window: found 4, expected null"]),
+    "window": (keys(sliding_window=-4), ["attention.window"]),
     "activation": (keys(hidden_act="gelu"), ["hidden_act: found gelu, expected silu"]),
     "rope": (keys(rope_parameters={"rope_type": "longrope"}), ["rope_type: found longrope"]),
     "no number": (keys(hidden_size="wide"), ["hidden_size"]),

@@ -161,14 +161,15 @@ def groups(default: int | None = None) -> Entry:
     return Entry({"num_key_value_heads": default}, read, write)
 
 
-def rotary(base: float = 10000.0, share: float | None = None) -> Entry:
+def rotary(base: float = 10000.0, share: float | None = None, default: Json | None = None) -> Entry:
     """The rotary positions, in the form of transformers 5 (rope_parameters) or the earlier one.
 
     base: the class's default. share: the class's default of partial_rotary_factor; None: all columns turn.
+    default: of a config.json without a scaling.
     """
 
     def read(given: Json) -> Json:
-        found = _parameters(given, base)
+        found = _parameters(given, base, default or {})
         kind = found.pop("rope_type", None) or "default"
         tree = {"model.rope_base": found.pop("rope_theta")}
         part = found.pop("partial_rotary_factor", None)
@@ -233,9 +234,9 @@ SCALINGS: dict[str, tuple[str, ...]] = {
 NEED_LENGTH = ("yarn", "llama3")
 
 
-def _parameters(given: Json, base: float) -> dict[str, Any]:
+def _parameters(given: Json, base: float, default: Json) -> dict[str, Any]:
     """Return the parameters of the rotary positions in the form of transformers 5."""
-    found = dict(given["rope_parameters"] or given["rope_scaling"] or {})
+    found = dict(given["rope_parameters"] or given["rope_scaling"] or default)
     if "type" in found:
         found.setdefault("rope_type", found["type"])
         del found["type"]
@@ -277,8 +278,7 @@ def biases(name: str, default: bool, output: bool = True) -> Entry:
     return Entry({name: default}, read, lambda config: {name: has_input_bias(config.model)})
 
 
-# The window of Qwen's and Mistral's configurations, which no released MoE model uses.
-NO_WINDOW = only("sliding_window", None, written=False)
+# The window of Qwen's configurations, which no released MoE model uses.
 UNUSED_WINDOW = (
     only("use_sliding_window", False, default=False, written=False),
     ignored("sliding_window", "max_window_layers"),
