@@ -31,12 +31,12 @@ OTHER = {
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 NO_LOSS = {"router_aux_loss_coef": 0.0}
-EXPERTS = {**NO_LOSS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS = {**NO_LOSS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 12,
+    "moe_intermediate_size": 16,
     "intermediate_size": 40,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
@@ -76,7 +76,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mixtral": (
         "MixtralConfig",
-        {**SHAPE, **NO_LOSS, "intermediate_size": 12, "num_local_experts": 4},
+        {**SHAPE, **NO_LOSS, "intermediate_size": 16, "num_local_experts": 4},
         {**OTHER, **ROPE, **NO_LOSS, "intermediate_size": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
     ),
     "qwen3_moe": (
@@ -101,7 +101,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "olmoe": (
         "OlmoeConfig",
-        {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
+        {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
         {**OTHER, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 8, "norm_topk_prob": True},
     ),
 }
