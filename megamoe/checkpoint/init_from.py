@@ -150,8 +150,8 @@ def _experts_from_ffn(
     """Return this rank's expert weights of one layer as chunks of the FFN weights of the dense block."""
     if any(f"{WEIGHT}{block}{part}.bias" in reader.names(WEIGHT) for part in ("linear_fc1", "linear_fc2")):
         raise UserError(
-            f"{reader.path}: {block}linear_fc1 and linear_fc2 have biases, experts have none; start from a "
-            "dense model trained with model.bias=false"
+            f"{reader.path}: {block}linear_fc1 and linear_fc2 have biases, which experts do not take; start "
+            "from a dense model trained with model.bias=false"
         )
     assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: `check_run` has refused others
     up, down = layer.experts.up.data, layer.experts.down.data

@@ -27,7 +27,9 @@ SAME = {
         "expert_ffn_hidden_size",
         "expert_activation",
         "num_shared_experts",
+        "shared_expert_ffn_hidden_size",
         "shared_expert_mode",
+        "expert_bias",
         "expert_sublayers",
         "frozen",
     ),
@@ -63,6 +65,10 @@ SAME_FUNCTION = (
     "norm_eps",
     "activation",
     "scale_embeddings",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "logit_soft_cap",
     *(f"attention.{key}" for key in ("query_key_norm", "window", "window_blocks", "soft_cap", "scale")),
 )
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on

@@ -15,6 +15,7 @@ TWO_STACKS = (
     "moe.router.selector=expert_choice",
 )
 LATENT = "model.latent={key_value_rank: 6, nope_size: 4, rope_size: 2, value_size: 4}"
+UNEVEN_BIASES = ("moe.expert_bias=true", "model.hidden_size=18", "model.num_attention_heads=1")
 REFUSALS = {
     "heads": (["model.num_attention_heads=3"], 1, "model.hidden_size: 16 .* model.num_attention_heads 3"),
     "query groups": (
@@ -127,10 +128,30 @@ REFUSALS = {
         1,
         r"moe.layers.insert_after: block 2 is MoE itself \(moe.layers.at or every\); insert after another",
     ),
+    "two factors on the embeddings": (
+        ["model.scale_embeddings=true", "model.embedding_scale=12"],
+        1,
+        "model.embedding_scale: found 12 beside model.scale_embeddings, .*; leave one of them out",
+    ),
+    "a bound on the logits of labels": (
+        ["model.architecture=encoder", "model.num_labels=3", "model.logit_soft_cap=30"],
+        1,
+        "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with model.num_labels",
+    ),
     "residual of nothing": (
         ["moe.shared_expert_mode=residual"],
         1,
         "moe.shared_expert_mode: found residual, but moe.num_shared_experts is 0; set it to 1",
+    ),
+    "biases that expert tensor parallelism cannot cut": (
+        [*UNEVEN_BIASES, "parallel.expert_tensor=4"],
+        4,
+        r"parallel.expert_tensor: 4 cannot cut the experts' biases of size 18 \(moe.expert_bias\)",
+    ),
+    "a size of no shared experts": (
+        ["moe.shared_expert_ffn_hidden_size=8"],
+        1,
+        "moe.shared_expert_ffn_hidden_size: found 8, but moe.num_shared_experts is 0; set it to 1",
     ),
     "shared experts without a norm": (
         ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2", "moe.num_shared_experts=1"],
