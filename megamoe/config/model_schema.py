@@ -87,7 +87,7 @@ class ModelConfig:
     vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
     vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned", "sinusoidal"] = "rope"
-    rope_base: PositiveFloat = 10000  # base of the rotary frequencies
+    rope_base: PositiveFloat = 10000.0  # base of the rotary frequencies
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     latent: LatentConfig | None = None  # multi-head latent attention; default: standard attention
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"

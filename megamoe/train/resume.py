@@ -3,6 +3,7 @@ weights.
 """
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megamoe.checkpoint.format.files import META, damaged
 from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
-from megamoe.config.schema import ModelConfig
+from megamoe.config.model_schema import ModelConfig, RotaryConfig
 from megamoe.config.shapes import expert_activation, moe_layer_numbers
 from megamoe.errors import UserError, printable
 from megamoe.model.size import part_shapes
@@ -57,7 +58,7 @@ SAME_FUNCTION = (
     "num_attention_heads",
     "position",
     "rope_base",
-    "rotary",
+    *(f"rotary.{field.name}" for field in fields(RotaryConfig)),
     "latent",
     "norm",
     "norm_position",
