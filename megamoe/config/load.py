@@ -34,7 +34,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     tree: dict[str, Any] = {}
     base = None
     if path is not None:
-        tree, base = _read_yaml(Path(path)), Path(path).parent
+        tree, base = read_yaml(Path(path)), Path(path).parent
     return configure(tree, overrides or [], str(path) if path is not None else "configuration", base)
 
 
@@ -49,7 +49,7 @@ def configure(
         UserError: as `load_config`.
     """
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")
@@ -130,24 +130,34 @@ def _datasets_of(path: str, key: str) -> list[str]:
     return found
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
+    """Return the mapping of a YAML file; option: what named it, for messages.
+
+    Raises:
+        UserError: if it cannot be read, or is no mapping.
+    """
     try:
         tree = parse_yaml(read_plain(path, LARGEST_FILE).decode("utf-8"))
     except yaml.YAMLError as error:
         where, problem = problem_of(error)
-        raise UserError(f"--config: {path}{where} is not valid YAML: {problem}") from None
+        raise UserError(f"{option}: {path}{where} is not valid YAML: {problem}") from None
     except UnicodeDecodeError:
-        raise UserError(f"--config: {path} is not valid YAML: not UTF-8 text") from None
+        raise UserError(f"{option}: {path} is not valid YAML: not UTF-8 text") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"--config: cannot read {str(path)!r}: {reason(error)}") from None
+        raise UserError(f"{option}: cannot read {str(path)!r}: {reason(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"--config: {path}: expected a mapping of sections, found {shown(tree)}")
+        raise UserError(f"{option}: {path}: expected a mapping of sections, found {shown(tree)}")
     return tree
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set a key of a mapping by `section.key=value`.
+
+    Raises:
+        UserError: if it has another form, or its value is no YAML.
+    """
     dotted, equals, text = override.partition("=")
     keys = dotted.split(".")
     if not equals or not all(keys) or len(keys) > DEEPEST or not dotted.isprintable():

@@ -21,7 +21,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def label_logits(self) -> Tensor | None:
-        """Return the labels' logits of the last forward pass in evaluation mode, fp32 [B, labels].
+        """Return the logits of the last forward pass in evaluation mode, fp32; see `LabelHead`.
 
         None for a model that predicts tokens.
         """
