@@ -80,13 +80,15 @@ def _joined(ids: list[int], second: list[int] | None, label: np.ndarray, reading
 
 
 def _shares(first: int, second: int, left: int) -> tuple[int, int]:
-    """Return how many tokens of two texts stay if the longer one is cut until both together have `left`."""
+    """Return how many tokens of two texts stay if the longer one is cut, token by token, until both together
+    have `left`; of equally long ones the first.
+    """
     half = left // 2
     if first <= half:
         return first, left - first
-    if second <= half:
+    if second <= left - half:
         return left - second, second
-    return left - half, half
+    return half, left - half
 
 
 @register("objective", "classification")
