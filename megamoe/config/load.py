@@ -11,21 +11,21 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megamoe import registry
+from megamoe.config.files import as_mapping, read_run
 from megamoe.config.messages import first_problem, shown
 from megamoe.config.parts import PartChoice
 from megamoe.config.presets import Dropped, expand_preset
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, reason
 
 _RUN = TypeAdapter(RunConfig)
-LARGEST_FILE = 1 << 20  # bytes of YAML
 ENDING = ".idx"  # of a prepared dataset
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run's YAML, apply `section.key=value` overrides, load its plugins, and check every key.
+    """Read a run's YAML with its bases (`files.py`), apply `section.key=value` overrides, load its plugins,
+    and check every key.
 
     Raises:
         UserError: for a file that cannot be read, an unknown key (the message names the nearest), a wrong
@@ -34,7 +34,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     tree: dict[str, Any] = {}
     base = None
     if path is not None:
-        tree, base = read_yaml(Path(path)), Path(path).parent
+        tree, base = read_run(Path(path)), Path(path).parent
     return configure(tree, overrides or [], str(path) if path is not None else "configuration", base)
 
 
@@ -130,28 +130,6 @@ def _datasets_of(path: str, key: str) -> list[str]:
     return found
 
 
-def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
-    """Return the mapping of a YAML file; option: what named it, for messages.
-
-    Raises:
-        UserError: if it cannot be read, or is no mapping.
-    """
-    try:
-        tree = parse_yaml(read_plain(path, LARGEST_FILE).decode("utf-8"))
-    except yaml.YAMLError as error:
-        where, problem = problem_of(error)
-        raise UserError(f"{option}: {path}{where} is not valid YAML: {problem}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{option}: {path} is not valid YAML: not UTF-8 text") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{option}: cannot read {str(path)!r}: {reason(error)}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise UserError(f"{option}: {path}: expected a mapping of sections, found {shown(tree)}")
-    return tree
-
-
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set a key of a mapping by `section.key=value`.
 
@@ -172,19 +150,12 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.get(key)
-        if isinstance(child, str) and keys[: depth + 1] == ["moe", "router"]:
-            child = {"preset": child}
-        elif isinstance(child, str) and keys[: depth + 1] == ["moe", "router", "preset"]:
+        if isinstance(child, str) and keys[: depth + 1] == ["moe", "router", "preset"]:
             raise UserError(
                 f"override {override!r}: moe.router.preset is {shown(child)}, which has no keys; options of "
                 f"its parts stand beside it: moe.router.{dotted.split('.', 3)[3]}={text}"
             )
-        elif isinstance(child, str) and _is_part_key(keys[: depth + 1]):
-            child = {"name": child}
-        elif isinstance(child, int | float) and keys[:depth] == ["moe", "losses"]:
-            child = {"weight": child}
-        elif child in (None, "none"):
-            child = {}
+        child = as_mapping(child, keys[: depth + 1])
         if not isinstance(child, dict):
             raise UserError(
                 f"override {override!r}: {'.'.join(keys[: depth + 1])} is {shown(child)}, which has no keys; "
@@ -194,7 +165,3 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         node = child
     known_loss = keys[:-1] == ["moe", "losses"] and keys[-1] in node
     node[keys[-1]] = Dropped("none") if known_loss and value == "none" else value
-
-
-def _is_part_key(keys: list[str]) -> bool:
-    return (keys[:2] == ["moe", "router"] and len(keys) == 3) or keys == ["train", "objective"]

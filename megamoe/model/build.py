@@ -19,6 +19,7 @@ from megamoe.model.head import Head
 from megamoe.model.language_model import LanguageModel
 from megamoe.model.modules import choose_modules
 from megamoe.model.random_streams import use_one_stream
+from megamoe.model.rotary import let_megatron_turn, rotary_of
 from megamoe.model.units import Built, embedding_first
 
 
@@ -64,8 +65,9 @@ def _decoder(maker: BlockMaker) -> GPT:
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
             position_embedding_type=megatron_position(model, transformer),
-            rotary_base=model.rope_base,
         )
+    if decoder.position_embedding_type == "rope":
+        let_megatron_turn(decoder, rotary_of(model))
     return GPT(decoder)
 
 

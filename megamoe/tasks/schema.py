@@ -9,21 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from megamoe.config.load import apply_override, read_yaml
+from megamoe.config.bounds import Decay, Fraction, Length, PositiveFloat, PositiveInt, Rate, Seed, Size
+from megamoe.config.files import read_mapping
+from megamoe.config.load import apply_override
 from megamoe.config.messages import first_problem
 from megamoe.config.parts import STRICT
 from megamoe.config.paths import is_run_name
-from megamoe.config.schema import (
-    Decay,
-    Fraction,
-    Length,
-    PathText,
-    PositiveFloat,
-    PositiveInt,
-    Rate,
-    Seed,
-    Size,
-)
+from megamoe.config.schema import PathText
 from megamoe.errors import UserError
 from megamoe.tasks.kinds import KINDS, Kind
 
@@ -84,7 +76,7 @@ def load_task(path: Path, overrides: list[str]) -> Task:
     Raises:
         UserError: for a file that cannot be read, an unknown key, or a value that does not fit.
     """
-    tree = read_yaml(path, "--task")
+    tree = read_mapping(path, "--task")
     for override in overrides:
         apply_override(tree, override.removeprefix(PREFIX))
     for key in ("labels", "columns"):

@@ -71,6 +71,46 @@ def _check_outputs(model: ModelConfig, outputs: int, pools: bool) -> None:
         )
 
 
+def check_attention(model: ModelConfig) -> None:
+    """Refuse variants of attention that do not fit together, or another architecture.
+
+    Raises:
+        UserError: naming the key, its value and the way out.
+    """
+    attention = model.attention
+    variants = {"window": attention.window, "sinks": attention.sinks, "soft_cap": attention.soft_cap}
+    for key, value in variants.items():
+        if not value:
+            continue
+        asked = f"model.attention.{key}: found {str(value).lower()}"
+        if model.architecture != "decoder":
+            raise UserError(
+                f"{asked}, which is for causal attention of a decoder, but model.architecture is "
+                f"{model.architecture}; leave it out"
+            )
+        if model.attention_dropout:
+            raise UserError(
+                f"{asked} beside model.attention_dropout {model.attention_dropout:g}, which such attention "
+                "does not have; set model.attention_dropout: 0"
+            )
+    _check_window_blocks(model)
+
+
+def _check_window_blocks(model: ModelConfig) -> None:
+    blocks = model.attention.window_blocks
+    if blocks is None:
+        return
+    asked = f"model.attention.window_blocks: found {blocks}"
+    if model.attention.window is None:
+        raise UserError(f"{asked}, but model.attention.window is not set; give a window, or leave them out")
+    if len({*blocks}) < len(blocks) or not blocks:
+        raise UserError(f"{asked}; expected at least one block, each once, or no such key for all blocks")
+    if max(blocks) > model.num_layers:
+        raise UserError(
+            f"{asked}, but the model has {model.num_layers} blocks (model.num_layers; counted from 1)"
+        )
+
+
 def check_positions(config: RunConfig) -> None:
     """Check that the blocks named for MoE layers exist, each once.
 

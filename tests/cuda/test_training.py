@@ -33,11 +33,13 @@ def quick_runs(folder: Path) -> list[Run]:
     tensor = {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}
     capacity = {"selector": {"name": "top_k", "k": 2}, "capacity": {"name": "per_expert", "factor": 1.0}}
     return [
-        Run(small("plain", checkpoint__every=2)),
+        Run(small("plain", checkpoint__every=2, data__workers=1)),
         Run(small("dropped", moe__router=capacity, model__recompute="full", train__global_batch_size=4)),
         Run(small("cut", **two, parallel__deepspeed=cut), 2),  # before the large buckets of others
         Run(small("overlapping", **two, parallel__deepspeed=overlap, moe__num_shared_experts=1), 2),
-        Run(small("scattered", parallel__deepspeed=scattered, train__global_batch_size=8), 2),
+        Run(
+            small("scattered", parallel__deepspeed=scattered, train__global_batch_size=8, data__workers=1), 2
+        ),
         Run(small("tensor_parallel", parallel=tensor, moe__losses={"switch_balance": 0.1}), 2),
         Run(small(FAULT, **two, parallel__deepspeed=overlap), 2, fault="wait_stream"),
     ]
@@ -82,6 +84,12 @@ def test_a_stream_that_does_not_wait_is_found_in_a_run(found: dict[str, Found]) 
 def test_a_save_pins_two_pieces(found: dict[str, Found]) -> None:
     """Whatever the model's size."""
     assert found["plain"].of_rank[0]["pinned_bytes"] == NUM_PIECES * PIECE_BYTES
+
+
+@pytest.mark.parametrize("name", ["plain", "scattered"])
+def test_loader_processes_are_forked_before_the_device_is_used(found: dict[str, Found], name: str) -> None:
+    for rank in found[name].of_rank:
+        assert rank["used_at_fork"] == []
 
 
 def test_at_zero3_a_parameter_at_a_time_is_whole_on_the_device(found: dict[str, Found]) -> None:

@@ -19,7 +19,7 @@ from megamoe.model import backends
 from megamoe.model.gpt import GPT
 from megamoe.model.transformer_engine_grouped_linear import EngineProduct, transformer_engine_grouped_linear
 from megamoe.moe.experts import grouped
-from megamoe.moe.experts.grouped import GroupedExperts, Products, loop_experts
+from megamoe.moe.experts.grouped import GroupedExperts, Products
 from megamoe.moe.router import Router
 from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
@@ -27,6 +27,7 @@ from tests.distributed.runs import ds_config
 from tests.in_subprocess import checks_of, run_checks
 from tests.model.runs_on_fakes import check_runs_of_two_ranks  # noqa: F401
 from tests.model.with_fakes import calls, pretend_cuda
+from tests.moe.plain import loop_experts
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 from tests.tiny import check_on as refuse
 

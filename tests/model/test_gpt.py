@@ -70,6 +70,14 @@ SIZES: dict[str, list[str]] = {
     "another scorer": ["moe.router.scorer=cosine"],
     "a scorer that reads words": ["moe.router.scorer=stable", "model.vocab_multiple=64"],
     "padding": ["model.vocab_multiple=64"],
+    "a head size": ["model.head_size=12", "model.num_query_groups=1", "model.attention={input_bias: true}"],
+    "norms of heads": ["model.attention={query_key_norm: head, output_bias: true, sinks: true}"],
+    "norms of all heads": [
+        "model.attention={query_key_norm: whole, output_bias: false}",
+        "model.norm=layernorm",
+        "model.bias=true",
+        "model.num_query_groups=1",
+    ],
 }
 
 

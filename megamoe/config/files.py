@@ -1,0 +1,121 @@
+"""A run's YAML with the files that it builds on.
+
+    base: x_moe.yaml               # or a list, of which a later file goes over an earlier one
+    name: x_moe_sigmoid
+    moe:
+      router: {score_function: sigmoid}
+
+Paths of bases are relative to the file that names them. Mappings are merged key by key, and every other value
+replaces that of the base. Three things are replaced whole: `moe.layers`, a list, and a part or preset whose
+`name` or `preset` the file gives anew.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megamoe.config.messages import shown
+from megamoe.config.yaml_text import parse_yaml, problem_of
+from megamoe.errors import UserError
+from megamoe.plain_files import read_plain, reason
+
+LARGEST_FILE = 1 << 20  # bytes of YAML
+MOST_FILES = 20  # of one run
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return the mapping of a run's YAML, merged over its bases; the key `base` is gone.
+
+    Raises:
+        UserError: for a file that cannot be read or is no mapping, a base that is no path, a file that is its
+            own base, or more than 20 files.
+    """
+    return _read(path, [], [0])
+
+
+def _read(path: Path, above: list[Path], count: list[int]) -> dict[str, Any]:
+    """above: the files that name this one as a base, outermost first. count: [files read so far]."""
+    place = path.resolve()
+    if place in above:
+        raise UserError(f"--config: {above[-1]}: base: {path} is based on this file itself; leave it out")
+    count[0] += 1
+    if count[0] > MOST_FILES:
+        raise UserError(f"--config: {path}: more than {MOST_FILES} files of bases; merge some of them")
+    tree = _mapping(path, above[-1] if above else None)
+    bases = tree.pop("base", None)
+    if bases is None:
+        return tree
+    merged: dict[str, Any] = {}
+    for name in bases if isinstance(bases, list) else [bases]:
+        if not isinstance(name, str) or not name:
+            raise UserError(f"--config: {path}: base: expected a file or a list of them, found {shown(name)}")
+        merged = merge(merged, _read(path.parent / name, [*above, place], count))
+    return merge(merged, tree)
+
+
+def _mapping(path: Path, named_in: Path | None) -> dict[str, Any]:
+    return read_mapping(path, f"--config: {named_in}: base" if named_in else "--config")
+
+
+def read_mapping(path: Path, where: str) -> dict[str, Any]:
+    """Return the mapping of a YAML file; where: the option that named it, the beginning of a message.
+
+    Raises:
+        UserError: if it cannot be read, or is no mapping.
+    """
+    try:
+        tree = parse_yaml(read_plain(path, LARGEST_FILE).decode("utf-8"))
+    except yaml.YAMLError as error:
+        place, problem = problem_of(error)
+        raise UserError(f"{where}: {path}{place} is not valid YAML: {problem}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: {path} is not valid YAML: not UTF-8 text") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: cannot read {str(path)!r}: {reason(error)}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{where}: {path}: expected a mapping of sections, found {shown(tree)}")
+    return tree
+
+
+def merge(base: dict[str, Any], mine: dict[str, Any], keys: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return `mine` over `base`, without changing either. keys: where both stand in the run's mapping."""
+    merged = copy.deepcopy(base)
+    for key, value in mine.items():
+        place = [*keys, str(key)]
+        before = as_mapping(merged.get(key), place)
+        if isinstance(before, dict) and isinstance(value, dict) and not _replaces(before, value, place):
+            merged[key] = merge(before, value, tuple(place))
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def _replaces(before: dict[str, Any], value: dict[str, Any], place: list[str]) -> bool:
+    """Whether a mapping is another part than the one before it, or one that is never merged."""
+    if place == ["moe", "router"]:
+        named = "preset"
+    elif is_part_key(place) or (place[:2] == ["moe", "losses"] and len(place) == 3):
+        named = "name"
+    else:
+        return place == ["moe", "layers"]
+    return named in value and value[named] != before.get(named)
+
+
+def as_mapping(value: Any, keys: list[str]) -> Any:
+    """Return the mapping for which a shorthand at this key stands; another value as it is."""
+    if isinstance(value, str) and keys == ["moe", "router"]:
+        return {"preset": value}
+    if isinstance(value, str) and is_part_key(keys):
+        return {"name": value}
+    if isinstance(value, int | float) and keys[:-1] == ["moe", "losses"]:
+        return {"weight": value}
+    return {} if value in (None, "none") else value
+
+
+def is_part_key(keys: list[str]) -> bool:
+    """Whether the value at this key is a part: a stage of the router, or the objective."""
+    return (keys[:2] == ["moe", "router"] and len(keys) == 3) or keys == ["train", "objective"]

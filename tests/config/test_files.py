@@ -1,0 +1,124 @@
+"""A run's YAML over its bases: what is merged, what is replaced, and the mistakes."""
+
+from pathlib import Path
+
+import pytest
+
+from megamoe.config import RunConfig, load_config, parse_config
+from megamoe.config.files import MOST_FILES, merge
+from megamoe.config.shapes import moe_layer_numbers
+from megamoe.errors import UserError
+
+
+def loaded(folder: Path, *overrides: str, **texts: str) -> RunConfig:
+    """Write NAME.yaml for each text and load the first."""
+    for name, text in texts.items():
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return load_config(folder / f"{next(iter(texts))}.yaml", list(overrides))
+
+
+def test_a_file_goes_over_its_bases_and_theirs(tmp_path: Path) -> None:
+    config = loaded(
+        tmp_path,
+        "optimizer.eps=1e-7",
+        run="base: [one.yaml, two.yaml]\nname: run\noptimizer: {beta1: 0.7}\ndata: {split: [1, 0, 0]}",
+        one="base: zero.yaml\nname: one\noptimizer: {lr: 1.0e-3, beta1: 0.5, name: adam}\nseed: 5",
+        two="optimizer: {lr: 2.0e-3, grad_clip: 0.1}",
+        zero="optimizer: {eps: 1.0e-6, beta2: 0.6}\ndata: {split: [0.5, 0.5, 0], mock: true}",
+    )
+    optimizer = config.optimizer
+    assert (config.name, config.seed, optimizer.name, config.data.mock) == ("run", 5, "adam", True)
+    assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.grad_clip) == (2e-3, 0.7, 0.6, 0.1)
+    assert (optimizer.eps, config.data.split) == (1e-7, [1, 0, 0])
+
+
+def test_paths_are_relative_to_the_file_that_names_them(tmp_path: Path) -> None:
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper/middle.yaml").write_text("base: ../top.yaml\nname: middle")
+    assert loaded(tmp_path, run="base: deeper/middle.yaml", top="seed: 9\nname: top").seed == 9
+
+
+BASE = """
+moe:
+  layers: {insert_after: [2]}
+  router: {preset: switch, scorer: {jitter: 0.1}, capacity: {factor: 3.0}}
+  losses: {switch_balance: 0.5, z_loss: 0.1}
+train: {objective: {name: masked, probability: 0.3}}
+model: {architecture: encoder}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "same_as"),
+    [
+        ("{router: {capacity: {factor: 4.0}}}", {"router": {"capacity": {"factor": 4.0}}}),
+        ("{router: {selector: {k: 2}}}", {"router": {"selector": {"k": 2}}}),
+        ("{router: {scorer: cosine}}", {"router": {"scorer": "cosine"}}),
+        ("{router: {scorer: {name: cosine}}}", {"router": {"scorer": {"name": "cosine"}}}),
+        ("{losses: {switch_balance: {first_choice: false}}}", None),
+    ],
+)
+def test_parts_keep_the_options_of_the_base_or_are_replaced(
+    tmp_path: Path, text: str, same_as: dict[str, dict[str, object]] | None
+) -> None:
+    config = loaded(tmp_path, run=f"base: base.yaml\nmoe: {text}", base=BASE).moe
+    if same_as is None:
+        options = config.losses["switch_balance"].options
+        assert (options.weight, options.first_choice, set(config.losses)) == (
+            0.5,
+            False,
+            {"switch_balance", "z_loss"},
+        )
+        return
+    router: dict[str, object] = {"preset": "switch", "scorer": {"jitter": 0.1}, "capacity": {"factor": 3.0}}
+    expected = parse_config({"moe": {"router": {**router, **same_as["router"]}}})
+    assert config.router == expected.moe.router
+
+
+def test_another_preset_objective_or_place_leaves_nothing_of_the_base(tmp_path: Path) -> None:
+    text = "base: base.yaml\nmoe: {layers: {every: 2}, router: {preset: hash}}"
+    config = loaded(tmp_path, run=text, base=BASE)
+    assert config.moe.router == parse_config({"moe": {"router": "hash"}}).moe.router
+    assert moe_layer_numbers(config) == [2, 4]
+    spans = loaded(tmp_path, run="base: base.yaml\ntrain: {objective: {unit: span}}", base=BASE)
+    assert spans.train.objective.to_dict()["probability"] == 0.3
+    dense = loaded(tmp_path, run="base: base.yaml\nmoe: {layers: none}", base=BASE)
+    assert moe_layer_numbers(dense) == []
+    again = loaded(tmp_path, run="base: dense.yaml\nmoe: {layers: {at: [1]}}", dense="moe: {layers: none}")
+    assert moe_layer_numbers(again) == [1]
+
+
+def test_the_merged_mappings_stay_as_they_were() -> None:
+    base, mine = {"a": {"b": [1]}}, {"a": {"c": [2]}}
+    merged = merge(base, mine)
+    merged["a"]["b"].append(3)
+    merged["a"]["c"].append(4)
+    assert (base, mine) == ({"a": {"b": [1]}}, {"a": {"c": [2]}})
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"run": "base: 3"}, "run.yaml: base: expected a file or a list of them, found 3"),
+        ({"run": "base: [a.yaml, '']"}, "run.yaml: base: expected a file or a list of them, found ''"),
+        ({"run": "base: gone.yaml"}, "run.yaml: base: cannot read '.*gone.yaml': No such file"),
+        ({"run": "base: a.yaml", "a": "- 1"}, "run.yaml: base: .*a.yaml: expected a mapping of sections"),
+        ({"run": "base: a.yaml", "a": "{"}, "run.yaml: base: .*a.yaml line 1 is not valid YAML"),
+        ({"run": "base: a.yaml", "a": "base: run.yaml"}, "a.yaml: base: .*run.yaml is based on this file"),
+        ({"run": "base: run.yaml"}, "run.yaml: base: .*run.yaml is based on this file itself; leave it out"),
+        ({"run": "base: a.yaml", "a": "seeed: 1"}, "run.yaml: unknown key 'seeed'; did you mean 'seed'"),
+        ({"run": "base: [" + "a.yaml, " * MOST_FILES + "]", "a": ""}, "more than 20 files of bases"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    (tmp_path / "a.yaml").write_text("")
+    with pytest.raises(UserError, match=message) as caught:
+        loaded(tmp_path, **files)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_override_is_no_base(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown key 'base'"):
+        loaded(tmp_path, "base=a.yaml", run="", a="")
