@@ -13,7 +13,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "dropped", "overlapping", "scattered", "cut", "tensor_parallel")
+NAMES = ("plain", "overlapping", "cut", "tensor_parallel")
+OTHERS = ("dropped", "scattered")  # runs of `make test-full`
 FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
 BUDGETS = [
@@ -21,8 +22,8 @@ BUDGETS = [
 ]
 
 
-def quick_runs(folder: Path) -> list[Run]:
-    """Each of NAMES, and one in which DeepSpeed's streams do not wait for each other."""
+def runs_of_names(folder: Path) -> list[Run]:
+    """Each of NAMES and OTHERS, and one in which DeepSpeed's streams do not wait for each other."""
     overlap = ds_variant(folder, "zero2_bf16", zero_optimization={"overlap_comm": True})
     # So small a bucket that every matrix is reduced by itself, beside the backward pass.
     scattered = ds_variant(
@@ -48,8 +49,10 @@ def quick_runs(folder: Path) -> list[Run]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Found]:
     folder = tmp_path_factory.mktemp("device")
-    asked = [name for name in BUDGETED if any(name in item.name for item in request.session.items)]
-    runs = quick_runs(folder) + [run for name in asked for run in budget_runs(name)]
+    selected = [item.name for item in request.session.items]
+    asked = {name for name in (*OTHERS, *BUDGETED) if any(name in item for item in selected)}
+    runs = [run for run in runs_of_names(folder) if run.name not in OTHERS or run.name in asked]
+    runs += [run for name in BUDGETED if name in asked for run in budget_runs(name)]
     return run_on_device(runs, folder, devices=2)
 
 
@@ -60,11 +63,11 @@ def largest_of(budgeted: str) -> str:
 
 @pytest.fixture(scope="module")
 def on_cpu(pool: Pool, found: dict[str, Found]) -> Losses:
-    names = [name for name in (*NAMES, *map(largest_of, BUDGETED)) if name in found]
+    names = [name for name in (*NAMES, *OTHERS, *map(largest_of, BUDGETED)) if name in found]
     return run_on_cpu(pool, [found[name].run for name in names])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_a_run_is_the_same_as_on_the_cpu(found: dict[str, Found], on_cpu: Losses, name: str) -> None:
     assert_as_on_cpu(found[name], on_cpu[name])
 
