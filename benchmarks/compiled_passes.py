@@ -34,9 +34,10 @@ from common.command import parser_of, positive, user_errors_exit_2
 from common.machine import settle_process, versions
 from common.rounds import Ratio, in_turn
 from megamoe.errors import UserError
-from megamoe.kernels.block import angles, plain_rotary, rms_norm, rotary
+from megamoe.kernels.block import rms_norm
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import find_library
+from megamoe.kernels.rotary import Rotary, angles_of, plain_turned, turn_heads
 from megamoe.kernels.router import masked
 from megamoe.kernels.rows import RowTokens, combine, plain_combine, plain_swiglu, swiglu
 from megamoe.moe import rng
@@ -45,6 +46,7 @@ from steps.shapes import SHAPES, Shape
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS, PLAIN, COMPILED = "ours", "plain", "torch.compile"
 WARM_UP = 3
+ROTARY = Rotary(10000.0)
 Function = Callable[..., Tensor]
 
 
@@ -67,7 +69,7 @@ def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
         return torch.randn(*sizes).to(dtype).requires_grad_()
 
     heads = leaf(shape.sequence, shape.tokens // shape.sequence, shape.heads, shape.hidden // shape.heads)
-    turns = angles(len(heads), heads.shape[-1], 10000.0, heads.device)
+    turns = angles_of(heads, len(heads), ROTARY)
     rows = RowTokens.of(torch.randint(shape.tokens, (rows_in_all,)), shape.tokens, kernels)
     weight_N = torch.rand(rows_in_all, requires_grad=True)
     index_T, width = torch.arange(shape.tokens), (shape.hidden,)
@@ -84,8 +86,8 @@ def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
             2 * shape.blocks + 1,
         ),
         "rotary": Pass(
-            lambda heads: rotary(heads, 10000.0, kernels),
-            lambda heads: plain_rotary(heads, *turns),
+            lambda heads: turn_heads(heads, ROTARY, kernels),
+            lambda heads: plain_turned(heads, *turns),
             [heads],
             2 * shape.blocks,
         ),

@@ -35,10 +35,11 @@ from common.rounds import Ratio, in_turn
 from megamoe.kernels.attention import causal_attention
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.documents import Documents
+from megamoe.kernels.rotary import Rotary
 
 BAR = 1.1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROTARY_BASE = 10000.0
+ROTARY = Rotary(10000.0)
 WARM_UP_ROUNDS = 1
 MEDIAN_LENGTH, SIGMA = 300, 1.3
 MEMORY_LENGTH = 64  # of the documents whose memory is measured
@@ -106,7 +107,7 @@ def one_pass(arguments: Any, length: int) -> Callable[[Documents | None], None]:
 
     def run(documents: Documents | None) -> None:
         query, key, value = mixed.chunk(3, dim=-1)
-        output = causal_attention(query, key, value, ROTARY_BASE, None, documents, kernels=kernels)
+        output = causal_attention(query, key, value, ROTARY, None, documents, kernels=kernels)
         output.backward(sent)
         mixed.grad = None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_at_least, run_tool
+from megamoe.analysis.command import check_positive, run_tool
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -69,7 +69,7 @@ def _analyze(parsed: argparse.Namespace) -> None:
     overrides = [text for text in parsed.inputs if not _is_path(text)]
     if not paths:
         raise UserError("no checkpoint is named; expected a step_* folder, or runs/<name>")
-    check_at_least("--samples", parsed.samples)
+    check_positive("--samples", parsed.samples)
     options = _options(parsed)
     check_names(options, len(paths))
     overrides += data_overrides([parsed.data] if parsed.data else [])

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_at_least, check_writable, run_tool, write_text
+from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     points = list(itertools.product(*map(_values, options.sweep)))
-    check_at_least("--samples", options.samples)
+    check_positive("--samples", options.samples)
     check_writable("--json", options.json)
     _evaluate(options, points)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_at_least, check_writable, run_tool, write_text
+from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 from megamoe.resilience.error_reporting import exit_process
@@ -81,7 +81,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 def _run(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
-    check_at_least("--batch-size", options.batch_size)
+    check_positive("--batch-size", options.batch_size)
     check_writable("--html", options.html)
     check_writable("--json", options.json)
     from megamoe.generation.sampling import Sampling

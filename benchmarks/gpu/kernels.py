@@ -10,13 +10,15 @@ from torch import Tensor
 
 from gpu.findings import Machine, Section
 from gpu.rates import seconds_of, uneven_counts
-from megamoe.kernels.block import rms_norm, rotary, summed_rms_norm, turn_sides
+from megamoe.kernels.block import rms_norm, summed_rms_norm
 from megamoe.kernels.choice import Kernels, triton_problem
 from megamoe.kernels.experts import swiglu_experts
+from megamoe.kernels.rotary import Rotary, turn_heads, turn_sides
 from megamoe.kernels.router_sums import balance, gate_sums, mean_squared_log_sum
 from megamoe.kernels.rows import RowTokens, combine, gather, group_pairs, swiglu
 
 PLAIN = Kernels(compiled=False, triton=False)
+ROTARY = Rotary(10000.0)
 # Of the largest number: sums in another order, and in bf16 and fp16 a rounding of each result.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 # Tokens, hidden size, FFN size, experts, choices, heads.
@@ -100,7 +102,7 @@ def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     )
     heads_of_side = (tokens // 4, 4, heads, hidden // heads)
     yield Pass("rotated sides", _turned, tuple(draw(*heads_of_side) for _ in range(3)))
-    yield Pass("rotary", partial(_rotated, base=10000.0), (draw(tokens // 4, 4, heads, hidden // heads),))
+    yield Pass("rotary", partial(_rotated, rotary=ROTARY), (draw(tokens // 4, 4, heads, hidden // heads),))
 
 
 def _norm(hidden: Tensor, weight_H: Tensor, kernels: Kernels, eps: float) -> Tensor:
@@ -112,11 +114,11 @@ def _summed_norm(hidden: Tensor, added: Tensor, weight_H: Tensor, kernels: Kerne
 
 
 def _turned(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Tensor:
-    return torch.cat(turn_sides(query, key, value, 10000.0, kernels))
+    return torch.cat(turn_sides(query, key, value, ROTARY, kernels))
 
 
-def _rotated(heads_SBND: Tensor, kernels: Kernels, base: float) -> Tensor:
-    return rotary(heads_SBND, base, kernels)
+def _rotated(heads_SBND: Tensor, kernels: Kernels, rotary: Rotary) -> Tensor:
+    return turn_heads(heads_SBND, rotary, kernels)
 
 
 def _both_ways(each: Pass, kernels: Kernels) -> list[Tensor]:

@@ -32,14 +32,14 @@ def run_tool(work: Callable[[], None]) -> int:
     return 0
 
 
-def check_at_least(option: str, value: int | None, least: int = 1) -> None:
+def check_positive(option: str, value: int | None) -> None:
     """Check a number that a user may give.
 
     Raises:
-        UserError: if it is too small.
+        UserError: if it is 0 or less.
     """
-    if value is not None and value < least:
-        raise UserError(f"{option}: found {value}, expected at least {least}")
+    if value is not None and value < 1:
+        raise UserError(f"{option}: found {value}, expected at least 1")
 
 
 def check_writable(option: str, path: Path | None) -> None:

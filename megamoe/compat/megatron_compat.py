@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -31,6 +32,19 @@ def set_random_tracker(tracker: megatron_random.CudaRNGStatesTracker) -> None:
     """
     megatron_random._CUDA_RNG_STATE_TRACKER = tracker
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+
+def allow_latent_attention() -> None:
+    """Let Megatron-Core's multi-head latent attention be built without Transformer Engine.
+
+    Reason: its module takes Transformer Engine for installed, because the import of the wrappers succeeds;
+        they are mocks, and `isinstance(layer, mock)` fails.
+    Seen with: Megatron-Core 0.16.1.
+    Without it: latent attention fails on every machine without Transformer Engine.
+    Canary: test_megatron.py::test_latent_attention_without_transformer_engine
+    """
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        multi_latent_attention.HAVE_TE = False
 
 
 def ffn_submodules(mlp: Any) -> Any:

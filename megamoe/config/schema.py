@@ -1,7 +1,8 @@
 """The run's configuration as typed dataclasses: every key of the YAML, its default and its meaning.
 
-There is one dataclass per section, in the order of the data flow. A part of the MoE layer (scorer, selector,
-loss, ...) has its own `Config`; the schema holds it as a `PartChoice`: its name and its options.
+There is one dataclass per section, in the order of the data flow; that of `model` is in model_schema.py.
+A part of the MoE layer (scorer, selector, loss, ...) has its own `Config`; the schema holds it as a
+`PartChoice`: its name and its options.
 """
 
 from dataclasses import dataclass, field
@@ -9,31 +10,32 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from megamoe.config.bounds import (
+    Decay,
+    Fraction,
+    Layers,
+    Length,
+    Minutes,
+    MinutesOrZero,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Rate,
+    Seed,
+    Size,
+    SizeOrZero,
+    Small,
+)
+from megamoe.config.model_schema import Activation as Activation
+from megamoe.config.model_schema import ModelConfig as ModelConfig
 from megamoe.config.parts import STRICT, PartChoice, names_inside, none_at_all, one_part, one_size
-from megamoe.config.paths import is_dataset, is_minutes, is_path, is_run_name
+from megamoe.config.paths import is_dataset, is_run_name
 from megamoe.config.patterns import checked_pattern
 
 DEFAULT_STEPS = 100
 Precision = Literal["fp32", "bf16", "fp16"]
-Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
-# Upper bounds are far above any real use: larger values are mistakes that would overflow or be lost.
-PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
-PositiveFloat = Annotated[float, Field(gt=0, le=1e15)]
-NonNegativeFloat = Annotated[float, Field(ge=0, le=1e15)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Size = Annotated[int, Field(gt=0, le=10**6)]  # a vector's length or a number of things
-SizeOrZero = Annotated[int, Field(ge=0, le=10**6)]
-Layers = Annotated[int, Field(gt=0, le=2000)]
-Length = Annotated[int, Field(gt=0, le=2**24)]  # tokens of a sequence
-Small = Annotated[float, Field(ge=1e-30, le=1)]  # added to a divisor; fp32 would lose a smaller value
-Deviation = Annotated[float, Field(gt=0, le=1000)]
-Decay = Annotated[float, Field(ge=0, le=1000)]
-Rate = Annotated[float, Field(gt=0, le=1000)]
-Minutes = Annotated[float, Field(ge=0.01, le=10**7)]
-MinutesOrZero = Annotated[float, AfterValidator(is_minutes)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # NumPy's bound
-PathText = Annotated[str, AfterValidator(is_path)]
 
 
 @dataclass
@@ -66,52 +68,6 @@ class DataConfig:
     cache: PathText | None = None  # folder of the sample index; default: beside the data
     verify: Literal["full", "structure"] = "full"  # full: every byte, once per version of a file
     workers: Annotated[int, Field(ge=0, le=512)] = 1  # loader processes per rank
-
-
-@dataclass
-class ModelConfig:
-    """The transformer, of Megatron-Core's blocks."""
-
-    __pydantic_config__ = STRICT
-    architecture: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    num_layers: Layers = 4  # transformer blocks; of an encoder_decoder, those of the decoder
-    encoder_layers: Layers | None = None  # blocks of an encoder_decoder's encoder; default: num_layers
-    hidden_size: Size = 256  # a multiple of the heads
-    num_attention_heads: Size = 4
-    num_query_groups: Size | None = None  # grouped-query attention; default: one per head
-    ffn_hidden_size: Size | None = None  # the dense blocks' FFN size; default: 4 x hidden_size
-    vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
-    vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
-    position: Literal["rope", "learned", "sinusoidal"] = "rope"
-    rope_base: PositiveInt = 10000  # base of the rotary frequencies
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_position: Literal["pre", "post"] = "pre"  # before a sub-layer, or after its sum with the residual
-    norm_eps: Small = 1e-5  # added to the variance
-    activation: Activation = "swiglu"  # the FFNs' activation; swiglu, geglu and reglu are gated
-    bias: bool = False  # in attention and dense FFNs; experts have none, as in Megatron's grouped experts
-    tie_embeddings: bool = True  # the output layer uses the embedding's weights
-    scale_embeddings: bool = False  # multiply the words' embeddings by sqrt(hidden_size)
-    head_transform: bool = False  # an encoder's linear layer, activation and norm before the output layer
-    num_labels: Annotated[int, Field(ge=2, le=10**6)] | None = None  # an encoder predicts a text's label
-    pooling: Literal["mean", "first"] = "mean"  # of the hidden states, for labels
-    pooler: bool = False  # a linear layer and tanh on the pooled state, for labels
-    init_std: Deviation = 0.02  # divided by sqrt(2 num_layers) for weights that write into the residual
-    init_scale: Deviation | None = None  # s: truncated normal with std sqrt(s / fan_in) instead
-    hidden_dropout: Fraction = 0.0  # on what a block adds to its residual
-    attention_dropout: Fraction = 0.0  # on attention weights
-    recompute: Literal["none", "selective", "full"] = "none"  # in backward: MoE layers, or whole blocks
-    backend: Literal["auto", "torch", "transformer_engine"] = (
-        "auto"  # auto: transformer_engine if installed, on CUDA
-    )
-    norm_kernel: Literal["auto", "torch", "apex"] = "auto"  # for `backend: torch`; auto: Apex if installed
-    cpu_kernels: Literal["auto", "plain", "compiled"] = "auto"  # auto: compiled if GCC is found
-    gpu_kernels: Literal["auto", "plain", "triton"] = "auto"  # auto: triton if installed
-    keep_freed_memory: bool = (
-        True  # on the CPU: malloc reuses freed memory and does not return it to the system
-    )
-    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # scaling of FP8 products
-    fp8_format: Literal["hybrid", "e4m3"] | None = None  # default: e4m3 for blockwise and mxfp8, else hybrid
-    fp8_amax_history: Size | None = None  # for `delayed`: passes that set a scale; default: 1024
 
 
 @dataclass

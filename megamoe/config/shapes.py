@@ -76,6 +76,39 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def head_size(model: ModelConfig) -> int:
+    """Return the number of columns of each attention head."""
+    return model.head_size or model.hidden_size // model.num_attention_heads
+
+
+def query_size(model: ModelConfig) -> int:
+    """Return the number of columns of all queries of a token together."""
+    return model.num_attention_heads * head_size(model)
+
+
+def key_size(model: ModelConfig) -> int:
+    """Return the number of columns of all keys of a token together, which is that of its values."""
+    return (model.num_query_groups or model.num_attention_heads) * head_size(model)
+
+
+def has_input_bias(model: ModelConfig) -> bool:
+    """Whether the projections to queries, keys and values have biases."""
+    return model.bias if model.attention.input_bias is None else model.attention.input_bias
+
+
+def has_output_bias(model: ModelConfig) -> bool:
+    """Whether attention's output projection has a bias."""
+    return model.bias if model.attention.output_bias is None else model.attention.output_bias
+
+
+def window_of(model: ModelConfig, block: int) -> int | None:
+    """Return the window of attention in a decoder's block, counted from 1; None: all earlier tokens."""
+    attention = model.attention
+    if attention.window_blocks is not None and block not in attention.window_blocks:
+        return None
+    return attention.window
+
+
 def ffn_size(model: ModelConfig) -> int:
     """Return the FFN size of the dense blocks."""
     return model.ffn_hidden_size or 4 * model.hidden_size

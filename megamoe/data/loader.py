@@ -1,6 +1,7 @@
 """A data loader whose processes are replaced if they die; the batches stay the same.
 
-Loader processes are forked, so that they share the memory-mapped data. They never use the accelerator. A fork
+Loader processes are forked, so that they share the memory-mapped data. They never use the accelerator, and
+the trainer makes its stream before it uses CUDA; only a replacement of a dead process is forked later. A fork
 of a process with many threads can fail, and the kernel may kill a loader when memory is short. A batch
 depends on its number alone, so new processes can continue from there.
 """

@@ -73,7 +73,9 @@ def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Voca
     if data.mock:
         tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
         size = model_vocab_size or (tokenizer.vocab_size if tokenizer else MOCK_VOCAB_SIZE)
-        return Vocabulary(size, MOCK_EOD, tokenizer, tokenizer.special if tokenizer else NOTHING_RESERVED)
+        if tokenizer is None:
+            return Vocabulary(size, MOCK_EOD, None)
+        return Vocabulary(size, tokenizer.eod, tokenizer, tokenizer.special)
     if not data.sources:
         raise UserError("data.sources is empty; expected at least one prepared dataset, or data.mock: true")
     for name, sources in data.validation.items():

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.block import angles, gradients_of, rotary, turn_sides
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.documents import Documents, Run, SourceLengths, rotary_in_documents
+from megamoe.kernels.documents import Documents, Run, SourceLengths, turn_in_documents
 from megamoe.kernels.library import Library
+from megamoe.kernels.rotary import Rotary, angles_of, gradients_of, turn_heads, turn_sides
+from megamoe.kernels.variants import PLAIN, Variant, varied_attention
 from megamoe.kernels.varlen import fits_varlen, varlen_attention
 
 
@@ -26,17 +27,19 @@ def causal_attention(
     query_SBND: Tensor,
     key_SBGD: Tensor,
     value_SBGD: Tensor,
-    rotary_base: float | None = None,
+    rotary: Rotary | None = None,
     scale: float | None = None,
     documents: Documents | None = None,
+    variant: Variant = PLAIN,
     *,
     kernels: Kernels,
 ) -> Tensor:
     """Causal attention: return each position's weighted mean of the values up to it, [S, B, N * D].
 
-    N / G query heads share a key head. rotary_base: rotate queries and keys by their positions, see `rotary`;
-    None: do not. scale: the factor of the scores, by default 1 / sqrt(D). documents: a position sees those of
-    its own document only, and rotary positions begin at 0 in each; None: each sequence is one document.
+    N / G query heads share a key head. rotary: turns queries and keys by their positions; None: nothing does.
+    scale: the factor of the scores, by default 1 / sqrt(D). documents: a position sees those of its own
+    document only, and rotary positions begin at 0 in each; None: each sequence is one document. variant: a
+    window, sinks or soft-capped scores.
 
     Raises:
         ValueError: if heads of odd size are to be rotated, or the documents are of other sequences.
@@ -45,16 +48,20 @@ def causal_attention(
         found, expected = tuple(documents.start_BS.shape), tuple(query_SBND.shape[1::-1])
         raise ValueError(f"documents: found those of [B, S] = {found}, the queries have {expected}")
     sides = (query_SBND, key_SBGD, value_SBGD)
-    library = _library_for(*sides, kernels)
+    library = _library_for(*sides, kernels) if variant.soft_cap is None else None
     if library is None:
-        return plain_causal_attention(*sides, rotary_base, scale, documents, kernels=kernels)
-    size = query_SBND.shape[-1]
-    scale = size**-0.5 if scale is None else scale
+        return plain_causal_attention(*sides, rotary, scale, documents, variant, kernels=kernels)
+    scale = query_SBND.shape[-1] ** -0.5 if scale is None else scale
     turns: tuple[Tensor | None, Tensor | None] = (None, None)
-    if rotary_base is not None:
-        turns = angles(len(query_SBND), size, float(rotary_base), query_SBND.device)
+    if rotary is not None and rotary.turns_halves(query_SBND.shape[-1]):
+        turns = angles_of(query_SBND, len(query_SBND), rotary)
+    elif rotary is not None:
+        query_SBND, key_SBGD = (rotated(side, rotary, documents, kernels) for side in sides[:2])
+        sides = (query_SBND, key_SBGD, value_SBGD)
     start_BS = None if documents is None else documents.start_BS
-    output_SBH: Tensor = _Attention.apply(query_SBND, key_SBGD, value_SBGD, *turns, scale, start_BS, library)
+    window = len(query_SBND) if variant.window is None else variant.window
+    sinks_N = None if variant.sinks_N is None else variant.sinks_N.float().contiguous()
+    output_SBH: Tensor = _Attention.apply(*sides, sinks_N, *turns, scale, start_BS, window, library)
     return output_SBH
 
 
@@ -62,29 +69,34 @@ def plain_causal_attention(
     query_SBND: Tensor,
     key_SBGD: Tensor,
     value_SBGD: Tensor,
-    rotary_base: float | None = None,
+    rotary: Rotary | None = None,
     scale: float | None = None,
     documents: Documents | None = None,
+    variant: Variant = PLAIN,
     *,
     kernels: Kernels,
 ) -> Tensor:
     """Compute `causal_attention` by PyTorch's operators."""
-    if rotary_base is not None and documents is None:
-        sides = turn_sides(query_SBND, key_SBGD, value_SBGD, rotary_base, kernels)
+    if rotary is not None and documents is None:
+        sides = turn_sides(query_SBND, key_SBGD, value_SBGD, rotary, kernels)
         query_SBND, key_SBGD, value_SBGD = sides
-    elif rotary_base is not None:
-        query_SBND = rotated(query_SBND, rotary_base, documents, kernels)
-        key_SBGD = rotated(key_SBGD, rotary_base, documents, kernels)
-    if documents is not None and fits_varlen(query_SBND):
-        return varlen_attention(query_SBND, key_SBGD, value_SBGD, documents, scale)
-    return attend(query_SBND, key_SBGD, value_SBGD, documents, scale=scale)
+    elif rotary is not None:
+        query_SBND = rotated(query_SBND, rotary, documents, kernels)
+        key_SBGD = rotated(key_SBGD, rotary, documents, kernels)
+    sides = (query_SBND, key_SBGD, value_SBGD)
+    takes_lengths = documents is not None or variant.window is not None
+    if takes_lengths and variant.only_window and fits_varlen(query_SBND):
+        return varlen_attention(*sides, documents, scale, window=variant.window)
+    if not variant.is_plain:
+        return varied_attention(*sides, scale, documents, variant)
+    return attend(*sides, documents, scale=scale)
 
 
 def bidirectional_attention(
     query_SBND: Tensor,
     key_SBGD: Tensor,
     value_SBGD: Tensor,
-    rotary_base: float | None = None,
+    rotary: Rotary | None = None,
     scale: float | None = None,
     documents: Documents | None = None,
     dropout_p: float = 0.0,
@@ -95,9 +107,9 @@ def bidirectional_attention(
 
     It uses PyTorch's operators: the compiled library's pass is causal. dropout_p: of attention weights.
     """
-    if rotary_base is not None:
-        query_SBND = rotated(query_SBND, rotary_base, documents, kernels)
-        key_SBGD = rotated(key_SBGD, rotary_base, documents, kernels)
+    if rotary is not None:
+        query_SBND = rotated(query_SBND, rotary, documents, kernels)
+        key_SBGD = rotated(key_SBGD, rotary, documents, kernels)
     sides = (query_SBND, key_SBGD, value_SBGD)
     if documents is not None and not dropout_p and fits_varlen(query_SBND):
         return varlen_attention(*sides, documents, scale, causal=False)
@@ -122,11 +134,11 @@ def cross_attention(
     return _attend(query_SBND, key_LBND, value_LBND, **options)
 
 
-def rotated(heads_SBND: Tensor, base: float, documents: Documents | None, kernels: Kernels) -> Tensor:
-    """Rotate queries or keys by their positions in the sequence or, where given, in the documents."""
+def rotated(heads_SBND: Tensor, rotary: Rotary, documents: Documents | None, kernels: Kernels) -> Tensor:
+    """Turn queries or keys by their positions in the sequence or, where given, in the documents."""
     if documents is None:
-        return rotary(heads_SBND, base, kernels)
-    return rotary_in_documents(heads_SBND, base, documents, kernels)
+        return turn_heads(heads_SBND, rotary, kernels)
+    return turn_in_documents(heads_SBND, rotary, documents, kernels)
 
 
 def attend(
@@ -231,32 +243,40 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks_N: Tensor | None,
         cosine: Tensor | None,
         sine: Tensor | None,
         scale: float,
         start_BS: Tensor | None,
+        window: int,
         library: Library,
     ) -> Tensor:
         length, batch, heads, size = query.shape
         output = query.new_empty(length, batch, heads * size)
         log_sum_BNS = query.new_empty(batch, heads, length)
-        ctx.settings = (length, batch, heads, key.shape[2], size, cosine, sine, scale, start_BS)
+        ctx.settings = (length, batch, heads, key.shape[2], size, cosine, sine, scale, start_BS, window)
         sides = (*_heads(query), *_heads(key), *_heads(value))
-        library.call("attention", query.dtype, library.sgemm, *sides, *ctx.settings, output, log_sum_BNS)
-        ctx.save_for_backward(query, key, value, output, log_sum_BNS)
+        sums = (output, log_sum_BNS, sinks_N)
+        library.call("attention", query.dtype, library.sgemm, *sides, *ctx.settings, *sums)
+        ctx.save_for_backward(query, key, value, *sums)
         ctx.library = library
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sum_BNS = ctx.saved_tensors
+        query, key, value, output, log_sum_BNS, sinks_N = ctx.saved_tensors
         to_query, to_key, to_value = gradients_of(query, key, value)
         sides = (*_heads(query), *_heads(key), *_heads(value))
         gradients = (*_heads(to_query), *_heads(to_key), *_heads(to_value))
         passed = (*sides, *ctx.settings, output, log_sum_BNS, gradient.contiguous(), *gradients)
         ctx.library.call("attention_backward", query.dtype, ctx.library.sgemm, *passed)
-        return to_query, to_key, to_value, None, None, None, None, None
+        to_sinks_N = None
+        if sinks_N is not None:  # its share of the softmax times the slope of a score whose value is 0
+            share_BNS = (sinks_N[:, None] - log_sum_BNS).exp()
+            mean_SBN = (output * gradient).unflatten(2, (len(sinks_N), -1)).sum(-1)
+            to_sinks_N = -torch.einsum("bns,sbn->n", share_BNS, mean_SBN)
+        return to_query, to_key, to_value, to_sinks_N, *[None] * 6
 
 
 def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:

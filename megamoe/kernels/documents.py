@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.kernels.block import angles, turned
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.rotary import Rotary, turn_heads_at
 
 RUN = 256  # tokens: shorter documents are taken together, by a mask of at most this size
 
@@ -116,11 +116,8 @@ class Run(NamedTuple):
     is_one: bool
 
 
-def rotary_in_documents(heads_SBND: Tensor, base: float, documents: Documents, kernels: Kernels) -> Tensor:
-    """Rotate queries or keys by their positions in their documents; shapes and formula as `rotary`."""
-    length, batch, heads, size = heads_SBND.shape
-    tables_SD = angles(length, size, float(base), heads_SBND.device)
+def turn_in_documents(heads_SBND: Tensor, rotary: Rotary, documents: Documents, kernels: Kernels) -> Tensor:
+    """Turn queries or keys by their positions in their documents; shapes and formula as `turn_heads`."""
+    length = len(heads_SBND)
     place_SB = torch.arange(length, device=heads_SBND.device)[:, None] - documents.start_BS.T
-    cosine_TD, sine_TD = (table_SD[place_SB.flatten()] for table_SD in tables_SD)
-    one_sequence = heads_SBND.reshape(length * batch, 1, heads, size)
-    return turned(one_sequence, cosine_TD, sine_TD, kernels).reshape(length, batch, heads, size)
+    return turn_heads_at(heads_SBND, place_SB, length, rotary, kernels)

@@ -41,12 +41,12 @@ PER_NUMBER = {
     "rms_norm_backward": [*[Pointer] * 4, Int, Int, Pointer, Pointer, Threads],
     "rotate": [*HEADS * 2, *[Int] * 4, Pointer, Pointer, ctypes.c_double, Threads],
 }
-HEADS_IN = [Pointer, *HEADS * 3, *[Int] * 5, Pointer, Pointer, ctypes.c_double, *[Pointer] * 3]
+HEADS_IN = [Pointer, *HEADS * 3, *[Int] * 5, Pointer, Pointer, ctypes.c_double, Pointer, Int, *[Pointer] * 2]
 EXPERTS = [*[Pointer] * 4, *[Int] * 3]
 WITH_BLAS = {
     "experts": [Pointer, *EXPERTS, *[Pointer] * 2, Threads],
     "experts_backward": [Pointer, Pointer, *EXPERTS, *[Pointer] * 5, Threads],
-    "attention": [*HEADS_IN, Threads],
+    "attention": [*HEADS_IN, Pointer, Threads],
     "attention_backward": [*HEADS_IN, Pointer, *HEADS * 3, Threads],
 }
 WITH_TILES = {

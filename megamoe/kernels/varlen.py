@@ -34,29 +34,36 @@ def varlen_attention(
     query_SBND: Tensor,
     key_SBGD: Tensor,
     value_SBGD: Tensor,
-    documents: Documents,
+    documents: Documents | None,
     scale: float | None = None,
     causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """Attention within documents, causal or not; shapes as `causal_attention`, [S, B, N * D].
 
+    documents: None: each sequence is one. window: causal attention sees so many keys, a query's own included.
     The host has the lengths already, so that nothing waits for the device.
     """
     length, batch, heads, _ = query_SBND.shape
     query_TND, key_TGD, value_TGD = (
         side.transpose(0, 1).flatten(0, 1) for side in (query_SBND, key_SBGD, value_SBGD)
     )
-    longest = documents.longest
+    if documents is None:
+        bounds_D = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query_SBND.device)
+        longest = length
+    else:
+        bounds_D, longest = documents.bounds_D, documents.longest
+    sides = BIDIRECTIONAL if not causal else CAUSAL if window is None else (window - 1, 0)
     context_TND = varlen_attn(
         query_TND,
         key_TGD,
         value_TGD,
-        documents.bounds_D,
-        documents.bounds_D,
+        bounds_D,
+        bounds_D,
         longest,
         longest,
         scale=scale,
-        window_size=CAUSAL if causal else BIDIRECTIONAL,
+        window_size=sides,
         enable_gqa=heads != key_SBGD.shape[2],
     )
     assert isinstance(context_TND, Tensor)

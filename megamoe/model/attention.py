@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -21,6 +22,8 @@ from megamoe.kernels.attention import (
 )
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.documents import Documents, SourceLengths
+from megamoe.kernels.rotary import Rotary
+from megamoe.kernels.variants import Variant
 from megamoe.model.key_value_cache import KeyValueCache
 
 
@@ -28,38 +31,61 @@ from megamoe.model.key_value_cache import KeyValueCache
 class BlockConfig(TransformerConfig):
     """Megatron-Core's configuration of blocks.
 
-    own_rotary_base: the base of the rotary positions that `SDPAttention` applies; None: Megatron-Core applies
-    them, or there are none. kernels: the choice for our own norm and attention.
+    own_rotary: the rotary positions that `SDPAttention` applies; None: Megatron-Core applies them, or there
+    are none. kernels: the choice for our own norm and attention. attention_output_bias: whether attention's
+    output projection has a bias, for which Megatron-Core has no key of its own. windows, sinks, soft_cap:
+    what `SDPAttention` computes in self-attention, see `Variant`; windows by block, empty for none.
     """
 
-    own_rotary_base: int | None = None
+    own_rotary: Rotary | None = None
     kernels: Kernels = DEFAULT_KERNELS
+    attention_output_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    sinks: bool = False
+    soft_cap: float | None = None
 
 
 class SDPAttention(nn.Module):
     """Core attention: causal or bidirectional, in whole sequences or in their documents, or cross attention.
 
+    softmax_offset: with sinks, the logit of each of this rank's heads, named as in Megatron-Core. It starts
+    at 0.
+
     It replaces Megatron-Core's `DotProductAttention` in a layer specification, whose mask type says whether
     it is causal. Grouped-query attention broadcasts the key and value heads. It applies rotary positions if
-    `BlockConfig.own_rotary_base` is set, except in cross attention.
+    `BlockConfig.own_rotary` is set, except in cross attention.
     """
 
     def __init__(
         self,
         config: Any,
+        layer_number: int = 1,
         *unused: Any,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         attention_type: str = "self",
         attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
         **also_unused: Any,
     ) -> None:
         super().__init__()
         self.is_causal = attn_mask_type == AttnMaskType.causal
         self.is_cross = attention_type == "cross"
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.scale = config.softmax_scale if getattr(config, "softmax_scale", None) else None
-        self.rotary_base: int | None = getattr(config, "own_rotary_base", None)
+        self.scale = softmax_scale or getattr(config, "softmax_scale", None) or None
+        self.rotary: Rotary | None = getattr(config, "own_rotary", None)
         self.kernels: Kernels = getattr(config, "kernels", DEFAULT_KERNELS)
+        windows = getattr(config, "windows", ())
+        self.window: int | None = windows[layer_number - 1] if windows else None
+        self.soft_cap: float | None = getattr(config, "soft_cap", None)
+        self.softmax_offset: nn.Parameter | None = None
+        if getattr(config, "sinks", False):
+            self._add_sinks(config.num_attention_heads, config.tensor_model_parallel_size)
+
+    def _add_sinks(self, heads: int, ranks: int) -> None:
+        self.softmax_offset = nn.Parameter(torch.zeros(heads // ranks))
+        self.softmax_offset.tensor_model_parallel = ranks > 1  # type: ignore[attr-defined]
+        self.softmax_offset.partition_dim = 0  # type: ignore[attr-defined]
+        self.softmax_offset.partition_stride = 1  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -77,7 +103,8 @@ class SDPAttention(nn.Module):
         that it holds (generation, without gradient).
         """
         if isinstance(documents, KeyValueCache):
-            return documents.attend(self, query, key, value, self.rotary_base, self.scale, self.kernels)
+            options = (self.rotary, self.scale, self._variant(), self.kernels)
+            return documents.attend(self, query, key, value, *options)
         dropout = self.dropout if self.training else 0.0
         # Each tensor-parallel rank has other heads, whose dropout is their own.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
@@ -89,14 +116,18 @@ class SDPAttention(nn.Module):
     def _within(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, dropout: float
     ) -> Tensor:
-        sides, base, kernels = (query, key, value), self.rotary_base, self.kernels
+        sides, rotary, kernels = (query, key, value), self.rotary, self.kernels
         if not self.is_causal:
-            return bidirectional_attention(*sides, base, self.scale, documents, dropout, kernels=kernels)
+            return bidirectional_attention(*sides, rotary, self.scale, documents, dropout, kernels=kernels)
         if not dropout:
-            return causal_attention(*sides, base, self.scale, documents, kernels=kernels)
-        if base is not None:
-            query, key = (rotated(side, base, documents, kernels) for side in (query, key))
+            variant = self._variant()
+            return causal_attention(*sides, rotary, self.scale, documents, variant, kernels=kernels)
+        if rotary is not None:
+            query, key = (rotated(side, rotary, documents, kernels) for side in (query, key))
         return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
+
+    def _variant(self) -> Variant:
+        return Variant(self.window, self.soft_cap, self.softmax_offset)
 
 
 class SplittingSelfAttention(SelfAttention):

@@ -13,9 +13,11 @@ from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import (
     expert_ffn_size,
     ffn_size,
+    key_size,
     moe_block_numbers,
     moe_layer_numbers,
     num_blocks,
+    query_size,
 )
 from megamoe.errors import UserError
 from megamoe.kernels.choice import Kernels, has_grouped_product, triton_problem
@@ -88,6 +90,17 @@ def uses_apex_norms(model: ModelConfig) -> bool:
     if model.norm_kernel == "auto":
         return not uses_transformer_engine(model) and not find_apex_norms().problem
     return model.norm_kernel == "apex"
+
+
+def engine_attends(config: RunConfig) -> bool:
+    """Whether the core of attention is Transformer Engine's, where that backend is used.
+
+    Megatron-Core's packed form, which Transformer Engine takes, has one sequence in a micro batch only.
+    Windows, sinks and soft caps are always computed by our attention.
+    """
+    attention = config.model.attention
+    varied = attention.window is not None or attention.sinks or attention.soft_cap is not None
+    return not (config.data.document_aware or varied or config.model.architecture != "decoder")
 
 
 def fp8_format(model: ModelConfig) -> Literal["hybrid", "e4m3"] | None:
@@ -169,8 +182,7 @@ def _check_fp8(model: ModelConfig, precision: str) -> None:
 def _check_fp8_sizes(config: RunConfig) -> None:
     """Check the sizes of every FP8 product; experts' rows are padded, and the logits are in bf16."""
     model, parallel, unit = config.model, config.parallel, FP8_MULTIPLE[config.model.fp8]
-    groups = model.num_query_groups or model.num_attention_heads
-    qkv = model.hidden_size + 2 * groups * (model.hidden_size // model.num_attention_heads)
+    qkv = query_size(model) + 2 * key_size(model)
     tokens = config.train.micro_batch_size * config.data.sequence_length
     # (size, the number of ranks that split it)
     sizes = {
@@ -179,7 +191,8 @@ def _check_fp8_sizes(config: RunConfig) -> None:
             parallel.tensor if parallel.sequence else 1,
         ),
         "model.hidden_size": (model.hidden_size, parallel.tensor),
-        "query, key and value together (model.hidden_size, num_query_groups)": (qkv, parallel.tensor),
+        "query, key and value together (model.head_size, num_query_groups)": (qkv, parallel.tensor),
+        "attention's output (model.head_size x num_attention_heads)": (query_size(model), parallel.tensor),
     }
     if len(moe_block_numbers(config)) < num_blocks(config):
         sizes["model.ffn_hidden_size"] = ffn_size(model), parallel.tensor
@@ -246,8 +259,8 @@ def _engine_row(config: RunConfig) -> str:
         if not is_installed("transformer_engine"):
             return "none"
         return found.problem or f"{found.version}, not used (model.backend: torch)"
-    packed = config.data.document_aware
-    parts = ["linear layers of attention, its core by PyTorch" if packed else "attention", "norms"]
+    whole = engine_attends(config)
+    parts = ["attention" if whole else "linear layers of attention, its core by PyTorch", "norms"]
     if len(moe_block_numbers(config)) < num_blocks(config):
         parts.append("dense FFN")
     if moe_layer_numbers(config):

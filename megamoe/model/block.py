@@ -153,6 +153,7 @@ class Block(TransformerLayer):
             hidden_states is None
             or context is not None
             or self.config.add_bias_linear
+            or self.config.attention_output_bias
             or (self.training and self.hidden_dropout)
         ):
             return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
+from megatron.core.transformer.attention import CrossAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -20,12 +20,19 @@ from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    has_input_bias,
+    has_output_bias,
+    head_size,
     inserted_has_norm,
+    window_of,
 )
 from megamoe.kernels.choice import Kernels
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
+from megamoe.model.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.modules import Modules, fp8_options
+from megamoe.model.rotary import position_options
+from megamoe.model.source_cache import CachingCrossAttention
 from megamoe.model.units import Built
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import is_gated, pointwise
@@ -57,14 +64,23 @@ class BlockMaker:
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
         model, parallel, modules = self.config.model, self.config.parallel, self.modules
-        rotates = model.position == "rope"
-        return BlockConfig(
-            own_rotary_base=model.rope_base if rotates and modules.own_rotation else None,
+        kind = BlockConfig if model.latent is None else LatentBlockConfig
+        options: dict[str, Any] = {**position_options(model, modules), **latent_options(model), **self.init}
+        return kind(
+            **options,
             kernels=_kernels(model),
             num_layers=num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
             num_query_groups=model.num_query_groups,
+            kv_channels=head_size(model),
+            add_qkv_bias=has_input_bias(model),
+            attention_output_bias=has_output_bias(model),
+            qk_layernorm=model.attention.query_key_norm != "none",
+            softmax_scale=model.attention.scale,
+            windows=tuple(window_of(model, block) for block in range(1, num_layers + 1)),
+            sinks=model.attention.sinks,
+            soft_cap=model.attention.soft_cap,
             ffn_hidden_size=ffn_size(model),
             normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
             layernorm_epsilon=model.norm_eps,
@@ -74,7 +90,6 @@ class BlockMaker:
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
             init_method_std=model.init_std,
-            **self.init,
             tensor_model_parallel_size=parallel.tensor,
             sequence_parallel=parallel.sequence and parallel.tensor > 1,
             # On the CPU every layout draws the same weights; the engine moves them to the device.
@@ -84,7 +99,6 @@ class BlockMaker:
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
-            apply_rope_fusion=rotates and modules.fused_rotation,
             **fp8_options(model),
         )
 
@@ -127,15 +141,17 @@ class BlockMaker:
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module = Block
         spec.params = {"recompute": model.recompute == "full", "norm_position": model.norm_position}
-        modules.put_into(spec)
+        modules.put_into(spec, model)
         block = spec.submodules
+        if model.latent is not None:
+            block.self_attention = latent_attention(block.self_attention, modules)
         if stack == "encoder":
             block.self_attention.params = {"attn_mask_type": AttnMaskType.padding}
         if has_source:
             own = block.self_attention.submodules
             block.pre_cross_attn_layernorm = modules.norm
             block.cross_attention = ModuleSpec(
-                module=CrossAttention,
+                module=CachingCrossAttention,
                 params={"attn_mask_type": AttnMaskType.padding},
                 submodules=CrossAttentionSubmodules(
                     linear_q=own.linear_qkv,

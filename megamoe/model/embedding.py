@@ -38,8 +38,9 @@ class SinusoidalPositions(nn.Module):
 
 
 def megatron_position(model: ModelConfig, transformer: BlockConfig) -> Any:
-    """Return Megatron-Core's name of the positions; `none` where our attention rotates."""
-    return "none" if transformer.own_rotary_base is not None else POSITIONS[model.position]
+    """Return Megatron-Core's name of the positions; `none` where our attention turns heads."""
+    ours = transformer.own_rotary is not None or transformer.multi_latent_attention
+    return "none" if ours else POSITIONS[model.position]
 
 
 def build_embedding(config: RunConfig, transformer: BlockConfig, vocab_size: int) -> LanguageModelEmbedding:

@@ -4,12 +4,17 @@ from dataclasses import dataclass, field
 
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import (
+    Stack,
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    key_size,
     padded_vocab_size,
+    query_size,
     stacks,
+    window_of,
 )
+from megamoe.model.latent_size import latent_scores, latent_weights
 from megamoe.moe.experts.activations import up_width
 
 PASSES = 3  # forward, and in backward the gradients of the inputs and of the weights
@@ -56,28 +61,45 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     for stack in stacks(config):
         share = shares.stacks.get(stack.name, 1.0)
         blocks, layers = len(stack.moe_blocks), len(stack.moe_blocks) + len({*stack.layers.insert_after})
-        seen = share * length / (2 if stack.name == "decoder" else 1)  # keys of a query
-        of_token = stack.num_layers * (_projections(model) + 2 * hidden * seen)
+        of_token = float(stack.num_layers * _projections(model))
+        of_token += _scores(model) * _seen_keys(model, stack, share * length)
         of_token += (stack.num_layers - blocks) * _dense_ffn(model)
         of_token += layers * (moe.num_experts * hidden + moe.num_shared_experts * expert)
         products += share * of_token
     if model.architecture == "encoder_decoder":
         encoder, decoder = (shares.stacks.get(name, 1.0) for name in ("encoder", "decoder"))
         # Queries and outputs for each decoder token, keys and values for each of the encoder's, and scores.
-        of_block = 2 * hidden * hidden * (encoder + decoder) + 2 * hidden * decoder * encoder * length
+        size = query_size(model)
+        of_block = 2 * hidden * size * (encoder + decoder) + 2 * size * decoder * encoder * length
         products += model.num_layers * of_block
-    if model.num_labels is not None:  # once for a sequence
-        products += hidden * ((hidden if model.pooler else 0) + model.num_labels) / length
+    if model.num_labels is not None:  # for each token, or once for a sequence
+        times = shares.stacks.get("encoder", 1.0) if model.predicts in ("tags", "span") else 1 / length
+        products += hidden * ((hidden if model.pooler else 0) + model.num_labels) * times
     products += shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
     return ModelFlops(PASSES * 2.0 * products, PASSES * 2.0 * moe.expert_sublayers * expert)
 
 
 def _projections(model: ModelConfig) -> int:
     """Return the products of one token in the linear layers of self-attention."""
-    hidden = model.hidden_size
-    groups = model.num_query_groups or model.num_attention_heads
-    head = hidden // model.num_attention_heads
-    return hidden * (hidden + 2 * groups * head) + hidden * hidden
+    if model.latent is not None:
+        return latent_weights(model, model.latent)
+    return model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
+
+
+def _seen_keys(model: ModelConfig, stack: Stack, length: float) -> float:
+    """Return the mean number of keys that a query of `length` tokens sees, summed over the blocks."""
+    if stack.name != "decoder":
+        return stack.num_layers * length
+    windows = (window_of(model, block) or length for block in range(1, stack.num_layers + 1))
+    # The first `window` queries see half of it on average, the others all of it.
+    return sum(window - window * window / (2 * length) for window in (min(w, length) for w in windows))
+
+
+def _scores(model: ModelConfig) -> int:
+    """Return the products of one query with one key, and of its weight with the value, in all heads."""
+    if model.latent is not None:
+        return latent_scores(model, model.latent)
+    return 2 * query_size(model)
 
 
 def _dense_ffn(model: ModelConfig) -> int:

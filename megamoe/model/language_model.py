@@ -1,14 +1,17 @@
 """What all architectures have in common: a model that returns the loss of each label, with MoE layers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
+from megamoe.model.attention import SDPAttention
 from megamoe.model.block import Block
 from megamoe.moe.layer import MoELayer
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """A transformer that returns the cross entropy of each label, fp32 [B, S], in nats.
 
     `stacks` are its stacks of blocks, in the order of their blocks' numbers. forward takes the keyword
@@ -16,16 +19,20 @@ class LanguageModel(nn.Module):
     other words get evenly.
     """
 
+    @abstractmethod
     def stacks(self) -> list[nn.ModuleList]:
         """Return the stacks of blocks, in the order of the numbers of their blocks."""
-        raise NotImplementedError
 
     def label_logits(self) -> Tensor | None:
-        """Return the labels' logits of the last forward pass in evaluation mode, fp32 [B, labels].
+        """Return the logits of the last forward pass in evaluation mode, fp32; see `LabelHead`.
 
         None for a model that predicts tokens.
         """
         return None
+
+    def problem_with_cache(self) -> str | None:
+        """Return why this model cannot use a `KeyValueCache`, as the end of a sentence; None if it can."""
+        return "its attention also looks at later tokens"
 
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
         """Yield (number, layer) of every MoE layer.
@@ -38,3 +45,11 @@ class LanguageModel(nn.Module):
             assert isinstance(block, Block)
             for layer in block.moe_layers():
                 yield number, layer
+
+
+def problem_of_attention(blocks: nn.ModuleList) -> str | None:
+    """Return why a decoder's attention cannot use a cache, as the end of a sentence; None if it can."""
+    attentions: list[Any] = [block.self_attention for block in blocks]
+    if any(not isinstance(attention.core_attention, SDPAttention) for attention in attentions):
+        return "model.backend: transformer_engine computes the attention"
+    return None

@@ -15,9 +15,17 @@ from torch import nn
 
 from megamoe.compat.megatron_compat import ffn_submodules
 from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.config.shapes import has_input_bias, has_output_bias
 from megamoe.kernels.choice import Kernels
 from megamoe.model.attention import SDPAttention, SplittingSelfAttention
-from megamoe.model.backends import fp8_format, has_cuda, uses_apex_norms, uses_transformer_engine
+from megamoe.model.backends import (
+    engine_attends,
+    fp8_format,
+    has_cuda,
+    uses_apex_norms,
+    uses_transformer_engine,
+)
+from megamoe.model.head_norms import NormOfAllKeys, NormOfAllQueries, norm_of_each_head
 from megamoe.model.norm import Norm
 from megamoe.model.transformer_engine_grouped_linear import transformer_engine_grouped_linear
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products
@@ -41,7 +49,7 @@ class Modules:
     own_rotation: bool = False
     fused_rotation: bool = False
 
-    def put_into(self, spec: ModuleSpec) -> None:
+    def put_into(self, spec: ModuleSpec, model: ModelConfig) -> None:
         """Insert the classes into Megatron-Core's local specification of a block with a dense FFN."""
         block = spec.submodules
         block.input_layernorm = block.pre_mlp_layernorm = self.norm
@@ -53,6 +61,28 @@ class Modules:
             ffn = ffn_submodules(block.mlp)
             attention.linear_qkv, attention.linear_proj = self.linears
             ffn.linear_fc1, ffn.linear_fc2 = self.linears
+        if model.bias != has_input_bias(model):
+            attention.linear_qkv = with_bias(attention.linear_qkv, has_input_bias(model))
+        if model.bias != has_output_bias(model):
+            attention.linear_proj = with_bias(attention.linear_proj, has_output_bias(model))
+        if model.attention.query_key_norm == "head":
+            attention.q_layernorm = attention.k_layernorm = norm_of_each_head(self.norm)
+        elif model.attention.query_key_norm == "whole":
+            attention.q_layernorm, attention.k_layernorm = NormOfAllQueries, NormOfAllKeys
+
+
+def with_bias(linear: Any, bias: bool) -> type[nn.Module]:
+    """Return the class of a linear layer that has a bias or none, whatever Megatron-Core asks for.
+
+    Its configuration has one key for the biases of the output projection and of dense FFNs, and none for
+    projections of queries, keys and values without the bias that these have.
+    """
+
+    class Linear(linear):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "bias": bias})
+
+    return Linear
 
 
 def choose_modules(config: RunConfig) -> Modules:
@@ -76,8 +106,7 @@ def _modules_of_decoder(config: RunConfig) -> Modules:
 
     return Modules(
         norm=engine.TENorm,
-        # Megatron-Core's packed form, which Transformer Engine takes, has one sequence in a micro batch only.
-        core_attention=SDPAttention if config.data.document_aware else engine.TEDotProductAttention,
+        core_attention=engine.TEDotProductAttention if engine_attends(config) else SDPAttention,
         linears=(engine.TEColumnParallelLinear, engine.TERowParallelLinear),
         products=transformer_engine_grouped_linear(config.model.fp8),
         fused_rotation=fused_apply_rotary_pos_emb is not None,

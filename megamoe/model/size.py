@@ -10,13 +10,19 @@ from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
+    has_input_bias,
+    has_output_bias,
+    head_size,
     inserted_after,
     inserted_has_norm,
+    key_size,
     moe_block_numbers,
     num_blocks,
     padded_vocab_size,
+    query_size,
     stacks,
 )
+from megamoe.model.latent_size import latent_norms, latent_weights
 from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
 from megamoe.moe.router import Router, build_part
@@ -101,8 +107,11 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     """
     model, blocks, crosses = config.model, num_blocks(config), _num_cross(config.model)
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
-    biases = model.hidden_size * (blocks + crosses + num_ffns) if model.bias else 0
-    return positions + (2 * blocks + crosses) * _norm(model) + _final_norms(config) + biases
+    biases = model.hidden_size * num_ffns if model.bias else 0
+    biases += model.hidden_size * (blocks + crosses) if has_output_bias(model) else 0
+    norms = (2 * blocks + crosses) * _norm(model) + blocks * _head_norms(model) + _final_norms(config)
+    latent = 0 if model.latent is None else blocks * latent_norms(model, model.latent)
+    return positions + norms + biases + latent
 
 
 def _final_norms(config: RunConfig) -> int:
@@ -126,21 +135,43 @@ def _num_cross(model: ModelConfig) -> int:
 
 def _cross_attention(model: ModelConfig) -> int:
     """Return the parameters of one block's cross attention and its norm; queries have no groups there."""
-    hidden = model.hidden_size
-    return 4 * hidden * hidden + (4 * hidden if model.bias else 0) + _norm(model)
+    size = 4 * model.hidden_size * query_size(model)
+    return size + _attention_biases(model) + _norm(model)
 
 
 def _norm(model: ModelConfig) -> int:
-    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
+    return model.hidden_size * _norm_vectors(model)
+
+
+def _norm_vectors(model: ModelConfig) -> int:
+    return 2 if model.norm == "layernorm" else 1
 
 
 def _attention(model: ModelConfig) -> int:
     """Return the parameters of one block's attention and its two norms."""
-    hidden = model.hidden_size
-    groups = model.num_query_groups or model.num_attention_heads
-    qkv = hidden + 2 * groups * (hidden // model.num_attention_heads)
-    biases = qkv + hidden if model.bias else 0
-    return hidden * qkv + hidden * hidden + biases + 2 * _norm(model)
+    if model.latent is not None:
+        own = latent_weights(model, model.latent) + latent_norms(model, model.latent)
+    else:
+        own = model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
+        own += _head_norms(model) + _whole_norms(model)
+    sinks = model.num_attention_heads if model.attention.sinks else 0
+    return own + _attention_biases(model) + 2 * _norm(model) + sinks
+
+
+def _attention_biases(model: ModelConfig) -> int:
+    inputs = query_size(model) + 2 * key_size(model) if has_input_bias(model) else 0
+    return inputs + (model.hidden_size if has_output_bias(model) else 0)
+
+
+def _head_norms(model: ModelConfig) -> int:
+    """Return the parameters of norms of queries and keys that all heads share."""
+    return 2 * head_size(model) * _norm_vectors(model) if model.attention.query_key_norm == "head" else 0
+
+
+def _whole_norms(model: ModelConfig) -> int:
+    """Return the parameters of norms over all heads together, which tensor parallelism splits."""
+    size = query_size(model) + key_size(model)
+    return size * _norm_vectors(model) if model.attention.query_key_norm == "whole" else 0
 
 
 def _dense_ffn(model: ModelConfig) -> int:

@@ -11,7 +11,7 @@ from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item
 from megamoe.data.datasets import SPLIT_NAMES, VALID, Datasets, check_split
 from megamoe.data.pairs import pair_batch
-from megamoe.data.parallel_text.batches import PairBatches
+from megamoe.data.parallel_text.batches import OrderedPairs, PairBatches
 from megamoe.data.parallel_text.card import PairCard, is_pairs, load_pair_card
 from megamoe.data.parallel_text.dataset import (
     Direction,
@@ -22,7 +22,6 @@ from megamoe.data.parallel_text.dataset import (
     verify_pairs,
 )
 from megamoe.data.parallel_text.languages import select_languages
-from megamoe.data.parallel_text.stream import OrderedPairs
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares, TrainingObjective
@@ -147,7 +146,7 @@ class Translation(TrainingObjective):
         bucket = self.options.bucket
         if pairs is not self._pairs and len(pairs) < bucket:
             bucket = self.config.train.micro_batch_size
-        return OrderedPairs(pairs, self._batches(pairs, bucket, exponent), bucket, samples)
+        return OrderedPairs(pairs, self._batches(pairs, bucket, exponent), samples)
 
     def _batches(self, pairs: PairDataset, bucket: int, exponent: float = 1.0) -> PairBatches:
         return PairBatches(pairs, seed=self.config.seed, exponent=exponent, pairs=bucket)

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megamoe.compat import deepspeed_compat
 from megamoe.compat.megatron_groups import groups_made_by
 from megamoe.moe.process_groups import ParallelGroups
+from megamoe.parallel.launch import new_group
 from megamoe.parallel.layout import Layout
 
 
@@ -71,14 +72,14 @@ class _SharedGroups:
         self._by_ranks: dict[tuple[int, ...], Any] = {}
 
     def get(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
-        """Return the group of these ranks; on other ranks, what `dist.new_group` returns there.
+        """Return the group of these ranks; on other ranks, what `new_group` returns there.
 
         Collective over all ranks, which must ask for the same sets in the same order.
         """
         key = tuple(ranks)
         if key not in self._by_ranks:
             is_world = key == tuple(range(dist.get_world_size()))
-            self._by_ranks[key] = dist.group.WORLD if is_world else dist.new_group(ranks, timeout=timeout)
+            self._by_ranks[key] = dist.group.WORLD if is_world else new_group(ranks, timeout)
         return self._by_ranks[key]
 
     def clear(self) -> None:
@@ -131,9 +132,9 @@ def _make_groups(layout: Layout, timeout: timedelta) -> _Made:
     """Create the experts' groups: new ones for what they exchange, shared ones for norms and gradients."""
     expert = expert_tensor = None
     if layout.expert > 1:
-        expert = _own(layout.expert_groups(), partial(dist.new_group, timeout=timeout))
+        expert = _own(layout.expert_groups(), partial(new_group, timeout=timeout))
     if layout.expert_tensor > 1:
-        expert_tensor = _own(layout.expert_tensor_groups(), partial(dist.new_group, timeout=timeout))
+        expert_tensor = _own(layout.expert_tensor_groups(), partial(new_group, timeout=timeout))
     shared = partial(_shared.get, timeout=timeout)
     # Where only one of them cuts the experts, its ranks hold all. A norm is summed when no exchange runs.
     exchange = [group for group in (expert, expert_tensor) if group is not None]

@@ -2,8 +2,10 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -12,11 +14,12 @@ from megamoe.errors import UserError
 from megamoe.parallel.parent_death import end_with_launcher
 
 _store: Store | None = None  # of the rendezvous
+_backend: str | None = None  # of the present world's collectives on the device
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank and its world. device: the model's; backend: nccl on CUDA, gloo otherwise."""
+    """This rank and its world. device: the model's; backend: of the device's collectives, nccl or gloo."""
 
     rank: int
     size: int
@@ -117,11 +120,16 @@ def open_store(world: World, timeout_s: float) -> Store:
     return _store
 
 
-def start(world: World, timeout_minutes: float) -> None:
+def start(world: World, timeout_minutes: float, select_device: bool = True) -> None:
     """Join the process group of all ranks.
 
-    timeout_minutes: the timeout of a collective, after which the run ends.
+    On CUDA it has two backends: NCCL for tensors of the device, and gloo for objects such as error messages.
+
+    timeout_minutes: the timeout of a collective, after which the run ends. select_device: whether this
+    process uses its device from now on; False: `use_device` follows. Until then collectives of objects are
+    possible, and CUDA is not initialised.
     """
+    global _backend
     import deepspeed
 
     from megamoe.compat.deepspeed_compat import skip_shared_memory_op
@@ -129,13 +137,15 @@ def start(world: World, timeout_minutes: float) -> None:
     skip_shared_memory_op()
     end_with_launcher()
     _export(world)
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
+    if select_device:
+        use_device(world)
     timeout = timedelta(minutes=timeout_minutes)
+    _backend = world.backend
+    backends = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend
     if (attempt := _attempt()) != "0":
-        _join_again(world, timeout, attempt)
+        _join_again(world, backends, timeout, attempt)
     deepspeed.init_distributed(
-        dist_backend=world.backend,
+        dist_backend=backends,
         auto_mpi_discovery=False,
         verbose=False,
         timeout=timeout,
@@ -144,12 +154,25 @@ def start(world: World, timeout_minutes: float) -> None:
     )
 
 
+def use_device(world: World) -> None:
+    """Make this rank's GPU the current one, which initialises CUDA; nothing on the CPU."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
+    """Return a group for tensors of the device, as `dist.new_group` does. Collective over all ranks."""
+    import torch.distributed as dist
+
+    return dist.new_group(ranks, timeout=timeout, backend=_backend)
+
+
 def _attempt() -> str:
     """Return how often torchrun has restarted the ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _join_again(world: World, timeout: timedelta, attempt: str) -> None:
+def _join_again(world: World, backends: str, timeout: timedelta, attempt: str) -> None:
     """Join after a restart by torchrun, whose store may still hold the addresses of the previous ranks.
 
     The store is new with `--standalone` and `--rdzv-backend`, but not with `--master-addr` or neither.
@@ -158,7 +181,7 @@ def _join_again(world: World, timeout: timedelta, attempt: str) -> None:
 
     store, rank, size = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
     dist.init_process_group(
-        world.backend,
+        backends,
         store=dist.PrefixStore(f"attempt_{attempt}", store),
         rank=rank,
         world_size=size,
@@ -176,7 +199,7 @@ def order_device_queues() -> None:
 
 def stop() -> None:
     """Leave the process group and forget every group made from it; `start` may be called again."""
-    global _store
+    global _store, _backend
     import torch.distributed as dist
 
     from megamoe.parallel.groups import stop_groups
@@ -184,7 +207,7 @@ def stop() -> None:
     stop_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _store = None
+    _store = _backend = None
 
 
 def _numbers(*names: str) -> list[int]:

@@ -72,6 +72,11 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
     yield "tensor", tensor, "model.num_attention_heads", model.num_attention_heads
     if model.num_query_groups is not None:
         yield "tensor", tensor, "model.num_query_groups", model.num_query_groups
+    if model.latent is not None:
+        compressed = model.latent.key_value_rank + model.latent.rope_size
+        yield "tensor", tensor, "model.latent.key_value_rank + rope_size", compressed
+        if model.latent.query_rank is not None:
+            yield "tensor", tensor, "model.latent.query_rank", model.latent.query_rank
     if len(moe_block_numbers(config)) < num_blocks(config):
         yield "tensor", tensor, "the dense blocks' FFN size", ffn_size(model)
     yield "tensor", tensor, "model.vocab_multiple", model.vocab_multiple

@@ -169,8 +169,8 @@ def _host_prefix() -> str:
     return "" if rank in ("0", str(_local_rank())) or not rank.isdecimal() else f"{socket.gethostname()}: "
 
 
-def _shorten(text: str, limit: int = 160) -> str:
-    """Return a library's message without its source location and advice, at most `limit` characters."""
+def _shorten(text: str) -> str:
+    """Return a library's message without its source location and advice, at most 160 characters."""
     text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] *", "", text)
     text = re.sub(r" This is typically caused by.*", "", text)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= 160 else text[:157] + "..."

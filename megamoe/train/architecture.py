@@ -24,10 +24,14 @@ def check_architecture(config: RunConfig) -> None:
             "model.head_transform: true is for a head that predicts tokens; with model.num_labels set it to "
             "false, or take model.pooler"
         )
-    if model.num_labels is None and (model.pooler or model.pooling != ModelConfig().pooling):
+    pools = model.pooler or model.pooling != ModelConfig().pooling
+    if model.num_labels is None and (pools or model.predicts != ModelConfig().predicts):
         raise UserError(
-            "model.pooler, model.pooling: are for labels; give model.num_labels, or leave them out"
+            "model.pooler, model.pooling, model.predicts: are for labels; give model.num_labels, or leave "
+            "them out"
         )
+    if model.num_labels is not None:
+        _check_outputs(model, model.num_labels, pools)
     if model.architecture == "encoder_decoder":
         if layers.every or layers.at or layers.insert_after:
             raise UserError(
@@ -50,6 +54,61 @@ def check_architecture(config: RunConfig) -> None:
             raise UserError(
                 f"moe.layers.{key}: {found} has one stack; give the positions directly under moe.layers"
             )
+
+
+def _check_outputs(model: ModelConfig, outputs: int, pools: bool) -> None:
+    """Check the number of outputs against what they predict."""
+    expected = {"number": 1, "span": 2}.get(model.predicts)
+    if outputs < 2 if expected is None else outputs != expected:
+        wanted = "at least 2" if expected is None else str(expected)
+        raise UserError(
+            f"model.num_labels: found {outputs}, but model.predicts {model.predicts} expects {wanted}"
+        )
+    if pools and model.predicts in ("tags", "span"):
+        raise UserError(
+            f"model.pooler, model.pooling: are for what a whole text has, found model.predicts "
+            f"{model.predicts}; leave them out"
+        )
+
+
+def check_attention(model: ModelConfig) -> None:
+    """Refuse variants of attention that do not fit together, or another architecture.
+
+    Raises:
+        UserError: naming the key, its value and the way out.
+    """
+    attention = model.attention
+    variants = {"window": attention.window, "sinks": attention.sinks, "soft_cap": attention.soft_cap}
+    for key, value in variants.items():
+        if not value:
+            continue
+        asked = f"model.attention.{key}: found {str(value).lower()}"
+        if model.architecture != "decoder":
+            raise UserError(
+                f"{asked}, which is for causal attention of a decoder, but model.architecture is "
+                f"{model.architecture}; leave it out"
+            )
+        if model.attention_dropout:
+            raise UserError(
+                f"{asked} beside model.attention_dropout {model.attention_dropout:g}, which such attention "
+                "does not have; set model.attention_dropout: 0"
+            )
+    _check_window_blocks(model)
+
+
+def _check_window_blocks(model: ModelConfig) -> None:
+    blocks = model.attention.window_blocks
+    if blocks is None:
+        return
+    asked = f"model.attention.window_blocks: found {blocks}"
+    if model.attention.window is None:
+        raise UserError(f"{asked}, but model.attention.window is not set; give a window, or leave them out")
+    if len({*blocks}) < len(blocks) or not blocks:
+        raise UserError(f"{asked}; expected at least one block, each once, or no such key for all blocks")
+    if max(blocks) > model.num_layers:
+        raise UserError(
+            f"{asked}, but the model has {model.num_layers} blocks (model.num_layers; counted from 1)"
+        )
 
 
 def check_positions(config: RunConfig) -> None:

@@ -16,9 +16,10 @@ from megamoe.moe.alternatives import provides
 from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout_rules import check_layout, row_unit
 from megamoe.registry import get_part
-from megamoe.train.architecture import check_architecture, check_positions
+from megamoe.train.architecture import check_architecture, check_attention, check_positions
 from megamoe.train.length import check_warmup
 from megamoe.train.objective import check_objective
+from megamoe.train.rotary_rules import check_rotary
 from megamoe.zero.deepspeed_config import ParallelPlan
 
 MOST_SIZES = 100_000  # of the batch size's growth
@@ -33,6 +34,7 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
         UserError: naming the keys, their values, what was expected and a way out.
     """
     check_architecture(config)
+    check_attention(config.model)
     check_objective(config)
     _check_model(config)
     _check_experts(config, plan)
@@ -46,14 +48,11 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
 def _check_model(config: RunConfig) -> None:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
+    if model.head_size is None and model.latent is None:
+        _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
     if groups is not None:
         _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)
-    if model.position == "rope" and (model.hidden_size // heads) % 2:
-        raise UserError(
-            f"model.hidden_size {model.hidden_size} over {heads} heads makes heads of odd size "
-            f"{model.hidden_size // heads}; rope needs an even one"
-        )
+    check_rotary(model)
 
 
 def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:

@@ -55,11 +55,14 @@ SAME_FUNCTION = (
     "num_attention_heads",
     "position",
     "rope_base",
+    "rotary",
+    "latent",
     "norm",
     "norm_position",
     "norm_eps",
     "activation",
     "scale_embeddings",
+    *(f"attention.{key}" for key in ("query_key_norm", "window", "window_blocks", "soft_cap", "scale")),
 )
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
 RESUME_WAY_OUT = "resume with the configuration that saved it"
@@ -155,7 +158,10 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
     saved, current = saved_config["model"], to_dict(config)["model"]
     defaults = to_dict(RunConfig())["model"]
     for key in SAME_FUNCTION:
-        _same(path, f"model.{key}", saved.get(key, defaults[key]), current[key], INIT_WAY_OUT)
+        section, _, inner = key.partition(".")
+        values = (saved.get(section, defaults[section]), current[section])
+        before, after = (value.get(inner) for value in values) if inner else values
+        _same(path, f"model.{key}", before, after, INIT_WAY_OUT)
     if moe_layer_numbers(config):
         # Experts made from a dense FFN use its activation.
         own = (

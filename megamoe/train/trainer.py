@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamoe.checkpoint.format.meta import read_meta
+from megamoe.checkpoint.format.meta import Meta, read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
 from megamoe.compat.glibc import keep_freed_memory
@@ -18,6 +18,7 @@ from megamoe.errors import UserError
 from megamoe.metrics import check_record
 from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
+from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.timers import StageTimers
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.consensus import (
@@ -62,6 +63,11 @@ class Progress:
     micro_batches: int = 0
     skipped_steps: int = 0
 
+    @classmethod
+    def of(cls, meta: Meta) -> "Progress":
+        """Return the progress that a checkpoint holds."""
+        return cls(meta["step"], meta["samples"], meta["micro_batches"], meta["skipped_steps"])
+
 
 class Trainer:
     """A run that is ready to train; the loop calls `step`, `evaluate` and `save`.
@@ -82,23 +88,35 @@ class Trainer:
         with refusing_together(facts, self.world):
             resume_from = self._check(facts)
         check_same(self.world, facts, config.parallel.timeout_minutes)
-        launch.start(self.world, config.parallel.timeout_minutes)
+        launch.start(self.world, config.parallel.timeout_minutes, select_device=False)
         self._check_record(resume_from)
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.background
+        )
+        saved = self._open_checkpoint(resume_from)
+        self.progress = Progress() if saved is None else Progress.of(saved.meta)
+        # The loader processes are forked here, before this process has CUDA and the model's memory.
+        self._stream = self._stream_of(self.datasets.train, self.progress.samples, config.data.workers)
+        try:
+            launch.use_device(self.world)
+            self._build(groups, saved)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def _build(self, groups: ParallelGroups, saved: CheckpointReader | None) -> None:
+        """Build the model and its engine, and load the checkpoint to resume from, if any."""
+        config = self.config
         self.context = StepContext(
             seed=config.seed,
             data_group=data_group() if self.layout.data > 1 else None,
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
         make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
-        self.checkpoints = Checkpoints(
-            self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.background
-        )
-        saved = self._open_checkpoint(resume_from)
         model = start_model(config, self.run, self.world.rank, make_moe_layer, saved, self.world.say)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
-        self.progress = Progress()
         self._seed()
         self.skip_policy = SkipPolicy(config.train)
         num_layers = len(list(self.model.moe_layers()))
@@ -109,7 +127,6 @@ class Trainer:
             self._resume(saved)
         self.engine.train(True)
         self._open_routing(model)
-        self._stream = self._stream_of(self.datasets.train, self.progress.samples, config.data.workers)
 
     @property
     def layout(self) -> Layout:
@@ -264,9 +281,13 @@ class Trainer:
 
     def close(self) -> None:
         """End the loader processes and leave the process group."""
+        self.release()
+        launch.stop()
+
+    def release(self) -> None:
+        """End the loader processes; another trainer may follow in the same process group."""
         self._stream.close()
         self.checkpoints.close()
-        launch.stop()
 
     def _after_step(self, record: StepRecord) -> None:
         """Update what the layers learn without gradient."""
@@ -344,7 +365,6 @@ class Trainer:
         meta = saved.meta
         with saved:
             has_random = load(saved, self.engine)
-        self.progress = Progress(meta["step"], meta["samples"], meta["micro_batches"], meta["skipped_steps"])
         self.skip_policy.restore(meta.get("skip_policy", {}))
         self.routing_history.restore(meta.get("routing_history", {}))
         self.last_checkpoint = saved.path

@@ -8,10 +8,16 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from packaging.version import Version
 
-from megamoe.compat.megatron_compat import ffn_submodules, head_norm, set_random_tracker
+from megamoe.compat.megatron_compat import (
+    allow_latent_attention,
+    ffn_submodules,
+    head_norm,
+    set_random_tracker,
+)
 from megamoe.compat.startup import TESTED
 from megamoe.model.random_streams import OneStream
 from tests.tiny import tiny, tiny_gpt
@@ -50,6 +56,17 @@ def test_ffn_submodules() -> None:
     submodules = ffn_submodules(get_gpt_layer_local_spec().submodules.mlp)
     assert submodules.linear_fc1 is not None and submodules.linear_fc2 is not None
     assert Version("0.19") > OLDEST, "a functools.partial is all that is left"
+
+
+def test_latent_attention_without_transformer_engine() -> None:
+    """0.16 takes its mocks for classes; 0.19 asks whether Transformer Engine is there."""
+    allow_latent_attention()
+    linear: Any = getattr(multi_latent_attention, "TELinear", None)
+    if not isinstance(linear, type):
+        assert not multi_latent_attention.HAVE_TE
+        with pytest.raises(TypeError):
+            isinstance(None, linear)
+    assert Version("0.19") > OLDEST, "this entry can go"
 
 
 def test_head_norms(one_rank: None) -> None:

@@ -33,6 +33,7 @@ COLLECTIVES = (
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
     *("send", "recv", "isend", "irecv"),
 )
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class Finding:
 findings: list[Finding] = []
 new_groups: list[tuple[int, ...]] = []  # the ranks of every process group that was made, in order
 _nccl: set[Any] = set()  # the groups that stand for NCCL's
+_with_gloo: set[Any] = set()  # those of them that have gloo too, for objects
+_objects: list[str] = []  # the collectives of objects that are running
+device_uses: list[str] = []  # what selected the device
 _works: list[list[Any]] = []  # of the coalescing managers that are open
 
 
@@ -123,6 +127,7 @@ class Device:
         if not 0 <= index < self.devices:
             raise RuntimeError(f"CUDA error: invalid device ordinal {index} of {self.devices} devices")
         self.library.pretended_set_device(index)
+        device_uses.append(f"set_device({index})")
 
     def synchronize(self, device: Any = None) -> None:
         """torch.cuda.synchronize."""
@@ -294,6 +299,8 @@ def _pretend_nccl() -> None:
         begin("gloo" if is_nccl(backend) else backend, *args, **kwargs)
         if is_nccl(backend):
             rename(c10d._get_default_group())
+        if "gloo" in str(backend):
+            _with_gloo.add(c10d._get_default_group())
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *_: Any, **kwargs: Any) -> Any:
         new_groups.append(tuple(ranks or range(dist.get_world_size())))
@@ -310,9 +317,28 @@ def _pretend_nccl() -> None:
         "is_nccl_available": _always(True),
         "_coalescing_manager": _coalescing,
         **{name: _checked(name, getattr(c10d, name)) for name in COLLECTIVES},
+        **{name: _of_objects(name, getattr(c10d, name)) for name in OBJECTS},
     }
-    _patch(c10d, {**patches, "_get_object_coll_device": _always("cuda")})
+
+    def object_device(group: Any = None) -> str:
+        return "cpu" if (group or c10d._get_default_group()) in _with_gloo else "cuda"
+
+    _patch(c10d, {**patches, "_get_object_coll_device": object_device})
     _patch(dist, patches)
+
+
+def _of_objects(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Its tensors may be the host's where the group has gloo too."""
+
+    @functools.wraps(collective)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _objects.append(name)
+        try:
+            return collective(*args, **kwargs)
+        finally:
+            _objects.pop()
+
+    return noted
 
 
 def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -331,7 +357,8 @@ def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         given = [*args, *kwargs.values()]
         groups = [value for value in given if isinstance(value, ProcessGroup)]
         group = groups[0] if groups else c10d._get_default_group()
-        if group in _nccl and any(map(is_host, given)):
+        may_be_host = bool(_objects) and group in _with_gloo
+        if group in _nccl and not may_be_host and any(map(is_host, given)):
             findings.append(Finding("mixed", f"dist.{name}", "a CPU tensor for NCCL", _frames()))
             raise RuntimeError(f"dist.{name}: No backend type associated with device type cpu")
         work = collective(*args, **kwargs)

@@ -26,6 +26,8 @@ class Watch:
         """With a run."""
         pretended.findings.clear()
         pretended.new_groups.clear()
+        pretended.device_uses.clear()
+        self.used_at_fork: list[str] | None = None
         self.device.kernels()
         self.device.most_pinned_bytes()
         self.steps: list[dict[str, Any]] = []
@@ -45,6 +47,14 @@ class Watch:
             "largest": 4 * largest,
             "whole": 4 * sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         }
+
+    def fork(self) -> None:
+        """Before the first loader process of a run is forked."""
+        if self.used_at_fork is not None:
+            return
+        launched = [name for name, count in self.device.kernels().items() if count]
+        taken = self.device.most_device_bytes() > self.before
+        self.used_at_fork = [*pretended.device_uses, *launched, *(["memory"] if taken else [])]
 
     def mark(self) -> None:
         """Before and after a step."""
@@ -66,6 +76,7 @@ class Watch:
             "groups": list(pretended.new_groups),
             "pinned_bytes": self.device.most_pinned_bytes(),
             "built": self.built,
+            "used_at_fork": self.used_at_fork,
         }
 
 
@@ -89,6 +100,7 @@ def main() -> None:
     watch = Watch(device)
     watch_steps(watch.mark)
     watch_engines(watch.engine)
+    os.register_at_fork(before=watch.fork)
     found = {}
     for place, run in enumerate(job["runs"]):
         if rank >= run["ranks"]:

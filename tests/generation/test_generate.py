@@ -21,11 +21,13 @@ RUN: dict[str, Any] = {"data__tokenizer": "bytes", "model__vocab_size": None, "t
 ROTARY = {
     "model__num_attention_heads": 4,
     "model__num_query_groups": 2,
+    "model__attention": {"query_key_norm": "head", "window": 4, "window_blocks": [2], "sinks": True},
     "moe__router": {"selector": {"name": "threshold", "threshold": 0.4}},
 }
 LEARNED = {
     "model__position": "learned",
     "model__norm": "layernorm",
+    "model__attention": {"window": 5, "soft_cap": 3.0, "output_bias": True},
     "moe__router": {
         "selector": {"name": "top_k", "k": 2},
         "capacity": {"name": "per_expert", "factor": 0.25},

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from megamoe.kernels import adamw, attention, block, documents, experts, products, router, rows
+from megamoe.kernels import adamw, attention, block, documents, experts, products, rotary, router, rows
 from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 
@@ -28,8 +28,8 @@ sum_of_squares = _chosen_for(adamw.sum_of_squares)
 AdamW = _chosen_for(adamw.AdamW)
 causal_attention = _chosen_for(attention.causal_attention)
 plain_causal_attention = _chosen_for(attention.plain_causal_attention)
-rotary_in_documents = _chosen_for(documents.rotary_in_documents)
-rms_norm, rotary = _chosen_for(block.rms_norm), _chosen_for(block.rotary)
+turn_in_documents = _chosen_for(documents.turn_in_documents)
+rms_norm, turn_heads = _chosen_for(block.rms_norm), _chosen_for(rotary.turn_heads)
 swiglu_experts = _chosen_for(experts.swiglu_experts)
 grouped_product = _chosen_for(products.grouped_product)
 masked, softmax, top_k = (_chosen_for(each) for each in (router.masked, router.softmax, router.top_k))

@@ -10,6 +10,7 @@ from torch import Tensor
 from megamoe.kernels import attention
 from megamoe.kernels.attention import split_heads
 from megamoe.kernels.library import Library
+from megamoe.kernels.rotary import Rotary
 from tests.kernels.chosen import causal_attention, kernels, plain_causal_attention, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 
@@ -23,6 +24,7 @@ SIZES = {
     "queries share keys": (70, 2, 6, 2, 8),
     "all queries share one key": (33, 3, 4, 1, 2),
 }
+ROTARY = Rotary(100.0)
 Sides = tuple[Tensor, Tensor, Tensor]
 
 
@@ -70,7 +72,10 @@ def test_the_formula(sizes: tuple[int, int, int, int, int], base: float | None, 
     use_compiled(compiled)
     sides = make(sizes)
     doubles = each(lambda side: side.detach().double().requires_grad_(), sides)
-    found, expected = causal_attention(*sides, base), exact(*doubles, base, sizes[-1] ** -0.5)
+    found, expected = (
+        causal_attention(*sides, base and Rotary(base)),
+        exact(*doubles, base, sizes[-1] ** -0.5),
+    )
     assert_close_to(found, expected, 1e-5)
     upstream = draw(*found.shape, seed=9)
     gradients = torch.autograd.grad(found, sides, upstream)
@@ -104,7 +109,7 @@ def test_scores_of_any_size(factor: float, library: Library) -> None:
 def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
     use_compiled(compiled)
     sides = make((length, batch, 2, 2, 4))
-    found = causal_attention(*sides, 100.0)
+    found = causal_attention(*sides, ROTARY)
     assert found.shape == (length, batch, 8)
     for side, gradient in zip(sides, torch.autograd.grad(found.sum(), sides), strict=True):
         assert gradient.shape == side.shape
@@ -116,7 +121,7 @@ def test_nothing_depends_on_the_threads(library: Library) -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         sides = make((100, 2, 6, 2, 8))
-        output = causal_attention(*sides, 100.0)
+        output = causal_attention(*sides, ROTARY)
         found.append([output, *torch.autograd.grad(output, sides, draw(*output.shape, seed=5))])
     torch.set_num_threads(before)
     for others in found[1:]:
@@ -125,7 +130,7 @@ def test_nothing_depends_on_the_threads(library: Library) -> None:
 
 def test_the_graph_can_be_gone_back_through_twice(library: Library) -> None:
     sides = make((66, 2, 2, 2, 8))
-    output = causal_attention(*sides, 100.0)
+    output = causal_attention(*sides, ROTARY)
     first = torch.autograd.grad(output.sum(), sides, retain_graph=True)
     again = torch.autograd.grad(output.sum(), sides)
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
@@ -155,14 +160,14 @@ def test_what_the_library_does_not_take(library: Library) -> None:
 def test_rotary_needs_an_even_width(compiled: bool) -> None:
     use_compiled(compiled)
     with pytest.raises(ValueError, match="found heads of 3"):
-        causal_attention(*make((5, 2, 2, 2, 3)), 100.0)
+        causal_attention(*make((5, 2, 2, 2, 3)), ROTARY)
 
 
 def test_plain_in_bf16(library: Library) -> None:
     sides = each(Tensor.bfloat16, make((9, 2, 2, 2, 8)))
     expected = exact(*each(Tensor.double, sides), 100.0, 8**-0.5)
-    assert_close_to(causal_attention(*sides, 100.0), expected, 2.0**-6)
-    assert torch.equal(causal_attention(*sides, 100.0), plain_causal_attention(*sides, 100.0))
+    assert_close_to(causal_attention(*sides, ROTARY), expected, 2.0**-6)
+    assert torch.equal(causal_attention(*sides, ROTARY), plain_causal_attention(*sides, ROTARY))
 
 
 def test_gradients_beside_each_other_are_one_tensor() -> None:
@@ -208,7 +213,7 @@ def test_the_gradients_of_one_projection_are_not_copied(
 
     mixed = draw(70, 2, 2, 24).requires_grad_()
     query, key, value = split_heads(mixed, [8, 8, 8])
-    output = causal_attention(query, key, value, 100.0)
+    output = causal_attention(query, key, value, ROTARY)
     monkeypatch.setattr(torch, "cat", refuse)
     output.sum().backward()
     assert mixed.grad is not None and mixed.grad.is_contiguous()

@@ -7,6 +7,7 @@ from torch import Tensor
 from megamoe.kernels.attention import bidirectional_attention, cross_attention, rotated
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.documents import Documents, SourceLengths
+from megamoe.kernels.rotary import Rotary
 
 PLAIN = Kernels.of("plain", "plain")
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -32,7 +33,7 @@ def assert_same(found: Tensor, expected: Tensor, sides: tuple[Tensor, ...]) -> N
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("base", [None, 100.0])
+@pytest.mark.parametrize("rotary", [None, Rotary(100.0)])
 @pytest.mark.parametrize(
     "bounds_B",
     [
@@ -41,7 +42,7 @@ def assert_same(found: Tensor, expected: Tensor, sides: tuple[Tensor, ...]) -> N
         [[0, 300, 340, 341, 700], [0, 10, 699, 700]],  # long ones by themselves
     ],
 )
-def test_within_documents(base: float | None, bounds_B: list[list[int]]) -> None:
+def test_within_documents(rotary: Rotary | None, bounds_B: list[list[int]]) -> None:
     length = bounds_B[0][-1]
     start_BS = torch.stack(
         [torch.repeat_interleave(torch.tensor(row[:-1]), torch.tensor(row).diff()) for row in bounds_B]
@@ -49,10 +50,10 @@ def test_within_documents(base: float | None, bounds_B: list[list[int]]) -> None
     documents = Documents.of(start_BS)
     sides = (heads(length, HEADS, 1), heads(length, GROUPS, 2), heads(length, GROUPS, 3))
     query, key, value = sides
-    if base is not None:
-        query, key = (rotated(side, base, documents, PLAIN) for side in (query, key))
+    if rotary is not None:
+        query, key = (rotated(side, rotary, documents, PLAIN) for side in (query, key))
     expected = oracle(query, key, value, start_BS[:, :, None] == start_BS[:, None, :])
-    found = bidirectional_attention(*sides, base, None, documents, kernels=PLAIN)
+    found = bidirectional_attention(*sides, rotary, None, documents, kernels=PLAIN)
     assert_same(found, expected, sides)
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megamoe.kernels.block import angles, plain_rotary
-from tests.kernels.chosen import rms_norm, rotary, use_compiled
+from megamoe.kernels.rotary import Rotary, angles, plain_turned
+from tests.kernels.chosen import rms_norm, turn_heads, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -51,7 +51,7 @@ def test_rotary(size: int, dtype: torch.dtype, compiled: bool) -> None:
     use_compiled(compiled)
     mixed = draw(9, 2, 3, 3 * size).to(dtype).requires_grad_()
     heads = mixed[..., size : 2 * size]
-    found = rotary(heads, 500)
+    found = turn_heads(heads, Rotary(500))
     exact = mixed.detach().double().requires_grad_()
     first, second = exact[..., size : 2 * size].chunk(2, dim=-1)
     powers = 500.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -74,8 +74,8 @@ def test_rotary_as_megatron_cores() -> None:
     stand_in_for_cuda()
     embedding = RotaryEmbedding(16, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True)
     angle_SD = embedding(11)[:, 0, 0, :8]
-    cosine_SD, sine_SD = angles(11, 16, 10000.0, torch.device("cpu"))
+    cosine_SD, sine_SD = angles(11, 16, Rotary(10000), torch.device("cpu"))
     torch.testing.assert_close(angle_SD.cos(), cosine_SD)
     torch.testing.assert_close(angle_SD.sin(), sine_SD)
     heads = draw(11, 1, 2, 16)
-    torch.testing.assert_close(rotary(heads, 10000), plain_rotary(heads, cosine_SD, sine_SD))
+    torch.testing.assert_close(turn_heads(heads, Rotary(10000)), plain_turned(heads, cosine_SD, sine_SD))

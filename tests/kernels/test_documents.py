@@ -11,11 +11,12 @@ from megamoe.kernels import attention, varlen
 from megamoe.kernels.attention import attend
 from megamoe.kernels.documents import Documents, Run
 from megamoe.kernels.library import Library
+from megamoe.kernels.rotary import Rotary
 from tests.kernels.chosen import (
     causal_attention,
     plain_causal_attention,
-    rotary,
-    rotary_in_documents,
+    turn_heads,
+    turn_in_documents,
     use_compiled,
 )
 from tests.kernels.drawn import draw
@@ -35,7 +36,7 @@ LENGTHS = {
     "one document in each": ([300], [300]),
     "longer than a run": ([300, 200, 56, 1, 3], [20, 260, 260, 20]),
 }
-BASE = 100.0
+ROTARY = Rotary(100.0)
 
 
 def documents_of(*lengths: list[int]) -> Documents:
@@ -51,13 +52,13 @@ def visible_to(documents: Documents) -> Tensor:
     return ((place >= start_BS[..., None]) & (place <= place[:, None]))[:, None]
 
 
-def separately(sides: Sides, documents: Documents, base: float | None) -> Tensor:
+def separately(sides: Sides, documents: Documents, rotary: Rotary | None) -> Tensor:
     """Each document as a batch of its own, without the code that knows of documents."""
     columns = []
     for b in range(len(documents.start_BS)):
         lengths = documents.start_BS[b].unique(return_counts=True)[1].tolist()
         pieces = zip(*(side[:, b : b + 1].split(lengths) for side in sides), strict=True)
-        columns.append(torch.cat([causal_attention(*each(torch.clone, piece), base) for piece in pieces]))
+        columns.append(torch.cat([causal_attention(*each(torch.clone, piece), rotary) for piece in pieces]))
     return torch.cat(columns, dim=1)
 
 
@@ -78,8 +79,11 @@ def test_separate_sequences(lengths: tuple[list[int], list[int]], groups: int, c
     use_compiled(compiled)
     documents = documents_of(*lengths)
     sides = make((documents.start_BS.shape[1], 2, 4, groups, 8))
-    for base in (None, BASE):
-        found, expected = causal_attention(*sides, base, None, documents), separately(sides, documents, base)
+    for rotary in (None, ROTARY):
+        found, expected = (
+            causal_attention(*sides, rotary, None, documents),
+            separately(sides, documents, rotary),
+        )
         assert_equal_runs(found, expected, sides, sides, 1e-6)
 
 
@@ -91,18 +95,18 @@ def test_an_explicit_mask(lengths: tuple[list[int], list[int]], compiled: bool) 
     documents = documents_of(*lengths)
     sides = make((documents.start_BS.shape[1], 2, 2, 2, 8))
     query, key, value = doubles = each(lambda side: side.detach().double().requires_grad_(), sides)
-    turned = (rotary(query, BASE), rotary(key, BASE), value)
+    turned = (turn_heads(query, ROTARY), turn_heads(key, ROTARY), value)
     q, k, v = each(lambda side: side.permute(1, 2, 0, 3), turned)
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible_to(documents))
     expected = expected.permute(2, 0, 1, 3).flatten(2)
-    assert_equal_runs(causal_attention(*sides, BASE, None, documents), expected, sides, doubles, 2e-5)
+    assert_equal_runs(causal_attention(*sides, ROTARY, None, documents), expected, sides, doubles, 2e-5)
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_one_document_a_sequence_is_causal_attention_bit_for_bit(library: Library) -> None:
     sides = make((200, 2, 4, 2, 8))
     runs = [
-        causal_attention(*sides, BASE, None, documents) for documents in (None, documents_of([200], [200]))
+        causal_attention(*sides, ROTARY, None, documents) for documents in (None, documents_of([200], [200]))
     ]
     sent = draw(*runs[0].shape, seed=3)
     found = [[run, *torch.autograd.grad(run, sides, sent)] for run in runs]
@@ -119,7 +123,7 @@ def test_nothing_of_another_document_counts(library: Library) -> None:
         side.data[70:120] *= -1e4
     runs = []
     for each_sides in (sides, changed):
-        output = causal_attention(*each_sides, BASE, None, documents)
+        output = causal_attention(*each_sides, ROTARY, None, documents)
         runs.append([output, *torch.autograd.grad(output, each_sides, draw(*output.shape, seed=2))])
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one[:70], other[:70]) and torch.equal(one[120:], other[120:])
@@ -128,10 +132,10 @@ def test_nothing_of_another_document_counts(library: Library) -> None:
 
 def test_rotary_positions_begin_in_each_document() -> None:
     heads = draw(9, 2, 3, 4)
-    found = rotary_in_documents(heads, BASE, documents_of([4, 5], [9]))
-    expected = torch.cat((rotary(heads[:4], BASE), rotary(heads[4:], BASE)))
+    found = turn_in_documents(heads, ROTARY, documents_of([4, 5], [9]))
+    expected = torch.cat((turn_heads(heads[:4], ROTARY), turn_heads(heads[4:], ROTARY)))
     torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(found[:, 1], rotary(heads, BASE)[:, 1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[:, 1], turn_heads(heads, ROTARY)[:, 1], rtol=0, atol=1e-6)
 
 
 def test_dropout_stays_in_the_document() -> None:
@@ -182,15 +186,19 @@ def as_documented(
     enable_gqa: bool,
 ) -> Tensor:
     """PyTorch's `varlen_attn` as its documentation has it, in plain PyTorch."""
-    assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32 and window_size == (-1, 0)
+    assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32 and window_size[1] == 0
     lengths = cu_seq_q.diff().tolist()
     assert max_q == max_k == max(lengths)
     assert enable_gqa == (query.shape[1] != key.shape[1])
     outputs = []
     for piece in zip(*(side.split(lengths) for side in (query, key, value)), strict=True):
         q, k, v = (side.transpose(0, 1) for side in piece)
+        place = torch.arange(q.shape[1])
+        seen = place <= place[:, None]
+        if window_size[0] >= 0:
+            seen &= place >= place[:, None] - window_size[0]
         mean = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
         outputs.append(mean.transpose(0, 1))
     return torch.cat(outputs)
@@ -202,10 +210,10 @@ def test_what_varlen_attention_is_given(monkeypatch: pytest.MonkeyPatch, groups:
     use_compiled(False)
     documents = documents_of([3, 6], [8, 1])
     sides = make((9, 2, 4, groups, 8))
-    expected = plain_causal_attention(*sides, BASE, 0.3, documents)
+    expected = plain_causal_attention(*sides, ROTARY, 0.3, documents)
     monkeypatch.setattr(varlen, "varlen_attn", as_documented)
     monkeypatch.setattr(attention, "fits_varlen", lambda heads: True)
-    found = plain_causal_attention(*sides, BASE, 0.3, documents)
+    found = plain_causal_attention(*sides, ROTARY, 0.3, documents)
     assert_equal_runs(found, expected, sides, sides, 1e-6)
 
 

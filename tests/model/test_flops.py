@@ -4,15 +4,21 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megamoe.config.shapes import query_size
 from megamoe.costs.gpus import peak_of_device
 from megamoe.model.flops import PASSES, model_flops
-from megamoe.moe.experts.grouped import GroupedExperts, loop_experts
+from megamoe.moe.experts.grouped import GroupedExperts
+from tests.moe.plain import loop_experts
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
+LATENT = "key_value_rank: 6, nope_size: 8, rope_size: 4, value_size: 12"
 CASES = {
     "dense": ["moe.layers=none", "model.num_query_groups=1", "model.tie_embeddings=false"],
     "moe": ["moe.layers.every=2", "moe.num_shared_experts=1", "model.activation=gelu"],
+    "latent attention": ["moe.layers=none", f"model.latent={{{LATENT}}}"],
+    "latent queries": ["moe.layers=none", f"model.latent={{query_rank: 5, {LATENT}}}"],
     "inserted": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"],
+    "heads of another size": ["model.head_size=10", "model.num_query_groups=1"],
 }
 
 
@@ -30,12 +36,22 @@ def test_flops_are_those_of_pytorchs_counter(
         model(tokens_BS, torch.arange(8).expand(2, 8), tokens_BS, None)
     layers = list(model.moe_layers())
     flops = model_flops(config, VOCABULARY)
-    # Of a token and block: 2 products of 16 wide rows with half of 8 keys, 2 FLOPs each.
-    attention = 16 * config.model.num_layers * 2 * 2 * 16 * 8 / 2
+    # Of a token and block: products of heads with half of 8 keys, and with values, 2 FLOPs each.
+    columns = 2 * query_size(config.model) if config.model.latent is None else 2 * (12 + 12)
+    attention = 16 * config.model.num_layers * 2 * columns * 8 / 2
     expected = flops.of_step(16, 2 * 16 * len(layers)) / PASSES
     counted = counter.get_flop_counts()["Global"]
     products = sum(count for operator, count in counted.items() if "attention" not in str(operator))
     assert products + attention == expected
+
+
+def test_a_window_counts_the_keys_that_it_shows() -> None:
+    """Of 8 keys a query sees 4 on average; in a window of 3, all but half of it: 3 - 3^2 / 16."""
+    whole, windowed = (
+        model_flops(tiny(f"model.attention={{{keys}}}"), VOCABULARY).token
+        for keys in ("", "window: 3, window_blocks: [2]")
+    )
+    assert whole - windowed == pytest.approx(PASSES * 2 * 2 * 16 * (4 - (3 - 9 / 16)))
 
 
 def plain_ffn(

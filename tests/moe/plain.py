@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import Activation, MoEConfig
+from megamoe.moe.experts.activations import activate_plainly
+from megamoe.moe.experts.grouped import GroupedExperts
 
 
 @dataclass
@@ -117,3 +119,11 @@ def _with_shared(
         first, second = (weights["shared.mix"] @ token_H + weights["shared.mix_bias"]).exp()
         return (first * routed_H + second * shared_H) / (first + second)
     return routed_H + shared_H
+
+
+def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
+    """Compute `GroupedExperts.forward` by a loop over the experts."""
+    outputs = []
+    for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
+        outputs.append(activate_plainly(rows @ up.T, experts.activation) @ down.T)
+    return torch.cat(outputs)

@@ -25,6 +25,32 @@ REFUSALS = {
         1,
         "model.hidden_size 18 over 2 heads .* odd size 9; rope needs an even one",
     ),
+    "odd head size": (["model.head_size=9"], 1, "model.head_size: 9 is odd; rope needs an even one"),
+    "a window of an encoder": (
+        ["model.architecture=encoder", "train.objective=masked", "model.attention.window=4"],
+        1,
+        "model.attention.window: found 4, .* but model.architecture is encoder; leave it out",
+    ),
+    "sinks with dropout": (
+        ["model.attention.sinks=true", "model.attention_dropout=0.1"],
+        1,
+        "model.attention.sinks: found true beside model.attention_dropout 0.1, .* set model.attention",
+    ),
+    "blocks without a window": (
+        ["model.attention.window_blocks=[1]"],
+        1,
+        r"model.attention.window_blocks: found \[1\], but model.attention.window is not set",
+    ),
+    "a block twice": (
+        ["model.attention={window: 4, window_blocks: [2, 2]}"],
+        1,
+        r"model.attention.window_blocks: found \[2, 2\]; expected at least one block, each once",
+    ),
+    "a block that is not there": (
+        ["model.attention={window: 4, window_blocks: [3]}"],
+        1,
+        r"model.attention.window_blocks: found \[3\], but the model has 2 blocks",
+    ),
     "rows of the grouped product": (
         ["moe.expert_ffn_hidden_size=14"],
         1,

@@ -32,8 +32,13 @@ OTHER_FUNCTIONS = {
     "activation": ("swiglu", "gelu"),
     "norm_position": ("pre", "post"),
     "scale_embeddings": ("False", "true"),
+    "attention.window": ("None", "5"),
+    "attention.soft_cap": ("None", "5.0"),
+    "attention.scale": ("None", "0.5"),
 }
 NEWER = (
+    "attention",
+    "head_size",
     "architecture",
     "encoder_layers",
     "norm_position",

@@ -63,6 +63,14 @@ def new_folder(path: Path, source: Path) -> Iterator[Path]:
     Raises:
         UserError: if `path` exists, or lies in the checkpoint that is read.
     """
+    with new_tree(path, source) as temporary:
+        yield temporary
+        write_sums(temporary, {file.name: sha256(file) for file in temporary.iterdir() if file.name != OWNER})
+
+
+@contextmanager
+def new_tree(path: Path, source: Path) -> Iterator[Path]:
+    """As `new_folder`, without checksums."""
     if os.path.lexists(path):
         raise UserError(f"{path} exists; name a folder that does not")
     if path.resolve().is_relative_to(source.resolve()):
@@ -75,7 +83,6 @@ def new_folder(path: Path, source: Path) -> Iterator[Path]:
         (temporary / OWNER).write_text(json.dumps(Process.of(os.getpid()).to_dict()), encoding="utf-8")
         yield temporary
         (temporary / OWNER).unlink()
-        write_sums(temporary, {file.name: sha256(file) for file in temporary.iterdir()})
         sync(temporary)
         os.rename(temporary, path)
         sync(path.parent)

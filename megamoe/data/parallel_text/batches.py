@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch.utils.data import Dataset
 
 from megamoe.data.parallel_text.dataset import PairDataset
 from megamoe.errors import UserError
@@ -43,72 +45,35 @@ def epoch_order(
 
 
 def cut_batches(
-    order_N: np.ndarray,
-    width_N: np.ndarray,
-    *,
-    pairs: int | None,
-    tokens: int | None,
-    generator: np.random.Generator,
+    order_N: np.ndarray, width_N: np.ndarray, *, pairs: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Return batches of pairs of similar widths, in a random order.
+    """Return batches of `pairs` pairs of similar widths, in a random order.
 
-    order_N: the pairs of an epoch; width_N: the longer side of every pair of the dataset. A batch has `pairs`
-    pairs, and the pairs at the end of `order_N` that fill none are left out. Or it has the most pairs whose
-    number times the greatest width is at most `tokens`: no side, with its padding, has more.
+    order_N: the pairs of an epoch; those at its end that fill no batch are left out. width_N: the longer side
+    of every pair of the dataset.
     """
-    if pairs is not None:
-        order_N = order_N[: len(order_N) // pairs * pairs]
-    order_N = order_N[np.argsort(width_N[order_N], kind="stable")]
-    if pairs is not None:
-        batches = np.split(order_N, len(order_N) // pairs) if len(order_N) else []
-    else:
-        assert tokens is not None
-        batches = _cut_by_tokens(order_N, width_N[order_N], tokens)
-    places = generator.permutation(len(batches))
-    return [batches[place] for place in places]
-
-
-def _cut_by_tokens(order_N: np.ndarray, width_N: np.ndarray, tokens: int) -> list[np.ndarray]:
-    """Cut pairs, sorted by width, into the longest batches of at most `tokens`, padding included."""
-    batches = []
-    start = 0
-    while start < len(order_N):
-        # Pairs times greatest width grows with the number of pairs: a binary search finds the most that fit.
-        most = min(len(order_N) - start, tokens // int(width_N[start]))
-        count = bisect.bisect_right(range(1, most + 1), tokens, key=lambda n: n * int(width_N[start + n - 1]))
-        batches.append(order_N[start : start + count])
-        start += count
-    return batches
+    count = len(order_N) // pairs
+    if not count:
+        return []
+    order_N = order_N[: count * pairs]
+    batches = np.split(order_N[np.argsort(width_N[order_N], kind="stable")], count)
+    return [batches[place] for place in generator.permutation(count)]
 
 
 class PairBatches:
     """The batches of all epochs, by number. Batch 0 is the first of epoch 0.
 
     Args:
+        pairs: of each batch; also an attribute.
         exponent: of the shares of the groups (`epoch_order`).
-        pairs: of each batch; or tokens: the most of a side of a batch, padding included.
     """
 
-    def __init__(
-        self,
-        dataset: PairDataset,
-        *,
-        seed: int,
-        exponent: float = 1.0,
-        pairs: int | None = None,
-        tokens: int | None = None,
-    ) -> None:
-        """Raise a UserError if a pair is longer than `tokens`, or if there are fewer than `pairs` pairs."""
-        assert (pairs is None) != (tokens is None), "either pairs or tokens"
+    def __init__(self, dataset: PairDataset, *, seed: int, pairs: int, exponent: float = 1.0) -> None:
+        """Raise a UserError if there are fewer than `pairs` pairs."""
         self._groups, self._sizes = list(dataset.groups), list(dataset.sizes)
         self._width_N = np.maximum(dataset.source_lengths, dataset.target_lengths)
-        self._seed, self._exponent, self._pairs, self._tokens = seed, exponent, pairs, tokens
-        if tokens is not None and self._width_N.max() > tokens:
-            raise UserError(
-                f"pairs: the longest side has {self._width_N.max()} tokens, a batch at most {tokens}; raise "
-                "the batch's tokens or lower max_length"
-            )
-        if pairs is not None and not self.epoch(0):
+        self._seed, self._exponent, self.pairs = seed, exponent, pairs
+        if not self.epoch(0):
             raise UserError(f"pairs: {len(dataset)} pairs make no batch of {pairs}; lower the batch size")
         self._starts = [0]  # the number of the first batch of each epoch, and of the next
         self._known: dict[int, list[np.ndarray]] = {}
@@ -117,9 +82,7 @@ class PairBatches:
         """Return the batches of an epoch, int64 [pairs of the batch] each: numbers of the dataset's items."""
         order_N = epoch_order(self._groups, self._sizes, self._exponent, self._seed, epoch)
         generator = _generator(self._seed, "batches", "", epoch)
-        return cut_batches(
-            order_N, self._width_N, pairs=self._pairs, tokens=self._tokens, generator=generator
-        )
+        return cut_batches(order_N, self._width_N, pairs=self.pairs, generator=generator)
 
     def __getitem__(self, number: int) -> np.ndarray:
         """Return batch `number`, from 0 without end. The plans of the epochs before it are made once."""
@@ -139,6 +102,30 @@ class PairBatches:
         if epoch not in self._known:
             self._known = {epoch: self.epoch(epoch)}
         return self._known[epoch]
+
+
+class OrderedPairs(Dataset[dict[str, torch.Tensor]]):
+    """The pairs in the order of their batches: batch b is the samples b * pairs to (b + 1) * pairs - 1.
+
+    A dataset for `megamoe.data.batches.BatchStream`. Its micro batches are parts of the planned batches if
+    their size divides `batches.pairs`.
+
+    Args:
+        num_samples: the length; the order has no end.
+    """
+
+    def __init__(self, dataset: PairDataset, batches: PairBatches, num_samples: int) -> None:
+        self._dataset, self._batches, self._num_samples = dataset, batches, num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return sample `index` (an item of `PairDataset`); raise IndexError past the end."""
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        number, place = divmod(index, self._batches.pairs)
+        return self._dataset[int(self._batches[number][place])]
 
 
 def _generator(seed: int, purpose: str, name: str, number: int) -> np.random.Generator:

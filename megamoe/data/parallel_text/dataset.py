@@ -6,7 +6,7 @@ Interface for an objective:
   of the target's language, the tokens, end-of-document), `target` (int64 [T]: the tokens, end-of-document)
   and `language` (int64 [], the number of the pair's group in `PairDataset.groups`, such as "en-de").
 - `PairBatches` (`batches.py`) says which pairs form batch 0, 1, 2 and so on, epoch after epoch.
-- `OrderedPairs` and `PairStream` (`stream.py`) hand the batches to the ranks.
+- `OrderedPairs` (`batches.py`) is a map-style dataset in that order, for the stream of the ranks' batches.
 """
 
 import os

@@ -1,6 +1,7 @@
 // Causal attention in fp32, with rotary positions, by the BLAS that is handed in. A thread takes whole heads; scores
 // exist for BLOCK queries at a time, over the keys that these see, and are worked out again in the backward pass.
 // A sequence may hold several documents: a query sees the keys of its own, and positions are counted from its start.
+// Of these it sees the last `window`. A head may have a sink: one more score of the softmax, without a value.
 //
 // Sizes: S positions, B sequences, N query heads, G key heads (N / G queries share one), D columns of a head.
 #include <algorithm>
@@ -32,8 +33,10 @@ struct Sizes {
 // The positions of one sequence. starts [S]: where the document of each one begins; null: the sequence is one document.
 struct Documents {
   const int32_t* starts;
-  int64_t positions;
+  int64_t positions, window;
   int64_t start(int64_t position) const { return starts ? starts[position] : 0; }
+  // The first key that a query sees.
+  int64_t sees_from(int64_t position) const { return std::max(start(position), position + 1 - window); }
   // The end of the block of queries from `first` on: BLOCK further, or where a document ends that began before `first`.
   // So a block has the keys of one document, or it has its own keys only, at most BLOCK.
   int64_t block_end(int64_t first) const {
@@ -96,13 +99,18 @@ void unpack(float* from, Heads heads, int64_t first, int64_t last, int64_t b, in
 // So many of `count` that no odd ones are left behind the last whole vector, if they can be had.
 int64_t whole_vectors(int64_t seen, int64_t count) { return std::min((seen + 15) / 16 * 16, count); }
 
-// scores [count] -> e^(score - their largest), 0 from `seen` on; the sum, and the logarithm of the plain sum.
-float softmax(float* scores, int64_t seen, int64_t count, float& log_sum) {
+// scores [count] -> e^(score - their largest), 0 from `seen` on; the sum, and the logarithm of the plain sum. The sums
+// have a term of the sink, if it is not null.
+float softmax(float* scores, int64_t seen, int64_t count, const float* sink, float& log_sum) {
   float largest = scores[0], sum = 0;
   const int64_t passed = whole_vectors(seen, count);
   for (int64_t i = seen; i < passed; i++) scores[i] = -INFINITY;
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < passed; i++) largest = scores[i] > largest ? scores[i] : largest;
+  if (sink) {
+    largest = std::max(largest, *sink);
+    sum = std::exp(*sink - largest);
+  }
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < passed; i++) {
     scores[i] = exponential(scores[i] - largest);
@@ -116,11 +124,13 @@ float softmax(float* scores, int64_t seen, int64_t count, float& log_sum) {
 }  // namespace
 
 // out [S, B, N, D] = softmax(scale * queries * keys^T) * values; log_sum [B, N, S] is kept for the backward pass.
+// sinks [N], or null.
 extern "C" int64_t attention_fp32(sgemm call, float* query, int64_t q_s, int64_t q_b, int64_t q_n, float* key,
                                int64_t k_s, int64_t k_b, int64_t k_n, float* value, int64_t v_s, int64_t v_b,
                                int64_t v_n, int64_t positions, int64_t batch, int64_t heads, int64_t groups,
                                int64_t columns, const float* cosine, const float* sine, double scale,
-                               const int32_t* starts, float* out, float* log_sum, int threads) {
+                               const int32_t* starts, int64_t window, float* out, float* log_sum, const float* sinks,
+                               int threads) {
   return memory_missed([=] {
     const Heads queries = {query, q_s, q_b, q_n}, keys = {key, k_s, k_b, k_n}, values = {value, v_s, v_b, v_n};
     const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
@@ -133,22 +143,22 @@ extern "C" int64_t attention_fp32(sgemm call, float* query, int64_t q_s, int64_t
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < batch * heads; task++) {
         const int64_t b = task / heads, n = task % heads, g = n * groups / heads;
-        const Documents documents = {starts ? starts + b * positions : nullptr, positions};
+        const Documents documents = {starts ? starts + b * positions : nullptr, positions, window};
         const Angles angles = {cosine, sine, documents}, none = {nullptr, nullptr, documents};
         pack(keys, 0, positions, b, g, columns, angles, 1.0f, all_keys);
         pack(values, 0, positions, b, g, columns, none, 1.0f, all_values);
         for (int64_t first = 0, last; first < positions; first = last) {
           last = documents.block_end(first);
-          const int64_t count = last - first, begin = documents.start(first), width = last - begin;
+          const int64_t count = last - first, begin = documents.sees_from(first), width = last - begin;
           float factors[BLOCK];
           pack(queries, first, last, b, n, columns, angles, float(scale), own);
           blas.multiply(own, false, all_keys + begin * columns, true, count, width, columns, scores);
           for (int64_t i = 0; i < count; i++) {
-            const int64_t hidden = documents.start(first + i) - begin;
+            const int64_t hidden = documents.sees_from(first + i) - begin;
             float* row = scores + i * width;
             std::memset(row, 0, hidden * sizeof(float));
             factors[i] = 1 / softmax(row + hidden, first + i + 1 - begin - hidden, width - hidden,
-                                     log_sum[task * positions + first + i]);
+                                     sinks ? sinks + n : nullptr, log_sum[task * positions + first + i]);
           }
           blas.multiply(scores, false, all_values + begin * columns, false, count, columns, width, sums);
           for (int64_t i = 0; i < count; i++) {
@@ -169,7 +179,7 @@ extern "C" int64_t attention_backward_fp32(
     sgemm call, float* query, int64_t q_s, int64_t q_b, int64_t q_n, float* key, int64_t k_s, int64_t k_b, int64_t k_n,
     float* value, int64_t v_s, int64_t v_b, int64_t v_n, int64_t positions, int64_t batch, int64_t heads,
     int64_t groups, int64_t columns, const float* cosine, const float* sine, double scale, const int32_t* starts,
-    float* out, const float* log_sum, float* gradient, float* to_query, int64_t tq_s, int64_t tq_b, int64_t tq_n,
+    int64_t window, float* out, const float* log_sum, float* gradient, float* to_query, int64_t tq_s, int64_t tq_b, int64_t tq_n,
     float* to_key, int64_t tk_s, int64_t tk_b, int64_t tk_n, float* to_value, int64_t tv_s, int64_t tv_b, int64_t tv_n,
     int threads) {
   return memory_missed([=] {
@@ -189,7 +199,7 @@ extern "C" int64_t attention_backward_fp32(
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < batch * groups; task++) {
         const int64_t b = task / groups, g = task % groups;
-        const Documents documents = {starts ? starts + b * positions : nullptr, positions};
+        const Documents documents = {starts ? starts + b * positions : nullptr, positions, window};
         const Angles angles = {cosine, sine, documents}, none = {nullptr, nullptr, documents};
         pack(keys, 0, positions, b, g, columns, angles, 1.0f, all_keys);
         pack(values, 0, positions, b, g, columns, none, 1.0f, all_values);
@@ -198,14 +208,14 @@ extern "C" int64_t attention_backward_fp32(
           const float* log_sums = log_sum + (b * heads + n) * positions;
           for (int64_t first = 0, last; first < positions; first = last) {
             last = documents.block_end(first);
-            const int64_t count = last - first, begin = documents.start(first), width = last - begin;
+            const int64_t count = last - first, begin = documents.sees_from(first), width = last - begin;
             const float *seen_keys = all_keys + begin * columns, *seen_values = all_values + begin * columns;
             pack(queries, first, last, b, n, columns, angles, float(scale), own);
             pack(gradients, first, last, b, n, columns, none, 1.0f, sent);
             blas.multiply(own, false, seen_keys, true, count, width, columns, shares);
             blas.multiply(sent, false, seen_values, true, count, width, columns, slopes);
             for (int64_t i = 0; i < count; i++) {
-              const int64_t hidden = documents.start(first + i) - begin;
+              const int64_t hidden = documents.sees_from(first + i) - begin;
               float *share = shares + i * width + hidden, *slope = slopes + i * width + hidden;
               const float *row = outputs.at(first + i, b, n), *from = sent + i * columns, logarithm = log_sums[first + i];
               const int64_t seen = first + i + 1 - begin - hidden, passed = whole_vectors(seen, width - hidden);

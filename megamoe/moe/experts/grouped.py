@@ -1,7 +1,7 @@
 """Experts: FFNs of one shape over rows grouped by expert.
 
 Weights are stacked, [experts, out, in] as in nn.Linear. The product is `kernels.products`, or another one
-passed as `Products`. `loop_experts` computes the same in a plain loop; the tests compare the two.
+passed as `Products`.
 """
 
 import functools
@@ -17,7 +17,7 @@ from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.experts import swiglu_experts
 from megamoe.kernels.products import grouped_product, takes_any_count
 from megamoe.moe import rng
-from megamoe.moe.experts.activations import activate, activate_plainly, up_width
+from megamoe.moe.experts.activations import activate, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
 
 # For PyTorch's bf16 product on the CPU: oneDNN prepares a kernel for every new row count, and the counts
@@ -155,11 +155,3 @@ def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
     shift_E = (padded_E.cumsum(0) - padded_E) - (counts_E.cumsum(0) - counts_E)
     shift_N = shift_E.repeat_interleave(counts_E)
     return torch.arange(shift_N.numel(), device=counts_E.device) + shift_N, padded_E
-
-
-def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
-    """The oracle of `GroupedExperts.forward`: a loop over the experts in PyTorch's operators."""
-    outputs = []
-    for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
-        outputs.append(activate_plainly(rows @ up.T, experts.activation) @ down.T)
-    return torch.cat(outputs)

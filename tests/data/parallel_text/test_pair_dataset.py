@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from megamoe.config.schema import DataConfig, SourceConfig
-from megamoe.data.batches import BatchStream
+from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.pairs import pair_batch
-from megamoe.data.parallel_text.batches import PairBatches, cut_batches, epoch_order
+from megamoe.data.parallel_text.batches import OrderedPairs, PairBatches, cut_batches, epoch_order
 from megamoe.data.parallel_text.dataset import PairDataset, PairOptions, verify_pairs
 from megamoe.data.parallel_text.prepare import PairPreparation, prepare_pairs
-from megamoe.data.parallel_text.stream import OrderedPairs, PairStream
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 
@@ -153,65 +152,62 @@ def test_shares_of_the_groups(exponent: float) -> None:
     assert not np.array_equal(epochs[3], epoch_order(["a", "b", "c"], sizes, exponent, 2, 3))
 
 
-def test_batches_by_tokens_are_the_longest_that_fit() -> None:
-    rng = np.random.default_rng(0)
-    width_N = rng.integers(1, 60, 500)
-    order_N = rng.permutation(500)[:400]
-    batches = cut_batches(order_N, width_N, pairs=None, tokens=100, generator=rng)
-    assert sorted(np.concatenate(batches)) == sorted(order_N)
-    # The oracle: one pair after another.
-    expected: list[list[int]] = [[]]
-    for pair in sorted(order_N, key=lambda n: width_N[n]):
-        if (len(expected[-1]) + 1) * width_N[pair] > 100:
-            expected.append([])
-        expected[-1].append(pair)
-    assert sorted(batch.tolist() for batch in batches) == sorted(expected)
-    assert [width_N[batch[0]] for batch in batches] != sorted(width_N[batch[0]] for batch in batches)
-
-
-def test_batches_of_equal_numbers_have_similar_widths() -> None:
+def test_batches_have_similar_widths() -> None:
     rng = np.random.default_rng(0)
     width_N = rng.integers(1, 60, 500)
     order_N = rng.permutation(500)
-    batches = cut_batches(order_N, width_N, pairs=7, tokens=None, generator=rng)
+    batches = cut_batches(order_N, width_N, pairs=7, generator=rng)
     assert len(batches) == 71 and {len(batch) for batch in batches} == {7}
     assert {*np.concatenate(batches)} == {*order_N[: 71 * 7]}  # what is left out is not the longest
     ends = sorted((int(width_N[batch].min()), int(width_N[batch].max())) for batch in batches)
     assert all(left[1] <= right[0] for left, right in pairwise(ends))
 
 
-def make_batch(items: list[dict[str, torch.Tensor]], numbers: list[int]) -> list[tuple[int, str, str]]:
-    return [
-        (number, text(item["source"][1:-1]), text(item["target"][:-1]))
-        for number, item in zip(numbers, items, strict=True)
-    ]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ranks_see_together_what_one_rank_sees(prefix: str, vocabulary: Vocabulary, workers: int) -> None:
+    """Micro batches of 2 by 1, 2 and 3 ranks from buckets of 6 pairs, and resumed inside a later epoch."""
+    assert vocabulary.eod is not None and vocabulary.special.pad is not None
+    make = partial(pair_batch, start=vocabulary.eod, pad=vocabulary.special.pad)
     pairs = PairDataset(prefix, vocabulary)
+    ordered = OrderedPairs(pairs, PairBatches(pairs, seed=1, exponent=0.7, pairs=6), num_samples=400)
 
-    def stream(start: int, rank: int, size: int, taken: int, workers: int = 0) -> list[object]:
-        batches = PairBatches(pairs, seed=1, exponent=0.7, tokens=120)
-        with PairStream(
-            pairs,
-            batches,
-            start=start,
+    def stream(start: int, rank: int, size: int, taken: int, workers: int = 0) -> list[Batch]:
+        with BatchStream(
+            ordered,
+            start_sample=2 * start,
+            micro_batch_size=2,
             data_rank=rank,
             data_size=size,
-            make_batch=make_batch,
             workers=workers,
+            make_batch=make,
         ) as found:
             return [next(found) for _ in range(taken)]
 
-    alone = stream(0, 0, 1, 120)
-    batches = PairBatches(pairs, seed=1, exponent=0.7, tokens=120)
-    assert batches.locate(119)[0] >= 2  # several epochs
-    if workers == 0:
-        for rank in range(3):
-            assert stream(0, rank, 3, 40) == alone[rank::3]
-    # Resumed at batch 55 by two ranks.
-    assert [stream(55, rank, 2, 10, workers) for rank in range(2)] == [alone[55:75:2], alone[56:76:2]]
+    def same(left: list[Batch], right: list[Batch]) -> bool:
+        fields = ("source_BL", "labels_BS", "loss_mask_BS", "sample_index_B")
+        return all(
+            torch.equal(getattr(one, field), getattr(other, field))
+            for one, other in zip(left, right, strict=True)
+            for field in fields
+        )
+
+    alone = stream(0, 0, 1, 200)
+    for number, batch in enumerate(alone):
+        assert batch.sample_index_B.tolist() == [2 * number, 2 * number + 1]
+        for row_S, mask_S, index in zip(
+            batch.labels_BS, batch.loss_mask_BS, batch.sample_index_B.tolist(), strict=True
+        ):
+            assert torch.equal(row_S[mask_S.bool()], ordered[index]["target"])
+            assert {*row_S[~mask_S.bool()].tolist()} <= {vocabulary.special.pad}
+    for rank in range(3):
+        assert same(stream(0, rank, 3, 60, workers), alone[rank:180:3])
+    for rank in range(2):
+        assert same(stream(155, rank, 2, 10, workers), alone[155 + rank : 175 : 2])
+
+
+def test_epochs_follow_each_other(prefix: str, vocabulary: Vocabulary) -> None:
+    pairs = PairDataset(prefix, vocabulary)
+    batches = PairBatches(pairs, seed=1, exponent=0.7, pairs=4)
     starts = [0]
     for epoch in range(9):
         starts.append(starts[-1] + len(batches.epoch(epoch)))
@@ -221,10 +217,10 @@ def test_ranks_see_together_what_one_rank_sees(prefix: str, vocabulary: Vocabula
         assert np.array_equal(batches[number], batches.epoch(epoch)[place])
 
 
-def test_micro_batches_of_a_stream_are_the_planned_batches(prefix: str, vocabulary: Vocabulary) -> None:
+def test_samples_are_the_planned_batches(prefix: str, vocabulary: Vocabulary) -> None:
     pairs = PairDataset(prefix, vocabulary)
     batches = PairBatches(pairs, seed=3, pairs=4)
-    ordered = OrderedPairs(pairs, batches, 4, num_samples=240)
+    ordered = OrderedPairs(pairs, batches, num_samples=240)
     assert len(ordered) == 240
     for number in (0, 7, 59):
         for place in range(4):
@@ -234,40 +230,6 @@ def test_micro_batches_of_a_stream_are_the_planned_batches(prefix: str, vocabula
     assert batches.locate(35) == (1, 0) and {*drawn.values()} == {1}
     with pytest.raises(IndexError):
         ordered[240]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_streams_of_padded_batches(prefix: str, vocabulary: Vocabulary, size: int) -> None:
-    """Batches of 4 pairs: by `BatchStream` over `OrderedPairs`, and by `PairStream`."""
-    assert vocabulary.eod is not None and vocabulary.special.pad is not None
-    pairs = PairDataset(prefix, vocabulary)
-    batches = PairBatches(pairs, seed=3, exponent=0.5, pairs=4)
-    make = partial(pair_batch, start=vocabulary.eod, pad=vocabulary.special.pad)
-    ordered = OrderedPairs(pairs, batches, 4, num_samples=400)
-    for rank in range(size):
-        text_like = BatchStream(
-            ordered,
-            start_sample=4 * 30,
-            micro_batch_size=4,
-            data_rank=rank,
-            data_size=size,
-            workers=0,
-            make_batch=make,
-        )
-        of_pairs = PairStream(pairs, batches, start=30, data_rank=rank, data_size=size, make_batch=make)
-        with text_like as left, of_pairs as right:
-            for number in range(30 + rank, 50, size):
-                first, second = next(left), next(right)
-                assert first.sample_index_B.tolist() == list(range(4 * number, 4 * number + 4))
-                assert second.sample_index_B.tolist() == batches[number].tolist()
-                assert first.source_BL is not None and second.source_BL is not None
-                assert torch.equal(first.source_BL, second.source_BL)
-                assert torch.equal(first.labels_BS, second.labels_BS)
-                for row_S, mask_S, pair in zip(
-                    second.labels_BS, second.loss_mask_BS, batches[number].tolist(), strict=True
-                ):
-                    assert torch.equal(row_S[mask_S.bool()], pairs[pair]["target"])
-                    assert {*row_S[~mask_S.bool()].tolist()} <= {vocabulary.special.pad}
 
 
 def test_the_example_of_the_docs_runs(
@@ -281,10 +243,8 @@ def test_the_example_of_the_docs_runs(
     assert "'source': tensor([" in capsys.readouterr().out
 
 
-def test_batches_that_cannot_be(prefix: str, vocabulary: Vocabulary) -> None:
+def test_too_few_pairs(prefix: str, vocabulary: Vocabulary) -> None:
     pairs = PairDataset(prefix, vocabulary)
-    with pytest.raises(UserError, match="longest side has 35 tokens, a batch at most 34"):
-        PairBatches(pairs, seed=0, tokens=34)
     with pytest.raises(UserError, match="141 pairs make no batch of 142"):
         PairBatches(pairs, seed=0, pairs=142)
 
@@ -294,9 +254,11 @@ def test_a_pair_that_cannot_be_read_is_one_line(prefix: str, vocabulary: Vocabul
         (tmp_path / path.name).write_bytes(path.read_bytes())
     pairs = PairDataset(str(tmp_path / "train"), vocabulary)
     (tmp_path / "train.source.bin").write_bytes(b"")
-    batches = PairBatches(pairs, seed=0, pairs=4)
+    ordered = OrderedPairs(pairs, PairBatches(pairs, seed=0, pairs=4), num_samples=4)
     with (
-        PairStream(pairs, batches, start=0, data_rank=0, data_size=1, make_batch=make_batch) as stream,
+        BatchStream(
+            ordered, start_sample=0, micro_batch_size=4, data_rank=0, data_size=1, workers=0
+        ) as stream,
         pytest.raises(UserError, match=r"train.source.bin was truncated"),
     ):
         next(stream)

@@ -19,10 +19,10 @@ from megamoe.moe.experts.grouped import (
     GroupedProduct,
     Products,
     Slice,
-    loop_experts,
     padded_places,
 )
 from tests.moe.build import FFN, HIDDEN, make_hidden
+from tests.moe.plain import loop_experts
 
 
 def make_experts(

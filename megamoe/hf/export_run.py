@@ -1,0 +1,272 @@
+"""From a checkpoint of ours, saved at any layout, to a Hugging Face folder.
+
+The class is the one that computes the same function. The keys of config.json that say nothing of the function
+(token ids, the longest sequence, ...), the generation's configuration and the tokenizer come from the folder
+that the model was imported from, if it was; otherwise from the configuration.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megamoe.checkpoint.format.folder import find_checkpoints
+from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
+from megamoe.checkpoint.tools.stream import new_tree
+from megamoe.checkpoint.tools.verify import refuse_damaged
+from megamoe.config import RunConfig
+from megamoe.config.load import configure
+from megamoe.errors import UserError
+from megamoe.hf.convert import family_of
+from megamoe.hf.families import FAMILIES
+from megamoe.hf.family import Family, as_config, differences
+from megamoe.hf.folder import (
+    CONFIG,
+    GENERATION,
+    WEIGHT_MAP,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    dtype_name,
+    read_other_files,
+    read_object,
+    shown,
+)
+from megamoe.hf.import_folder import KEPT
+from megamoe.hf.keys import Json
+from megamoe.hf.rules import Rule
+from megamoe.hf.tensor_files import Stored, TensorWriter
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# State of the losses, and statistics of the training: no model of transformers has them.
+OF_TRAINING = re.compile(r".*\.layer\.losses\..*")
+METADATA = {"format": "pt"}  # transformers asks for it
+SHOWN_KEYS = 5
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be written. like: the config.json whose keys are kept; others: further files by name."""
+
+    family: Family
+    config: RunConfig
+    rules: list[list[Rule]]
+    like: Json
+    others: dict[str, bytes]
+
+
+def export_run(
+    path: Path,
+    folder: Path,
+    *,
+    model_class: str | None = None,
+    like: Path | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = 5_000_000_000,
+    overrides: Sequence[str] = (),
+    report: Callable[[str], None] = print,
+) -> None:
+    """Write a Hugging Face folder from a checkpoint, or from the newest one of a run, whole or not at all.
+
+    model_class: a model_type; default: the one of `like`, or the first that fits. like: a folder whose
+    config.json, generation_config.json and tokenizer are kept; default: that of the import. dtype: a key of
+    DTYPES for the parameters; default: as saved. shard_bytes: bytes of tensors in a file.
+
+    Raises:
+        UserError: if the checkpoint is damaged, `folder` exists, or no class fits; the message names the keys
+            that stand in the way.
+    """
+    checkpoint = _checkpoint(path)
+    refuse_damaged(checkpoint)
+    with CheckpointReader(checkpoint, "checkpoint") as reader, new_tree(folder, checkpoint) as temporary:
+        target = _target(reader, like, model_class, overrides)
+        stored = _stored(reader, target, dtype)
+        _write_tensors(temporary, reader, target, stored, shard_bytes)
+        content = _config(target, stored)
+        for name, text in {**target.others, CONFIG: (json.dumps(content, indent=2) + "\n").encode()}.items():
+            (temporary / name).write_bytes(text)
+    report(f"{folder}: {target.family.architecture}, {len(stored)} tensors, {dtype_name(stored)}")
+
+
+def _checkpoint(path: Path) -> Path:
+    found, is_run = find_checkpoints(path)
+    if not is_run:
+        return found[0]
+    from megamoe.checkpoint.format.folder import candidates
+
+    return (candidates(found[0].parent) or found)[0]
+
+
+def _target(
+    reader: CheckpointReader, like: Path | None, model_class: str | None, overrides: Sequence[str]
+) -> Target:
+    config = _configuration(reader, overrides)
+    kept = like or _kept(reader)
+    given = read_object(kept / CONFIG) if kept is not None else {}
+    if model_class is not None and model_class not in FAMILIES:
+        raise UserError(f"--class: found {shown(model_class)}, expected one of {', '.join(FAMILIES)}")
+    if model_class is not None and given.get("model_type") != model_class:
+        kept, given = (kept, {}) if like is None else (kept, given)
+    family = _family(reader.path, config, model_class, family_of(given, kept / CONFIG) if given and kept else None)
+    words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
+    rules = family.rules(config, words)
+    others = read_other_files(kept) if kept is not None else {}
+    return Target(family, config, rules, given if given.get("model_type") == family.model_type else {}, others)
+
+
+def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration that a checkpoint holds; no plugin is run."""
+    tree = {section: reader.meta["config"].get(section, {}) for section in ("data", "model", "moe")}
+    router = {key: value for key, value in tree["moe"].get("router", {}).items() if key != "replay"}
+    tree["moe"] = {**tree["moe"], "router": router}
+    config = configure(tree, list(overrides), source=str(reader.path))
+    if config.model.architecture != "decoder":
+        raise UserError(
+            f"{reader.path}: model.architecture: {config.model.architecture}; only decoders can be exported"
+        )
+    return config
+
+
+def _kept(reader: CheckpointReader) -> Path | None:
+    """Return the folder `hf` of the import from which the run, or the run that it started from, came."""
+    init = reader.meta["config"].get("checkpoint", {}).get("init", {}).get("path")
+    places = [reader.path, *([Path(init)] if isinstance(init, str) else [])]
+    found = [place.parent.parent / KEPT for place in places]
+    return next((place for place in found if (place / CONFIG).is_file()), None)
+
+
+def _family(path: Path, config: RunConfig, named: str | None, like: Family | None) -> Family:
+    """Return the class that computes the same function.
+
+    Raises:
+        UserError: naming the keys that stand in the way of the named class, or of the nearest one.
+    """
+    tried = [FAMILIES[named]] if named else [*([like] if like else []), *FAMILIES.values()]
+    problems: dict[str, list[str]] = {}
+    for family in tried:
+        found = _obstacles(family, config)
+        if not found:
+            return family
+        problems[family.model_type] = found
+    nearest = min(problems, key=lambda name: len(problems[name]))
+    obstacles = problems[nearest]
+    more = f" and {len(obstacles) - SHOWN_KEYS} more" if len(obstacles) > SHOWN_KEYS else ""
+    which = f"--class {nearest}" if named else f"no class fits; the nearest, {nearest}"
+    raise UserError(
+        f"{path}: {which}: it cannot express {', '.join(obstacles[:SHOWN_KEYS])}{more}; name another --class, "
+        "or override keys that do not matter to you"
+    )
+
+
+def _obstacles(family: Family, config: RunConfig) -> list[str]:
+    """Return the keys of ours, with their values, that a class cannot express."""
+    try:
+        there = as_config(family.read(family.write(config)))
+    except UserError as error:
+        return [str(error)]
+    return [f"{key} {shown(str(mine))}" for key, (mine, _) in differences(config, there).items()]
+
+
+def _stored(reader: CheckpointReader, target: Target, dtype: str | None) -> dict[str, Stored]:
+    """Return every tensor of the folder to be written; check that no weight of the checkpoint is left over.
+
+    Raises:
+        UserError: naming a tensor that is missing, of another shape, or left over.
+    """
+    left = {name.removeprefix(WEIGHT) for name in reader.names(WEIGHT)}
+    stored: dict[str, Stored] = {}
+    for rule in _flat(target):
+        if rule.target not in left:
+            raise UserError(f"{reader.path}: {shown(rule.target)} is missing, which its configuration needs")
+        left.discard(rule.target)
+        name = WEIGHT + rule.target
+        if tuple(reader.shape(name)) != rule.shape:
+            raise UserError(
+                f"{reader.path}: {shown(rule.target)} has shape {reader.shape(name)}, its configuration says "
+                f"{list(rule.shape)}"
+            )
+        saved = reader.dtype(name)
+        kind = saved if dtype is None or rule.is_buffer else DTYPES[dtype]
+        stored |= {source: Stored(kind, shape) for source, shape in rule.source_shapes().items()}
+    left = {name for name in left if not OF_TRAINING.fullmatch(name)}
+    if left:
+        raise UserError(
+            f"{reader.path}: {shown(min(left))} has no place in {target.family.architecture}; name another --class"
+        )
+    return stored
+
+
+def _write_tensors(
+    folder: Path, reader: CheckpointReader, target: Target, stored: dict[str, Stored], shard_bytes: int
+) -> None:
+    """Write the files one after the other; a tensor of ours that lies in two of them is read twice."""
+    shards = _shards(stored, shard_bytes)
+    names = [WEIGHTS] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        with TensorWriter(folder / name, {each: stored[each] for each in shard}, METADATA) as writer:
+            for rule in _flat(target):
+                if not shard.isdisjoint(rule.sources):
+                    _write_sources(writer, reader, rule, shard, stored)
+    if len(shards) > 1:
+        total = sum(each.num_bytes for each in stored.values())
+        where = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        index = {"metadata": {"total_size": total}, WEIGHT_MAP: dict(sorted(where.items()))}
+        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def _write_sources(
+    writer: TensorWriter, reader: CheckpointReader, rule: Rule, shard: set[str], stored: dict[str, Stored]
+) -> None:
+    ours = reader.tensor(WEIGHT + rule.target)
+    reader.close()  # mapped files count as memory
+    for name, (view, shape) in rule.views(ours).items():
+        if name in shard:
+            writer.write(name, view.to(stored[name].dtype).reshape(shape))
+
+
+def _shards(stored: dict[str, Stored], shard_bytes: int) -> list[set[str]]:
+    """Divide the tensors, in their order, into files of at most so many bytes, or of one tensor."""
+    shards: list[set[str]] = [set()]
+    size = 0
+    for name, each in stored.items():
+        if shards[-1] and size + each.num_bytes > shard_bytes:
+            shards.append(set())
+            size = 0
+        shards[-1].add(name)
+        size += each.num_bytes
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _config(target: Target, stored: dict[str, Stored]) -> Json:
+    """Return config.json: the kept one as it is, where it says the same as the configuration."""
+    like, family = target.like, target.family
+    words = next(iter(stored.values())).shape[0]
+    dtype = {"torch_dtype" if "torch_dtype" in like else "dtype": dtype_name(stored)}
+    if like and like.get("vocab_size") == words and not differences(target.config, as_config(family.read(like))):
+        return {**like, **dtype}
+    longest = {"max_position_embeddings": target.config.data.sequence_length}
+    written = {**family.write(target.config), "vocab_size": words, **dtype}
+    return {**longest, **{name: value for name, value in like.items() if name in KEPT_KEYS}, **written}
+
+
+KEPT_KEYS = (
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "pad_token_id",
+    "use_cache",
+)
+
+
+def _flat(target: Target) -> Iterator[Rule]:
+    for group in target.rules:
+        yield from group

@@ -1,0 +1,117 @@
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, dense first blocks, shared experts."""
+
+from megamoe.hf.families.common import (
+    BIAS,
+    DENSE_FFN,
+    ENDS,
+    LATENT_ATTENTION,
+    NORMS,
+    SHARED,
+    SHARED_KEYS,
+    rotary,
+    tied,
+)
+from megamoe.hf.families.experts import EXPERTS, ROUTER
+from megamoe.hf.families.routers import (
+    BIASED_TOP_K,
+    TOP_K,
+    dense_first,
+    group_limit,
+    normalised,
+    scaled,
+)
+from megamoe.hf.family import Family
+from megamoe.hf.keys import Entry, Json, fixed, ignored, mapped, only, same, unsupported
+
+# The norms of compressed states have this epsilon in transformers, whatever rms_norm_eps says; here all norms
+# have one.
+EPS = mapped("rms_norm_eps", "model.norm_eps", [(1e-6, 1e-6)], 1e-6)
+TABLE = (*ENDS, *NORMS, *LATENT_ATTENTION, *DENSE_FFN, ROUTER, *EXPERTS, *SHARED)
+
+
+def same_heads() -> Entry:
+    """Keys of standard attention that latent attention does not read, or that follow from others."""
+
+    def read(given: Json) -> Json:
+        if given["num_key_value_heads"] not in (None, given["num_attention_heads"]):
+            raise unsupported("num_key_value_heads", given["num_key_value_heads"], [given["num_attention_heads"]])
+        return {}
+
+    defaults = {"num_key_value_heads": None, "num_attention_heads": None, "head_dim": None, "qk_head_dim": None}
+    return Entry(
+        defaults, read, lambda config: {"num_key_value_heads": config.model.num_attention_heads}
+    )
+
+
+LATENT_KEYS = (
+    same("q_lora_rank", "model.latent.query_rank", 1536),
+    same("kv_lora_rank", "model.latent.key_value_rank", 512),
+    same("qk_nope_head_dim", "model.latent.nope_size", 128),
+    same("qk_rope_head_dim", "model.latent.rope_size", 64),
+    same("v_head_dim", "model.latent.value_size", 128),
+    same_heads(),
+    only("attention_bias", False, default=False),
+    only("mlp_bias", False, default=False, written=False),
+    only("moe_layer_freq", 1, default=1, written=False),
+    # The losses of the original training.
+    ignored("aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
+)
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *LATENT_KEYS,
+        *TOP_K,
+        fixed(
+            model__rotary__interleaved=True,
+            moe__router__score_function__over="all",
+            moe__router__selector__weights="raw",
+        ),
+        dense_first(0),
+        group_limit(None, None, {"score": "max"}),
+        only("topk_method", "greedy", "group_limited_greedy", default="greedy", written=False),
+        only("scoring_func", "softmax", default="softmax", written=False),
+        only("norm_topk_prob", False, default=False),
+        scaled(1.0),
+        same("intermediate_size", "model.ffn_hidden_size", 11008),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1407),
+        same("n_routed_experts", "moe.num_experts", 64, alias="num_experts"),
+        same("n_shared_experts", "moe.num_shared_experts", 2),
+        same("num_experts_per_tok", "moe.router.selector.k"),
+        EPS,
+        rotary(),
+        tied(False),
+    ),
+    table=TABLE,
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *LATENT_KEYS,
+        *BIASED_TOP_K,
+        dense_first(3),
+        group_limit(8, 4, {"score": "sum", "best": 2}),
+        only("topk_method", "noaux_tc", default="noaux_tc", written=False),
+        only("scoring_func", "sigmoid", default="sigmoid", written=False),
+        normalised(True),
+        scaled(2.5),
+        same("intermediate_size", "model.ffn_hidden_size", 18432),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 2048),
+        same("n_routed_experts", "moe.num_experts", 256, alias="num_local_experts"),
+        same("n_shared_experts", "moe.num_shared_experts", 1),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        same("rope_interleave", "model.rotary.interleaved", True),
+        ignored("num_nextn_predict_layers", "num_mtp_layers"),
+        EPS,
+        rotary(),
+        tied(False),
+    ),
+    table=(*TABLE, BIAS),
+)
+
+FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3)

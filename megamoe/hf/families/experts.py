@@ -1,0 +1,132 @@
+"""MoE models whose experts are named as in Qwen2-MoE: Qwen3-MoE, OLMoE, GLM-4.5."""
+
+from megamoe.hf.families.common import (
+    BIAS,
+    DECODER,
+    DENSE_FFN,
+    HEAD_NORMS,
+    LAYER,
+    SHARED,
+    SHARED_KEYS,
+    THEIRS,
+    UNUSED_WINDOW,
+    WHOLE_NORMS,
+    biases,
+    groups,
+    heads,
+    norm_eps,
+    rotary,
+    tied,
+)
+from megamoe.hf.families.routers import (
+    BIASED_TOP_K,
+    TOP_K,
+    dense_first,
+    every_block,
+    group_limit,
+    loss_weight,
+    normalised,
+    scaled,
+    sparse_steps,
+)
+from megamoe.hf.family import Family
+from megamoe.hf.keys import fixed, ignored, mapped, only, same
+from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, whole
+
+EXPERT = f"{THEIRS}mlp.experts.{{e}}."
+ROUTER = Line(f"{LAYER}router.scorer.weight", "E H", f"{THEIRS}mlp.gate.weight", blocks="moe")
+EXPERTS = (
+    Line(
+        f"{LAYER}experts.up",
+        "E 2X H",
+        (f"{EXPERT}gate_proj.weight", f"{EXPERT}up_proj.weight"),
+        of_each_expert(halves),
+        EXPERT_UP,
+        blocks="moe",
+    ),
+    Line(
+        f"{LAYER}experts.down",
+        "E H X",
+        f"{EXPERT}down_proj.weight",
+        of_each_expert(whole),
+        EXPERT_DOWN,
+        blocks="moe",
+    ),
+)
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *TOP_K,
+        sparse_steps(),
+        normalised(False),
+        same("intermediate_size", "model.ffn_hidden_size", 6144),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 768),
+        same("num_experts", "moe.num_experts", 128, alias="num_local_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        loss_weight(0.001),
+        fixed(model__attention__query_key_norm="head"),
+        groups(4),
+        heads(),
+        norm_eps(1e-6),
+        rotary(),
+        tied(False),
+        biases("attention_bias", False),
+        *UNUSED_WINDOW,
+    ),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, *EXPERTS),
+)
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *TOP_K,
+        every_block(),
+        normalised(False),
+        same("intermediate_size", "moe.expert_ffn_hidden_size", 2048),
+        same("num_experts", "moe.num_experts", 64),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        loss_weight(0.01),
+        fixed(model__attention__query_key_norm="whole"),
+        groups(),
+        norm_eps(1e-5),
+        rotary(),
+        tied(False),
+        biases("attention_bias", False),
+        only("clip_qkv", None),
+    ),
+    table=(*DECODER, *WHOLE_NORMS, ROUTER, *EXPERTS),
+)
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *BIASED_TOP_K,
+        dense_first(1),
+        group_limit(1, 1, {"score": "sum", "best": 2}),
+        normalised(True),
+        scaled(1.0),
+        same("intermediate_size", "model.ffn_hidden_size", 10944),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1408),
+        same("n_routed_experts", "moe.num_experts", 128, alias="num_local_experts"),
+        same("n_shared_experts", "moe.num_shared_experts", 1),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        mapped("use_qk_norm", "model.attention.query_key_norm", [(False, "none"), (True, "head")], False),
+        ignored("num_nextn_predict_layers", "num_mtp_layers", "router_aux_loss_coef"),
+        groups(8),
+        heads(),
+        norm_eps(1e-5),
+        rotary(share=0.5),
+        tied(False),
+        biases("attention_bias", False, output=False),
+    ),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
+)
+
+FAMILIES = (QWEN3_MOE, OLMOE, GLM4_MOE)

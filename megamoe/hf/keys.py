@@ -1,0 +1,127 @@
+"""The keys of a class's config.json, and the keys of our configuration that mean the same.
+
+Each entry of a class's table reads one or a few keys and returns keys of ours, and writes them from a
+configuration of ours. A key that no entry knows is an error, unless it is known to be irrelevant here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megamoe.config import RunConfig
+from megamoe.errors import printable
+
+Json = dict[str, Any]
+REQUIRED = object()  # as a default: the key must be given
+# Keys that say nothing about the function that the model computes, or nothing to us.
+IRRELEVANT = frozenset(
+    {
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "ep_size",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_position_embeddings",
+        "model_type",
+        "_name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "resid_pdrop",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One or a few keys of config.json.
+
+    defaults: the value of each key that is not given; REQUIRED: it must be. read: from their values by name
+    to keys of ours, dotted; raises ValueError for a value that has no counterpart. write: the reverse.
+    aliases: another name of a key.
+    """
+
+    defaults: Mapping[str, Any]
+    read: Callable[[Json], Json]
+    write: Callable[[RunConfig], Json]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def value_of(config: RunConfig, dotted: str) -> Any:
+    """Return the value of a key of ours; an option of a part stands under `options`."""
+    found: Any = config
+    for word in dotted.split("."):
+        found = getattr(found, word) if hasattr(found, word) else getattr(found.options, word)
+    return found
+
+
+def same(name: str, ours: str, default: Any = REQUIRED, alias: str | None = None) -> Entry:
+    """A key that has the same value here."""
+    return Entry(
+        {name: default},
+        lambda given: {ours: given[name]},
+        lambda config: {name: value_of(config, ours)},
+        {alias: name} if alias else {},
+    )
+
+
+def mapped(name: str, ours: str, values: Sequence[tuple[Any, Any]], default: Any = REQUIRED) -> Entry:
+    """A key whose values have other names here; values: (theirs, ours) each."""
+
+    def read(given: Json) -> Json:
+        found = [mine for theirs, mine in values if equal(theirs, given[name])]
+        if not found:
+            raise unsupported(name, given[name], [theirs for theirs, _ in values])
+        return {ours: found[0]}
+
+    def write(config: RunConfig) -> Json:
+        mine = value_of(config, ours)
+        return {name: next((theirs for theirs, own in values if equal(own, mine)), values[0][0])}
+
+    return Entry({name: default}, read, write)
+
+
+def only(name: str, *values: Any, default: Any = None, written: bool = True) -> Entry:
+    """A key whose other values have no counterpart here; a new config.json gets the first, if `written`."""
+
+    def read(given: Json) -> Json:
+        if not any(equal(value, given[name]) for value in values):
+            raise unsupported(name, given[name], values)
+        return {}
+
+    return Entry({name: default}, read, lambda config: {name: values[0]} if written else {})
+
+
+def fixed(**ours: Any) -> Entry:
+    """Keys of ours that every model of the class has; two underscores stand for a dot."""
+    values = {name.replace("__", "."): value for name, value in ours.items()}
+    return Entry({}, lambda given: dict(values), lambda config: {})
+
+
+def ignored(*names: str) -> Entry:
+    """Keys of the class that change nothing here."""
+    return Entry(dict.fromkeys(names), lambda given: {}, lambda config: {})
+
+
+def unsupported(name: str, value: Any, values: Sequence[Any]) -> ValueError:
+    """Return the error for a value that has no counterpart."""
+    expected = " or ".join("null" if each is None else str(each).lower() for each in values)
+    return ValueError(f"{name}: found {printable(value, 60)}, expected {expected}")
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON value: 1 and 1.0 are, 1 and true are not."""
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)

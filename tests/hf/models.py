@@ -1,0 +1,143 @@
+"""Small random models of transformers, of each class that can be converted, in folders as it saves them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORDS = 48
+LENGTH = 64
+SHAPE: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2 * LENGTH,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+OTHER = {
+    **SHAPE,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+NO_LOSS = {"router_aux_loss_coef": 0.0}
+EXPERTS = {**NO_LOSS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    }
+}
+ALL_HEADS = {**SHAPE, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}
+# Two configurations of each class: the first has grouped queries and an output layer of its own, the second
+# has neither.
+CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": (
+        "LlamaConfig",
+        {**SHAPE, **ROPE, "intermediate_size": 40, "attention_bias": True},
+        {**OTHER, "intermediate_size": 20},
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        {**SHAPE, **ROPE, "intermediate_size": 40, "head_dim": 12},
+        {**OTHER, "intermediate_size": 20, "head_dim": 4, "attention_bias": True},
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        {**SHAPE, **NO_LOSS, "intermediate_size": 16, "num_local_experts": 4},
+        {**OTHER, **ROPE, **NO_LOSS, "intermediate_size": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**SHAPE, **EXPERTS, "intermediate_size": 40, "head_dim": 12, "norm_topk_prob": True},
+        {**OTHER, **EXPERTS, "intermediate_size": 20, "head_dim": 4, "mlp_only_layers": [1]},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {**SHAPE, **ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+        {**OTHER, **ROUTED, "head_dim": 4, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**ALL_HEADS, **ROUTED, **LATENT, "q_lora_rank": None},
+        {**OTHER, **ROUTED, **LATENT, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**ALL_HEADS, **ROUTED, **LATENT, **YARN, "n_group": 2, "topk_group": 1},
+        {**OTHER, **ROUTED, **LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
+        {**OTHER, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 8, "norm_topk_prob": True},
+    ),
+}
+
+
+def make(kind: str, folder: Path, number: int = 0, **changes: Any) -> Any:
+    """Save a random model of a class as transformers does; return it. number: which configuration."""
+    import transformers  # here: its import takes two seconds
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    name, *configs = CONFIGS[kind]
+    kwargs = {key: value for key, value in (configs[number] | changes).items()}
+    shard = kwargs.pop("max_shard_size", "5GB")
+    config = getattr(transformers, name)(**kwargs)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(model)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: Any) -> None:
+    """Give every weight a value that a mistake would show: norms and biases too."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
+        if "inv_freq" in name or not tensor.is_floating_point():
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            tensor.copy_(1 + 0.3 * noise)
+        else:
+            tensor.copy_(noise * (0.2 if tensor.dim() > 1 else 0.3))
+
+
+def tokens(count: int = 3, length: int = LENGTH) -> Tensor:
+    """Random words, int64 [count, length]."""
+    return torch.randint(WORDS, (count, length), generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,95 @@
+"""Every class: import, the same function as transformers', and export of the same files."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.analysis.trained_model import Session
+from megamoe.data.tokenizers import ByteTokenizer
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.generation.generate import generate
+from megamoe.generation.sampling import Sampling
+from megamoe.hf.export_run import export_run
+from megamoe.hf.families import FAMILIES
+from megamoe.hf.import_folder import import_folder
+from megamoe.parallel.launch import find_world
+from tests.hf.models import CONFIGS, WORDS, make, tokens
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_rank")
+CASES = [
+    pytest.param(kind, number, id=f"{kind}-{number}", marks=[pytest.mark.full] if number else [])
+    for kind in CONFIGS
+    for number in (0, 1)
+]
+NEW = 64
+
+
+def opened(run: Path, *overrides: str) -> Any:
+    """The imported model, in the world of one rank that the fixture has started."""
+    return Session(find_world(), overrides, _is_started=True).open(run)
+
+
+def without_version(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("transformers_version", None)
+    return dict(config)
+
+
+def same_files(one: Path, other: Path) -> None:
+    """Every tensor file has the same bytes, and config.json the same keys and values."""
+    names = sorted(path.name for path in one.glob("*.safetensors"))
+    assert names == sorted(path.name for path in other.glob("*.safetensors"))
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    assert without_version(one) == without_version(other)
+
+
+@pytest.mark.parametrize(("kind", "number"), CASES)
+@torch.no_grad()
+def test_logits_are_those_of_transformers_and_the_way_back_gives_the_same_files(
+    kind: str, number: int, tmp_path: Path
+) -> None:
+    theirs = make(kind, tmp_path / "hf", number)
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
+    ours = opened(tmp_path / "run")
+    tokens_BS = tokens()
+    position_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    logits_BSV = ours.decoder.logits(tokens_BS, position_BS)
+    expected_BSV = theirs(tokens_BS).logits
+    assert expected_BSV.std() > 0.1
+    assert (logits_BSV - expected_BSV).abs().max() < 1e-5
+    export_run(tmp_path / "run", tmp_path / "back", report=lambda line: None)
+    same_files(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "number"), [(kind, number) for kind in CONFIGS for number in (0, 1)])
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_transformers(kind: str, number: int, tmp_path: Path) -> None:
+    theirs = make(kind, tmp_path / "hf", number)
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
+    ours = dataclasses.replace(opened(tmp_path / "run"), vocabulary=Vocabulary(WORDS, None, ByteTokenizer()))
+    prompts = [[5, 7, 11, 2], [40], [3, 9, 27, 33, 3, 9, 27, 33, 1]]
+    expected = [greedy(theirs, prompt) for prompt in prompts]
+    assert len({token for each in expected for token in each}) > 3, "they repeat themselves"
+    found = generate(ours, prompts, Sampling(max_tokens=NEW, temperature=0.0), batch_size=3)
+    assert [result.tokens for result in found] == expected
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    tokens_BS = torch.tensor([prompt])
+    found_BS: Tensor = model.generate(
+        tokens_BS, attention_mask=torch.ones_like(tokens_BS), max_new_tokens=NEW, do_sample=False
+    )
+    new: list[int] = found_BS[0, len(prompt) :].tolist()
+    return new
+
+
+def test_every_class_has_its_models() -> None:
+    assert CONFIGS.keys() == FAMILIES.keys()
