@@ -11,14 +11,10 @@ of a token's experts varies.
 import argparse
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-# Megatron-Core warns of accelerators, which counting has no use for.
-warnings.filterwarnings("ignore", module=r"megatron\.")
 
 from megamoe.analysis.command import run_tool
 from megamoe.errors import UserError
@@ -51,8 +47,8 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"--published: {min(unknown)!r} is not among the configurations; leave it out")
     widths = [max(len(row[column]) for row in [HEADER, *rows]) for column in range(len(HEADER))]
     for row in [HEADER, *rows]:
-        cells = [cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths))]
-        print("  ".join(cells).rstrip())
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
 
 
 def _files(paths: list[Path]) -> list[Path]:

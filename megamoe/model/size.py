@@ -94,7 +94,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
 
 
 def embedding_size(config: RunConfig, vocab_size: int) -> int:
-    """Return the parameters of the embeddings and of an output layer of its own; `vocab_size` before padding."""
+    """Count the embeddings and an output layer of its own; `vocab_size` before padding."""
     model = config.model
     words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
