@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "analysis": SHARDING
     | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
+    "hf": FOUNDATION | {"checkpoint"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
 }
