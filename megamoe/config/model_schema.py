@@ -104,7 +104,8 @@ class ModelConfig:
     logit_scale: PositiveFloat = 1.0  # multiplies the output layer's logits
     logit_soft_cap: PositiveFloat | None = None  # c: logits z, scaled, become c tanh(z / c)
     head_transform: bool = False  # an encoder's linear layer, activation and norm before the output layer
-    num_labels: Annotated[int, Field(ge=2, le=10**6)] | None = None  # an encoder predicts a text's label
+    num_labels: Size | None = None  # outputs of an encoder's head that predicts labels instead of tokens
+    predicts: Literal["label", "number", "tags", "span"] = "label"  # what such a head predicts of a text
     pooling: Literal["mean", "first"] = "mean"  # of the hidden states, for labels
     pooler: bool = False  # a linear layer and tanh on the pooled state, for labels
     init_std: Deviation = 0.02  # divided by sqrt(2 num_layers) for weights that write into the residual

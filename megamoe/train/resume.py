@@ -151,7 +151,13 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
         UserError: naming the first key that differs, or that the checkpoint is in this run's own folder.
     """
     assert config.checkpoint.init.path is not None
+    init = config.checkpoint.init
     path = Path(config.checkpoint.init.path)
+    if init.experts == "same" and (init.noise, init.router_scale) != (0, 1):
+        raise UserError(
+            f"checkpoint.init: noise {init.noise} and router_scale {init.router_scale} are for experts made of "
+            "a dense FFN; say checkpoint.init.experts=cut or copy, or leave them out"
+        )
     meta = read_meta(path, "checkpoint.init.path")
     if path.resolve().is_relative_to(run_folder.resolve()):
         raise UserError(
