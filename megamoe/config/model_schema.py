@@ -96,7 +96,7 @@ class ModelConfig:
     vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
     vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned", "sinusoidal"] = "rope"
-    rope_base: PositiveFloat = 10000  # base of the rotary frequencies
+    rope_base: PositiveFloat = 10000.0  # base of the rotary frequencies
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     latent: LatentConfig | None = None  # multi-head latent attention; default: standard attention
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -113,7 +113,8 @@ class ModelConfig:
     logit_scale: PositiveFloat = 1.0  # multiplies the output layer's logits
     logit_soft_cap: PositiveFloat | None = None  # c: logits z, scaled, become c tanh(z / c)
     head_transform: bool = False  # an encoder's linear layer, activation and norm before the output layer
-    num_labels: Annotated[int, Field(ge=2, le=10**6)] | None = None  # an encoder predicts a text's label
+    num_labels: Size | None = None  # outputs of an encoder's head that predicts labels instead of tokens
+    predicts: Literal["label", "number", "tags", "span"] = "label"  # what such a head predicts of a text
     pooling: Literal["mean", "first"] = "mean"  # of the hidden states, for labels
     pooler: bool = False  # a linear layer and tanh on the pooled state, for labels
     multi_token_prediction: MultiTokenConfig = field(default_factory=MultiTokenConfig)  # of a decoder

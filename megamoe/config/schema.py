@@ -269,6 +269,8 @@ class InitConfig:
     __pydantic_config__ = STRICT
     path: PathText | None = None  # a step_* folder
     experts: Literal["same", "cut", "copy"] = "same"  # cut a dense FFN into the experts, or copy it into each
+    noise: NonNegativeFloat = 0.0  # std of noise on cut or copied experts, over the std of the FFN's weight
+    router_scale: NonNegativeFloat = 1.0  # cut, copy: multiplies the router's initial parameters
 
 
 @dataclass

@@ -21,8 +21,12 @@ Observer = Callable[[Tensor], None]
 class Runner(Protocol):
     """A batch of sequences that grow by one token at a time."""
 
-    def feed(self, new: list[int]) -> Tensor:
-        """Append a token to each sequence; return the logits of the next ones, fp32 [B, vocabulary]."""
+    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
+        """Append a token to each sequence; return the logits of the next ones, fp32 [B, vocabulary].
+
+        rows: the sequences that go on, which may be fewer, more, or some several times; `new` has a token for
+        each of them. None: all.
+        """
         ...
 
     def begin(self) -> Tensor:
@@ -56,8 +60,10 @@ class CachedRunner:
             logits_BV = self._forward(tokens_BS)
         return logits_BV
 
-    def feed(self, new: list[int]) -> Tensor:
-        """Append a token to each sequence."""
+    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
+        """Append a token to each sequence that goes on."""
+        if rows is not None:
+            self.cache.select(rows)
         return self._forward(torch.tensor(new, device=self.prompts_BS.device)[:, None])
 
     def _forward(self, tokens_BS: Tensor) -> Tensor:
@@ -73,26 +79,33 @@ class CachedRunner:
 
 
 class PlainRunner:
-    """The whole of one sequence is computed for each token: the definition, and for what cannot be cached."""
+    """Whole sequences are computed for each token: the definition, and for what cannot be cached.
+
+    Each hypothesis of a prompt is computed by itself.
+    """
 
     def __init__(self, trained: TrainedModel, prompt: list[int], observe: Observer) -> None:
         self.trained, self.observe = trained, observe
-        self.tokens = list(prompt)
+        self.sequences = [list(prompt)]
 
     def begin(self) -> Tensor:
         """Compute the prompt."""
-        return self._forward()
+        return self._logits()
 
-    def feed(self, new: list[int]) -> Tensor:
-        """Append a token."""
-        self.tokens += new
-        return self._forward()
+    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
+        """Append a token to each sequence that goes on."""
+        chosen = self.sequences if rows is None else [self.sequences[row] for row in rows]
+        self.sequences = [[*tokens, token] for tokens, token in zip(chosen, new, strict=True)]
+        return self._logits()
 
-    def _forward(self) -> Tensor:
-        size = len(self.tokens)
+    def _logits(self) -> Tensor:
+        return torch.cat([self._forward(tokens) for tokens in self.sequences])
+
+    def _forward(self, tokens: list[int]) -> Tensor:
+        size = len(tokens)
         padding = -size % self.trained.layout.tensor
         device = self.trained.world.device
-        tokens_BS = torch.tensor([self.tokens + [0] * padding], device=device)
+        tokens_BS = torch.tensor([tokens + [0] * padding], device=device)
         position_BS = torch.arange(size + padding, device=device)[None]
         logits_BSV = _logits(self.trained, tokens_BS, position_BS, None)
         self.observe(torch.where(position_BS < size, position_BS, -1).cpu())
@@ -153,7 +166,7 @@ def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bo
             f"parallel.tensor: found {trained.layout.tensor}, which pads sequences, but {reasons[0]}; "
             "generate with parallel.tensor=1"
         )
-    if problem := trained.decoder.problem_with_cache():
+    if problem := trained.model.problem_with_cache():
         reasons.append(problem)
     if reasons and cache:
         lines.append(f"generating without key/value cache, prompt by prompt: {'; '.join(reasons)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
+from megatron.core.transformer.attention import CrossAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -33,6 +33,7 @@ from megamoe.model.block import Block, MoEBlock
 from megamoe.model.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.modules import Modules, fp8_options
 from megamoe.model.rotary import position_options
+from megamoe.model.source_cache import CachingCrossAttention
 from megamoe.model.units import Built
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import CLAMPED, is_gated, pointwise
@@ -159,7 +160,7 @@ class BlockMaker:
             own = block.self_attention.submodules
             block.pre_cross_attn_layernorm = modules.norm
             block.cross_attention = ModuleSpec(
-                module=CrossAttention,
+                module=CachingCrossAttention,
                 params={"attn_mask_type": AttnMaskType.padding},
                 submodules=CrossAttentionSubmodules(
                     linear_q=own.linear_qkv,

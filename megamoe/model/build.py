@@ -13,7 +13,7 @@ from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import Stack, padded_vocab_size, stacks
 from megamoe.model.attention import BlockConfig
 from megamoe.model.blocks import BlockMaker, MoEFactory, init_methods
-from megamoe.model.classifier import Classifier
+from megamoe.model.classifier import label_head
 from megamoe.model.embedding import adapt_embedding, build_embedding, megatron_position
 from megamoe.model.encoder import Encoder
 from megamoe.model.encoder_decoder import EncoderDecoder
@@ -97,7 +97,7 @@ def _encoder(maker: BlockMaker) -> Encoder:
     blocks = TransformerBlock(transformer, maker.specs(stack, transformer))
     model = maker.config.model
     if model.num_labels is not None:
-        return Encoder(embedding, blocks, Classifier(model, transformer))
+        return Encoder(embedding, blocks, label_head(model, transformer))
     return Encoder(embedding, blocks, Head(model, transformer, maker.vocab_size))
 
 

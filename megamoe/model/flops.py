@@ -74,8 +74,9 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         size = query_size(model)
         of_block = 2 * hidden * size * (encoder + decoder) + 2 * size * decoder * encoder * length
         products += model.num_layers * of_block
-    if model.num_labels is not None:  # once for a sequence
-        products += hidden * ((hidden if model.pooler else 0) + model.num_labels) / length
+    if model.num_labels is not None:  # for each token, or once for a sequence
+        times = shares.stacks.get("encoder", 1.0) if model.predicts in ("tags", "span") else 1 / length
+        products += hidden * ((hidden if model.pooler else 0) + model.num_labels) * times
     depth = model.multi_token_prediction.depth
     products += depth * 2 * hidden * hidden
     products += (1 + depth) * shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden

@@ -7,9 +7,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from torch import Tensor, nn
 
 from megamoe.kernels.documents import Documents
-from megamoe.model.attention import SDPAttention
 from megamoe.model.key_value_cache import KeyValueCache
-from megamoe.model.language_model import LanguageModel
+from megamoe.model.language_model import LanguageModel, problem_of_attention
 from megamoe.model.loss import token_losses
 from megamoe.model.multi_token_prediction import Ahead, MultiTokenPrediction
 
@@ -103,10 +102,9 @@ class GPT(LanguageModel):
         return whole.float()
 
     def problem_with_cache(self) -> str | None:
-        """Return why this model cannot use a `KeyValueCache`, as the end of a sentence; None if it can."""
-        blocks = self.model.decoder.layers
-        if any(not isinstance(block.self_attention.core_attention, SDPAttention) for block in blocks):
-            return "model.backend: transformer_engine computes the attention"
+        """See `LanguageModel`."""
+        if problem := problem_of_attention(self.model.decoder.layers):
+            return problem
         if self.model.position_embedding_type == "rope":
             return "Megatron-Core applies the rotary positions, from 0 in each forward pass"
         return None

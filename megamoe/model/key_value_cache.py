@@ -39,6 +39,21 @@ class KeyValueCache:
         """Keep the first `size` slots of the last forward pass; the next one overwrites the others."""
         self.length += size
 
+    def select(self, rows: list[int]) -> None:
+        """Go on with these of the sequences; they may be fewer, more, or some of them several times."""
+        if rows == list(range(len(self.start_B))):
+            return
+        row_R = torch.tensor(rows, device=self.start_B.device)
+        self.start_B = self.start_B[row_R]
+        for owner, sides in self._sides.items():
+            key, value = (self._rows_of(side, row_R) for side in sides)
+            self._sides[owner] = key, value
+
+    def _rows_of(self, side: Tensor, row_R: Tensor) -> Tensor:
+        chosen = side.new_zeros(self.capacity, len(row_R), *side.shape[2:])
+        chosen[: self.length] = side[: self.length].index_select(1, row_R)
+        return chosen
+
     def attend(
         self,
         owner: nn.Module,

@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
+from megamoe.model.attention import SDPAttention
 from megamoe.model.block import Block
 from megamoe.moe.layer import MoELayer
 
@@ -39,11 +41,15 @@ class LanguageModel(nn.Module, ABC):
         return None
 
     def label_logits(self) -> Tensor | None:
-        """Return the labels' logits of the last forward pass in evaluation mode, fp32 [B, labels].
+        """Return the logits of the last forward pass in evaluation mode, fp32; see `LabelHead`.
 
         None for a model that predicts tokens.
         """
         return None
+
+    def problem_with_cache(self) -> str | None:
+        """Return why this model cannot use a `KeyValueCache`, as the end of a sentence; None if it can."""
+        return "its attention also looks at later tokens"
 
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
         """Yield (number, layer) of every MoE layer.
@@ -56,3 +62,11 @@ class LanguageModel(nn.Module, ABC):
             assert isinstance(block, Block)
             for layer in block.moe_layers():
                 yield number, layer
+
+
+def problem_of_attention(blocks: nn.ModuleList) -> str | None:
+    """Return why a decoder's attention cannot use a cache, as the end of a sentence; None if it can."""
+    attentions: list[Any] = [block.self_attention for block in blocks]
+    if any(not isinstance(attention.core_attention, SDPAttention) for attention in attentions):
+        return "model.backend: transformer_engine computes the attention"
+    return None

@@ -75,7 +75,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     """Count the parameters of the model that `config` describes; `vocab_size` before padding."""
     model, moe = config.model, config.moe
     blocks, moe_blocks = num_blocks(config), len(moe_block_numbers(config))
-    dense = _embedding(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
+    dense = embedding_size(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
     dense += _num_cross(model) * _cross_attention(model)
     dense += (blocks - moe_blocks) * _dense_ffn(model)
     cut = dense - _replicated(config, blocks - moe_blocks)
@@ -95,7 +95,8 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert, cut, beside)
 
 
-def _embedding(config: RunConfig, vocab_size: int) -> int:
+def embedding_size(config: RunConfig, vocab_size: int) -> int:
+    """Count the embeddings and an output layer of its own; `vocab_size` before padding."""
     model = config.model
     words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
