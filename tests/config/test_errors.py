@@ -16,7 +16,7 @@ def message_of(load: Load, text: str, *overrides: str) -> str:
         load(text, *overrides)
     message = str(caught.value)
     assert "\n" not in message
-    assert len(message) < 700
+    assert len(message) < 900
     return message
 
 
