@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
     "tasks": FOUNDATION
     | {"data", "objectives", "parallel", "zero", "checkpoint", "resilience", "train", "analysis"},
+    "hf": FOUNDATION | {"checkpoint"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
 }

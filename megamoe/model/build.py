@@ -20,6 +20,7 @@ from megamoe.model.language_model import LanguageModel
 from megamoe.model.modules import choose_modules
 from megamoe.model.random_streams import use_one_stream
 from megamoe.model.rotary import let_megatron_turn, rotary_of
+from megamoe.model.scales import change_logits
 from megamoe.model.units import Built, embedding_first
 
 
@@ -66,6 +67,7 @@ def _decoder(maker: BlockMaker) -> GPT:
             share_embeddings_and_output_weights=model.tie_embeddings,
             position_embedding_type=megatron_position(model, transformer),
         )
+    change_logits(decoder.output_layer, model)
     if decoder.position_embedding_type == "rope":
         let_megatron_turn(decoder, rotary_of(model))
     return GPT(decoder)

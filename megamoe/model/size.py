@@ -20,6 +20,7 @@ from megamoe.config.shapes import (
     num_blocks,
     padded_vocab_size,
     query_size,
+    shared_ffn_size,
     stacks,
 )
 from megamoe.model.latent_size import latent_norms, latent_weights
@@ -184,7 +185,9 @@ def _weights(hidden: int, size: int, activation: Activation) -> int:
 
 
 def _expert(config: RunConfig) -> int:
-    ffn = _weights(config.model.hidden_size, expert_ffn_size(config), expert_activation(config))
+    hidden, size = config.model.hidden_size, expert_ffn_size(config)
+    ffn = _weights(hidden, size, expert_activation(config))
+    ffn += up_width(size, expert_activation(config)) + hidden if config.moe.expert_bias else 0
     sublayers = config.moe.expert_sublayers
     return ffn if sublayers == 1 else sublayers * (ffn + _norm(config.model))
 
@@ -194,7 +197,7 @@ def _shared(config: RunConfig) -> int:
     if moe.num_shared_experts == 0:
         return 0
     mode = {"sum": 0, "gated": hidden, "residual": 2 * hidden + 2}[moe.shared_expert_mode]
-    size = moe.num_shared_experts * expert_ffn_size(config)
+    size = shared_ffn_size(moe, expert_ffn_size(config))
     return _weights(hidden, size, expert_activation(config)) + mode
 
 

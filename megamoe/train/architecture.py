@@ -24,6 +24,16 @@ def check_architecture(config: RunConfig) -> None:
             "model.head_transform: true is for a head that predicts tokens; with model.num_labels set it to "
             "false, or take model.pooler"
         )
+    if model.num_labels is not None and (model.logit_scale != 1 or model.logit_soft_cap is not None):
+        raise UserError(
+            "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with "
+            "model.num_labels leave them out"
+        )
+    if model.scale_embeddings and model.embedding_scale is not None:
+        raise UserError(
+            f"model.embedding_scale: found {model.embedding_scale:g} beside model.scale_embeddings, which "
+            "multiplies by sqrt(hidden_size); leave one of them out"
+        )
     pools = model.pooler or model.pooling != ModelConfig().pooling
     if model.num_labels is None and (pools or model.predicts != ModelConfig().predicts):
         raise UserError(

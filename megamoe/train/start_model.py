@@ -8,7 +8,7 @@ from torch import nn
 
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.init_from import InitialWeights
+from megamoe.checkpoint.init_from import InitialWeights, Upcycling
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import ModelConfig
@@ -75,11 +75,12 @@ def start_model(
 def _initial_weights(config: RunConfig, run: ResolvedRun, rank: int) -> InitialWeights:
     """Open the checkpoint of `checkpoint.init`; collective."""
     init, opened = config.checkpoint.init, []
+    upcycling = Upcycling(init.noise, init.router_scale, config.seed)
     is_moe, path = bool(moe_layer_numbers(config)), Path(str(init.path))
 
     def opening() -> None:
         new_head = _has_another_head(config, path)
-        opened.append(InitialWeights(path, init.experts, is_moe, run.plan.layout, rank, new_head))
+        opened.append(InitialWeights(path, init.experts, is_moe, run.plan.layout, rank, new_head, upcycling))
 
     raise_any_error(catch_error(opening))
     return opened[0]

@@ -17,6 +17,10 @@ CASES = {
     "moe": ["moe.layers.every=2", "moe.num_shared_experts=1", "model.activation=gelu"],
     "latent attention": ["moe.layers=none", f"model.latent={{{LATENT}}}"],
     "latent queries": ["moe.layers=none", f"model.latent={{query_rank: 5, {LATENT}}}"],
+    "shared experts of a size of their own": [
+        "moe.num_shared_experts=2",
+        "moe.shared_expert_ffn_hidden_size=20",
+    ],
     "inserted": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"],
     "heads of another size": ["model.head_size=10", "model.num_query_groups=1"],
 }

@@ -56,6 +56,13 @@ SIZES: dict[str, list[str]] = {
     "shared experts": ["moe.num_shared_experts=2"],
     "shared experts with a gate": ["moe.num_shared_experts=2", "moe.shared_expert_mode=gated"],
     "residual shared experts": ["moe.num_shared_experts=1", "moe.shared_expert_mode=residual"],
+    "shared experts of a size of their own, a router's bias": [
+        "moe.num_shared_experts=2",
+        "moe.shared_expert_ffn_hidden_size=20",
+        "moe.router.scorer={name: linear, bias: true}",
+    ],
+    "biases of experts": ["moe.expert_bias=true", "model.activation=swiglu_clamped", "moe.layers={at: [2]}"],
+    "biases of sub-layers": ["moe.expert_bias=true", "moe.expert_sublayers=2", "model.activation=gelu"],
     "sub-layers": ["moe.expert_sublayers=2"],
     "sub-layers with layernorm": ["moe.expert_sublayers=3", "model.norm=layernorm"],
     "inserted": ["moe.layers={insert_after: [2]}"],
