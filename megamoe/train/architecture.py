@@ -24,10 +24,6 @@ def check_architecture(config: RunConfig) -> None:
             "model.head_transform: true is for a head that predicts tokens; with model.num_labels set it to "
             "false, or take model.pooler"
         )
-<<<<<<< HEAD
-    pools = model.pooler or model.pooling != ModelConfig().pooling
-    if model.num_labels is None and (pools or model.predicts != ModelConfig().predicts):
-=======
     if model.num_labels is not None and (model.logit_scale != 1 or model.logit_soft_cap is not None):
         raise UserError(
             "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with "
@@ -38,8 +34,8 @@ def check_architecture(config: RunConfig) -> None:
             f"model.embedding_scale: found {model.embedding_scale:g} beside model.scale_embeddings, which "
             "multiplies by sqrt(hidden_size); leave one of them out"
         )
-    if model.num_labels is None and (model.pooler or model.pooling != ModelConfig().pooling):
->>>>>>> main
+    pools = model.pooler or model.pooling != ModelConfig().pooling
+    if model.num_labels is None and (pools or model.predicts != ModelConfig().predicts):
         raise UserError(
             "model.pooler, model.pooling, model.predicts: are for labels; give model.num_labels, or leave "
             "them out"
