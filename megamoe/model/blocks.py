@@ -27,6 +27,7 @@ from megamoe.config.shapes import (
     window_of,
 )
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.clamped_swiglu import LIMIT, OFFSET
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.latent import LatentBlockConfig, latent_attention, latent_options
@@ -35,7 +36,7 @@ from megamoe.model.rotary import position_options
 from megamoe.model.source_cache import CachingCrossAttention
 from megamoe.model.units import Built
 from megamoe.moe import rng
-from megamoe.moe.experts.activations import is_gated, pointwise
+from megamoe.moe.experts.activations import CLAMPED, is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer
 
 MoEFactory = Callable[[LayerShape], MoELayer]
@@ -86,6 +87,7 @@ class BlockMaker:
             layernorm_epsilon=model.norm_eps,
             activation_func=pointwise(model.activation),
             gated_linear_unit=is_gated(model.activation),
+            **_clamps(model),
             add_bias_linear=model.bias,
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
@@ -111,19 +113,22 @@ class BlockMaker:
         """
         moe_blocks, specs = set(stack.moe_blocks), []
         layers = f"{stack.name}.layers"
-        if self.config.model.architecture == "decoder":
-            layers = f"model.{layers}"
+        names = [f"{layers}.{place}." for place in range(stack.num_layers)]
+        if stack.name == "prediction":
+            names = [f"prediction.depths.{place}.blocks.layers.0." for place in range(stack.num_layers)]
+        elif self.config.model.architecture == "decoder":
+            names = [f"model.{name}" for name in names]
         for number in range(1, stack.num_layers + 1):
             spec = self._block(stack.name, transformer, has_source)
-            spec.params["built"] = functools.partial(self.hand_on, f"{layers}.{number - 1}.")
-            shape = self._layer_shape(stack, number, of_source)
+            spec.params["built"] = functools.partial(self.hand_on, names[number - 1])
+            shape = self._layer_shape(stack, number, of_source, transformer.num_layers)
             build = functools.partial(self.make_moe_layer, shape)
             moe: dict[str, Any] = {"build": build, "recompute": self.config.model.recompute == "selective"}
             if number in moe_blocks:
                 spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
             if number in stack.layers.insert_after:
                 has_norm = inserted_has_norm(self.config.moe)
-                norm = functools.partial(self._norm, transformer) if has_norm else None
+                norm = functools.partial(self.norm, transformer) if has_norm else None
                 spec.params["build_inserted"] = functools.partial(
                     MoEBlock,
                     transformer,
@@ -140,7 +145,11 @@ class BlockMaker:
         model, modules = self.config.model, self.modules
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module = Block
-        spec.params = {"recompute": model.recompute == "full", "norm_position": model.norm_position}
+        spec.params = {
+            "recompute": model.recompute == "full",
+            "norm_position": model.norm_position,
+            "residual_scale": model.residual_scale,
+        }
         modules.put_into(spec, model)
         block = spec.submodules
         if model.latent is not None:
@@ -163,12 +172,13 @@ class BlockMaker:
             block.cross_attn_bda = block.self_attn_bda
         return spec
 
-    def _norm(self, transformer: BlockConfig) -> nn.Module:
+    def norm(self, transformer: BlockConfig) -> nn.Module:
+        """Return a norm of the model's kind."""
         size, eps = transformer.hidden_size, transformer.layernorm_epsilon
         norm: nn.Module = self.modules.norm(config=transformer, hidden_size=size, eps=eps)
         return norm
 
-    def _layer_shape(self, stack: Stack, number: int, of_source: bool) -> LayerShape:
+    def _layer_shape(self, stack: Stack, number: int, of_source: bool, num_layers: int) -> LayerShape:
         model = self.config.model
         return LayerShape(
             hidden_size=model.hidden_size,
@@ -176,7 +186,7 @@ class BlockMaker:
             layer=stack.first - 1 + number,
             activation=expert_activation(self.config),
             init_std=model.init_std,
-            output_std=model.init_std / math.sqrt(2 * stack.num_layers),
+            output_std=model.init_std / math.sqrt(2 * num_layers),
             seed=self.config.seed,
             init_scale=model.init_scale,
             vocab_size=self.vocab_size,
@@ -186,6 +196,13 @@ class BlockMaker:
             products=self.modules.products,
             kernels=_kernels(model),
         )
+
+
+def _clamps(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron-Core's options of a dense FFN with the activation of gpt-oss."""
+    if model.activation != CLAMPED:
+        return {}
+    return {"activation_func_clamp_value": LIMIT, "glu_linear_offset": OFFSET}
 
 
 def _kernels(model: ModelConfig) -> Kernels:

@@ -1,4 +1,4 @@
-"""Jobs: an imported model trains as transformers' own with torch's AdamW, and can be exported at any layout."""
+"""Jobs: train an imported model beside transformers' own with torch's AdamW; save it at any layout."""
 
 from collections.abc import Iterator
 from pathlib import Path
