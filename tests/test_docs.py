@@ -14,8 +14,8 @@ import torch
 import yaml
 
 from megamoe import registry
-from megamoe.config.model_schema import LatentConfig
 from megamoe.config import RunConfig, load_config, parse_config
+from megamoe.config.model_schema import LatentConfig
 from megamoe.config.parts import PartChoice
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Dims, StepContext
