@@ -44,9 +44,9 @@ MAY_IMPORT = {
     "analysis": SHARDING
     | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
+    "hf": FOUNDATION | {"checkpoint"},
     "tasks": FOUNDATION
     | {"data", "objectives", "parallel", "zero", "checkpoint", "resilience", "train", "analysis"},
-    "hf": FOUNDATION | {"checkpoint"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
 }

@@ -151,3 +151,8 @@ def test_missing_libraries_are_named_with_the_command(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
     with pytest.raises(UserError, match="pip install 'megamoe.finetune.'"):
         check_libraries()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/tasks").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_are_task_files(path: Path) -> None:
+    assert load_task(path, []).name == path.stem

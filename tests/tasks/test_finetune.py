@@ -215,6 +215,7 @@ def resume_job(task: Path, checkpoint: Path, output: Path) -> list[Any]:
     return [first, times == again, problem, last, results(output / "classification")]
 
 
+@pytest.mark.full
 def test_complete_seeds_stay_and_the_best_epoch_is_taken(
     pool: Pool, mlm: Path, tasks: list[Path], tmp_path: Path
 ) -> None:
