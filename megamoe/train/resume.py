@@ -159,7 +159,7 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
     path = Path(config.checkpoint.init.path)
     if init.experts == "same" and (init.noise, init.router_scale) != (0, 1):
         raise UserError(
-            f"checkpoint.init: noise {init.noise} and router_scale {init.router_scale} are for experts made of "
+            f"checkpoint.init: noise {init.noise}, router_scale {init.router_scale}: are for experts made of "
             "a dense FFN; say checkpoint.init.experts=cut or copy, or leave them out"
         )
     meta = read_meta(path, "checkpoint.init.path")

@@ -24,7 +24,7 @@ MISTAKES = """
 modle: {}
     unknown key 'modle'; did you mean 'model'? (known: checkpoint, data,
 model: {hiden_size: 3}
-    model: unknown key 'hiden_size'; did you mean 'hidden_size'? (known:
+    model: unknown key 'hiden_size'; did you mean 'hidden_size'?
 log: {wandb: {projct: x}}
     log.wandb: unknown key 'projct'; did you mean 'project'?
 moe: {router: {selektor: top_k}}
