@@ -27,12 +27,8 @@ FIRST = ("cuda", "distributed", "simulation", "train", "metrics")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files of the folders of FIRST before all others, in which pytest's order stays."""
-    folders = [Path(__file__).parent / name for name in FIRST]
-
-    def place(item: pytest.Item) -> int:
-        return next((n for n, folder in enumerate(folders) if folder in item.path.parents), len(folders))
-
-    items.sort(key=place)
+    places = {str(Path(__file__).parent / name): place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(os.path.dirname(item.path), len(FIRST)))
 
 
 @pytest.fixture(scope="session", autouse=True)

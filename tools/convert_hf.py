@@ -4,9 +4,9 @@ python tools/convert_hf.py import models/Mixtral-8x7B-v0.1 runs/mixtral
 python tools/convert_hf.py export runs/mixtral_continued exported
 python tools/convert_hf.py export runs/demo exported --class mixtral --dtype bf16
 
-`import` writes a run's folder: a checkpoint, the tokenizer, and continue.yaml, a run that goes on from it. `export`
-writes config.json, sharded safetensors, and the tokenizer. Neither needs transformers, a GPU, or the whole
-model in memory.
+`import` writes a run's folder: a checkpoint, the tokenizer, and continue.yaml, a run that goes on from it.
+`export` writes config.json, sharded safetensors, and the tokenizer. Neither needs transformers, a GPU, or
+the whole model in memory.
 """
 
 import argparse
@@ -15,12 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megamoe.compat.startup import settle_vendors
 from megamoe.errors import ExitCode, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 2 for a mistake, 130 if interrupted."""
     options = _parser().parse_args(arguments)
+    settle_vendors()
     try:
         options.work(options)
         return ExitCode.FINISHED
@@ -39,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    verb = verbs.add_parser("import", help="a Hugging Face folder to a checkpoint and a run that continues it")
+    verb = verbs.add_parser(
+        "import", help="a Hugging Face folder to a checkpoint and a run that continues it"
+    )
     verb.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and safetensors files")
     verb.add_argument("run", type=Path, metavar="RUN", help="a run's folder that does not exist, runs/<name>")
     verb.set_defaults(work=_import)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megamoe.config import RunConfig, load_config
-from megamoe.config.shapes import expert_ffn_size
+from megamoe.config.shapes import expert_ffn_size, shared_ffn_size
 from megamoe.errors import UserError
 from megamoe.model.size import mean_choices
 from megamoe.train.check import check_run
@@ -52,4 +52,5 @@ class Asked:
 def active_ffn_size(config: RunConfig) -> int:
     """FFN size of the dense model: the chosen and the shared experts' together."""
     routed = mean_choices(config) * config.moe.expert_sublayers
-    return round((routed + config.moe.num_shared_experts) * expert_ffn_size(config))
+    size = expert_ffn_size(config)
+    return round(routed * size + shared_ffn_size(config.moe, size))

@@ -7,14 +7,21 @@
     copy   a dense model whose FFN is copied into every expert (Komatsuzaki et al. 2023, sparse upcycling),
            so that experts whose weights sum to 1 are the dense FFN
 
+Experts that are cut or copied may get Gaussian noise, so that they can differ from the first step on: `noise`
+times the standard deviation of the FFN's weight. A draw depends on (seed, layer, expert, row, column) alone.
+`router_scale` multiplies the router's initial parameters; at 0 all experts have the same score.
+
 The layout and the precision of the saving run do not matter. Each rank reads the chunks that it holds, and
 verifies the checksums of its share of the files. The weights are the fp32 masters where the saving run had
 them. The moments of its optimiser are not loaded.
 """
 
+import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import nn
 
 from megamoe.checkpoint.format import integrity
@@ -26,6 +33,7 @@ from megamoe.checkpoint.placements import shardings
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.errors import UserError
+from megamoe.moe import rng
 from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
@@ -40,6 +48,15 @@ ADVICE = {
         ("cut", "copy"), "start from one of the same model, but for what checkpoint.init.experts says"
     ),
 }
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """How experts made of a dense FFN start; see the module. seed: of the noise."""
+
+    noise: float = 0.0
+    router_scale: float = 1.0
+    seed: int = 0
 
 
 class InitialWeights:
@@ -63,12 +80,14 @@ class InitialWeights:
         layout: Layout,
         rank: int,
         new_head: bool = False,
+        upcycling: Upcycling = Upcycling(),
     ) -> None:
         read_meta(path, KEY)  # has the clearer message for a path that is no checkpoint
         problem = integrity.first_of(integrity.problems(path, rank, layout.ranks))
         if problem is not None:
             raise damaged(path, problem)
         self._experts, self._layout, self._rank = experts, layout, rank
+        self._upcycling = upcycling
         self._reader = CheckpointReader(path, KEY)
         _check_kind(self._reader, is_moe, experts)
         self._saved = SavedWeights(self._reader, layout, rank, ADVICE[experts])
@@ -109,6 +128,9 @@ class InitialWeights:
             block, cut = inside.removesuffix("layer."), self._experts == "cut"
             chunks = _experts_from_ffn(self._reader, block, layer, cut, self._layout, self._rank)
             self._saved.fill_chunks(chunks, set(names))
+            _add_noise(self._reader, block, layer, self._upcycling, self._layout, self._rank)
+            for parameter in layer.router.parameters():
+                parameter.data.mul_(self._upcycling.router_scale)
             found = [name.removeprefix(inside) for name in names if name not in routed]
             self.kept += [name for name in found if name not in self.kept]
 
@@ -150,8 +172,8 @@ def _experts_from_ffn(
     """Return this rank's expert weights of one layer as chunks of the FFN weights of the dense block."""
     if any(f"{WEIGHT}{block}{part}.bias" in reader.names(WEIGHT) for part in ("linear_fc1", "linear_fc2")):
         raise UserError(
-            f"{reader.path}: {block}linear_fc1 and linear_fc2 have biases, experts have none; start from a "
-            "dense model trained with model.bias=false"
+            f"{reader.path}: {block}linear_fc1 and linear_fc2 have biases, which experts do not take; start "
+            "from a dense model trained with model.bias=false"
         )
     assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: `check_run` has refused others
     up, down = layer.experts.up.data, layer.experts.down.data
@@ -177,6 +199,30 @@ def _experts_from_ffn(
             LocalChunk(down_name, (hidden, whole), Chunk((0, start), (hidden, here)), down[local])
         )
     return local_chunks
+
+
+def _add_noise(
+    reader: CheckpointReader, block: str, layer: MoELayer, options: Upcycling, layout: Layout, rank: int
+) -> None:
+    """Add this rank's part of the noise to its experts, made of the FFN of `block`."""
+    if options.noise == 0:
+        return
+    experts = layer.experts
+    assert isinstance(experts, GroupedExperts)
+    up_std, down_std = (
+        float(reader.tensor(f"{WEIGHT}{block}{part}.weight").double().std()) * options.noise
+        for part in ("linear_fc1", "linear_fc2")
+    )
+    hidden, here = experts.down.shape[1:]
+    halves, size = num_halves(experts.activation), here * layout.expert_tensor
+    own_F = torch.arange(here) + rank % layout.expert_tensor * here
+    own_G = torch.cat([own_F + half * size for half in range(halves)])  # rows of the first weight
+    first_expert = layout.expert_rank(rank) * len(experts.up)
+    for local in range(len(experts.up)):
+        whose = f"noise of expert {first_expert + local}"
+        draws = functools.partial(rng.key, options.seed, 0, layer.router.dims.layer)
+        experts.up.data[local] += up_std * rng.normal(draws(whose), own_G, hidden)
+        experts.down.data[local] += down_std * rng.normal(draws(f"{whose}, down"), own_F, hidden).T
 
 
 def _check_ffn_size(path: Path, whole: int, num_experts: int, size: int, cut: bool) -> None:

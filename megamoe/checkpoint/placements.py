@@ -57,5 +57,7 @@ def _slices(model: nn.Module) -> list[tuple[str, tuple[int, int]]]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts):
-            found += [(f"{name}.up", (1, num_halves(module.activation))), (f"{name}.down", (2, 1))]
+            halves = num_halves(module.activation)
+            found += [(f"{name}.up", (1, halves)), (f"{name}.down", (2, 1))]
+            found += [(f"{name}.up_bias", (1, halves)), (f"{name}.down_bias", (1, 1))]
     return found

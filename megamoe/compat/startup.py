@@ -86,5 +86,8 @@ def settle_vendors() -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch
 
+    from megamoe.compat.torch_compat import compile_vendors_functions_late
+
+    compile_vendors_functions_late()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found anyway, but only after a warning

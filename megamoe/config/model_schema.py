@@ -17,7 +17,7 @@ from megamoe.config.bounds import (
 )
 from megamoe.config.parts import STRICT
 
-Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu"]
+Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "swiglu_clamped"]
 
 
 @dataclass
@@ -87,18 +87,25 @@ class ModelConfig:
     vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
     vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned", "sinusoidal"] = "rope"
-    rope_base: PositiveFloat = 10000  # base of the rotary frequencies
+    rope_base: PositiveFloat = 10000.0  # base of the rotary frequencies
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     latent: LatentConfig | None = None  # multi-head latent attention; default: standard attention
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_position: Literal["pre", "post"] = "pre"  # before a sub-layer, or after its sum with the residual
     norm_eps: Small = 1e-5  # added to the variance
-    activation: Activation = "swiglu"  # the FFNs' activation; swiglu, geglu and reglu are gated
-    bias: bool = False  # in attention and dense FFNs; experts have none, as in Megatron's grouped experts
+    activation: Activation = (
+        "swiglu"  # the FFNs' activation; all that end in "glu", and swiglu_clamped, are gated
+    )
+    bias: bool = False  # in attention and dense FFNs; of experts: moe.expert_bias
     tie_embeddings: bool = True  # the output layer uses the embedding's weights
     scale_embeddings: bool = False  # multiply the words' embeddings by sqrt(hidden_size)
+    embedding_scale: PositiveFloat | None = None  # multiply the words' embeddings by a constant instead
+    residual_scale: PositiveFloat = 1.0  # multiplies what attention and FFN or MoE layer add to the residual
+    logit_scale: PositiveFloat = 1.0  # multiplies the output layer's logits
+    logit_soft_cap: PositiveFloat | None = None  # c: logits z, scaled, become c tanh(z / c)
     head_transform: bool = False  # an encoder's linear layer, activation and norm before the output layer
-    num_labels: Annotated[int, Field(ge=2, le=10**6)] | None = None  # an encoder predicts a text's label
+    num_labels: Size | None = None  # outputs of an encoder's head that predicts labels instead of tokens
+    predicts: Literal["label", "number", "tags", "span"] = "label"  # what such a head predicts of a text
     pooling: Literal["mean", "first"] = "mean"  # of the hidden states, for labels
     pooler: bool = False  # a linear layer and tanh on the pooled state, for labels
     init_std: Deviation = 0.02  # divided by sqrt(2 num_layers) for weights that write into the residual

@@ -135,10 +135,12 @@ class MoEConfig:
     num_experts: Size = 8  # in each MoE layer
     expert_ffn_hidden_size: ExpertSize = None  # FFN size of every expert; default: the dense blocks' size
     expert_activation: Activation | None = None  # of routed and shared experts; default: model.activation
+    expert_bias: bool = False  # biases of both linear layers of each routed expert, as in gpt-oss
     expert_sublayers: Layers = 1  # above 1: each expert is a stack of that many residual FFN sub-layers
     expert_output_dropout: Fraction = 0.0  # on an expert's output (MoEC's "MoE dropout")
     expert_activation_dropout: Fraction = 0.0  # after the activation inside (Switch's "expert dropout")
     num_shared_experts: SizeOrZero = 0  # with the experts' size; they compute every token
+    shared_expert_ffn_hidden_size: ExpertSize = None  # joint FFN size; default: number x the experts' size
     shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"  # gated: sigmoid(w.x); residual: softmax
     frozen: list[Literal["router", "experts"]] = field(default_factory=list)  # not trained
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -267,6 +269,8 @@ class InitConfig:
     __pydantic_config__ = STRICT
     path: PathText | None = None  # a step_* folder
     experts: Literal["same", "cut", "copy"] = "same"  # cut a dense FFN into the experts, or copy it into each
+    noise: NonNegativeFloat = 0.0  # std of noise on cut or copied experts, over the std of the FFN's weight
+    router_scale: NonNegativeFloat = 1.0  # cut, copy: multiplies the router's initial parameters
 
 
 @dataclass

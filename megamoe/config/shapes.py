@@ -119,6 +119,13 @@ def expert_ffn_size(config: RunConfig) -> int:
     return config.moe.expert_ffn_hidden_size or ffn_size(config.model)
 
 
+def shared_ffn_size(moe: MoEConfig, expert_size: int) -> int:
+    """Return the joint FFN size of a layer's shared experts; expert_size: of one routed expert."""
+    if moe.num_shared_experts == 0:
+        return 0
+    return moe.shared_expert_ffn_hidden_size or moe.num_shared_experts * expert_size
+
+
 def expert_activation(config: RunConfig) -> Activation:
     """Return the activation of routed and shared experts."""
     return config.moe.expert_activation or config.model.activation

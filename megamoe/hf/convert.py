@@ -13,7 +13,9 @@ from megamoe.hf.families import FAMILIES
 from megamoe.hf.family import Family, as_config
 from megamoe.hf.folder import CONFIG, Folder, shown
 from megamoe.hf.keys import Json
+from megamoe.hf.quantised import FLOATS, Weights, weights_of
 from megamoe.hf.rules import Rule
+from megamoe.hf.tensor_files import Shape
 
 HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -26,11 +28,12 @@ class Source:
     embedding.
     """
 
-    folder: Folder
+    folder: Weights
     family: Family
     tree: Json
     config: RunConfig
     rules: list[list[Rule]]
+    unused: list[str]
 
     @property
     def words(self) -> int:
@@ -58,39 +61,20 @@ def open_source(path: Path) -> Source:
     Raises:
         UserError: naming the first file, key or tensor that is missing, damaged, unknown or of another shape.
     """
-    folder = Folder(path)
+    folder = weights_of(Folder(path))
     family = family_of(folder.config, path / CONFIG)
     tree = family.read(folder.config, str(path / CONFIG))
     config = as_config(tree, str(path / CONFIG))
     rules = family.rules(config, int(config.model.vocab_size or 0))
-    _check_tensors(folder, family, config, rules)
-    return Source(folder, family, tree, config, rules)
+    unused = _check_tensors(folder, family, config, rules)
+    return Source(folder, family, tree, config, rules, unused)
 
 
-def _check_tensors(folder: Folder, family: Family, config: RunConfig, groups: list[list[Rule]]) -> None:
+def _check_tensors(folder: Weights, family: Family, config: RunConfig, groups: list[list[Rule]]) -> list[str]:
+    """Check that the folder has the tensors of the rules; return those of no rule that may be left out."""
     expected = {name: shape for rule in _flat(groups) for name, shape in rule.source_shapes().items()}
     for name, shape in expected.items():
-        stored = folder.tensors.get(name)
-        if stored is None:
-            raise UserError(
-                f"{folder.path}: {shown(name)} is missing, which {family.architecture} has; expected shape "
-                f"{list(shape)}"
-            )
-        if stored.shape != shape:
-            raise UserError(
-                f"{folder.path}: {shown(name)} has shape {list(stored.shape)}, {CONFIG} says {list(shape)}"
-            )
-        if not stored.dtype.is_floating_point:
-            raise UserError(f"{folder.path}: {shown(name)} is {_name(stored.dtype)}, expected numbers with a point")
-    for name in sorted(folder.tensors.keys() - expected.keys()):
-        if any(re.fullmatch(pattern, name) for pattern in family.ignored):
-            continue
-        if name == HEAD and config.model.tie_embeddings:
-            _check_tied(folder)
-            continue
-        raise UserError(
-            f"{folder.path}: {shown(name)} has no place in {family.architecture} as {CONFIG} describes it"
-        )
+        _check_tensor(folder, name, shape, family)
     for rule in _flat(groups):
         dtypes = sorted({_name(folder.tensors[name].dtype) for name in rule.sources})
         if len(dtypes) > 1:
@@ -98,16 +82,43 @@ def _check_tensors(folder: Folder, family: Family, config: RunConfig, groups: li
                 f"{folder.path}: {shown(rule.sources[0])} and the tensors that belong to it have dtypes "
                 f"{' and '.join(dtypes)}, expected one"
             )
+    unused = []
+    for name in sorted(folder.tensors.keys() - expected.keys()):
+        patterns = [pattern.replace("{L}", str(config.model.num_layers)) for pattern in family.ignored]
+        if name == HEAD and config.model.tie_embeddings:
+            _check_tied(folder)
+        elif any(re.fullmatch(pattern, name) for pattern in patterns):
+            unused.append(name)
+        else:
+            raise UserError(
+                f"{folder.path}: {shown(name)} has no place in {family.architecture} as {CONFIG} describes it"
+            )
+    return unused
 
 
-def _check_tied(folder: Folder) -> None:
+def _check_tensor(folder: Weights, name: str, shape: Shape, family: Family) -> None:
+    stored = folder.tensors.get(name)
+    if stored is None:
+        raise UserError(
+            f"{folder.path}: {shown(name)} is missing, which {family.architecture} has; expected shape "
+            f"{list(shape)}"
+        )
+    if stored.shape != shape:
+        raise UserError(
+            f"{folder.path}: {shown(name)} has shape {list(stored.shape)}, {CONFIG} says {list(shape)}"
+        )
+    if stored.dtype not in FLOATS:
+        raise UserError(
+            f"{folder.path}: {shown(name)} is {_name(stored.dtype)}, expected float32, bfloat16 or float16"
+        )
+
+
+def _check_tied(folder: Weights) -> None:
     """A folder may hold the output layer beside the embedding whose weights it has."""
     if folder.tensors[HEAD].shape != folder.tensors[WORDS].shape or not torch.equal(
         folder.read(HEAD), folder.read(WORDS)
     ):
-        raise UserError(
-            f"{folder.path}: {HEAD} is not {WORDS}, but {CONFIG} says tie_word_embeddings: true"
-        )
+        raise UserError(f"{folder.path}: {HEAD} is not {WORDS}, but {CONFIG} says tie_word_embeddings: true")
 
 
 def _flat(groups: Iterable[Iterable[Rule]]) -> list[Rule]:

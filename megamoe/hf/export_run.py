@@ -25,13 +25,12 @@ from megamoe.hf.families import FAMILIES
 from megamoe.hf.family import Family, as_config, differences
 from megamoe.hf.folder import (
     CONFIG,
-    GENERATION,
     WEIGHT_MAP,
     WEIGHTS,
     WEIGHTS_INDEX,
     dtype_name,
-    read_other_files,
     read_object,
+    read_other_files,
     shown,
 )
 from megamoe.hf.import_folder import KEPT
@@ -109,11 +108,15 @@ def _target(
         raise UserError(f"--class: found {shown(model_class)}, expected one of {', '.join(FAMILIES)}")
     if model_class is not None and given.get("model_type") != model_class:
         kept, given = (kept, {}) if like is None else (kept, given)
-    family = _family(reader.path, config, model_class, family_of(given, kept / CONFIG) if given and kept else None)
+    family = _family(
+        reader.path, config, model_class, family_of(given, kept / CONFIG) if given and kept else None
+    )
     words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
     rules = family.rules(config, words)
     others = read_other_files(kept) if kept is not None else {}
-    return Target(family, config, rules, given if given.get("model_type") == family.model_type else {}, others)
+    return Target(
+        family, config, rules, given if given.get("model_type") == family.model_type else {}, others
+    )
 
 
 def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunConfig:
@@ -155,8 +158,8 @@ def _family(path: Path, config: RunConfig, named: str | None, like: Family | Non
     more = f" and {len(obstacles) - SHOWN_KEYS} more" if len(obstacles) > SHOWN_KEYS else ""
     which = f"--class {nearest}" if named else f"no class fits; the nearest, {nearest}"
     raise UserError(
-        f"{path}: {which}: it cannot express {', '.join(obstacles[:SHOWN_KEYS])}{more}; name another --class, "
-        "or override keys that do not matter to you"
+        f"{path}: {which}: it cannot express {', '.join(obstacles[:SHOWN_KEYS])}{more}; name another "
+        "--class, or override keys that do not matter to you"
     )
 
 
@@ -179,7 +182,7 @@ def _stored(reader: CheckpointReader, target: Target, dtype: str | None) -> dict
     stored: dict[str, Stored] = {}
     for rule in _flat(target):
         if rule.target not in left:
-            raise UserError(f"{reader.path}: {shown(rule.target)} is missing, which its configuration needs")
+            raise UserError(f"{reader.path}: {shown(rule.target)} is missing; name another checkpoint")
         left.discard(rule.target)
         name = WEIGHT + rule.target
         if tuple(reader.shape(name)) != rule.shape:
@@ -193,7 +196,8 @@ def _stored(reader: CheckpointReader, target: Target, dtype: str | None) -> dict
     left = {name for name in left if not OF_TRAINING.fullmatch(name)}
     if left:
         raise UserError(
-            f"{reader.path}: {shown(min(left))} has no place in {target.family.architecture}; name another --class"
+            f"{reader.path}: {shown(min(left))} has no place in {target.family.architecture}; name another "
+            "--class"
         )
     return stored
 
@@ -203,7 +207,9 @@ def _write_tensors(
 ) -> None:
     """Write the files one after the other; a tensor of ours that lies in two of them is read twice."""
     shards = _shards(stored, shard_bytes)
-    names = [WEIGHTS] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
+    names = (
+        [WEIGHTS] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
+    )
     for name, shard in zip(names, shards, strict=True):
         with TensorWriter(folder / name, {each: stored[each] for each in shard}, METADATA) as writer:
             for rule in _flat(target):
@@ -249,7 +255,11 @@ def _config(target: Target, stored: dict[str, Stored]) -> Json:
     like, family = target.like, target.family
     words = next(iter(stored.values())).shape[0]
     dtype = {"torch_dtype" if "torch_dtype" in like else "dtype": dtype_name(stored)}
-    if like and like.get("vocab_size") == words and not differences(target.config, as_config(family.read(like))):
+    if (
+        like
+        and like.get("vocab_size") == words
+        and not differences(target.config, as_config(family.read(like)))
+    ):
         return {**like, **dtype}
     longest = {"max_position_embeddings": target.config.data.sequence_length}
     written = {**family.write(target.config), "vocab_size": words, **dtype}

@@ -1,7 +1,5 @@
 """A class of transformers: its keys, its tensors, and what both say of our configuration."""
 
-import dataclasses
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +17,18 @@ from megamoe.config.shapes import (
     key_size,
     moe_block_numbers,
     query_size,
+    shared_ffn_size,
+    window_of,
 )
 from megamoe.errors import UserError
 from megamoe.hf.folder import CONFIG, shown
 from megamoe.hf.keys import IRRELEVANT, REQUIRED, Entry, Json
-from megamoe.hf.rules import Dims, Line, Rule, expand
+from megamoe.hf.rules import Line, Rule, expand
 
+INVERSE_FREQUENCIES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+# The block after the last one predicts the token after the next (multi-token prediction); transformers has
+# no module for it.
+NEXT_TOKENS = r"model\.layers\.{L}\..*"
 # Keys that change how a model is trained or computed, and not what it computes once it is trained.
 OF_TRAINING = frozenset(
     {
@@ -64,8 +68,13 @@ FILLED_IN = frozenset(
         "model.attention.input_bias",
         "model.attention.output_bias",
         "model.attention.scale",
+        "model.attention.window",
+        "model.attention.window_blocks",
         "model.ffn_hidden_size",
         "moe.expert_ffn_hidden_size",
+        "moe.shared_expert_ffn_hidden_size",
+        "moe.num_shared_experts",
+        "moe.shared_expert_mode",
         "moe.expert_activation",
         "moe.layers",
     }
@@ -76,16 +85,15 @@ FILLED_IN = frozenset(
 class Family:
     """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors.
 
-    ignored: patterns of tensors that may be in a folder and hold nothing that is learnt. sizes: letters
-    beyond those of `dims_of`, from the configuration.
+    ignored: patterns of tensors that may be in a folder and have no part in the model's function; {L} is the
+    number of blocks.
     """
 
     model_type: str
     architecture: str
     keys: tuple[Entry, ...]
     table: tuple[Line, ...]
-    ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-    sizes: Callable[[RunConfig], Dims] = lambda config: {}
+    ignored: tuple[str, ...] = (INVERSE_FREQUENCIES,)
 
     def read(self, given: Json, where: str = CONFIG) -> Json:
         """Return the keys of ours that a config.json says, as a tree with `model` and `moe`.
@@ -106,7 +114,9 @@ class Family:
             try:
                 found = entry.read(values)
             except ValueError as error:
-                raise UserError(f"{where}: {error}; {self.architecture} cannot be converted with it") from None
+                raise UserError(
+                    f"{where}: {error}; {self.architecture} cannot be converted with it"
+                ) from None
             except (TypeError, KeyError, AttributeError, ZeroDivisionError):
                 names = ", ".join(f"{name} {shown(str(value))}" for name, value in values.items())
                 raise UserError(f"{where}: {names}: not the kind of value that it has") from None
@@ -139,15 +149,17 @@ class Family:
     def rules(self, config: RunConfig, num_words: int) -> list[list[Rule]]:
         """Return the rules in groups: those that stand once, then those of each block."""
         moe_blocks = frozenset(number - 1 for number in moe_block_numbers(config))
-        dims = {**dims_of(config, num_words), **self.sizes(config)}
-        return expand(self.table, dims, facts_of(config), moe_blocks, config.model.num_layers)
+        return expand(
+            self.table, dims_of(config, num_words), facts_of(config), moe_blocks, config.model.num_layers
+        )
 
 
 def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
     """Return the sizes by letter, of which the tables' shapes are made.
 
     V: rows of the embedding. H: hidden. N: heads. G: groups of them. D: head size. Q, K: rows of all heads'
-    queries, and of all groups' keys. F: dense FFN. E: experts. X: an expert's FFN. S: all shared experts' FFN.
+    queries, and of all groups' keys. F: dense FFN. E: experts. X: an expert's FFN. S: the FFN of all shared
+    experts together.
     """
     model, moe = config.model, config.moe
     heads, size = model.num_attention_heads, head_size(model)
@@ -163,7 +175,7 @@ def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
         "F": ffn_size(model),
         "E": moe.num_experts,
         "X": expert_ffn_size(config),
-        "S": moe.num_shared_experts * expert_ffn_size(config),
+        "S": shared_ffn_size(moe, expert_ffn_size(config)),
         **latent,
     }
 
@@ -171,8 +183,8 @@ def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
 def latent_dims(heads: int, latent: LatentConfig) -> dict[str, int]:
     """Return the sizes of latent attention by letter.
 
-    Q: rows of all heads' queries. A, C: ranks of the compressed queries, and of the keys and values. R: columns
-    that turn. U: rows of all heads' keys that do not turn, and values. O: rows of all heads' values.
+    Q: rows of all heads' queries. A, C: ranks of the compressed queries, and of the keys and values. R:
+    columns that turn. U: rows of all heads' keys that do not turn, and values. O: rows of all heads' values.
     """
     return {
         "Q": heads * (latent.nope_size + latent.rope_size),
@@ -196,6 +208,7 @@ def facts_of(config: RunConfig) -> frozenset[str]:
         "input bias": has_input_bias(config.model),
         "output bias": has_output_bias(config.model),
         "untied": not config.model.tie_embeddings,
+        "sinks": config.model.attention.sinks,
         "shared": config.moe.num_shared_experts > 0,
         "gated": config.moe.shared_expert_mode == "gated",
         "biased": getattr(config.moe.router.score_function.options, "bias_update", 0) > 0,
@@ -223,6 +236,7 @@ def function_of(config: RunConfig) -> Json:
         "model.attention.input_bias": has_input_bias(model),
         "model.attention.output_bias": has_output_bias(model),
         "model.attention.scale": model.attention.scale or head_size(model) ** -0.5,
+        "model.attention.window": [window_of(model, block + 1) for block in range(model.num_layers)],
         "moe.layers.at": blocks,
         "moe.layers.insert_after": inserted_after(config),
     }
@@ -230,6 +244,9 @@ def function_of(config: RunConfig) -> Json:
         found["model.ffn_hidden_size"] = ffn_size(model)
     if blocks:
         found["moe.expert_ffn_hidden_size"] = expert_ffn_size(config)
+        shared = shared_ffn_size(config.moe, expert_ffn_size(config))
+        found["moe.shared_expert_ffn_hidden_size"] = shared
+        found["moe.shared_expert_mode"] = config.moe.shared_expert_mode if shared else None
         found["moe.expert_activation"] = expert_activation(config)
         found["moe.router.score_function.bias_update"] = "biased" in facts_of(config)
     return found
@@ -238,7 +255,8 @@ def function_of(config: RunConfig) -> Json:
 def differences(config: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the keys in which two configurations are not the same function, with both values."""
     one, two = function_of(config), function_of(other)
-    return {name: (one.get(name), two.get(name)) for name in sorted(one.keys() | two.keys()) if one.get(name) != two.get(name)}
+    names = sorted(one.keys() | two.keys())
+    return {name: (one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)}
 
 
 def as_config(tree: Json, where: str = CONFIG) -> RunConfig:
@@ -261,8 +279,3 @@ def _put(tree: Json, dotted: str, value: Any) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
     tree[last] = value
-
-
-def with_keys(family: Family, *keys: Entry, **changes: Any) -> Family:
-    """Return a class that has these keys in addition, and other attributes."""
-    return dataclasses.replace(family, keys=(*family.keys, *keys), **changes)

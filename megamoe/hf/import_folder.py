@@ -26,7 +26,7 @@ from megamoe.checkpoint.tools.stream import new_tree
 from megamoe.config import parse_config, to_dict
 from megamoe.config.yaml_text import dump
 from megamoe.hf.convert import Source, open_source
-from megamoe.hf.folder import CONFIG, GENERATION, dtype_name, read_other_files
+from megamoe.hf.folder import CONFIG, GENERATION, dtype_name, read_other_files, shown
 from megamoe.hf.keys import Json
 from megamoe.hf.rules import Rule
 from megamoe.hf.tensor_files import Stored, TensorWriter
@@ -58,6 +58,9 @@ def import_folder(source: Path, run: Path, report: Callable[[str], None] = print
             (folder / KEPT / name).write_bytes(content)
         (folder / RUN_YAML).write_text(_run_yaml(opened, source, run, tokenizer), encoding="utf-8")
     report(f"{source}: {opened.family.architecture}, {_size(opened)}")
+    if opened.unused:
+        first, count = opened.unused[0], len(opened.unused)
+        report(f"left out, for no module here has them: {count} tensors, the first of them {shown(first)}")
     report(f"{run / CHECKPOINTS / STEP}: the checkpoint; {run / RUN_YAML}: a run that continues it")
 
 
@@ -99,7 +102,14 @@ def _dtype(source: Source, rule: Rule) -> torch.dtype:
 
 
 def _meta(source: Source, config: Json, precision: str) -> Json:
-    layout = {"ranks": 1, "tensor": 1, "expert": 1, "expert_tensor": 1, "zero_stage": 0, "precision": precision}
+    layout = {
+        "ranks": 1,
+        "tensor": 1,
+        "expert": 1,
+        "expert_tensor": 1,
+        "zero_stage": 0,
+        "precision": precision,
+    }
     counts = dict.fromkeys(("step", "samples", "micro_batches", "skipped_steps", "tokens"), 0)
     return {
         "format": FORMAT,
@@ -136,7 +146,7 @@ def _run_yaml(source: Source, folder: Path, run: Path, tokenizer: str | None) ->
         "checkpoint": {"init": {"path": str(run / CHECKPOINTS / STEP)}},
     }
     return (
-        f"# Goes on from the weights of {folder} ({source.family.architecture}), which tools/convert_hf.py read.\n"
+        f"# Goes on from {folder} ({source.family.architecture}), read by tools/convert_hf.py.\n"
         f"# python pretrain_gpt_moe.py --config {run / RUN_YAML} data.sources=[PREFIX] optimizer.lr=...\n"
         f"{dump(tree)}"
     )

@@ -24,6 +24,7 @@ Blocks = Literal["once", "all", "dense", "moe"]
 WHOLE = Sharding()
 COLUMNS, ROWS, GATED = Sharding(tensor=(0, 1)), Sharding(tensor=(1, 1)), Sharding(tensor=(0, 2))
 EXPERT_UP, EXPERT_DOWN = Sharding(expert=True, slices=(1, 2)), Sharding(expert=True, slices=(2, 1))
+EXPERT_BIAS = Sharding(expert=True, slices=(1, 1))  # of the second linear layer
 TERM = re.compile(r"(\d*)([A-Za-z]*)\Z")
 
 
@@ -52,6 +53,22 @@ def query_key_value(ours: Tensor, dims: Dims) -> list[View]:
 def row(ours: Tensor, dims: Dims) -> list[View]:
     """[H] -> [1, H]."""
     return [(ours[None], (1, *ours.shape))]
+
+
+def transposed(ours: Tensor, dims: Dims) -> list[View]:
+    """[E, rows, columns] -> [E, columns, rows]."""
+    return [(ours.transpose(1, 2), (ours.shape[0], ours.shape[2], ours.shape[1]))]
+
+
+def interleaved(ours: Tensor, dims: Dims) -> list[View]:
+    """[E, 2F] -> [E, 2F], in which gate and value alternate."""
+    return [(ours.unflatten(1, (2, -1)).transpose(1, 2), tuple(ours.shape))]
+
+
+def transposed_interleaved(ours: Tensor, dims: Dims) -> list[View]:
+    """[E, 2F, H] -> [E, H, 2F], in whose columns gate and value alternate."""
+    experts, rows, hidden = ours.shape
+    return [(ours.unflatten(1, (2, -1)).permute(0, 3, 2, 1), (experts, hidden, rows))]
 
 
 def of_each_expert(split: Split) -> Split:
@@ -85,7 +102,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Rule:
-    """A line for one block: `target`, of `shape`, holds the elements of `sources`, in the order of `split`."""
+    """A line for one block: `target`, of `shape`, holds the elements of `sources`, as `split` has them."""
 
     target: str
     shape: Shape

@@ -117,7 +117,7 @@ def read_tensor(path: Path, stored: Stored) -> Tensor:
     try:
         with open_plain(path) as file:
             file.seek(stored.start)
-            _read_into(file, memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+            _read_into(file, tensor.view(-1).view(torch.uint8).numpy().data)
     except (OSError, ValueError) as error:
         raise broken(path, reason(error)) from None
     return tensor
@@ -165,7 +165,9 @@ class TensorWriter:
     def __enter__(self) -> "TensorWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *unused: BaseException | TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, *unused: BaseException | TracebackType | None
+    ) -> None:
         if kind is None:
             assert not self._tensors, f"not written: {sorted(self._tensors)[:3]}"
             self._file.flush()
@@ -178,4 +180,4 @@ class TensorWriter:
         assert (tensor.dtype, tuple(tensor.shape)) == (stored.dtype, stored.shape), name
         if stored.num_bytes:
             self._file.seek(self._starts[name])
-            self._file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            self._file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

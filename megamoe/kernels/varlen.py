@@ -48,10 +48,11 @@ def varlen_attention(
     query_TND, key_TGD, value_TGD = (
         side.transpose(0, 1).flatten(0, 1) for side in (query_SBND, key_SBGD, value_SBGD)
     )
-    longest = length if documents is None else documents.longest
-    bounds_D = (
-        _bounds_of_sequences(length, batch, query_SBND.device) if documents is None else documents.bounds_D
-    )
+    if documents is None:
+        bounds_D = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query_SBND.device)
+        longest = length
+    else:
+        bounds_D, longest = documents.bounds_D, documents.longest
     sides = BIDIRECTIONAL if not causal else CAUSAL if window is None else (window - 1, 0)
     context_TND = varlen_attn(
         query_TND,
@@ -67,8 +68,3 @@ def varlen_attention(
     )
     assert isinstance(context_TND, Tensor)
     return context_TND.view(batch, length, -1).transpose(0, 1)
-
-
-@lru_cache(maxsize=8)
-def _bounds_of_sequences(length: int, batch: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)

@@ -7,11 +7,13 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from megamoe.model.norm import Norm
 from megamoe.model.recompute import recomputed
+from megamoe.model.scales import scale_residual
 from megamoe.moe.layer import MoELayer
 
 
@@ -77,8 +79,8 @@ class Block(TransformerLayer):
     norm_position: "pre", Megatron-Core's, h := h + f(norm(h)), or "post", h := norm(h + f(h)) (Vaswani et al.
     2017), with the same norms. build_inserted: builds that layer: h := h + layer(h) (Lewis et al. 2021, BASE;
     Chi et al. 2022, X-MoE). Only its experts' own dropout applies to it, not model.hidden_dropout. recompute:
-    recompute the block and the inserted layer in backward. built: called with the block when its weights are
-    complete.
+    recompute the block and the inserted layer in backward. residual_scale: multiplies everything that is
+    added to the residual stream. built: called with the block when its weights are complete.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Block(TransformerLayer):
         build_inserted: Callable[[], MoEBlock] | None = None,
         norm_position: Literal["pre", "post"] = "pre",
         recompute: bool = False,
+        residual_scale: float = 1.0,
         built: Callable[[nn.Module], None] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -94,6 +97,9 @@ class Block(TransformerLayer):
         self.inserted = None if build_inserted is None else build_inserted()
         self.computed_again = recompute
         self.norm_position = norm_position
+        for branch in (self.self_attention, self.cross_attention, self.mlp, self.inserted):
+            if branch is not None and not isinstance(branch, IdentityOp):
+                scale_residual(branch, residual_scale)
         if built is not None:
             built(self)
 

@@ -27,6 +27,7 @@ from megamoe.config.shapes import (
     window_of,
 )
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.clamped_swiglu import LIMIT, OFFSET
 from megamoe.model.attention import BlockConfig
 from megamoe.model.block import Block, MoEBlock
 from megamoe.model.latent import LatentBlockConfig, latent_attention, latent_options
@@ -35,7 +36,7 @@ from megamoe.model.rotary import position_options
 from megamoe.model.source_cache import CachingCrossAttention
 from megamoe.model.units import Built
 from megamoe.moe import rng
-from megamoe.moe.experts.activations import is_gated, pointwise
+from megamoe.moe.experts.activations import CLAMPED, is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer
 
 MoEFactory = Callable[[LayerShape], MoELayer]
@@ -86,6 +87,7 @@ class BlockMaker:
             layernorm_epsilon=model.norm_eps,
             activation_func=pointwise(model.activation),
             gated_linear_unit=is_gated(model.activation),
+            **_clamps(model),
             add_bias_linear=model.bias,
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
@@ -140,7 +142,11 @@ class BlockMaker:
         model, modules = self.config.model, self.modules
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module = Block
-        spec.params = {"recompute": model.recompute == "full", "norm_position": model.norm_position}
+        spec.params = {
+            "recompute": model.recompute == "full",
+            "norm_position": model.norm_position,
+            "residual_scale": model.residual_scale,
+        }
         modules.put_into(spec, model)
         block = spec.submodules
         if model.latent is not None:
@@ -186,6 +192,13 @@ class BlockMaker:
             products=self.modules.products,
             kernels=_kernels(model),
         )
+
+
+def _clamps(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron-Core's options of a dense FFN with the activation of gpt-oss."""
+    if model.activation != CLAMPED:
+        return {}
+    return {"activation_func_clamp_value": LIMIT, "glu_linear_offset": OFFSET}
 
 
 def _kernels(model: ModelConfig) -> Kernels:

@@ -10,7 +10,7 @@ from megamoe.compat.megatron_compat import stand_in_for_cuda
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import padded_vocab_size, stacks
 from megamoe.model.blocks import BlockMaker, MoEFactory, init_methods
-from megamoe.model.classifier import Classifier
+from megamoe.model.classifier import label_head
 from megamoe.model.embedding import adapt_embedding, build_embedding, megatron_position
 from megamoe.model.encoder import Encoder
 from megamoe.model.encoder_decoder import EncoderDecoder
@@ -20,6 +20,7 @@ from megamoe.model.language_model import LanguageModel
 from megamoe.model.modules import choose_modules
 from megamoe.model.random_streams import use_one_stream
 from megamoe.model.rotary import let_megatron_turn, rotary_of
+from megamoe.model.scales import change_logits
 from megamoe.model.units import Built, embedding_first
 
 
@@ -66,6 +67,7 @@ def _decoder(maker: BlockMaker) -> GPT:
             share_embeddings_and_output_weights=model.tie_embeddings,
             position_embedding_type=megatron_position(model, transformer),
         )
+    change_logits(decoder.output_layer, model)
     if decoder.position_embedding_type == "rope":
         let_megatron_turn(decoder, rotary_of(model))
     return GPT(decoder)
@@ -79,7 +81,7 @@ def _encoder(maker: BlockMaker) -> Encoder:
     blocks = TransformerBlock(transformer, maker.specs(stack, transformer))
     model = maker.config.model
     if model.num_labels is not None:
-        return Encoder(embedding, blocks, Classifier(model, transformer))
+        return Encoder(embedding, blocks, label_head(model, transformer))
     return Encoder(embedding, blocks, Head(model, transformer, maker.vocab_size))
 
 

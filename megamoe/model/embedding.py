@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention import BlockConfig
+from megamoe.model.scales import scale_words
 
 # Megatron-Core's names. Its table of learned positions makes room for the sinusoidal ones.
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "sinusoidal": "learned_absolute"}
@@ -56,9 +57,7 @@ def build_embedding(config: RunConfig, transformer: BlockConfig, vocab_size: int
 
 
 def adapt_embedding(embedding: LanguageModelEmbedding, model: ModelConfig) -> None:
-    """Give Megatron-Core's embedding what it lacks: sinusoidal positions, and words times sqrt(H)."""
+    """Give Megatron-Core's embedding what it lacks: sinusoidal positions, and a factor on the words."""
     if model.position == "sinusoidal":
         embedding.position_embeddings = SinusoidalPositions(model.hidden_size, embedding.word_embeddings)
-    if model.scale_embeddings:
-        scale = math.sqrt(model.hidden_size)
-        embedding.word_embeddings.register_forward_hook(lambda module, inputs, words: words * scale)
+    scale_words(embedding.word_embeddings, model)

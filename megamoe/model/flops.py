@@ -11,6 +11,7 @@ from megamoe.config.shapes import (
     key_size,
     padded_vocab_size,
     query_size,
+    shared_ffn_size,
     stacks,
     window_of,
 )
@@ -57,6 +58,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     hidden, length = model.hidden_size, config.data.sequence_length
     size = expert_ffn_size(config)
     expert = hidden * (up_width(size, expert_activation(config)) + size)
+    shared = expert * shared_ffn_size(moe, size) / size
     products = 0.0
     for stack in stacks(config):
         share = shares.stacks.get(stack.name, 1.0)
@@ -64,7 +66,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         of_token = float(stack.num_layers * _projections(model))
         of_token += _scores(model) * _seen_keys(model, stack, share * length)
         of_token += (stack.num_layers - blocks) * _dense_ffn(model)
-        of_token += layers * (moe.num_experts * hidden + moe.num_shared_experts * expert)
+        of_token += layers * (moe.num_experts * hidden + shared)
         products += share * of_token
     if model.architecture == "encoder_decoder":
         encoder, decoder = (shares.stacks.get(name, 1.0) for name in ("encoder", "decoder"))
@@ -72,8 +74,9 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         size = query_size(model)
         of_block = 2 * hidden * size * (encoder + decoder) + 2 * size * decoder * encoder * length
         products += model.num_layers * of_block
-    if model.num_labels is not None:  # once for a sequence
-        products += hidden * ((hidden if model.pooler else 0) + model.num_labels) / length
+    if model.num_labels is not None:  # for each token, or once for a sequence
+        times = shares.stacks.get("encoder", 1.0) if model.predicts in ("tags", "span") else 1 / length
+        products += hidden * ((hidden if model.pooler else 0) + model.num_labels) * times
     products += shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
     return ModelFlops(PASSES * 2.0 * products, PASSES * 2.0 * moe.expert_sublayers * expert)
 

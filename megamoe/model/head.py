@@ -9,6 +9,7 @@ from megamoe.config.schema import ModelConfig
 from megamoe.model.attention import BlockConfig
 from megamoe.model.loss import token_losses
 from megamoe.model.norm import Norm
+from megamoe.model.scales import change_logits
 from megamoe.moe.experts.activations import pointwise
 
 
@@ -43,6 +44,7 @@ class Head(nn.Module):
             gather_output=False,
             skip_weight_param_allocation=model.tie_embeddings,
         )
+        change_logits(self.output_layer, model)
         self.is_tied = model.tie_embeddings
 
     def forward(self, hidden_SBH: Tensor, words: Tensor, place_P: Tensor | None = None) -> Tensor:

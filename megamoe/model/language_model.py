@@ -24,7 +24,7 @@ class LanguageModel(nn.Module, ABC):
         """Return the stacks of blocks, in the order of the numbers of their blocks."""
 
     def label_logits(self) -> Tensor | None:
-        """Return the labels' logits of the last forward pass in evaluation mode, fp32 [B, labels].
+        """Return the logits of the last forward pass in evaluation mode, fp32; see `LabelHead`.
 
         None for a model that predicts tokens.
         """

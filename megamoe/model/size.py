@@ -20,6 +20,7 @@ from megamoe.config.shapes import (
     num_blocks,
     padded_vocab_size,
     query_size,
+    shared_ffn_size,
     stacks,
 )
 from megamoe.model.latent_size import latent_norms, latent_weights
@@ -74,7 +75,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     """Count the parameters of the model that `config` describes; `vocab_size` before padding."""
     model, moe = config.model, config.moe
     blocks, moe_blocks = num_blocks(config), len(moe_block_numbers(config))
-    dense = _embedding(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
+    dense = embedding_size(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
     dense += _num_cross(model) * _cross_attention(model)
     dense += (blocks - moe_blocks) * _dense_ffn(model)
     cut = dense - _replicated(config, blocks - moe_blocks)
@@ -93,7 +94,8 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert, cut, beside)
 
 
-def _embedding(config: RunConfig, vocab_size: int) -> int:
+def embedding_size(config: RunConfig, vocab_size: int) -> int:
+    """Count the embeddings and an output layer of its own; `vocab_size` before padding."""
     model = config.model
     words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
@@ -184,7 +186,9 @@ def _weights(hidden: int, size: int, activation: Activation) -> int:
 
 
 def _expert(config: RunConfig) -> int:
-    ffn = _weights(config.model.hidden_size, expert_ffn_size(config), expert_activation(config))
+    hidden, size = config.model.hidden_size, expert_ffn_size(config)
+    ffn = _weights(hidden, size, expert_activation(config))
+    ffn += up_width(size, expert_activation(config)) + hidden if config.moe.expert_bias else 0
     sublayers = config.moe.expert_sublayers
     return ffn if sublayers == 1 else sublayers * (ffn + _norm(config.model))
 
@@ -194,7 +198,7 @@ def _shared(config: RunConfig) -> int:
     if moe.num_shared_experts == 0:
         return 0
     mode = {"sum": 0, "gated": hidden, "residual": 2 * hidden + 2}[moe.shared_expert_mode]
-    size = moe.num_shared_experts * expert_ffn_size(config)
+    size = shared_ffn_size(moe, expert_ffn_size(config))
     return _weights(hidden, size, expert_activation(config)) + mode
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config.schema import Activation, MoEConfig
+from megamoe.config.shapes import shared_ffn_size
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
 from megamoe.moe.experts.dropout import ExpertDropout
@@ -296,7 +297,7 @@ def _routed_experts(
 ) -> GroupedExperts | ExpertStack:
     sizes = shape.hidden_size, shape.ffn_size, expert_ids
     cut = Slice(rank_in(groups.expert_tensor), size_of(groups.expert_tensor))
-    options = {"products": shape.products, **_expert_options(shape)}
+    options = {"bias": config.expert_bias, "products": shape.products, **_expert_options(shape)}
     if config.expert_sublayers == 1:
         return GroupedExperts(*sizes, cut=cut, **options)
     if cut.count > 1:
@@ -307,7 +308,7 @@ def _routed_experts(
 def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | None:
     if config.num_shared_experts == 0:
         return None
-    size = config.num_shared_experts * shape.ffn_size
+    size = shared_ffn_size(config, shape.ffn_size)
     return SharedExperts(shape.hidden_size, size, mode=config.shared_expert_mode, **_expert_options(shape))
 
 

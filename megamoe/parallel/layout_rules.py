@@ -51,6 +51,9 @@ def layout_problems(config: RunConfig, layout: Layout, precision: Precision) -> 
             "expert_tensor",
             f"cannot cut experts of {config.moe.expert_sublayers} sub-layers, with norms inside",
         )
+    hidden_size = config.model.hidden_size
+    if config.moe.expert_bias and hidden_size % layout.expert_tensor:
+        yield "expert_tensor", f"cannot cut the experts' biases of size {hidden_size} (moe.expert_bias)"
     unit = row_unit(precision)
     if layout.expert_tensor > 1 and expert_ffn_size(config) // layout.expert_tensor % unit:
         yield (

@@ -98,6 +98,11 @@ def _check_replay(config: RunConfig) -> None:
 def _check_inserted(config: RunConfig) -> None:
     """Check inserted and shared experts against each other."""
     moe = config.moe
+    if moe.shared_expert_ffn_hidden_size is not None and moe.num_shared_experts == 0:
+        raise UserError(
+            f"moe.shared_expert_ffn_hidden_size: found {moe.shared_expert_ffn_hidden_size}, but "
+            "moe.num_shared_experts is 0; set it to 1, or leave the size out"
+        )
     if moe.shared_expert_mode != "sum" and moe.num_shared_experts == 0:
         raise UserError(
             f"moe.shared_expert_mode: found {moe.shared_expert_mode}, but moe.num_shared_experts is 0; "

@@ -3,6 +3,7 @@ weights.
 """
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megamoe.checkpoint.format.files import META, damaged
 from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
-from megamoe.config.schema import ModelConfig
+from megamoe.config.model_schema import ModelConfig, RotaryConfig
 from megamoe.config.shapes import expert_activation, moe_layer_numbers
 from megamoe.errors import UserError, printable
 from megamoe.model.size import part_shapes
@@ -26,7 +27,9 @@ SAME = {
         "expert_ffn_hidden_size",
         "expert_activation",
         "num_shared_experts",
+        "shared_expert_ffn_hidden_size",
         "shared_expert_mode",
+        "expert_bias",
         "expert_sublayers",
         "frozen",
     ),
@@ -55,13 +58,17 @@ SAME_FUNCTION = (
     "num_attention_heads",
     "position",
     "rope_base",
-    "rotary",
+    *(f"rotary.{field.name}" for field in fields(RotaryConfig)),
     "latent",
     "norm",
     "norm_position",
     "norm_eps",
     "activation",
     "scale_embeddings",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "logit_soft_cap",
     *(f"attention.{key}" for key in ("query_key_norm", "window", "window_blocks", "soft_cap", "scale")),
 )
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
@@ -144,7 +151,13 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
         UserError: naming the first key that differs, or that the checkpoint is in this run's own folder.
     """
     assert config.checkpoint.init.path is not None
+    init = config.checkpoint.init
     path = Path(config.checkpoint.init.path)
+    if init.experts == "same" and (init.noise, init.router_scale) != (0, 1):
+        raise UserError(
+            f"checkpoint.init: noise {init.noise} and router_scale {init.router_scale} are for experts made of "
+            "a dense FFN; say checkpoint.init.experts=cut or copy, or leave them out"
+        )
     meta = read_meta(path, "checkpoint.init.path")
     if path.resolve().is_relative_to(run_folder.resolve()):
         raise UserError(

@@ -12,6 +12,7 @@ from megamoe.config.shapes import (
     moe_block_numbers,
     moe_layer_numbers,
     num_blocks,
+    shared_ffn_size,
     stacks,
 )
 from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
@@ -119,6 +120,8 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
         experts += f", each a stack of {moe.expert_sublayers}"
     if moe.num_shared_experts:
         experts += f", {moe.num_shared_experts} shared"
+        if moe.shared_expert_ffn_hidden_size is not None:
+            experts += f" of joint size {moe.shared_expert_ffn_hidden_size}"
     stages = [router.scorer, *router.masks, router.score_function, router.selector, router.capacity]
     return [
         *rows,
@@ -239,7 +242,8 @@ def _block_width(config: RunConfig) -> float:
     dense = num_blocks(config) - len(moe_block_numbers(config))
     inner: float = _ffn_width(model.activation) * dense * ffn_size(model)
     if layers and model.recompute != "selective":
-        chosen = mean_choices(config) * moe.expert_sublayers + moe.num_shared_experts
+        shared = shared_ffn_size(moe, expert_ffn_size(config)) / expert_ffn_size(config)
+        chosen = mean_choices(config) * moe.expert_sublayers + shared
         width = _ffn_width(expert_activation(config)) * expert_ffn_size(config)
         inner += layers * chosen * (width + 3 * model.hidden_size)
     ranks = config.parallel.tensor

@@ -313,7 +313,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], Callable[[Path], None], tuple[str, ..
         _leave,
         (*COPY, "model.bias=true"),
         "copy",
-        "linear_fc1 and linear_fc2 have biases, experts have none; start from .* model.bias=false",
+        "linear_fc1 and linear_fc2 have biases, which experts do not take; start from .* model.bias=false",
     ),
 }
 

@@ -3,15 +3,19 @@
 import inspect
 import platform
 import signal
+import sys
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from megamoe.compat import torch_compat
 from megamoe.compat.torch_compat import (
     AdamState,
     add_to_all,
     assert_on_device,
+    compile_vendors_functions_late,
     copy_all,
     loader_deaths_raise,
     loader_processes,
@@ -21,8 +25,48 @@ from megamoe.compat.torch_compat import (
     shut_down_loader,
     step_with_scaled_gradients,
 )
+from tests.distributed.pool import Pool
 
+INDUCTOR = "torch._inductor.compile_fx"
 NUMBERS = TensorDataset(torch.arange(100))
+
+
+def imports_of_inductor() -> tuple[bool, bool]:
+    """Job: return whether a rank has imported Inductor at its start, and whether a decorator would."""
+    at_start = INDUCTOR in sys.modules
+    torch.compile(lambda: 0)
+    return at_start, INDUCTOR in sys.modules
+
+
+def test_functions_of_the_vendors_do_not_import_inductor(pool: Pool) -> None:
+    assert pool.run(imports_of_inductor, ranks=1) == [(False, True)]
+
+
+def test_functions_of_the_vendors_are_compiled_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(number: torch.Tensor) -> torch.Tensor:
+        return 2 * number
+
+    compile_now, calls = torch_compat._compile_now, []
+
+    def recorded(function: Any, **options: Any) -> Any:
+        calls.append(options)
+        return compile_now(function, **options)
+
+    monkeypatch.setattr(torch_compat, "_compile_now", recorded)
+    compile_vendors_functions_late()
+    late = []
+    for module in ("megatron.core.activations", "deepspeed.runtime.zero", "tests"):
+        double.__module__ = module
+        late += [
+            torch.compile(double, backend="eager"),
+            torch.compile(backend="eager", dynamic=False)(double),
+        ]
+    assert len(calls) == 2  # not a vendor's: at once
+    whole = torch.compile(lambda number: late[0](number) + 1, backend="eager", fullgraph=True)
+    assert float(whole(torch.tensor(4.0))) == 9 and len(calls) == 3
+    for _ in range(2):
+        assert [float(function(torch.tensor(3.0))) for function in late] == [6.0] * 6
+    assert calls[3:] == [{"backend": "eager"}, {"backend": "eager", "dynamic": False}] * 2
 
 
 def test_foreach_operators() -> None:

@@ -104,7 +104,7 @@ moe: {expert_ffn_hidden_size: [64, 128]}
 moe: {expert_ffn_hidden_size: '64'}
     moe.expert_ffn_hidden_size: expected a whole number, found '64'
 moe: {expert_activation: glu}
-    moe.expert_activation: expected 'swiglu', 'geglu', 'reglu', 'gelu' or 'relu', found 'glu'
+    moe.expert_activation: expected 'swiglu', 'geglu', 'reglu', 'gelu', 'relu' or 'swiglu_clamped', found 'glu'
 moe: {router: {selector: 3}}
     moe.router.selector: expected the name of a selector, or a mapping with `name`, found 3
 moe: {router: {selector: {name: [1]}}}

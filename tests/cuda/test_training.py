@@ -13,7 +13,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "dropped", "overlapping", "scattered", "cut", "tensor_parallel")
+NAMES = ("plain", "overlapping", "cut", "tensor_parallel")
+OTHERS = ("dropped", "scattered")  # runs of `make test-full`
 FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
 BUDGETS = [
@@ -21,14 +22,15 @@ BUDGETS = [
 ]
 
 
-def quick_runs(folder: Path) -> list[Run]:
-    """Each of NAMES, and one in which DeepSpeed's streams do not wait for each other."""
+def runs_of_names(folder: Path) -> list[Run]:
+    """Each of NAMES and OTHERS, and one in which DeepSpeed's streams do not wait for each other."""
     overlap = ds_variant(folder, "zero2_bf16", zero_optimization={"overlap_comm": True})
     # So small a bucket that every matrix is reduced by itself, beside the backward pass.
     scattered = ds_variant(
         folder, "zero1_bf16", zero_optimization={"overlap_comm": True, "reduce_bucket_size": 1000}
     )
     cut = ds_variant(folder, "zero3_fp32", zero_optimization=CUT_ALL)
+    more = {"moe__num_shared_experts": 1, "data__workers": 1}
     two: dict[str, Any] = {"train__global_batch_size": 8, "parallel__expert": 2}
     tensor = {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}
     capacity = {"selector": {"name": "top_k", "k": 2}, "capacity": {"name": "per_expert", "factor": 1.0}}
@@ -36,10 +38,8 @@ def quick_runs(folder: Path) -> list[Run]:
         Run(small("plain", checkpoint__every=2, data__workers=1)),
         Run(small("dropped", moe__router=capacity, model__recompute="full", train__global_batch_size=4)),
         Run(small("cut", **two, parallel__deepspeed=cut), 2),  # before the large buckets of others
-        Run(small("overlapping", **two, parallel__deepspeed=overlap, moe__num_shared_experts=1), 2),
-        Run(
-            small("scattered", parallel__deepspeed=scattered, train__global_batch_size=8, data__workers=1), 2
-        ),
+        Run(small("overlapping", **two, parallel__deepspeed=overlap, **more), 2),
+        Run(small("scattered", parallel__deepspeed=scattered, train__global_batch_size=8), 2),
         Run(small("tensor_parallel", parallel=tensor, moe__losses={"switch_balance": 0.1}), 2),
         Run(small(FAULT, **two, parallel__deepspeed=overlap), 2, fault="wait_stream"),
     ]
@@ -48,8 +48,10 @@ def quick_runs(folder: Path) -> list[Run]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Found]:
     folder = tmp_path_factory.mktemp("device")
-    asked = [name for name in BUDGETED if any(name in item.name for item in request.session.items)]
-    runs = quick_runs(folder) + [run for name in asked for run in budget_runs(name)]
+    selected = [item.name for item in request.session.items]
+    asked = {name for name in (*OTHERS, *BUDGETED) if any(name in item for item in selected)}
+    runs = [run for run in runs_of_names(folder) if run.name not in OTHERS or run.name in asked]
+    runs += [run for name in BUDGETED if name in asked for run in budget_runs(name)]
     return run_on_device(runs, folder, devices=2)
 
 
@@ -60,11 +62,11 @@ def largest_of(budgeted: str) -> str:
 
 @pytest.fixture(scope="module")
 def on_cpu(pool: Pool, found: dict[str, Found]) -> Losses:
-    names = [name for name in (*NAMES, *map(largest_of, BUDGETED)) if name in found]
+    names = [name for name in (*NAMES, *OTHERS, *map(largest_of, BUDGETED)) if name in found]
     return run_on_cpu(pool, [found[name].run for name in names])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_a_run_is_the_same_as_on_the_cpu(found: dict[str, Found], on_cpu: Losses, name: str) -> None:
     assert_as_on_cpu(found[name], on_cpu[name])
 
@@ -86,7 +88,7 @@ def test_a_save_pins_two_pieces(found: dict[str, Found]) -> None:
     assert found["plain"].of_rank[0]["pinned_bytes"] == NUM_PIECES * PIECE_BYTES
 
 
-@pytest.mark.parametrize("name", ["plain", "scattered"])
+@pytest.mark.parametrize("name", ["plain", "overlapping"])
 def test_loader_processes_are_forked_before_the_device_is_used(found: dict[str, Found], name: str) -> None:
     for rank in found[name].of_rank:
         assert rank["used_at_fork"] == []

@@ -1,8 +1,9 @@
 """Every legal layout of up to four ranks with everything that must not change what is trained."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +38,15 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             "capacity": {"name": "per_expert", "factor": 1.0},
         },
         "moe__losses": BALANCE,
-        "model__attention": {"query_key_norm": "whole", "window": 3, "window_blocks": [2], "sinks": True},
+        "model__attention": {
+            "query_key_norm": "head",
+            "window": 3,
+            "window_blocks": [2],
+            "sinks": True,
+            "input_bias": True,
+            "scale": 0.5,
+        },
+        "model__rotary": {"share": 0.5, "scaling": "yarn", "factor": 4, "original_length": 4},
     },
     "threshold": {
         "moe__router": {"selector": {"name": "threshold", "threshold": 0.4}},
@@ -49,7 +58,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "model__position": "learned",
         "model__bias": True,
         "model__head_size": 12,
-        "model__attention": {"query_key_norm": "head", "output_bias": False},
+        "model__attention": {"query_key_norm": "whole", "output_bias": False},
         "model__tie_embeddings": False,
     },
     "moec": {
@@ -61,7 +70,21 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "moe__losses": {"clustering": {"cluster_size": 4}},
         "moe__expert_output_dropout": 0.2,
         "moe__expert_activation_dropout": 0.1,
-        "model__attention": {"input_bias": True, "window": 4, "soft_cap": 2.0, "scale": 0.5},
+        "model__latent": {
+            "query_rank": 12,
+            "key_value_rank": 8,
+            "nope_size": 6,
+            "rope_size": 4,
+            "value_size": 7,
+        },
+        "model__rotary": {
+            "interleaved": True,
+            "scaling": "yarn",
+            "factor": 4,
+            "original_length": 4,
+            "mscale_all_dim": 1.0,
+        },
+        "model__attention": {"window": 4, "soft_cap": 2.0},
         "train__label_smoothing": 0.1,
     },
 }
@@ -104,7 +127,8 @@ class Case:
         return Case(1, 1, 1, 1, False, 0, "none", batch, self.preset, self.precision)
 
 
-def every_case(zero_stages: Iterable[int] = (0, 1, 2, 3)) -> list[Case]:
+@cache
+def every_case() -> list[Case]:
     """All that are legal; the checks of the configuration decide."""
     choices = product(
         (1, 2, 4),
@@ -112,7 +136,7 @@ def every_case(zero_stages: Iterable[int] = (0, 1, 2, 3)) -> list[Case]:
         (1, 2, 4),
         (1, 2, 4),
         (False, True),
-        zero_stages,
+        (0, 1, 2, 3),
         ("none", "selective", "full"),
         (1, 2),
         SYSTEMS,
@@ -129,6 +153,12 @@ def every_case(zero_stages: Iterable[int] = (0, 1, 2, 3)) -> list[Case]:
         if legal[layout] and (case.tensor > 1 or not case.sequence):
             found.append(case)
     return found
+
+
+@cache
+def few_cases() -> list[Case]:
+    """Return cases in which every two values of two fields occur together, if they do so in any."""
+    return covering(every_case())
 
 
 def covering(cases: list[T]) -> list[T]:

@@ -15,6 +15,7 @@ import megatron.core  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 import torch  # noqa: E402
 
+import megamoe.metrics.report.picture  # noqa: E402
 import megamoe.train.loop  # noqa: E402, F401
 from tests.distributed.runs import small_run  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Causal attention by the compiled kernels on several ranks: the gradients of PyTorch's operators on one.
 
-Over whole sequences and over the documents in them, whose lengths every rank is given.
+Over whole sequences, and over the documents in them with a window, sinks, biases and norms of all heads.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ RUN: dict[str, Any] = {
     "train__global_batch_size": 4,
     "parallel__deepspeed": ds_config("zero0_fp32"),
 }
+VARIED = {"query_key_norm": "whole", "window": 5, "window_blocks": [2], "sinks": True, "input_bias": True}
 # Layout, sequence parallelism, key heads of four query heads, recomputation, documents.
 CASES = [
     (Layout(1), False, 4, "none", False),
@@ -36,6 +37,8 @@ def test_gradients(
     pool: Pool, layout: Layout, sequence: bool, groups: int, recompute: str, documents: bool
 ) -> None:
     run = {**RUN, "model__num_query_groups": groups, "data__document_aware": documents}
+    if documents:
+        run["model__attention"] = VARIED
     ((expected,),) = pool.run(gradients_of_the_engine, [{**run, "model__cpu_kernels": "plain"}], ranks=1)
     changes = {
         **run,

@@ -30,7 +30,7 @@ VARIANTS |= {
 # `make test`.
 LAYOUTS = {
     (Layout(1), False, 2, "none", 0): True,
-    (Layout(1), False, 2, "full", 1): True,
+    (Layout(1), False, 2, "full", 1): False,
     (Layout(2), False, 4, "selective", 1): False,
     (Layout(2, expert=2), False, 4, "full", 0): False,
     (Layout(2, expert=2), False, 1, "none", 2): True,

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.matrix import Case, assert_as_alone, covering, every_case, name, run_cases
+from tests.distributed.matrix import Case, assert_as_alone, every_case, few_cases, name, run_cases
 from tests.distributed.pool import Pool
 
 Found = dict[Case, dict[str, Any]]
 FEW_STEPS, STEPS = 2, 5
 ALL = every_case()
-FEW = covering(ALL)
+FEW = few_cases()
 LAYOUTS = sorted({(case.ranks, case.tensor, case.expert, case.expert_tensor, case.sequence) for case in ALL})
 
 

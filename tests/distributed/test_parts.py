@@ -142,7 +142,7 @@ def test_the_state_of_every_part_survives_a_checkpoint(
 ) -> None:
     """The scorer `stable` is saved in its second phase, frozen since step 2."""
     layout: dict[str, Any] = {"parallel__expert": ranks, "parallel__deepspeed": ds_config(file)}
-    layout["train__global_batch_size"] = 2
+    layout |= {"train__global_batch_size": 2, "model__num_layers": 1, "moe__layers": {"at": [1]}}
     runs = [run_of(*parts[0], **layout) for parts in DISTINCT.values()]
     for shown in pool.run(save_and_go_on, runs, tmp_path, steps, ranks=ranks, timeout_s=300):
         for parts, (went_on, resumed) in zip(DISTINCT.values(), shown, strict=True):

@@ -30,11 +30,16 @@ SHAPE = (
     "model.init_std=0.2",
 )
 DENSE = ("moe.layers.every=null", "moe.losses={}")
+GRANITE = (
+    "model.residual_scale=0.4",
+    "model.embedding_scale=6",
+    "model.logit_scale=0.25",
+)
 SPARSE = ("moe.router={scorer: linear, selector: {name: top_k, k: 2}}", "moe.losses={}")
 
 
 def counterpart(config: RunConfig) -> Any:
-    """A Llama, or a Mixtral for a model whose every block is MoE, of the same shape."""
+    """A Llama of the same shape; a Mixtral if every block is MoE; a Granite if there are factors."""
     transformers = pytest.importorskip("transformers")  # here: its import takes two seconds
     model, moe = config.model, config.moe
     shape: dict[str, Any] = {
@@ -51,7 +56,16 @@ def counterpart(config: RunConfig) -> Any:
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-    if moe.layers.every is None:
+    if model.residual_scale != 1:
+        kind = transformers.GraniteConfig(
+            **shape,
+            intermediate_size=model.ffn_hidden_size,
+            residual_multiplier=model.residual_scale,
+            embedding_multiplier=model.embedding_scale,
+            logits_scaling=1 / model.logit_scale,
+            attention_multiplier=(model.hidden_size // model.num_attention_heads) ** -0.5,
+        )
+    elif moe.layers.every is None:
         kind = transformers.LlamaConfig(**shape, intermediate_size=model.ffn_hidden_size)
     else:
         kind = transformers.MixtralConfig(
@@ -108,7 +122,9 @@ def their_tokens(model: Any, prompt: list[int]) -> list[int]:
     return new
 
 
-@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["Llama", "Mixtral"])
+@pytest.mark.parametrize(
+    "overrides", [DENSE, SPARSE, (*DENSE, *GRANITE)], ids=["Llama", "Mixtral", "Granite"]
+)
 @torch.no_grad()
 def test_greedy_tokens_and_logits_are_those_of_transformers(overrides: tuple[str, ...]) -> None:
     trained = opened(*SHAPE, *overrides)

@@ -31,12 +31,12 @@ OTHER = {
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 NO_LOSS = {"router_aux_loss_coef": 0.0}
-EXPERTS = {**NO_LOSS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS = {**NO_LOSS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 12,
+    "moe_intermediate_size": 16,
     "intermediate_size": 40,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
@@ -76,13 +76,70 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mixtral": (
         "MixtralConfig",
-        {**SHAPE, **NO_LOSS, "intermediate_size": 12, "num_local_experts": 4},
-        {**OTHER, **ROPE, **NO_LOSS, "intermediate_size": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
+        {**SHAPE, **NO_LOSS, "intermediate_size": 16, "num_local_experts": 4},
+        {
+            **OTHER,
+            **ROPE,
+            **NO_LOSS,
+            "intermediate_size": 8,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {**SHAPE, **EXPERTS, "intermediate_size": 40, "head_dim": 12, "norm_topk_prob": True},
         {**OTHER, **EXPERTS, "intermediate_size": 20, "head_dim": 4, "mlp_only_layers": [1]},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**SHAPE, **EXPERTS, "intermediate_size": 40, "shared_expert_intermediate_size": 24},
+        {
+            **OTHER,
+            **EXPERTS,
+            "intermediate_size": 20,
+            "shared_expert_intermediate_size": 8,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+        },
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {
+            **SHAPE,
+            **NO_LOSS,
+            "num_local_experts": 4,
+            "intermediate_size": 16,
+            "shared_intermediate_size": 24,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 1.5,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+        },
+        {**OTHER, **NO_LOSS, "num_local_experts": 6, "intermediate_size": 8, "attention_bias": True},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **SHAPE,
+            **NO_LOSS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 16,
+            "head_dim": 12,
+            "sliding_window": 10,
+        },
+        {
+            **OTHER,
+            **ROPE,
+            **NO_LOSS,
+            "num_local_experts": 6,
+            "intermediate_size": 8,
+            "head_dim": 4,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "attention_bias": False,
+        },
     ),
     "glm4_moe": (
         "Glm4MoeConfig",
@@ -101,7 +158,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "olmoe": (
         "OlmoeConfig",
-        {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
+        {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
         {**OTHER, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 8, "norm_topk_prob": True},
     ),
 }

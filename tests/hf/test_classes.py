@@ -77,7 +77,7 @@ def test_greedy_tokens_are_those_of_transformers(kind: str, number: int, tmp_pat
     ours = dataclasses.replace(opened(tmp_path / "run"), vocabulary=Vocabulary(WORDS, None, ByteTokenizer()))
     prompts = [[5, 7, 11, 2], [40], [3, 9, 27, 33, 3, 9, 27, 33, 1]]
     expected = [greedy(theirs, prompt) for prompt in prompts]
-    assert len({token for each in expected for token in each}) > 4, "they repeat themselves"
+    assert len({token for each in expected for token in each}) > 3, "they repeat themselves"
     found = generate(ours, prompts, Sampling(max_tokens=NEW, temperature=0.0), batch_size=3)
     assert [result.tokens for result in found] == expected
 

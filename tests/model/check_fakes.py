@@ -54,6 +54,10 @@ MODELS = {
     "stacks, inserted": ("moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"),
     "inserted with a norm": ("moe.layers={at: [1], insert_after: [2]}",),
     "recomputed": ("moe.layers={at: [2]}", "model.recompute=full"),
+    "latent attention": (
+        "model.latent={query_rank: 6, key_value_rank: 6, nope_size: 4, rope_size: 2, value_size: 3}",
+        "model.rotary={interleaved: true, scaling: yarn, factor: 4, original_length: 8, mscale_all_dim: 1}",
+    ),
     "all tokens to one expert": (
         "moe.router.selector={name: top_k, k: 1, weights: raw}",
         "moe.num_experts=64",
@@ -82,9 +86,9 @@ def check_loss_gradients_start_and_names_are_those_of_the_torch_backend() -> Non
         again = 2 if "recomputed" in name else 1
         sublayers = 2 if "stacks" in name else 1
         assert kinds.count("GroupedLinear") == 2 * sublayers * again * len(layers), name
-        assert kinds.count("TEColumnParallelLinear") == again * (4 - len(set(layers) - inserted(engine))), (
-            name
-        )
+        projections = 4 if "latent" in name else 1
+        ffns = 2 - len(set(layers) - inserted(engine))
+        assert kinds.count("TEColumnParallelLinear") == again * (2 * projections + ffns), name
 
 
 def inserted(model: GPT) -> set[Any]:
@@ -306,6 +310,14 @@ def check_rotary_positions_are_fused() -> None:
         plain, engine = both(*settings)
         torch.testing.assert_close(loss_of(engine), loss_of(plain))
         assert len(rope.calls) == 4
+    # The kernel turns a part of each head; it has no factor, and not in all versions interleaved pairs.
+    yarn = "model.rotary={scaling: yarn, factor: 4, original_length: 8}"
+    cases = {"model.rotary.share=0.5": 4, "model.rotary.interleaved=true": 0, yarn: 0}
+    for key, expected in cases.items():
+        rope.calls.clear()
+        plain, engine = both(key)
+        torch.testing.assert_close(loss_of(engine), loss_of(plain))
+        assert len(rope.calls) == expected, key
     both("model.position=learned")
     assert not tiny_gpt(tiny("model.position=learned")).model.config.apply_rope_fusion
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config import RunConfig
+from megamoe.config.shapes import head_size
 from megamoe.kernels.library import find_library
 from megamoe.model.gpt import GPT
 from tests.tiny import tiny, tiny_gpt
@@ -151,7 +152,7 @@ def test_outputs_and_gradients(name: str, kernels: str) -> None:
     case = CASES[name]
     _, attention, config = started(case, kernels)
     theirs, rotary, settings = theirs_of(case, config)
-    places, size = names_of(attention, theirs), theirs.head_dim
+    places, size = names_of(attention, theirs), head_size(config.model)
     ours = dict(attention.named_parameters())
     with torch.no_grad():
         for other, parameter in theirs.named_parameters():
@@ -169,9 +170,10 @@ def test_outputs_and_gradients(name: str, kernels: str) -> None:
     expected_BSH.backward(upstream_SBH.transpose(0, 1))
     assert expected_BSH.std() > 0.1
     torch.testing.assert_close(found_SBH, expected_BSH.transpose(0, 1), rtol=1e-5, atol=1e-5)
-    same_gradient(hidden_SBH.grad, their_BSH.grad.transpose(0, 1), "input")
+    same_gradient(gradient_of(hidden_SBH), gradient_of(their_BSH).transpose(0, 1), "input")
     for other, parameter in theirs.named_parameters():
-        same_gradient(part_of(other, ours[places[other]].grad, size), parameter.grad, other)
+        mine = part_of(other, gradient_of(ours[places[other]]), size)
+        same_gradient(mine, gradient_of(parameter), other)
 
 
 def mask_of(theirs: nn.Module, settings: Any, hidden_BSH: Tensor) -> Tensor:
@@ -191,8 +193,12 @@ def mask_of(theirs: nn.Module, settings: Any, hidden_BSH: Tensor) -> Tensor:
     return mask
 
 
-def same_gradient(found: Tensor | None, expected: Tensor | None, name: str) -> None:
-    assert found is not None and expected is not None, name
+def gradient_of(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def same_gradient(found: Tensor, expected: Tensor, name: str) -> None:
     largest = float(expected.abs().max())
     assert largest > 0, name
     assert (found - expected).abs().max() <= 1e-5 * max(1.0, largest), name

@@ -11,9 +11,16 @@ from megamoe.moe.experts.grouped import GroupedExperts
 from tests.moe.plain import loop_experts
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
+LATENT = "key_value_rank: 6, nope_size: 8, rope_size: 4, value_size: 12"
 CASES = {
     "dense": ["moe.layers=none", "model.num_query_groups=1", "model.tie_embeddings=false"],
     "moe": ["moe.layers.every=2", "moe.num_shared_experts=1", "model.activation=gelu"],
+    "latent attention": ["moe.layers=none", f"model.latent={{{LATENT}}}"],
+    "latent queries": ["moe.layers=none", f"model.latent={{query_rank: 5, {LATENT}}}"],
+    "shared experts of a size of their own": [
+        "moe.num_shared_experts=2",
+        "moe.shared_expert_ffn_hidden_size=20",
+    ],
     "inserted": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"],
     "heads of another size": ["model.head_size=10", "model.num_query_groups=1"],
 }
@@ -33,8 +40,9 @@ def test_flops_are_those_of_pytorchs_counter(
         model(tokens_BS, torch.arange(8).expand(2, 8), tokens_BS, None)
     layers = list(model.moe_layers())
     flops = model_flops(config, VOCABULARY)
-    # Of a token and block: 2 products of 16 wide rows with half of 8 keys, 2 FLOPs each.
-    attention = 16 * config.model.num_layers * 2 * 2 * query_size(config.model) * 8 / 2
+    # Of a token and block: products of heads with half of 8 keys, and with values, 2 FLOPs each.
+    columns = 2 * query_size(config.model) if config.model.latent is None else 2 * (12 + 12)
+    attention = 16 * config.model.num_layers * 2 * columns * 8 / 2
     expected = flops.of_step(16, 2 * 16 * len(layers)) / PASSES
     counted = counter.get_flop_counts()["Global"]
     products = sum(count for operator, count in counted.items() if "attention" not in str(operator))

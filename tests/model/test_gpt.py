@@ -16,7 +16,6 @@ from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size
 from megamoe.data.documents import document_items
 from megamoe.kernels.documents import Documents
 from megamoe.kernels.library import find_library
-from megamoe.model import modules
 from megamoe.model.size import mean_choices, model_size
 from megamoe.moe.part import Dims, Part
 from tests.moe.plain import plain_activation
@@ -57,6 +56,13 @@ SIZES: dict[str, list[str]] = {
     "shared experts": ["moe.num_shared_experts=2"],
     "shared experts with a gate": ["moe.num_shared_experts=2", "moe.shared_expert_mode=gated"],
     "residual shared experts": ["moe.num_shared_experts=1", "moe.shared_expert_mode=residual"],
+    "shared experts of a size of their own, a router's bias": [
+        "moe.num_shared_experts=2",
+        "moe.shared_expert_ffn_hidden_size=20",
+        "moe.router.scorer={name: linear, bias: true}",
+    ],
+    "biases of experts": ["moe.expert_bias=true", "model.activation=swiglu_clamped", "moe.layers={at: [2]}"],
+    "biases of sub-layers": ["moe.expert_bias=true", "moe.expert_sublayers=2", "model.activation=gelu"],
     "sub-layers": ["moe.expert_sublayers=2"],
     "sub-layers with layernorm": ["moe.expert_sublayers=3", "model.norm=layernorm"],
     "inserted": ["moe.layers={insert_after: [2]}"],
@@ -69,6 +75,15 @@ SIZES: dict[str, list[str]] = {
     "inserted sub-layers": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=3"],
     "another scorer": ["moe.router.scorer=cosine"],
     "a scorer that reads words": ["moe.router.scorer=stable", "model.vocab_multiple=64"],
+    "latent attention": [
+        "model.latent={query_rank: 5, key_value_rank: 6, nope_size: 4, rope_size: 2, value_size: 3}",
+        "model.attention={sinks: true, output_bias: true}",
+    ],
+    "latent keys and values, layernorm": [
+        "model.latent={key_value_rank: 6, nope_size: 4, rope_size: 2, value_size: 7}",
+        "model.norm=layernorm",
+        "model.num_attention_heads=3",
+    ],
     "padding": ["model.vocab_multiple=64"],
     "a head size": ["model.head_size=12", "model.num_query_groups=1", "model.attention={input_bias: true}"],
     "norms of heads": ["model.attention={query_key_norm: head, output_bias: true, sinks: true}"],
@@ -231,30 +246,6 @@ def test_the_order_of_what_came_before_matters(one_rank: None, position: str) ->
     swapped = tokens[:, [1, 0, *range(2, S)]]
     before, after = (tiny_gpt(one_block)(words, POSITIONS, labels)[0, 2:] for words in (tokens, swapped))
     assert ((before - after).abs() > 1e-4).all()
-
-
-def test_the_base_of_rotary_positions_reaches_attention(one_rank: None) -> None:
-    tokens, labels = text()
-    bases = (tiny("model.init_std=0.5", f"model.rope_base={base}") for base in (10000, 50))
-    found = [tiny_gpt(config)(tokens, POSITIONS, labels)[0, 1:] for config in bases]
-    assert ((found[0] - found[1]).abs() > 1e-5).all()
-
-
-def test_on_cuda_without_triton_megatron_core_applies_rotary_positions(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its operators and ours give the same losses."""
-    tokens, labels = text()
-    config = tiny("model.init_std=0.5", "model.rope_base=50", "model.gpu_kernels=plain")
-    ours = tiny_gpt(config)
-    monkeypatch.setattr(modules, "has_cuda", lambda: True)
-    theirs = tiny_gpt(config)
-    assert [gpt.model.position_embedding_type for gpt in (ours, theirs)] == ["none", "rope"]
-    assert not theirs.model.config.apply_rope_fusion
-    with_triton = tiny_gpt(tiny("model.gpu_kernels=triton"))
-    assert with_triton.model.position_embedding_type == "none"
-    found, expected = (gpt(tokens, POSITIONS, labels) for gpt in (theirs, ours))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])

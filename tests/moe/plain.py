@@ -97,12 +97,15 @@ def _ffn(token_H: Tensor, up: Tensor, down: Tensor, activation: Activation) -> T
 def plain_activation(inner: Tensor, activation: str) -> Tensor:
     """Apply the activation to [..., F], or to [..., 2F] of [gate | value] (Shazeer 2020, equation 5)."""
     gate, value = inner, torch.ones_like(inner)
-    if activation.endswith("glu"):
+    if activation.endswith(("glu", "clamped")):
         gate, value = inner.tensor_split(2, dim=-1)
     if activation in ("relu", "reglu"):
         return torch.where(gate > 0, gate, torch.zeros_like(gate)) * value
     if activation in ("gelu", "geglu"):
         return gate * (1 + torch.special.erf(gate / math.sqrt(2))) / 2 * value
+    if activation == "swiglu_clamped":  # gpt-oss
+        gate, value = torch.where(gate > 7, 7.0, gate), torch.where(value.abs() > 7, 7 * value.sign(), value)
+        return gate / (1 + (-1.702 * gate).exp()) * (value + 1)
     assert activation == "swiglu"
     return gate / (1 + (-gate).exp()) * value
 
@@ -124,6 +127,10 @@ def _with_shared(
 def loop_experts(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
     """Compute `GroupedExperts.forward` by a loop over the experts."""
     outputs = []
-    for rows, up, down in zip(rows_NH.split(counts_E.tolist()), experts.up, experts.down, strict=True):
-        outputs.append(activate_plainly(rows @ up.T, experts.activation) @ down.T)
+    up_bias, down_bias = experts.up_bias, experts.down_bias
+    for expert, rows in enumerate(rows_NH.split(counts_E.tolist())):
+        rows = rows @ experts.up[expert].T
+        rows = activate_plainly(rows if up_bias is None else rows + up_bias[expert], experts.activation)
+        rows = rows @ experts.down[expert].T
+        outputs.append(rows if down_bias is None else rows + down_bias[expert])
     return torch.cat(outputs)

@@ -66,8 +66,10 @@ def positive_activations(
 
 def up_projections(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Iterator[Tensor]:
     """Yield what each expert's activation f reads, [n, F]: the first product, or of a gated one the gate."""
-    for rows, up in zip(rows_NH.split(counts_E.tolist()), experts.up, strict=True):
-        rows_nF = rows @ up.T
+    for expert, rows in enumerate(rows_NH.split(counts_E.tolist())):
+        rows_nF = rows @ experts.up[expert].T
+        if experts.up_bias is not None:
+            rows_nF = rows_nF + experts.up_bias[expert]
         yield rows_nF.chunk(2, dim=-1)[0] if is_gated(experts.activation) else rows_nF
 
 

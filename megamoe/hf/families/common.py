@@ -20,12 +20,14 @@ LAYER = f"{BLOCK}mlp.layer."
 
 ENDS = (
     Line(
-        "model.embedding.word_embeddings.weight", "V H", "model.embed_tokens.weight", cut=COLUMNS, blocks="once"
+        "model.embedding.word_embeddings.weight",
+        "V H",
+        "model.embed_tokens.weight",
+        cut=COLUMNS,
+        blocks="once",
     ),
     Line("model.decoder.final_layernorm.weight", "H", "model.norm.weight", blocks="once"),
-    Line(
-        "model.output_layer.weight", "V H", "lm_head.weight", cut=COLUMNS, blocks="once", needs="untied"
-    ),
+    Line("model.output_layer.weight", "V H", "lm_head.weight", cut=COLUMNS, blocks="once", needs="untied"),
 )
 NORMS = (
     Line(f"{BLOCK}input_layernorm.weight", "H", f"{THEIRS}input_layernorm.weight"),
@@ -50,9 +52,7 @@ DENSE_FFN = (
         GATED,
         blocks="dense",
     ),
-    Line(
-        f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{THEIRS}mlp.down_proj.weight", cut=ROWS, blocks="dense"
-    ),
+    Line(f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{THEIRS}mlp.down_proj.weight", cut=ROWS, blocks="dense"),
 )
 INPUT_BIAS = Line(
     f"{ATTENTION}linear_qkv.bias",
@@ -62,20 +62,14 @@ INPUT_BIAS = Line(
     COLUMNS,
     needs="input bias",
 )
-OUTPUT_BIAS = Line(
-    f"{ATTENTION}linear_proj.bias", "H", f"{THEIR_ATTENTION}o_proj.bias", needs="output bias"
-)
+OUTPUT_BIAS = Line(f"{ATTENTION}linear_proj.bias", "H", f"{THEIR_ATTENTION}o_proj.bias", needs="output bias")
 HEAD_NORMS = (
     Line(f"{ATTENTION}q_layernorm.weight", "D", f"{THEIR_ATTENTION}q_norm.weight", needs="head norms"),
     Line(f"{ATTENTION}k_layernorm.weight", "D", f"{THEIR_ATTENTION}k_norm.weight", needs="head norms"),
 )
 WHOLE_NORMS = (
-    Line(
-        f"{ATTENTION}q_layernorm.weight", "Q", f"{THEIR_ATTENTION}q_norm.weight", needs="whole norms"
-    ),
-    Line(
-        f"{ATTENTION}k_layernorm.weight", "K", f"{THEIR_ATTENTION}k_norm.weight", needs="whole norms"
-    ),
+    Line(f"{ATTENTION}q_layernorm.weight", "Q", f"{THEIR_ATTENTION}q_norm.weight", needs="whole norms"),
+    Line(f"{ATTENTION}k_layernorm.weight", "K", f"{THEIR_ATTENTION}k_norm.weight", needs="whole norms"),
 )
 SHARED = (
     Line(
@@ -104,7 +98,9 @@ BIAS = Line(
 )
 LATENT = f"{ATTENTION}linear_"
 LATENT_ATTENTION = (
-    Line(f"{LATENT}q_proj.weight", "Q H", f"{THEIR_ATTENTION}q_proj.weight", cut=COLUMNS, needs="whole queries"),
+    Line(
+        f"{LATENT}q_proj.weight", "Q H", f"{THEIR_ATTENTION}q_proj.weight", cut=COLUMNS, needs="whole queries"
+    ),
     Line(
         f"{LATENT}q_down_proj.weight",
         "A H",
@@ -113,7 +109,10 @@ LATENT_ATTENTION = (
         needs="latent queries",
     ),
     Line(
-        f"{ATTENTION}q_layernorm.weight", "A", f"{THEIR_ATTENTION}q_a_layernorm.weight", needs="latent queries"
+        f"{ATTENTION}q_layernorm.weight",
+        "A",
+        f"{THEIR_ATTENTION}q_a_layernorm.weight",
+        needs="latent queries",
     ),
     Line(
         f"{LATENT}q_up_proj.weight",
@@ -162,14 +161,15 @@ def groups(default: int | None = None) -> Entry:
     return Entry({"num_key_value_heads": default}, read, write)
 
 
-def rotary(base: float = 10000.0, share: float | None = None) -> Entry:
+def rotary(base: float = 10000.0, share: float | None = None, default: Json | None = None) -> Entry:
     """The rotary positions, in the form of transformers 5 (rope_parameters) or the earlier one.
 
     base: the class's default. share: the class's default of partial_rotary_factor; None: all columns turn.
+    default: of a config.json without a scaling.
     """
 
     def read(given: Json) -> Json:
-        found = _parameters(given, base)
+        found = _parameters(given, base, default or {})
         kind = found.pop("rope_type", None) or "default"
         tree = {"model.rope_base": found.pop("rope_theta")}
         part = found.pop("partial_rotary_factor", None)
@@ -198,9 +198,17 @@ def rotary(base: float = 10000.0, share: float | None = None) -> Entry:
         if share is not None:
             found["partial_rotary_factor"] = model.rotary.share
         values = {name: getattr(model.rotary, SCALING_KEYS[name]) for name in SCALINGS[kind]}
-        return {"rope_parameters": found | {name: value for name, value in values.items() if value is not None}}
+        return {
+            "rope_parameters": found | {name: value for name, value in values.items() if value is not None}
+        }
 
-    names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
+    names = (
+        "rope_parameters",
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+        "max_position_embeddings",
+    )
     return Entry(dict.fromkeys(names), read, write)
 
 
@@ -226,9 +234,9 @@ SCALINGS: dict[str, tuple[str, ...]] = {
 NEED_LENGTH = ("yarn", "llama3")
 
 
-def _parameters(given: Json, base: float) -> dict[str, Any]:
+def _parameters(given: Json, base: float, default: Json) -> dict[str, Any]:
     """Return the parameters of the rotary positions in the form of transformers 5."""
-    found = dict(given["rope_parameters"] or given["rope_scaling"] or {})
+    found = dict(given["rope_parameters"] or given["rope_scaling"] or default)
     if "type" in found:
         found.setdefault("rope_type", found["type"])
         del found["type"]
@@ -270,8 +278,7 @@ def biases(name: str, default: bool, output: bool = True) -> Entry:
     return Entry({name: default}, read, lambda config: {name: has_input_bias(config.model)})
 
 
-# The window of Qwen's and Mistral's configurations, which no released MoE model uses.
-NO_WINDOW = only("sliding_window", None, written=False)
+# The window of Qwen's configurations, which no released MoE model uses.
 UNUSED_WINDOW = (
     only("use_sliding_window", False, default=False, written=False),
     ignored("sliding_window", "max_window_layers"),

@@ -20,7 +20,7 @@ from megamoe.hf.families.routers import (
     normalised,
     scaled,
 )
-from megamoe.hf.family import Family
+from megamoe.hf.family import INVERSE_FREQUENCIES, NEXT_TOKENS, Family
 from megamoe.hf.keys import Entry, Json, fixed, ignored, mapped, only, same, unsupported
 
 # The norms of compressed states have this epsilon in transformers, whatever rms_norm_eps says; here all norms
@@ -34,13 +34,18 @@ def same_heads() -> Entry:
 
     def read(given: Json) -> Json:
         if given["num_key_value_heads"] not in (None, given["num_attention_heads"]):
-            raise unsupported("num_key_value_heads", given["num_key_value_heads"], [given["num_attention_heads"]])
+            raise unsupported(
+                "num_key_value_heads", given["num_key_value_heads"], [given["num_attention_heads"]]
+            )
         return {}
 
-    defaults = {"num_key_value_heads": None, "num_attention_heads": None, "head_dim": None, "qk_head_dim": None}
-    return Entry(
-        defaults, read, lambda config: {"num_key_value_heads": config.model.num_attention_heads}
-    )
+    defaults = {
+        "num_key_value_heads": None,
+        "num_attention_heads": None,
+        "head_dim": None,
+        "qk_head_dim": None,
+    }
+    return Entry(defaults, read, lambda config: {"num_key_value_heads": config.model.num_attention_heads})
 
 
 LATENT_KEYS = (
@@ -112,6 +117,7 @@ DEEPSEEK_V3 = Family(
         tied(False),
     ),
     table=(*TABLE, BIAS),
+    ignored=(INVERSE_FREQUENCIES, NEXT_TOKENS),
 )
 
 FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3)

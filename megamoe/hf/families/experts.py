@@ -1,4 +1,4 @@
-"""MoE models whose experts are named as in Qwen2-MoE: Qwen3-MoE, OLMoE, GLM-4.5."""
+"""MoE models whose experts are named as in Qwen2-MoE: this, Qwen3-MoE, OLMoE, GLM-4.5."""
 
 from megamoe.hf.families.common import (
     BIAS,
@@ -29,9 +29,9 @@ from megamoe.hf.families.routers import (
     scaled,
     sparse_steps,
 )
-from megamoe.hf.family import Family
+from megamoe.hf.family import INVERSE_FREQUENCIES, NEXT_TOKENS, Family
 from megamoe.hf.keys import fixed, ignored, mapped, only, same
-from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, whole
+from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, row, whole
 
 EXPERT = f"{THEIRS}mlp.experts.{{e}}."
 ROUTER = Line(f"{LAYER}router.scorer.weight", "E H", f"{THEIRS}mlp.gate.weight", blocks="moe")
@@ -127,6 +127,47 @@ GLM4_MOE = Family(
         biases("attention_bias", False, output=False),
     ),
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
+    ignored=(INVERSE_FREQUENCIES, NEXT_TOKENS),
 )
 
-FAMILIES = (QWEN3_MOE, OLMOE, GLM4_MOE)
+SHARED_EXPERT = f"{THEIRS}mlp.shared_expert."
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *TOP_K,
+        sparse_steps(),
+        normalised(False),
+        same("intermediate_size", "model.ffn_hidden_size", 5632),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1408),
+        same("shared_expert_intermediate_size", "moe.shared_expert_ffn_hidden_size", 5632),
+        fixed(moe__num_shared_experts=1, moe__shared_expert_mode="gated"),
+        same("num_experts", "moe.num_experts", 60, alias="num_local_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k", 4),
+        loss_weight(0.001),
+        groups(16),
+        norm_eps(1e-6),
+        rotary(),
+        tied(False),
+        biases("qkv_bias", True, output=False),
+        *UNUSED_WINDOW,
+    ),
+    table=(
+        *DECODER,
+        *DENSE_FFN,
+        ROUTER,
+        *EXPERTS,
+        Line(
+            f"{LAYER}shared.up",
+            "2S H",
+            (f"{SHARED_EXPERT}gate_proj.weight", f"{SHARED_EXPERT}up_proj.weight"),
+            halves,
+            blocks="moe",
+        ),
+        Line(f"{LAYER}shared.down", "H S", f"{SHARED_EXPERT}down_proj.weight", blocks="moe"),
+        Line(f"{LAYER}shared.gate", "H", f"{THEIRS}mlp.shared_expert_gate.weight", row, blocks="moe"),
+    ),
+)
+
+FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE)

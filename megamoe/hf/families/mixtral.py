@@ -3,7 +3,6 @@
 from megamoe.hf.families.common import (
     DECODER,
     LAYER,
-    NO_WINDOW,
     SHARED_KEYS,
     THEIRS,
     groups,
@@ -36,7 +35,7 @@ MIXTRAL = Family(
         norm_eps(1e-5),
         rotary(1e6),
         tied(False),
-        NO_WINDOW,
+        same("sliding_window", "model.attention.window", None),
         ignored("router_jitter_noise"),
     ),
     table=(

@@ -7,7 +7,6 @@ from html import escape
 from pathlib import Path
 
 from megamoe.metrics.formats import format_count, format_duration, format_number, readable
-from megamoe.metrics.report import picture
 from megamoe.metrics.report.comparison import (
     comparison_sections,
     config_differences,
@@ -17,6 +16,7 @@ from megamoe.metrics.report.comparison import (
     seed_rows,
 )
 from megamoe.metrics.report.document import document, main_of, table
+from megamoe.metrics.report.panels import Section
 from megamoe.metrics.report.run_statistics import (
     COMPARED,
     Run,
@@ -44,7 +44,7 @@ def write_report(run_folder: Path) -> Path:
     """
     run = read_run(run_folder)
     sections = run_sections(run.rows)
-    png = picture.render(sections, LIGHT, run.name) if sections else None
+    png = _picture(sections, run.name)
     if png is not None:
         replace_file(run_folder / IMAGE_FILE, png)
     page = document(run.name, main_of(run.name, headline(run), _parts(run), sections, png))
@@ -60,7 +60,7 @@ def write_comparison(runs: list[Run], path: Path) -> Path:
     """
     sections = comparison_sections(runs)
     title = _comparison_title(runs)
-    png = picture.render(sections, LIGHT, title) if sections else None
+    png = _picture(sections, title)
     if png is not None:
         replace_file(path.with_suffix(".png"), png)
     main = main_of(title, COMPARISON_NOTE, _comparison_parts(runs), sections, png)
@@ -189,3 +189,11 @@ def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
         ]
         table.append(("Experts never used", "; ".join(idle) or "none"))
     return table
+
+
+def _picture(sections: list[Section], title: str) -> bytes | None:
+    """Return the PNG of the sections, or None if there are none."""
+    # Imported here: matplotlib is a part of a second, and each rank's start would wait for it.
+    from megamoe.metrics.report import picture
+
+    return picture.render(sections, LIGHT, title) if sections else None

@@ -11,13 +11,16 @@ from torch.nn import functional
 
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.clamped_swiglu import clamped_swiglu, plain_clamped_swiglu, steep_silu
 from megamoe.kernels.rows import swiglu
 
+CLAMPED = "swiglu_clamped"  # see `kernels.clamped_swiglu`
 Pointwise = Callable[[Tensor], Tensor]
 GATED: dict[str, Pointwise] = {
     "swiglu": functional.silu,
     "geglu": functional.gelu,
     "reglu": functional.relu,
+    CLAMPED: steep_silu,  # its halves are clamped before, and the value has an offset
 }
 UNGATED: dict[str, Pointwise] = {"gelu": functional.gelu, "relu": functional.relu}
 
@@ -34,11 +37,15 @@ def pointwise(activation: Activation) -> Pointwise:
 
 def activate(rows: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
     """[..., F], or [..., 2F] of [gate | value] halves -> [..., F]."""
+    if activation == CLAMPED:
+        return clamped_swiglu(rows)
     return swiglu(rows, kernels) if activation == "swiglu" else activate_plainly(rows, activation)
 
 
 def activate_plainly(rows: Tensor, activation: Activation) -> Tensor:
     """`activate` in PyTorch's operators alone."""
+    if activation == CLAMPED:
+        return plain_clamped_swiglu(rows)
     function = pointwise(activation)
     if not is_gated(activation):
         return function(rows)

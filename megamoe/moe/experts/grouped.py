@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
+from megamoe.kernels.expert_bias import add_expert_bias, experts_of_rows
 from megamoe.kernels.experts import swiglu_experts
 from megamoe.kernels.products import grouped_product, takes_any_count
 from megamoe.moe import rng
@@ -60,9 +62,10 @@ class Slice:
 
 
 class GroupedExperts(nn.Module):
-    """E_local experts of hidden size H and FFN size F, without biases.
+    """E_local experts of hidden size H and FFN size F.
 
-    cut: this rank's slice of F; `forward` then returns a partial result, to be summed over all slices.
+    cut: this rank's slice of F; `forward` then returns a partial result, to be summed over all slices. bias:
+    both linear layers have biases, which start at 0; of the second one's each slice holds and adds its part.
 
     An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
     expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
@@ -82,6 +85,7 @@ class GroupedExperts(nn.Module):
         seed: int,
         layer: int,
         init_scale: float | None = None,
+        bias: bool = False,
         sublayer: int = 1,
         cut: Slice = Slice(),
         products: Products = OWN_PRODUCTS,
@@ -89,8 +93,9 @@ class GroupedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.kernels = kernels
-        if ffn_size % cut.count:
-            raise ValueError(f"expert FFN size {ffn_size} does not divide over {cut.count} slices")
+        for size, what in ((ffn_size, "expert FFN size"), (hidden_size if bias else 0, "hidden size")):
+            if size % cut.count:
+                raise ValueError(f"{what} {size} does not divide over {cut.count} slices")
         self.activation = activation
         self.sublayer = sublayer
         self.cut = cut
@@ -99,6 +104,12 @@ class GroupedExperts(nn.Module):
         width = up_width(here, activation)
         self.up = nn.Parameter(torch.empty(len(expert_ids), width, hidden_size))
         self.down = nn.Parameter(torch.empty(len(expert_ids), hidden_size, here))
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if bias:
+            columns = cut.of(hidden_size)
+            self.up_bias = nn.Parameter(torch.zeros(len(expert_ids), width))
+            self.down_bias = nn.Parameter(torch.zeros(len(expert_ids), columns.stop - columns.start))
         own = functools.partial(grouped_product, kernels=kernels)
         make = products.make or (lambda *sizes: own)
         self.up_product = make(len(expert_ids), hidden_size, width)
@@ -130,15 +141,25 @@ class GroupedExperts(nn.Module):
         return self._ffn(padded, padded_E, spread).index_select(0, place_N)
 
     def _ffn(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
+        expert_N = None if self.up_bias is None else experts_of_rows(counts_E, len(rows_NH))
         if self.products.host_counts:
             counts_E = counts_E.cpu()
-        # The fused form knows SwiGLU alone; every other activation takes the three steps below.
-        if self.activation == "swiglu" and dropout is None and self.products.make is None:
+        # The fused form knows SwiGLU without biases alone; all others take the three steps below.
+        own_form = self.activation == "swiglu" and dropout is None and expert_N is None
+        if own_form and self.products.make is None:
             return swiglu_experts(rows_NH, self.up, self.down, counts_E, self.kernels)
-        rows_NF = activate(self.up_product(rows_NH, self.up, counts_E), self.activation, self.kernels)
+        rows_NG = self.up_product(rows_NH, self.up, counts_E)
+        if self.up_bias is not None and expert_N is not None:
+            rows_NG = add_expert_bias(rows_NG, self.up_bias, expert_N)
+        rows_NF = activate(rows_NG, self.activation, self.kernels)
         if dropout is not None:
             rows_NF = dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
-        return self.down_product(rows_NF, self.down, counts_E)
+        output_NH = self.down_product(rows_NF, self.down, counts_E)
+        if self.down_bias is None or expert_N is None:
+            return output_NH
+        own, hidden_size = self.cut.of(output_NH.shape[1]), output_NH.shape[1]
+        bias_EH = functional.pad(self.down_bias, (own.start, hidden_size - own.stop))
+        return add_expert_bias(output_NH, bias_EH, expert_N)
 
 
 def cut_up(weight: Tensor, ffn_size: int, cut: Slice) -> Tensor:

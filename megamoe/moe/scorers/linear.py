@@ -13,20 +13,22 @@ from megamoe.registry import register
 
 @register("scorer", "linear")
 class LinearScorer(Part):
-    """s = W x, computed in fp32 whatever the model's dtype.
+    """s = W x, computed in fp32 whatever the model's dtype; with `bias`, s = W x + b.
 
     With `jitter` e, in training, x is first multiplied element by element by draws from U(1 - e, 1 + e).
+    b starts at 0, and is trained by gradient, unlike the bias of a score function.
 
-    Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), section 2.4.
+    Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), section 2.4; b: gpt-oss.
     """
 
     takes_any_dtype = True
 
     @dataclass
     class Config:
-        """jitter: half-width e of the multiplicative input noise; 0: none."""
+        """jitter: half-width e of the multiplicative input noise; 0: none. bias: whether b is added."""
 
         jitter: float = 0.0
+        bias: bool = False
 
         def __post_init__(self) -> None:
             if not 0 <= self.jitter < 1:
@@ -34,12 +36,15 @@ class LinearScorer(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(), Example({"jitter": 0.01})]
+        return [Example(), Example({"jitter": 0.01}), Example({"bias": True})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
         dims.init_weight(self.weight, "router")
+        self.bias: nn.Parameter | None = None
+        if config.bias:
+            self.bias = nn.Parameter(torch.zeros(dims.num_experts))
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the mean L2 norm of the experts' rows of the weight."""
@@ -49,7 +54,8 @@ class LinearScorer(Part):
         """[T, H] in any float dtype -> [T, E] fp32."""
         if self.training and self.config.jitter > 0:
             hidden_TH = hidden_TH.float() * self._jitter_TH(hidden_TH, context)
-        return scores(hidden_TH, self.weight, self.dims.kernels)
+        scores_TE = scores(hidden_TH, self.weight, self.dims.kernels)
+        return scores_TE if self.bias is None else scores_TE + self.bias.float()
 
     def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         num_tokens, hidden_size = hidden_TH.shape

@@ -12,6 +12,7 @@ from torch.nn import functional
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.kernels.products import grouped_product
+from megamoe.moe.experts.activations import is_gated
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import (
     OWN_PRODUCTS,
@@ -37,13 +38,22 @@ def make_experts(
     return GroupedExperts(HIDDEN, FFN, expert_ids, std=0.4, output_std=0.2, **options)
 
 
+def with_biases(experts: GroupedExperts) -> GroupedExperts:
+    """Fill the biases, which start at 0."""
+    generator = torch.Generator().manual_seed(11)
+    for bias in (experts.up_bias, experts.down_bias):
+        assert bias is not None and not bias.any()
+        bias.data.normal_(0, 0.5, generator=generator)
+    return experts
+
+
 def run(experts: GroupedExperts, counts: list[int], grouped: bool) -> list[Tensor]:
-    """The output and the gradients of the rows and both weights."""
+    """The output and the gradients of the rows and all weights."""
     rows_NH = make_hidden(sum(counts)).requires_grad_()
     counts_E = torch.tensor(counts)
     output_NH = experts(rows_NH, counts_E) if grouped else loop_experts(experts, rows_NH, counts_E)
     objective = (output_NH * torch.linspace(-1, 2, HIDDEN)).sum()
-    return [output_NH, *torch.autograd.grad(objective, [rows_NH, experts.up, experts.down])]
+    return [output_NH, *torch.autograd.grad(objective, [rows_NH, *experts.parameters()])]
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
@@ -52,6 +62,18 @@ def run(experts: GroupedExperts, counts: list[int], grouped: bool) -> list[Tenso
 )
 def test_grouped_equals_loop_with_gradients(activation: Activation, counts: list[int]) -> None:
     experts = make_experts(range(4), activation)
+    for grouped, loop in zip(run(experts, counts, True), run(experts, counts, False), strict=True):
+        torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_clamped", "gelu"])
+@pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_biases_equal_the_loops(activation: Activation, counts: list[int], multiple: int) -> None:
+    """Rows that fill up a group to a multiple get no part of a bias's gradient."""
+    products = Products(row_multiple=multiple, host_counts=True)
+    experts = with_biases(make_experts(range(4), activation, products=products, bias=True))
+    assert len(list(experts.parameters())) == 4
     for grouped, loop in zip(run(experts, counts, True), run(experts, counts, False), strict=True):
         torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
 
@@ -161,7 +183,7 @@ def test_slices_are_of_the_same_start(activation: Activation, count: int, init_s
     for index in range(count):
         part = make_experts(range(1, 3), activation, init_scale=init_scale, cut=Slice(index, count))
         here = range(index * size, (index + 1) * size)
-        rows = [*here, *(FFN + row for row in here)] if activation.endswith("glu") else list(here)
+        rows = [*here, *(FFN + row for row in here)] if is_gated(activation) else list(here)
         assert torch.equal(part.up, whole.up[1:3, rows])
         assert torch.equal(part.down, whole.down[1:3][:, :, list(here)])
 
@@ -186,6 +208,25 @@ def test_the_slices_make_up_the_whole(counts: list[int], dtype: torch.dtype, rat
         scale = float(whole.abs().max()) if whole.numel() else 0.0
         tolerance = scale * (1e-6 if dtype == torch.float32 else 2e-2)
         torch.testing.assert_close(sum(cut), whole, rtol=0, atol=tolerance)
+
+
+def test_slices_of_biases_make_up_the_whole() -> None:
+    """Each slice adds its columns of the second bias, once in all."""
+    counts_E = torch.tensor([3, 0, 2, 4])
+    whole = with_biases(make_experts(range(4), "swiglu_clamped", bias=True))
+    assert whole.up_bias is not None and whole.down_bias is not None
+    half_F, half_H = FFN // 2, HIDDEN // 2
+    found = []
+    for index in range(2):
+        part = make_experts(range(4), "swiglu_clamped", bias=True, cut=Slice(index, 2))
+        assert part.up_bias is not None and part.down_bias is not None
+        here = slice(index * half_F, (index + 1) * half_F)
+        part.up_bias.data = torch.cat([half[:, here] for half in whole.up_bias.data.chunk(2, dim=1)], dim=1)
+        part.down_bias.data = whole.down_bias.data[:, index * half_H : (index + 1) * half_H]
+        found.append(part(make_hidden(9), counts_E))
+    torch.testing.assert_close(sum(found), whole(make_hidden(9), counts_E), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="hidden size 16 does not divide over 3 slices"):
+        make_experts(range(1), bias=True, cut=Slice(0, 3))
 
 
 def test_a_size_that_does_not_divide_is_an_error() -> None:

@@ -30,6 +30,18 @@ def test_autocast_does_not_reach_the_router() -> None:
         assert torch.equal(layer.router(make_hidden(9), layer.context).scores_TE, expected_TE)
 
 
+def test_the_bias_is_added_in_fp32_and_learns() -> None:
+    scorer = make_part("scorer", "linear", bias=True).bfloat16()
+    hidden_TH = make_hidden(9).bfloat16()
+    plain_TE = scorer(hidden_TH, StepContext())
+    assert not scorer.bias.any()
+    scorer.bias.data = torch.tensor([1.0, -2.0, 0.5, 3e-3]).bfloat16()
+    scores_TE = scorer(hidden_TH, StepContext())
+    assert torch.equal(scores_TE, plain_TE + scorer.bias.float()) and scores_TE.dtype == torch.float32
+    scores_TE.sum().backward()
+    assert scorer.bias.grad.tolist() == [9.0] * 4
+
+
 def noise(context: StepContext, num_tokens: int = 64, layer: int = 1) -> torch.Tensor:
     """[T, H]: what jitter multiplies the input by, read off a scorer whose matrix is the identity."""
     scorer = make_part("scorer", "linear", num_experts=HIDDEN, layer=layer, **JITTER)

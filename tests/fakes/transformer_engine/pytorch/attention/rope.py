@@ -13,11 +13,15 @@ def apply_rotary_pos_emb(
     interleaved: bool = False,
     fused: bool = False,
 ) -> torch.Tensor:
-    """Heads [S, B, heads, D] rotated in halves by angles [S, 1, 1, D], in fp32 as the fused kernel does."""
+    """Heads [S, B, heads, D] rotated in halves by angles [S, 1, 1, R], in fp32 as the fused kernel does.
+
+    The columns from R on stay as they are.
+    """
     assert fused and tensor_format == "sbhd" and start_positions is None and not interleaved
-    assert freqs.dtype == torch.float32 and freqs.shape[-1] == t.shape[-1]
+    assert freqs.dtype == torch.float32
     calls.append(t.shape)
-    first, second = t.float().chunk(2, dim=-1)
+    turning, staying = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+    first, second = turning.float().chunk(2, dim=-1)
     angle = freqs[: len(t)]
-    turned = t.float() * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
-    return turned.to(t.dtype)
+    turned = turning.float() * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
+    return torch.cat((turned.to(t.dtype), staying), dim=-1)

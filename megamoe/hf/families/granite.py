@@ -1,0 +1,108 @@
+"""GraniteMoeShared: factors on embeddings, residuals, attention and logits; experts stacked as ours."""
+
+from megamoe.config import RunConfig
+from megamoe.config.shapes import expert_ffn_size, head_size, shared_ffn_size
+from megamoe.hf.families.common import (
+    DECODER,
+    LAYER,
+    SHARED_KEYS,
+    THEIRS,
+    biases,
+    groups,
+    norm_eps,
+    rotary,
+    tied,
+)
+from megamoe.hf.families.routers import TOP_K, every_block, loss_weight
+from megamoe.hf.family import Family
+from megamoe.hf.keys import Entry, Json, fixed, same
+from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line
+
+MOE, SHARED_MLP = f"{THEIRS}block_sparse_moe.", f"{THEIRS}shared_mlp."
+DIGITS = 12
+
+
+def embedding_multiplier() -> Entry:
+    """The factor on the words' embeddings."""
+
+    def read(given: Json) -> Json:
+        factor = given["embedding_multiplier"]
+        return {"model.embedding_scale": None if factor == 1 else factor}
+
+    def write(config: RunConfig) -> Json:
+        return {"embedding_multiplier": config.model.embedding_scale or 1.0}
+
+    return Entry({"embedding_multiplier": 1.0}, read, write)
+
+
+def attention_multiplier() -> Entry:
+    """The factor on the attention logits."""
+
+    def write(config: RunConfig) -> Json:
+        return {"attention_multiplier": config.model.attention.scale or head_size(config.model) ** -0.5}
+
+    name = "attention_multiplier"
+    return Entry({name: 1.0}, lambda given: {"model.attention.scale": given[name]}, write)
+
+
+def logits_scaling() -> Entry:
+    """The divisor of the logits."""
+
+    def read(given: Json) -> Json:
+        return {"model.logit_scale": 1 / given["logits_scaling"]}
+
+    def write(config: RunConfig) -> Json:
+        return {"logits_scaling": round(1 / config.model.logit_scale, DIGITS)}
+
+    return Entry({"logits_scaling": 1.0}, read, write)
+
+
+def shared_size() -> Entry:
+    """The joint FFN size of the shared experts; 0: there are none."""
+
+    def read(given: Json) -> Json:
+        size = given["shared_intermediate_size"]
+        if not size:
+            return {"moe.num_shared_experts": 0}
+        return {"moe.num_shared_experts": 1, "moe.shared_expert_ffn_hidden_size": size}
+
+    def write(config: RunConfig) -> Json:
+        return {"shared_intermediate_size": shared_ffn_size(config.moe, expert_ffn_size(config))}
+
+    return Entry({"shared_intermediate_size": 0}, read, write)
+
+
+GRANITE_MOE_SHARED = Family(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *TOP_K,
+        every_block(),
+        fixed(moe__router__selector__weights="renormalised"),
+        same("intermediate_size", "moe.expert_ffn_hidden_size", 11008),
+        same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k", 2),
+        shared_size(),
+        loss_weight(0.001),
+        embedding_multiplier(),
+        logits_scaling(),
+        same("residual_multiplier", "model.residual_scale", 1.0),
+        attention_multiplier(),
+        groups(),
+        norm_eps(1e-6),
+        rotary(),
+        tied(False),
+        biases("attention_bias", False),
+    ),
+    table=(
+        *DECODER,
+        Line(f"{LAYER}router.scorer.weight", "E H", f"{MOE}router.layer.weight"),
+        Line(f"{LAYER}experts.up", "E 2X H", f"{MOE}input_linear.weight", cut=EXPERT_UP),
+        Line(f"{LAYER}experts.down", "E H X", f"{MOE}output_linear.weight", cut=EXPERT_DOWN),
+        Line(f"{LAYER}shared.up", "2S H", f"{SHARED_MLP}input_linear.weight", needs="shared"),
+        Line(f"{LAYER}shared.down", "H S", f"{SHARED_MLP}output_linear.weight", needs="shared"),
+    ),
+)
+
+FAMILIES = (GRANITE_MOE_SHARED,)

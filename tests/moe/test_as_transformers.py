@@ -1,0 +1,248 @@
+"""The MoE layers of Hugging Face's models as combinations of our parts: the same output, the same gradients.
+
+Each layer gets the weights of the transformers module, which are random.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megamoe.moe.layer import MoELayer
+from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
+
+EXPERTS, CHOSEN, SHARED, TOKENS = 8, 3, 40, 50
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": FFN,
+    "num_experts_per_tok": CHOSEN,
+    "num_attention_heads": 2,
+}
+GROUPS: dict[str, Any] = {**SIZES, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+SOFTMAX_OF_ALL = {"name": "softmax", "over": "all"}
+# The bias of DeepSeek-V3 without its updates.
+FIXED_BIAS = {"name": "sigmoid", "bias_update": 0.001, "bias_until": 0}
+
+
+# By our name: our tensor, and the function of the transformers module's named tensors that equals it.
+WeightMap = dict[str, tuple[Tensor, Any]]
+
+
+def top_k(weights: str, **options: Any) -> dict[str, Any]:
+    return {"name": "top_k", "k": CHOSEN, "weights": weights, **options}
+
+
+def by_groups(score: str, **options: Any) -> list[dict[str, Any]]:
+    return [{"name": "group_limit", "num_groups": 4, "keep": 2, "score": score, **options}]
+
+
+# Model type: (names of the router and of the shared experts in the MoE module, configuration, our layer).
+MODELS: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
+    "Mixtral": (
+        "MixtralSparseMoeBlock",
+        None,
+        {**SIZES, "intermediate_size": FFN, "num_local_experts": EXPERTS},
+        {"router": {"selector": top_k("kept_softmax")}},
+    ),
+    "Olmoe": (
+        "OlmoeSparseMoeBlock",
+        None,
+        {**SIZES, "intermediate_size": FFN, "num_experts": EXPERTS, "norm_topk_prob": False},
+        {"router": {"selector": top_k("raw")}},
+    ),
+    "Qwen2Moe": (
+        "Qwen2MoeSparseMoeBlock",
+        "shared_expert",
+        {
+            **SIZES,
+            "num_experts": EXPERTS,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": SHARED,
+        },
+        {
+            "num_shared_experts": 1,
+            "shared_expert_mode": "gated",
+            "shared_expert_ffn_hidden_size": SHARED,
+            "router": {"selector": top_k("raw")},
+        },
+    ),
+    "Qwen3Moe": (
+        "Qwen3MoeSparseMoeBlock",
+        None,
+        {**SIZES, "num_experts": EXPERTS, "norm_topk_prob": True},
+        {"router": {"selector": top_k("renormalised")}},
+    ),
+    "GraniteMoeShared": (
+        "GraniteMoeSharedMoE",
+        None,  # beside the MoE module, see `test_granites_shared_experts`
+        {**SIZES, "intermediate_size": FFN, "num_local_experts": EXPERTS},
+        {"router": {"selector": top_k("kept_softmax")}},
+    ),
+    "DeepseekV2": (
+        "DeepseekV2Moe",
+        "shared_experts",
+        {**GROUPS, "n_routed_experts": EXPERTS, "n_shared_experts": 2, "topk_method": "group_limited_greedy"},
+        {
+            "num_shared_experts": 2,
+            "router": {
+                "masks": by_groups("max"),
+                "score_function": SOFTMAX_OF_ALL,
+                "selector": top_k("raw", scale=2.5),
+            },
+        },
+    ),
+    "DeepseekV3": (
+        "DeepseekV3MoE",
+        "shared_experts",
+        {**GROUPS, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "norm_topk_prob": True},
+        {
+            "num_shared_experts": 1,
+            "router": {
+                "masks": by_groups("sum", best=2),
+                "score_function": FIXED_BIAS,
+                "selector": top_k("renormalised", scale=2.5),
+            },
+        },
+    ),
+    "GptOss": (
+        "GptOssMLP",
+        None,
+        {**SIZES, "intermediate_size": FFN, "num_local_experts": EXPERTS},
+        {
+            "expert_bias": True,
+            "expert_activation": "swiglu_clamped",
+            "router": {
+                "scorer": {"name": "linear", "bias": True},
+                "selector": top_k("kept_softmax"),
+            },
+        },
+    ),
+    "Glm4Moe": (
+        "Glm4MoeMoE",
+        "shared_experts",
+        {**SIZES, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        {
+            "num_shared_experts": 1,
+            "router": {"score_function": FIXED_BIAS, "selector": top_k("renormalised")},
+        },
+    ),
+}
+
+
+def theirs(name: str) -> nn.Module:
+    """Return the transformers module of a model with random weights, its router's among them."""
+    transformers = pytest.importorskip("transformers")  # here: its import takes two seconds
+    module_name, _, options, _ = MODELS[name]
+    config = getattr(transformers, f"{name}Config")(**options)
+    config._experts_implementation = "eager"
+    package = getattr(transformers, f"{name}Config").__module__.replace("configuration", "modeling")
+    module: nn.Module = getattr(__import__(package, fromlist=[module_name]), module_name)(config)
+    randomise(module)
+    return module
+
+
+def randomise(module: nn.Module) -> None:
+    """Draw the weights and buffers; a module of transformers alone does not initialise its own."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.normal_(0, 0.4, generator=generator)
+
+
+def weight_map(name: str, layer: MoELayer) -> WeightMap:
+    """Return (our tensor, function of their named tensors or gradients that is to equal it), by our name."""
+    if name == "GptOss":
+        return gpt_oss_map(layer)
+    gate = "router" if name.startswith("Granite") else "gate"
+    found: WeightMap = {
+        "router.scorer.weight": (layer.router.scorer.weight, lambda of: of(f"{gate}.weight")),  # type: ignore[dict-item]
+        "experts.up": (layer.experts.up, lambda of: of("experts.gate_up_proj")),  # type: ignore[dict-item]
+        "experts.down": (layer.experts.down, lambda of: of("experts.down_proj")),  # type: ignore[dict-item]
+    }
+    shared = MODELS[name][1]
+    if shared is not None:
+        assert layer.shared is not None
+        halves = [f"{shared}.{half}_proj.weight" for half in ("gate", "up")]
+        found["shared.up"] = layer.shared.up, lambda of: torch.cat([of(half) for half in halves])
+        found["shared.down"] = layer.shared.down, lambda of: of(f"{shared}.down_proj.weight")
+    if name == "Qwen2Moe":
+        assert layer.shared is not None
+        found["shared.gate"] = layer.shared.gate, lambda of: of("shared_expert_gate.weight")[0]
+    return found
+
+
+def gpt_oss_map(layer: MoELayer) -> WeightMap:
+    """Its first weights have the columns of gate and value in turns, and all are transposed."""
+
+    def halves(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[..., ::2], tensor[..., 1::2]], dim=-1)
+
+    makes = {
+        "router.scorer.weight": lambda of: of("router.weight"),
+        "router.scorer.bias": lambda of: of("router.bias"),
+        "experts.up": lambda of: halves(of("experts.gate_up_proj")).transpose(1, 2),
+        "experts.up_bias": lambda of: halves(of("experts.gate_up_proj_bias")),
+        "experts.down": lambda of: of("experts.down_proj").transpose(1, 2),
+        "experts.down_bias": lambda of: of("experts.down_proj_bias"),
+    }
+    return {key: (layer.get_parameter(key), make) for key, make in makes.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
+    module = theirs(name)
+    config = moe_config(num_experts=EXPERTS, **MODELS[name][3])
+    layer = make_layer(config, activation=config.expert_activation or "swiglu")
+    named = dict(module.named_parameters())
+    weights = weight_map(name, layer)
+    assert {*weights} == {key for key, _ in layer.named_parameters()}
+    with torch.no_grad():
+        for ours, make in weights.values():
+            ours.copy_(make(named.__getitem__))
+        bias_E = layer.router.score_function.bias_E
+        if bias_E is not None:
+            bias_E.copy_(module.get_buffer("gate.e_score_correction_bias"))
+    hidden_TH = make_hidden(TOKENS)
+    given_TH, expected_TH = (hidden_TH.clone().requires_grad_() for _ in range(2))
+    output_TH, whole_1TH = layer(given_TH), module(expected_TH[None])
+    whole_1TH = whole_1TH[0] if isinstance(whole_1TH, tuple) else whole_1TH
+    largest = float(whole_1TH.detach().abs().max())
+    torch.testing.assert_close(output_TH, whole_1TH[0], rtol=1e-6, atol=1e-6 * largest)
+    sent_TH = make_hidden(TOKENS, seed=5)
+    (output_TH * sent_TH).sum().backward()
+    (whole_1TH[0] * sent_TH).sum().backward()
+    gradients = {key: (ours.grad, make(lambda k: named[k].grad)) for key, (ours, make) in weights.items()}
+    for key, (found, expected) in {**gradients, "hidden": (given_TH.grad, expected_TH.grad)}.items():
+        atol = 2e-6 * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=atol, msg=f"gradient of {key}")
+
+
+def test_the_groups_and_the_bias_decide() -> None:
+    """The comparison would not see a mask or a bias that excludes nothing."""
+    for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe"):
+        layer = make_layer(moe_config(num_experts=EXPERTS, **MODELS[name][3]))
+        bias_E = layer.router.score_function.bias_E
+        if bias_E is not None:
+            bias_E.copy_(torch.linspace(-0.4, 0.4, EXPERTS))
+        routing = layer.router(make_hidden(TOKENS), layer.context)
+        best_TK = routing.affinities_TE.topk(CHOSEN).indices.sort(1).values
+        chosen_TK = routing.pairs.expert_N.view(TOKENS, CHOSEN).sort(1).values
+        assert 0.05 < (best_TK != chosen_TK).any(1).float().mean() < 1
+
+
+def test_granites_shared_experts() -> None:
+    """They stand beside the MoE module, and their first weight is one matrix of gate and value."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedMLP
+
+    config = transformers.GraniteMoeSharedConfig(hidden_size=HIDDEN, shared_intermediate_size=SHARED)
+    module = GraniteMoeSharedMLP(config)
+    randomise(module)
+    tree = {"num_shared_experts": 1, "shared_expert_ffn_hidden_size": SHARED}
+    shared = make_layer(moe_config(num_experts=EXPERTS, **tree)).shared
+    assert shared is not None
+    with torch.no_grad():
+        shared.up.copy_(module.input_linear.weight)
+        shared.down.copy_(module.output_linear.weight)
+    torch.testing.assert_close(shared(make_hidden(9)), module(make_hidden(9)), rtol=1e-6, atol=1e-6)
