@@ -84,7 +84,9 @@ def report(arguments: Any) -> None:
         run(variant)
         return time.process_time() - start
 
-    runs = {name: partial(timed, variant) for name, variant in variants_of(arguments).items()}
+    runs: dict[str, Callable[[int], float]] = {
+        name: partial(timed, variant) for name, variant in variants_of(arguments).items()
+    }
     times = in_turn(runs, arguments.rounds, WARM_UP_ROUNDS)
     print(f"{'':24}{'ms':>9}{'ratio':>8}{'90 % interval':>18}")
     for name, values in times.items():

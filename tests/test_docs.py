@@ -15,6 +15,7 @@ import yaml
 
 from megamoe import registry
 from megamoe.config import RunConfig, load_config, parse_config
+from megamoe.config.model_schema import LatentConfig
 from megamoe.config.parts import PartChoice
 from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Dims, StepContext
@@ -42,7 +43,9 @@ def test_every_key_of_the_configuration_is_documented() -> None:
     page = (ROOT / "docs/configuration.md").read_text()
     documented = set(re.findall(r"^\| `([\w.]+)` \|", page, flags=re.MULTILINE))
     rampup = {"train.batch_rampup.start", "train.batch_rampup.increment", "train.batch_rampup.samples"}
-    expected = set(keys_of(RunConfig())) - {"train.batch_rampup"} | rampup
+    latent = {f"model.latent.{field.name}" for field in dataclasses.fields(LatentConfig)}
+    optional = {"train.batch_rampup", "model.latent"}  # sections that are off unless they are given
+    expected = set(keys_of(RunConfig())) - optional | rampup | latent
     assert documented == expected
 
 

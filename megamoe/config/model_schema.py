@@ -71,6 +71,15 @@ class LatentConfig:
 
 
 @dataclass
+class MultiTokenConfig:
+    """Multi-token prediction (DeepSeek-V3): further blocks predict the tokens after the next one."""
+
+    __pydantic_config__ = STRICT
+    depth: Annotated[int, Field(ge=0, le=64)] = 0  # D: the number of further tokens, and of blocks; 0: none
+    weight: PositiveFloat = 0.3  # of the mean of their losses
+
+
+@dataclass
 class ModelConfig:
     """The transformer, of Megatron-Core's blocks."""
 
@@ -108,6 +117,7 @@ class ModelConfig:
     predicts: Literal["label", "number", "tags", "span"] = "label"  # what such a head predicts of a text
     pooling: Literal["mean", "first"] = "mean"  # of the hidden states, for labels
     pooler: bool = False  # a linear layer and tanh on the pooled state, for labels
+    multi_token_prediction: MultiTokenConfig = field(default_factory=MultiTokenConfig)  # of a decoder
     init_std: Deviation = 0.02  # divided by sqrt(2 num_layers) for weights that write into the residual
     init_scale: Deviation | None = None  # s: truncated normal with std sqrt(s / fan_in) instead
     hidden_dropout: Fraction = 0.0  # on what a block adds to its residual

@@ -80,6 +80,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     dense += (blocks - moe_blocks) * _dense_ffn(model)
     cut = dense - _replicated(config, blocks - moe_blocks)
     dense += _whole_head(model)
+    dense += model.multi_token_prediction.depth * (2 * model.hidden_size**2 + 2 * _norm(model))
     layers = moe_blocks + len(inserted_after(config))
     if layers == 0:
         return ModelSize(dense, dense, 0, cut, 0)
@@ -117,7 +118,8 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
 
 def _final_norms(config: RunConfig) -> int:
     """Return the parameters of the norms behind the last blocks, which post-norm blocks do not need."""
-    return len(stacks(config)) * _norm(config.model) if config.model.norm_position == "pre" else 0
+    ends = sum(stack.num_layers if stack.name == "prediction" else 1 for stack in stacks(config))
+    return ends * _norm(config.model) if config.model.norm_position == "pre" else 0
 
 
 def _whole_head(model: ModelConfig) -> int:

@@ -123,6 +123,8 @@ def _tree(
             "num_labels": len(examples.labels) if kind.outputs is None else kind.outputs,
             "predicts": kind.predicts,
             "head_transform": False,
+            "logit_scale": 1.0,
+            "logit_soft_cap": None,
             "vocab_size": vocabulary,
             "hidden_dropout": task.dropout,
             "attention_dropout": task.dropout,

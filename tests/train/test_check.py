@@ -138,6 +138,16 @@ REFUSALS = {
         1,
         "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with model.num_labels",
     ),
+    "tokens ahead of an encoder": (
+        ["model.architecture=encoder", "train.objective=masked", "model.multi_token_prediction.depth=1"],
+        1,
+        "model.multi_token_prediction.depth: 1 is for a decoder, found model.architecture encoder; set",
+    ),
+    "tokens ahead of all others": (
+        ["model.multi_token_prediction.depth=8"],
+        1,
+        r"model.multi_token_prediction.depth: 8 predicts nothing in sequences of 8 tokens \(data.seq",
+    ),
     "residual of nothing": (
         ["moe.shared_expert_mode=residual"],
         1,

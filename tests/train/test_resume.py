@@ -43,6 +43,7 @@ OTHER_FUNCTIONS = {
     "attention.scale": ("None", "0.5"),
 }
 NEWER = (
+    "multi_token_prediction",
     "embedding_scale",
     "residual_scale",
     "logit_scale",
