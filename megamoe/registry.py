@@ -42,6 +42,7 @@ RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a 
 LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
 KINDS = (*LAYER_KINDS, "callback", "objective")
 STAGES = ("scorer", "score_function", "selector", "capacity")  # the router's stages with one part each
+MOST_NAMES = 30  # that a message lists
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
 _presets: dict[str, "Preset"] = {}
@@ -201,9 +202,15 @@ def unknown_name_message(what: str, name: object, known: list[str]) -> str:
 
 
 def nearest_and_all(name: object, known: list[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known one, and all known names."""
+    """Return the end of a message about an unknown name: the nearest known one, and all known names.
+
+    Of more than MOST_NAMES names the nearest alone, if there is one.
+    """
+    near = nearest(name, known)
+    if near and len(set(known)) > MOST_NAMES:
+        return near
     names = f"known: {', '.join(sorted(set(known)))}" if known else "there are none"
-    return f"{nearest(name, known)} ({names})"
+    return f"{near} ({names})"
 
 
 def nearest(name: object, known: list[str]) -> str:

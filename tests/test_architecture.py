@@ -45,6 +45,8 @@ MAY_IMPORT = {
     | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
     "hf": FOUNDATION | {"checkpoint"},
+    "tasks": FOUNDATION
+    | {"data", "objectives", "parallel", "zero", "checkpoint", "resilience", "train", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
     "__main__": {"train"},
 }
@@ -57,6 +59,8 @@ VENDORS = {
     "transformer_engine": {"model", "compat"},
     "apex": {"model"},
     "triton": {"kernels"},
+    "sklearn": {"tasks"},
+    "scipy": {"tasks"},
     "wandb": {"metrics"},
     "wandb_workspaces": {"metrics"},
 }

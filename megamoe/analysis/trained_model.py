@@ -124,7 +124,7 @@ class Session:
                 if the configuration does not fit its weights or this number of ranks.
         """
         meta, run = self._resolve(path, overrides, architectures)
-        intact, config = self._verified(path), run.config
+        intact, config = self.verified(path), run.config
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
@@ -154,7 +154,7 @@ class Session:
         self, path: Path, overrides: Sequence[str], architectures: Sequence[str]
     ) -> tuple[Meta, ResolvedRun]:
         """Return what the checkpoint says of itself, and the checked run at this number of ranks."""
-        intact = self._verified(path)
+        intact = self.verified(path)
         meta = read_meta(intact, KEY)
         config = configuration_of(meta, intact, [*self.overrides, *overrides], self.replays)
         kind = config.model.architecture
@@ -167,8 +167,13 @@ class Session:
         check_vocabulary(intact, meta, run.vocabulary.size)
         return meta, run
 
-    def _verified(self, path: Path) -> Path:
-        """Return the intact checkpoint that `path` names; its bytes are read once in a session."""
+    def verified(self, path: Path) -> Path:
+        """Return the intact checkpoint that `path` names, the newest of a run; its bytes are read once in a
+        session.
+
+        Raises:
+            UserError: on every rank, if there is none.
+        """
         if path not in self._intact:
             found = _checkpoints(path)
             if not self._is_started:

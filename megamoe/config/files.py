@@ -56,7 +56,15 @@ def _read(path: Path, above: list[Path], count: list[int]) -> dict[str, Any]:
 
 
 def _mapping(path: Path, named_in: Path | None) -> dict[str, Any]:
-    where = f"--config: {named_in}: base" if named_in else "--config"
+    return read_mapping(path, f"--config: {named_in}: base" if named_in else "--config")
+
+
+def read_mapping(path: Path, where: str) -> dict[str, Any]:
+    """Return the mapping of a YAML file; where: the option that named it, the beginning of a message.
+
+    Raises:
+        UserError: if it cannot be read, or is no mapping.
+    """
     try:
         tree = parse_yaml(read_plain(path, LARGEST_FILE).decode("utf-8"))
     except yaml.YAMLError as error:

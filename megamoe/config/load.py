@@ -49,7 +49,7 @@ def configure(
         UserError: as `load_config`.
     """
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")
@@ -130,7 +130,12 @@ def _datasets_of(path: str, key: str) -> list[str]:
     return found
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set a key of a mapping by `section.key=value`.
+
+    Raises:
+        UserError: if it has another form, or its value is no YAML.
+    """
     dotted, equals, text = override.partition("=")
     keys = dotted.split(".")
     if not equals or not all(keys) or len(keys) > DEEPEST or not dotted.isprintable():

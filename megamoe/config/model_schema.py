@@ -71,6 +71,15 @@ class LatentConfig:
 
 
 @dataclass
+class MultiTokenConfig:
+    """Multi-token prediction (DeepSeek-V3): further blocks predict the tokens after the next one."""
+
+    __pydantic_config__ = STRICT
+    depth: Annotated[int, Field(ge=0, le=64)] = 0  # D: the number of further tokens, and of blocks; 0: none
+    weight: PositiveFloat = 0.3  # of the mean of their losses
+
+
+@dataclass
 class ModelConfig:
     """The transformer, of Megatron-Core's blocks."""
 
@@ -87,7 +96,7 @@ class ModelConfig:
     vocab_size: Annotated[int, Field(gt=0, le=10**8)] | None = None  # default: the tokenizer's
     vocab_multiple: Size = 64  # the embedding is padded to a multiple of it
     position: Literal["rope", "learned", "sinusoidal"] = "rope"
-    rope_base: PositiveFloat = 10000  # base of the rotary frequencies
+    rope_base: PositiveFloat = 10000.0  # base of the rotary frequencies
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     latent: LatentConfig | None = None  # multi-head latent attention; default: standard attention
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -104,9 +113,11 @@ class ModelConfig:
     logit_scale: PositiveFloat = 1.0  # multiplies the output layer's logits
     logit_soft_cap: PositiveFloat | None = None  # c: logits z, scaled, become c tanh(z / c)
     head_transform: bool = False  # an encoder's linear layer, activation and norm before the output layer
-    num_labels: Annotated[int, Field(ge=2, le=10**6)] | None = None  # an encoder predicts a text's label
+    num_labels: Size | None = None  # outputs of an encoder's head that predicts labels instead of tokens
+    predicts: Literal["label", "number", "tags", "span"] = "label"  # what such a head predicts of a text
     pooling: Literal["mean", "first"] = "mean"  # of the hidden states, for labels
     pooler: bool = False  # a linear layer and tanh on the pooled state, for labels
+    multi_token_prediction: MultiTokenConfig = field(default_factory=MultiTokenConfig)  # of a decoder
     init_std: Deviation = 0.02  # divided by sqrt(2 num_layers) for weights that write into the residual
     init_scale: Deviation | None = None  # s: truncated normal with std sqrt(s / fan_in) instead
     hidden_dropout: Fraction = 0.0  # on what a block adds to its residual

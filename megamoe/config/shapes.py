@@ -9,8 +9,10 @@ from megamoe.config.schema import Activation, ModelConfig, MoEConfig, RunConfig,
 class Stack:
     """A stack of blocks: the only one of a model, or one of an encoder_decoder's two.
 
-    name: `decoder` or `encoder`. first: the number of its first block in the model, whose blocks are counted
-    from 1 through both stacks, the encoder's first. layers: the positions of its MoE layers, counted from 1.
+    name: `decoder`, `encoder`, or `prediction` for the blocks of multi-token prediction, which are of the
+    kind of the decoder's last block. first: the number of its first block in the model, whose blocks are
+    counted from 1 through all stacks, an encoder's first. layers: the positions of its MoE layers, counted
+    from 1.
     """
 
     name: str
@@ -30,12 +32,22 @@ def stacks(config: RunConfig) -> list[Stack]:
     """Return the model's stacks of blocks, in the order of the numbers of their blocks."""
     model, layers = config.model, config.moe.layers
     if model.architecture != "encoder_decoder":
-        return [Stack(model.architecture, 1, model.num_layers, layers)]
+        stack = Stack(model.architecture, 1, model.num_layers, layers)
+        depth = model.multi_token_prediction.depth
+        return [stack] if depth == 0 else [stack, _prediction(stack, depth)]
     encoder_layers = num_encoder_layers(model)
     return [
         Stack("encoder", 1, encoder_layers, layers.encoder or StackLayersConfig()),
         Stack("decoder", 1 + encoder_layers, model.num_layers, layers.decoder or StackLayersConfig()),
     ]
+
+
+def _prediction(stack: Stack, depth: int) -> Stack:
+    """Return the blocks of multi-token prediction beside this stack."""
+    last, all_of_them = stack.num_layers, list(range(1, depth + 1))
+    at = all_of_them if last in stack.moe_blocks else []
+    inserted = all_of_them if last in stack.layers.insert_after else []
+    return Stack("prediction", last + 1, depth, StackLayersConfig(at=at, insert_after=inserted))
 
 
 def num_encoder_layers(model: ModelConfig) -> int:

@@ -1,22 +1,20 @@
-"""Texts with labels: `labels.json`, and beside it one file of JSON lines for each split and language.
+"""Examples of a task: one file of JSON lines for each split and language, and beside them `labels.json`.
 
-A line is `{"text": ..., "label": ...}`; other keys are not read. `labels.json` lists the labels in the order
-of their numbers, and the checksums of the files (tools/prepare_pairs.py, `parallel_text/labels.py`).
+What a line holds is the objective's matter, such as `{"text": ..., "label": ...}`; other keys are not read.
+`labels.json` lists the labels in the order of their numbers, and the checksums of the files
+(tools/prepare_pairs.py, `parallel_text/labels.py`). A task without labels, such as a regression, needs none.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megamoe.data.card import FileCard, load_checked
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.errors import UserError, printable
+from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 LABELS = "labels.json"
 ENDING = ".jsonl"
-LARGEST = 4 << 30  # bytes of a file of texts
+LARGEST = 4 << 30  # bytes of a file of examples
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # that tools/prepare_pairs.py writes above the labels
 AGAIN = "prepare the labels again with tools/prepare_pairs.py"
 
@@ -51,14 +49,11 @@ class LabelCard:
 
 
 @dataclass(frozen=True)
-class LabelledTexts:
-    """The texts of a file as int64 tokens, without an end, and their labels' numbers, in the file's order."""
+class Line:
+    """A line's object, and where it stands: the beginning of a message about it."""
 
-    tokens: list[np.ndarray]
-    labels: list[int]
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    where: str
+    content: Any
 
 
 def load_label_card(path: str) -> LabelCard:
@@ -103,55 +98,33 @@ def _tokenizer_above(path: str) -> str:
     return str(found[0])
 
 
-def read_texts(path: str, tokenizer: str) -> LabelledTexts:
-    """Return the texts of a file, encoded by the tokenizer of that name. Files are read once.
+def read_lines(path: str) -> list[Line]:
+    """Return the lines of a file that are not empty.
 
     Raises:
         UserError: naming the file, and the line if one is broken.
     """
-    card = load_label_card(path)
-    try:
-        stamp = Path(path).stat()
-    except OSError as error:
-        raise UserError(f"data {path!r} cannot be read: {error.strerror}; {AGAIN}") from None
-    known = card.files.get(Path(path).name)
-    return _read(
-        path, tokenizer, tuple(card.labels), known.sha256 if known else "", stamp.st_mtime_ns, stamp.st_size
-    )
-
-
-@lru_cache(maxsize=256)
-def _read(
-    path: str, tokenizer: str, labels: tuple[str, ...], sha256: str, _changed_ns: int, _size: int
-) -> LabelledTexts:
     try:
         content = read_plain(Path(path), LARGEST)
         text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"data {path!r} cannot be read: {reason(error)}; {AGAIN}") from None
-    if sha256 and hashlib.sha256(content).hexdigest() != sha256:
+    labels = Path(path).with_name(LABELS)
+    known = load_checked(labels, LabelCard).files.get(Path(path).name) if labels.exists() else None
+    if known is not None and hashlib.sha256(content).hexdigest() != known.sha256:
         raise UserError(f"data {path!r} is damaged or was changed: {LABELS} has another SHA-256; {AGAIN}")
-    numbers = {label: number for number, label in enumerate(labels)}
-    lines = enumerate(text.split("\n"), 1)
-    pairs = [_parsed(path, place, line, numbers) for place, line in lines if line.strip()]
-    if not pairs:
-        raise UserError(f"data {path!r} has no texts; {AGAIN}")
-    encoded = load_tokenizer(tokenizer).encode_batch([text for text, _ in pairs])
-    return LabelledTexts([np.array(ids, dtype=np.int64) for ids in encoded], [label for _, label in pairs])
+    found = [
+        _parsed(f"data {path!r}, line {place}", line)
+        for place, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
+    if not found:
+        raise UserError(f"data {path!r} has no examples; {AGAIN}")
+    return found
 
 
-def _parsed(path: str, place: int, line: str, numbers: dict[str, int]) -> tuple[str, int]:
-    """Return the text of a line and the number of its label."""
-    where = f"data {path!r}, line {place}"
+def _parsed(where: str, line: str) -> Line:
     try:
-        found = json.loads(line)
+        return Line(where, json.loads(line))
     except (ValueError, RecursionError):
         raise UserError(f"{where}: no JSON; {AGAIN}") from None
-    text, label = (found.get(key) if isinstance(found, dict) else None for key in ("text", "label"))
-    if not isinstance(text, str) or not isinstance(label, str):
-        raise UserError(f'{where}: expected {{"text": ..., "label": ...}} with two strings')
-    if label not in numbers:
-        raise UserError(f"{where}: the label {printable(label, 60)} is not in {LABELS}; {AGAIN}")
-    if not text.strip():
-        raise UserError(f"{where}: the text is empty; remove the line")
-    return text, numbers[label]

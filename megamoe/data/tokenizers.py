@@ -55,6 +55,18 @@ class Tokenizer(ABC):
         """Return `encode` of each text. Tokenizers that can parallelise it override this."""
         return [self.encode(text) for text in texts]
 
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return `encode` of a text, and of each token the [start, end) of its characters in the text.
+
+        Several tokens of one character, its bytes, have spans inside its own.
+
+        Raises:
+            UserError: if the tokenizer does not know them.
+        """
+        raise UserError(
+            f"tokenizer {self.name!r} does not say which characters its tokens are; take a tokenizer.json"
+        )
+
 
 class ByteTokenizer(Tokenizer):
     """The 256 byte values of UTF-8, one end-of-document id, and the reserved tokens from 257 on.
@@ -77,6 +89,10 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        spans = [(place, place + 1) for place, char in enumerate(text) for _ in char.encode("utf-8")]
+        return self.encode(text), spans
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < NUM_BYTES).decode("utf-8", errors="replace")
@@ -108,6 +124,10 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._backend.encode(text, add_special_tokens=False)
+        return list(found.ids), list(found.offsets)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode(tokens, skip_special_tokens=True))
@@ -143,6 +163,12 @@ class FolderTokenizer(Tokenizer):
         encoded = self._backend(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
 
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if not self._backend.is_fast:
+            return super().encode_with_spans(text)
+        found = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(found["input_ids"]), [(start, end) for start, end in found["offset_mapping"]]
+
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
@@ -166,6 +192,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text))
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found: Any = self._backend.encode(text, out_type="offset_mapping")
+        return list(found["ids"]), list(found["offsets"])
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode([token for token in tokens if token != self.eod]))

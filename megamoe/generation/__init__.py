@@ -1,1 +1,1 @@
-"""Text from a trained model: sampling, batches of prompts, the experts of each token."""
+"""Text and translations from a trained model: sampling, beam search, batches, the experts of each token."""

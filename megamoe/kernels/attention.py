@@ -48,7 +48,7 @@ def causal_attention(
         found, expected = tuple(documents.start_BS.shape), tuple(query_SBND.shape[1::-1])
         raise ValueError(f"documents: found those of [B, S] = {found}, the queries have {expected}")
     sides = (query_SBND, key_SBGD, value_SBGD)
-    library = _library_for(*sides, kernels) if variant.soft_cap is None else None
+    library = _library_for(*sides, kernels)
     if library is None:
         return plain_causal_attention(*sides, rotary, scale, documents, variant, kernels=kernels)
     scale = query_SBND.shape[-1] ** -0.5 if scale is None else scale
@@ -61,7 +61,8 @@ def causal_attention(
     start_BS = None if documents is None else documents.start_BS
     window = len(query_SBND) if variant.window is None else variant.window
     sinks_N = None if variant.sinks_N is None else variant.sinks_N.float().contiguous()
-    output_SBH: Tensor = _Attention.apply(*sides, sinks_N, *turns, scale, start_BS, window, library)
+    options = (scale, start_BS, window, variant.soft_cap or 0.0)
+    output_SBH: Tensor = _Attention.apply(*sides, sinks_N, *turns, *options, library)
     return output_SBH
 
 
@@ -249,12 +250,25 @@ class _Attention(torch.autograd.Function):
         scale: float,
         start_BS: Tensor | None,
         window: int,
+        soft_cap: float,
         library: Library,
     ) -> Tensor:
         length, batch, heads, size = query.shape
         output = query.new_empty(length, batch, heads * size)
         log_sum_BNS = query.new_empty(batch, heads, length)
-        ctx.settings = (length, batch, heads, key.shape[2], size, cosine, sine, scale, start_BS, window)
+        ctx.settings = (
+            length,
+            batch,
+            heads,
+            key.shape[2],
+            size,
+            cosine,
+            sine,
+            scale,
+            start_BS,
+            window,
+            soft_cap,
+        )
         sides = (*_heads(query), *_heads(key), *_heads(value))
         sums = (output, log_sum_BNS, sinks_N)
         library.call("attention", query.dtype, library.sgemm, *sides, *ctx.settings, *sums)
@@ -276,7 +290,7 @@ class _Attention(torch.autograd.Function):
             share_BNS = (sinks_N[:, None] - log_sum_BNS).exp()
             mean_SBN = (output * gradient).unflatten(2, (len(sinks_N), -1)).sum(-1)
             to_sinks_N = -torch.einsum("bns,sbn->n", share_BNS, mean_SBN)
-        return to_query, to_key, to_value, to_sinks_N, *[None] * 6
+        return to_query, to_key, to_value, to_sinks_N, *[None] * 7
 
 
 def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:

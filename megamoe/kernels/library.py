@@ -41,7 +41,8 @@ PER_NUMBER = {
     "rms_norm_backward": [*[Pointer] * 4, Int, Int, Pointer, Pointer, Threads],
     "rotate": [*HEADS * 2, *[Int] * 4, Pointer, Pointer, ctypes.c_double, Threads],
 }
-HEADS_IN = [Pointer, *HEADS * 3, *[Int] * 5, Pointer, Pointer, ctypes.c_double, Pointer, Int, *[Pointer] * 2]
+SEEN = [Pointer, Int, ctypes.c_double]  # which scores there are: documents' starts, window, soft cap
+HEADS_IN = [Pointer, *HEADS * 3, *[Int] * 5, *[Pointer] * 2, ctypes.c_double, *SEEN, *[Pointer] * 2]
 EXPERTS = [*[Pointer] * 4, *[Int] * 3]
 WITH_BLAS = {
     "experts": [Pointer, *EXPERTS, *[Pointer] * 2, Threads],

@@ -182,7 +182,6 @@ def _check_fp8(model: ModelConfig, precision: str) -> None:
 def _check_fp8_sizes(config: RunConfig) -> None:
     """Check the sizes of every FP8 product; experts' rows are padded, and the logits are in bf16."""
     model, parallel, unit = config.model, config.parallel, FP8_MULTIPLE[config.model.fp8]
-    qkv = query_size(model) + 2 * key_size(model)
     tokens = config.train.micro_batch_size * config.data.sequence_length
     # (size, the number of ranks that split it)
     sizes = {
@@ -191,8 +190,7 @@ def _check_fp8_sizes(config: RunConfig) -> None:
             parallel.tensor if parallel.sequence else 1,
         ),
         "model.hidden_size": (model.hidden_size, parallel.tensor),
-        "query, key and value together (model.head_size, num_query_groups)": (qkv, parallel.tensor),
-        "attention's output (model.head_size x num_attention_heads)": (query_size(model), parallel.tensor),
+        **{key: (size, parallel.tensor) for key, size in _attention_sizes(model).items()},
     }
     if len(moe_block_numbers(config)) < num_blocks(config):
         sizes["model.ffn_hidden_size"] = ffn_size(model), parallel.tensor
@@ -205,6 +203,26 @@ def _check_fp8_sizes(config: RunConfig) -> None:
             raise UserError(
                 f"{key}: {size} is not a multiple of {unit}{over}, which model.fp8: {model.fp8} needs"
             )
+
+
+def _attention_sizes(model: ModelConfig) -> dict[str, int]:
+    """Return the outputs of attention's linear layers, and the input of its last one, by their keys."""
+    heads, latent = model.num_attention_heads, model.latent
+    if latent is None:
+        return {
+            "query, key and value together (model.head_size, num_query_groups)": query_size(model)
+            + 2 * key_size(model),
+            "attention's output (model.head_size x num_attention_heads)": query_size(model),
+        }
+    sizes = {
+        "model.latent.key_value_rank": latent.key_value_rank,
+        "model.latent.key_value_rank + rope_size": latent.key_value_rank + latent.rope_size,
+        "queries (model.latent.nope_size + rope_size)": heads * (latent.nope_size + latent.rope_size),
+        "keys and values (model.latent.nope_size + value_size)": heads
+        * (latent.nope_size + latent.value_size),
+        "attention's output (model.latent.value_size)": heads * latent.value_size,
+    }
+    return sizes if latent.query_rank is None else {**sizes, "model.latent.query_rank": latent.query_rank}
 
 
 def backend_rows(config: RunConfig, precision: str = "bf16") -> dict[str, str]:

@@ -113,19 +113,22 @@ class BlockMaker:
         """
         moe_blocks, specs = set(stack.moe_blocks), []
         layers = f"{stack.name}.layers"
-        if self.config.model.architecture == "decoder":
-            layers = f"model.{layers}"
+        names = [f"{layers}.{place}." for place in range(stack.num_layers)]
+        if stack.name == "prediction":
+            names = [f"prediction.depths.{place}.blocks.layers.0." for place in range(stack.num_layers)]
+        elif self.config.model.architecture == "decoder":
+            names = [f"model.{name}" for name in names]
         for number in range(1, stack.num_layers + 1):
             spec = self._block(stack.name, transformer, has_source)
-            spec.params["built"] = functools.partial(self.hand_on, f"{layers}.{number - 1}.")
-            shape = self._layer_shape(stack, number, of_source)
+            spec.params["built"] = functools.partial(self.hand_on, names[number - 1])
+            shape = self._layer_shape(stack, number, of_source, transformer.num_layers)
             build = functools.partial(self.make_moe_layer, shape)
             moe: dict[str, Any] = {"build": build, "recompute": self.config.model.recompute == "selective"}
             if number in moe_blocks:
                 spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
             if number in stack.layers.insert_after:
                 has_norm = inserted_has_norm(self.config.moe)
-                norm = functools.partial(self._norm, transformer) if has_norm else None
+                norm = functools.partial(self.norm, transformer) if has_norm else None
                 spec.params["build_inserted"] = functools.partial(
                     MoEBlock,
                     transformer,
@@ -169,12 +172,13 @@ class BlockMaker:
             block.cross_attn_bda = block.self_attn_bda
         return spec
 
-    def _norm(self, transformer: BlockConfig) -> nn.Module:
+    def norm(self, transformer: BlockConfig) -> nn.Module:
+        """Return a norm of the model's kind."""
         size, eps = transformer.hidden_size, transformer.layernorm_epsilon
         norm: nn.Module = self.modules.norm(config=transformer, hidden_size=size, eps=eps)
         return norm
 
-    def _layer_shape(self, stack: Stack, number: int, of_source: bool) -> LayerShape:
+    def _layer_shape(self, stack: Stack, number: int, of_source: bool, num_layers: int) -> LayerShape:
         model = self.config.model
         return LayerShape(
             hidden_size=model.hidden_size,
@@ -182,7 +186,7 @@ class BlockMaker:
             layer=stack.first - 1 + number,
             activation=expert_activation(self.config),
             init_std=model.init_std,
-            output_std=model.init_std / math.sqrt(2 * stack.num_layers),
+            output_std=model.init_std / math.sqrt(2 * num_layers),
             seed=self.config.seed,
             init_scale=model.init_scale,
             vocab_size=self.vocab_size,

@@ -1,6 +1,8 @@
 """Builds the model that the configuration describes, of the architecture that it names."""
 
+import copy
 import logging
+from dataclasses import replace
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -8,9 +10,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megamoe.compat.megatron_compat import stand_in_for_cuda
 from megamoe.config.schema import RunConfig
-from megamoe.config.shapes import padded_vocab_size, stacks
+from megamoe.config.shapes import Stack, padded_vocab_size, stacks
+from megamoe.model.attention import BlockConfig
 from megamoe.model.blocks import BlockMaker, MoEFactory, init_methods
-from megamoe.model.classifier import Classifier
+from megamoe.model.classifier import label_head
 from megamoe.model.embedding import adapt_embedding, build_embedding, megatron_position
 from megamoe.model.encoder import Encoder
 from megamoe.model.encoder_decoder import EncoderDecoder
@@ -18,6 +21,7 @@ from megamoe.model.gpt import GPT, Decoder
 from megamoe.model.head import Head
 from megamoe.model.language_model import LanguageModel
 from megamoe.model.modules import choose_modules
+from megamoe.model.multi_token_prediction import MultiTokenPrediction, PredictionDepth
 from megamoe.model.random_streams import use_one_stream
 from megamoe.model.rotary import let_megatron_turn, rotary_of
 from megamoe.model.scales import change_logits
@@ -50,7 +54,7 @@ def build_model(
 
 def _decoder(maker: BlockMaker) -> GPT:
     config, model = maker.config, maker.config.model
-    (stack,) = stacks(config)
+    stack, *further = stacks(config)
     transformer = maker.transformer(stack.num_layers)
 
     def ready(embedding: LanguageModelEmbedding) -> None:
@@ -70,7 +74,19 @@ def _decoder(maker: BlockMaker) -> GPT:
     change_logits(decoder.output_layer, model)
     if decoder.position_embedding_type == "rope":
         let_megatron_turn(decoder, rotary_of(model))
-    return GPT(decoder)
+    return GPT(decoder, _prediction(maker, further[0], transformer) if further else None)
+
+
+def _prediction(maker: BlockMaker, stack: Stack, transformer: BlockConfig) -> MultiTokenPrediction:
+    """Return the blocks of multi-token prediction, like the last one of the decoder's `transformer`."""
+    config = copy.copy(transformer)
+    config.windows = transformer.windows[-1:]
+    specs = maker.specs(stack, config)
+    depths = []
+    for spec in specs.layer_specs or ():
+        blocks = TransformerBlock(config, replace(specs, layer_specs=[spec]))
+        depths.append(PredictionDepth(config, lambda: maker.norm(config), blocks))
+    return MultiTokenPrediction(depths, maker.config.model.multi_token_prediction.weight)
 
 
 def _encoder(maker: BlockMaker) -> Encoder:
@@ -81,7 +97,7 @@ def _encoder(maker: BlockMaker) -> Encoder:
     blocks = TransformerBlock(transformer, maker.specs(stack, transformer))
     model = maker.config.model
     if model.num_labels is not None:
-        return Encoder(embedding, blocks, Classifier(model, transformer))
+        return Encoder(embedding, blocks, label_head(model, transformer))
     return Encoder(embedding, blocks, Head(model, transformer, maker.vocab_size))
 
 

@@ -1,4 +1,4 @@
-"""The encoder: bidirectional attention, and a head that predicts tokens or the label of a text."""
+"""The encoder: bidirectional attention, and a head that predicts tokens or labels."""
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -6,7 +6,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megamoe.kernels.documents import Documents
-from megamoe.model.classifier import Classifier
+from megamoe.model.classifier import LabelHead
 from megamoe.model.head import Head
 from megamoe.model.language_model import LanguageModel
 
@@ -18,7 +18,7 @@ class Encoder(LanguageModel):
     """
 
     def __init__(
-        self, embedding: LanguageModelEmbedding, encoder: TransformerBlock, head: Head | Classifier
+        self, embedding: LanguageModelEmbedding, encoder: TransformerBlock, head: Head | LabelHead
     ) -> None:
         super().__init__()
         self.embedding = embedding
@@ -48,11 +48,10 @@ class Encoder(LanguageModel):
         """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
 
         predicted_P: int64, the places s * B + b whose losses are wanted; the others are 0. The output layer
-        computes no other logits. With `model.num_labels` the label of a text stands at its first token, which
-        has its loss; the other losses are 0.
+        computes no other logits. With `model.num_labels` the losses are those of its head (`LabelHead`).
         """
         hidden_SBH = self.hidden(tokens_BS, position_ids_BS, documents)
-        if isinstance(self.head, Classifier):
+        if isinstance(self.head, LabelHead):
             return self.head.losses(hidden_SBH, labels_BS, documents, label_smoothing)
         words = self.embedding.word_embeddings.weight
         return self.head.losses(hidden_SBH, words, labels_BS, label_smoothing, predicted_P)
@@ -69,7 +68,7 @@ class Encoder(LanguageModel):
 
     def label_logits(self) -> Tensor | None:
         """See `LanguageModel`."""
-        return self.head.logits_BC if isinstance(self.head, Classifier) else None
+        return self.head.logits if isinstance(self.head, LabelHead) else None
 
     def stacks(self) -> list[nn.ModuleList]:
         """Return the only stack."""

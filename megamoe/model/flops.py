@@ -74,9 +74,12 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         size = query_size(model)
         of_block = 2 * hidden * size * (encoder + decoder) + 2 * size * decoder * encoder * length
         products += model.num_layers * of_block
-    if model.num_labels is not None:  # once for a sequence
-        products += hidden * ((hidden if model.pooler else 0) + model.num_labels) / length
-    products += shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
+    if model.num_labels is not None:  # for each token, or once for a sequence
+        times = shares.stacks.get("encoder", 1.0) if model.predicts in ("tags", "span") else 1 / length
+        products += hidden * ((hidden if model.pooler else 0) + model.num_labels) * times
+    depth = model.multi_token_prediction.depth
+    products += depth * 2 * hidden * hidden
+    products += (1 + depth) * shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
     return ModelFlops(PASSES * 2.0 * products, PASSES * 2.0 * moe.expert_sublayers * expert)
 
 
@@ -89,9 +92,12 @@ def _projections(model: ModelConfig) -> int:
 
 def _seen_keys(model: ModelConfig, stack: Stack, length: float) -> float:
     """Return the mean number of keys that a query of `length` tokens sees, summed over the blocks."""
-    if stack.name != "decoder":
+    if stack.name == "encoder":
         return stack.num_layers * length
-    windows = (window_of(model, block) or length for block in range(1, stack.num_layers + 1))
+    blocks = list(range(1, stack.num_layers + 1))
+    if stack.name == "prediction":  # of the kind of the last block
+        blocks = [model.num_layers] * stack.num_layers
+    windows = (window_of(model, block) or length for block in blocks)
     # The first `window` queries see half of it on average, the others all of it.
     return sum(window - window * window / (2 * length) for window in (min(w, length) for w in windows))
 

@@ -1,5 +1,7 @@
 """The decoder: Megatron-Core's GPTModel with our loss of each token."""
 
+from typing import Any
+
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from megamoe.kernels.documents import Documents
 from megamoe.model.key_value_cache import KeyValueCache
 from megamoe.model.language_model import LanguageModel, problem_of_attention
 from megamoe.model.loss import token_losses
+from megamoe.model.multi_token_prediction import Ahead, MultiTokenPrediction
 
 
 class Decoder(GPTModel):
@@ -28,9 +31,14 @@ class Decoder(GPTModel):
 class GPT(LanguageModel):
     """A decoder-only language model that returns the loss of each token."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, prediction: MultiTokenPrediction | None = None) -> None:
         super().__init__()
         self.model = model
+        self.prediction = prediction
+        self._last: list[tuple[Tensor, Any]] | None = None  # state and rotary positions, if wanted
+        self._ahead_DBS: Tensor | None = None
+        if prediction is not None:
+            model.decoder.register_forward_hook(self._keep, with_kwargs=True)
 
     def forward(
         self,
@@ -46,9 +54,34 @@ class GPT(LanguageModel):
         a share of the target to all the other words evenly, as Megatron-Core does.
         """
         self.model.label_smoothing = label_smoothing
+        self._last = [] if self.prediction is not None else None
         # Megatron-Core hands its argument `attention_mask` on to the core attention as it is (SDPAttention).
         losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, documents, labels=labels_BS)
+        if self.prediction is not None and self._last is not None:
+            ((hidden_SBH, rotary),) = self._last
+            inputs = Ahead(tokens_BS, position_ids_BS, labels_BS, label_smoothing)
+            self._ahead_DBS = self.prediction(self.model, hidden_SBH, inputs, documents, rotary)
+        self._last = None
         return losses_BS
+
+    def _keep(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], hidden_SBH: Tensor) -> None:
+        if self._last is not None:
+            self._last.append((hidden_SBH, kwargs.get("rotary_pos_emb")))
+
+    @property
+    def depth(self) -> int:
+        """See `LanguageModel`."""
+        return 0 if self.prediction is None else len(self.prediction.depths)
+
+    @property
+    def depth_weight(self) -> float:
+        """See `LanguageModel`."""
+        return 0.0 if self.prediction is None else self.prediction.weight
+
+    def take_losses_ahead(self) -> Tensor | None:
+        """See `LanguageModel`."""
+        found, self._ahead_DBS = self._ahead_DBS, None
+        return found
 
     def logits(
         self, tokens_BS: Tensor, position_ids_BS: Tensor, documents: Documents | None = None
@@ -77,5 +110,8 @@ class GPT(LanguageModel):
         return None
 
     def stacks(self) -> list[nn.ModuleList]:
-        """Return the only stack."""
-        return [self.model.decoder.layers]
+        """Return the decoder's blocks, then those of multi-token prediction."""
+        found = [self.model.decoder.layers]
+        if self.prediction is not None:
+            found += [depth.get_submodule("blocks.layers") for depth in self.prediction.depths]
+        return found

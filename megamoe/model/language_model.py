@@ -23,8 +23,25 @@ class LanguageModel(nn.Module, ABC):
     def stacks(self) -> list[nn.ModuleList]:
         """Return the stacks of blocks, in the order of the numbers of their blocks."""
 
+    @property
+    def depth(self) -> int:
+        """The number of tokens after the next one that multi-token prediction predicts."""
+        return 0
+
+    @property
+    def depth_weight(self) -> float:
+        """The weight of the mean of the losses of multi-token prediction."""
+        return 0.0
+
+    def take_losses_ahead(self) -> Tensor | None:
+        """Return the losses of multi-token prediction of the last forward pass, once, fp32 [depth, B, S].
+
+        Those that count are in `prediction_masks`. None if there are none.
+        """
+        return None
+
     def label_logits(self) -> Tensor | None:
-        """Return the labels' logits of the last forward pass in evaluation mode, fp32 [B, labels].
+        """Return the logits of the last forward pass in evaluation mode, fp32; see `LabelHead`.
 
         None for a model that predicts tokens.
         """

@@ -75,11 +75,12 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     """Count the parameters of the model that `config` describes; `vocab_size` before padding."""
     model, moe = config.model, config.moe
     blocks, moe_blocks = num_blocks(config), len(moe_block_numbers(config))
-    dense = _embedding(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
+    dense = embedding_size(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
     dense += _num_cross(model) * _cross_attention(model)
     dense += (blocks - moe_blocks) * _dense_ffn(model)
     cut = dense - _replicated(config, blocks - moe_blocks)
     dense += _whole_head(model)
+    dense += model.multi_token_prediction.depth * (2 * model.hidden_size**2 + 2 * _norm(model))
     layers = moe_blocks + len(inserted_after(config))
     if layers == 0:
         return ModelSize(dense, dense, 0, cut, 0)
@@ -94,7 +95,8 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert, cut, beside)
 
 
-def _embedding(config: RunConfig, vocab_size: int) -> int:
+def embedding_size(config: RunConfig, vocab_size: int) -> int:
+    """Count the embeddings and an output layer of its own; `vocab_size` before padding."""
     model = config.model
     words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
@@ -116,7 +118,8 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
 
 def _final_norms(config: RunConfig) -> int:
     """Return the parameters of the norms behind the last blocks, which post-norm blocks do not need."""
-    return len(stacks(config)) * _norm(config.model) if config.model.norm_position == "pre" else 0
+    ends = sum(stack.num_layers if stack.name == "prediction" else 1 for stack in stacks(config))
+    return ends * _norm(config.model) if config.model.norm_position == "pre" else 0
 
 
 def _whole_head(model: ModelConfig) -> int:

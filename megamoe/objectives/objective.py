@@ -45,12 +45,14 @@ class TrainingObjective:
 
     architectures: those of `model.architecture` that can be trained with it. reads: the kind of data that
     `data.sources` must name: `text` of tools/prepare_data.py, or `pairs` or `labels` (texts with
-    labels) of tools/prepare_pairs.py. One that reads labels needs `model.num_labels`. metrics: the names of
-    the sums of `evaluation_sums`.
+    labels) of tools/prepare_pairs.py. One that reads labels needs `model.num_labels`. predicts: the value of
+    `model.predicts` that it needs; None: it does not matter. metrics: the names of the sums of
+    `evaluation_sums`.
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[Literal["text", "pairs", "labels"]] = "text"
+    predicts: ClassVar[str | None] = None
     metrics: ClassVar[tuple[str, ...]] = ()
 
     @dataclass
@@ -113,11 +115,11 @@ class TrainingObjective:
         with named_failure(self, "batch"):
             return self.batch(items, indices)
 
-    def evaluation_sums(self, batch: Batch, logits_BC: Tensor | None) -> dict[str, Tensor]:
+    def evaluation_sums(self, batch: Batch, logits: Tensor | None) -> dict[str, Tensor]:
         """Return further sums of an evaluated batch, a scalar for each name of `metrics`.
 
         Over all ranks and batches they are divided by the sum of the loss masks, and logged as
-        val/<set>/<name>. logits_BC: the labels' logits, fp32; None for a model that predicts tokens.
+        val/<set>/<name>. logits: those of a head that predicts labels (`LanguageModel.label_logits`), fp32.
         """
         return {}
 

@@ -11,6 +11,7 @@ def check_architecture(config: RunConfig) -> None:
     Raises:
         UserError: naming the key and the way out.
     """
+    check_variants(config)
     model, layers = config.model, config.moe.layers
     found = f"model.architecture {model.architecture}"
     if model.head_transform and model.architecture != "encoder":
@@ -24,20 +25,14 @@ def check_architecture(config: RunConfig) -> None:
             "model.head_transform: true is for a head that predicts tokens; with model.num_labels set it to "
             "false, or take model.pooler"
         )
-    if model.num_labels is not None and (model.logit_scale != 1 or model.logit_soft_cap is not None):
+    pools = model.pooler or model.pooling != ModelConfig().pooling
+    if model.num_labels is None and (pools or model.predicts != ModelConfig().predicts):
         raise UserError(
-            "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with "
-            "model.num_labels leave them out"
+            "model.pooler, model.pooling, model.predicts: are for labels; give model.num_labels, or leave "
+            "them out"
         )
-    if model.scale_embeddings and model.embedding_scale is not None:
-        raise UserError(
-            f"model.embedding_scale: found {model.embedding_scale:g} beside model.scale_embeddings, which "
-            "multiplies by sqrt(hidden_size); leave one of them out"
-        )
-    if model.num_labels is None and (model.pooler or model.pooling != ModelConfig().pooling):
-        raise UserError(
-            "model.pooler, model.pooling: are for labels; give model.num_labels, or leave them out"
-        )
+    if model.num_labels is not None:
+        _check_outputs(model, model.num_labels, pools)
     if model.architecture == "encoder_decoder":
         if layers.every or layers.at or layers.insert_after:
             raise UserError(
@@ -60,6 +55,21 @@ def check_architecture(config: RunConfig) -> None:
             raise UserError(
                 f"moe.layers.{key}: {found} has one stack; give the positions directly under moe.layers"
             )
+
+
+def _check_outputs(model: ModelConfig, outputs: int, pools: bool) -> None:
+    """Check the number of outputs against what they predict."""
+    expected = {"number": 1, "span": 2}.get(model.predicts)
+    if outputs < 2 if expected is None else outputs != expected:
+        wanted = "at least 2" if expected is None else str(expected)
+        raise UserError(
+            f"model.num_labels: found {outputs}, but model.predicts {model.predicts} expects {wanted}"
+        )
+    if pools and model.predicts in ("tags", "span"):
+        raise UserError(
+            f"model.pooler, model.pooling: are for what a whole text has, found model.predicts "
+            f"{model.predicts}; leave them out"
+        )
 
 
 def check_attention(model: ModelConfig) -> None:
@@ -99,6 +109,36 @@ def _check_window_blocks(model: ModelConfig) -> None:
     if max(blocks) > model.num_layers:
         raise UserError(
             f"{asked}, but the model has {model.num_layers} blocks (model.num_layers; counted from 1)"
+        )
+
+
+def check_variants(config: RunConfig) -> None:
+    """Refuse factors that exclude each other, and multi-token prediction where there is nothing to predict.
+
+    Raises:
+        UserError: naming the key and the way out.
+    """
+    model = config.model
+    found = f"model.architecture {model.architecture}"
+    depth = model.multi_token_prediction.depth
+    if depth and model.architecture != "decoder":
+        raise UserError(
+            f"model.multi_token_prediction.depth: {depth} is for a decoder, found {found}; set it to 0"
+        )
+    if depth >= config.data.sequence_length:
+        raise UserError(
+            f"model.multi_token_prediction.depth: {depth} predicts nothing in sequences of "
+            f"{config.data.sequence_length} tokens (data.sequence_length); choose a smaller one"
+        )
+    if model.num_labels is not None and (model.logit_scale != 1 or model.logit_soft_cap is not None):
+        raise UserError(
+            "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with "
+            "model.num_labels leave them out"
+        )
+    if model.scale_embeddings and model.embedding_scale is not None:
+        raise UserError(
+            f"model.embedding_scale: found {model.embedding_scale:g} beside model.scale_embeddings, which "
+            "multiplies by sqrt(hidden_size); leave one of them out"
         )
 
 

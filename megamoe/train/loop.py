@@ -25,16 +25,19 @@ from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
 
 
-def train(config: RunConfig) -> ExitCode:
+def train(config: RunConfig, leaves: bool = True) -> ExitCode:
     """Train the run that `config` describes, to its end or until it is asked to stop.
+
+    leaves: whether the ranks leave their process group at the end; otherwise another run may follow in it.
 
     Raises:
         UserError: for every mistake that a user can correct.
     """
     with closing() as cleanup:
-        cleanup.callback(launch.stop)  # the ranks may already be started when the next line fails
+        if leaves:
+            cleanup.callback(launch.stop)  # the ranks may already be started when the next line fails
         trainer = Trainer(config)
-        cleanup.callback(trainer.close)
+        cleanup.callback(trainer.release)
         return Loop(trainer).run()
 
 

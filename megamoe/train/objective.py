@@ -38,10 +38,14 @@ def check_objective(config: RunConfig) -> None:
             f"{architecture}; objectives for it: {', '.join(names) or 'none'}"
         )
     if (part.reads == "labels") != (config.model.num_labels is not None):
-        expected = "an int, the number of the data's labels" if part.reads == "labels" else "none"
+        expected = "an int, the number of the head's outputs" if part.reads == "labels" else "none"
         raise UserError(
             f"model.num_labels: found {config.model.num_labels or 'none'}, but {KEY} {choice.name} expects "
             f"{expected}"
+        )
+    if part.predicts is not None and part.predicts != config.model.predicts:
+        raise UserError(
+            f"model.predicts: found {config.model.predicts}, but {KEY} {choice.name} expects {part.predicts}"
         )
     try:
         part.check(choice.options, config)

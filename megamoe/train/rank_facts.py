@@ -133,11 +133,11 @@ def _data(data: DataConfig) -> dict[str, Any]:
 def _dataset(path: str) -> dict[str, Any]:
     """Return the card's hashes of a dataset; without a card, sizes and the two ends of the index.
 
-    Of texts with labels: a hash of the file and of the labels beside it.
+    Of examples of a task: a hash of the file and of the labels beside it, if any.
     """
     if path.endswith(ENDING):
-        texts = Path(path)
-        return {"file (SHA-256)": _digest([texts.read_bytes(), texts.with_name(LABELS).read_bytes()])}
+        both = (Path(path), Path(path).with_name(LABELS))
+        return {"file (SHA-256)": _digest([file.read_bytes() for file in both if file.exists()])}
     card, files = load_card(path), DataFiles(Path(path))
     if card is not None:
         return {"bin (SHA-256)": card.bin.sha256, "idx (SHA-256)": card.idx.sha256}

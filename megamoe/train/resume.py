@@ -3,6 +3,7 @@ weights.
 """
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megamoe.checkpoint.format.files import META, damaged
 from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
-from megamoe.config.schema import ModelConfig
+from megamoe.config.model_schema import ModelConfig, RotaryConfig
 from megamoe.config.shapes import expert_activation, moe_layer_numbers
 from megamoe.errors import UserError, printable
 from megamoe.model.size import part_shapes
@@ -41,6 +42,7 @@ FREE = (
     "attention_dropout",
     "recompute",
     "vocab_size",  # the vocabulary is compared
+    "multi_token_prediction",  # its depth is
     *(
         "backend",
         "norm_kernel",
@@ -57,7 +59,7 @@ SAME_FUNCTION = (
     "num_attention_heads",
     "position",
     "rope_base",
-    "rotary",
+    *(f"rotary.{field.name}" for field in fields(RotaryConfig)),
     "latent",
     "norm",
     "norm_position",
@@ -71,6 +73,7 @@ SAME_FUNCTION = (
     *(f"attention.{key}" for key in ("query_key_norm", "window", "window_blocks", "soft_cap", "scale")),
 )
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
+AHEAD = "multi_token_prediction"  # whose loss may get another weight
 RESUME_WAY_OUT = "resume with the configuration that saved it"
 INIT_WAY_OUT = "start with the model's configuration that saved it"
 Tree = dict[str, Any]
@@ -92,6 +95,8 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
             if key not in FREE:
                 known = before.get(key, default[key])  # a key that is newer than the checkpoint
                 _same(path, f"{section}.{key}".lstrip("."), _given(known), _given(after[key]))
+    depths = [(tree["model"].get(AHEAD) or {}).get("depth", 0) for tree in (saved, current)]
+    _same(path, f"model.{AHEAD}.depth", *depths)
     if moe_layer_numbers(config):
         now = part_shapes(config, vocabulary)
         _same_state(path, saved["moe"], current["moe"], _saved_part_shapes(read_index(path)), now)
@@ -154,7 +159,7 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
     path = Path(config.checkpoint.init.path)
     if init.experts == "same" and (init.noise, init.router_scale) != (0, 1):
         raise UserError(
-            f"checkpoint.init: noise {init.noise} and router_scale {init.router_scale} are for experts made of "
+            f"checkpoint.init: noise {init.noise}, router_scale {init.router_scale}: are for experts made of "
             "a dense FFN; say checkpoint.init.experts=cut or copy, or leave them out"
         )
     meta = read_meta(path, "checkpoint.init.path")

@@ -11,6 +11,7 @@ from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.init_from import InitialWeights, Upcycling
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.config import RunConfig, to_dict
+from megamoe.config.schema import ModelConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.blocks import MoEFactory
 from megamoe.model.build import build_model
@@ -19,7 +20,7 @@ from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.train.resolved import ResolvedRun
 from megamoe.zero.partition import Partition
 
-OF_LABELS = ("num_labels", "pooling", "pooler")  # keys of a head that predicts labels
+OF_LABELS = ("num_labels", "predicts", "pooling", "pooler")  # keys of a head that predicts labels
 Say = Callable[[str], None]  # prints a line on the first rank
 
 
@@ -87,8 +88,9 @@ def _initial_weights(config: RunConfig, run: ResolvedRun, rank: int) -> InitialW
 
 def _has_another_head(config: RunConfig, path: Path) -> bool:
     """Return whether this model predicts labels, and the saved one tokens or other labels."""
-    saved, now = read_meta(path, "checkpoint.init.path")["config"]["model"], to_dict(config)["model"]
-    return config.model.num_labels is not None and any(saved.get(key) != now[key] for key in OF_LABELS)
+    saved = to_dict(ModelConfig()) | read_meta(path, "checkpoint.init.path")["config"]["model"]
+    now = to_dict(config.model)
+    return config.model.num_labels is not None and any(saved[key] != now[key] for key in OF_LABELS)
 
 
 def _tell_the_start(config: RunConfig, weights: Weights | None, say: Say) -> None:

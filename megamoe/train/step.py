@@ -22,6 +22,7 @@ from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
+from megamoe.train.losses_ahead import LossesAhead
 from megamoe.train.step_record import StepRecord
 from megamoe.train.step_sums import StepSums, measured_parameters, own_numbers
 from megamoe.zero.engine import Engine
@@ -48,10 +49,8 @@ def train_step(
     model = engine.model
     assert isinstance(model, LanguageModel)
     engine.set_accumulation(len(batches))
-    own_tokens = float(sum(batch.loss_mask_BS.sum(dtype=torch.float64) for batch in batches))
-    tokens = torch.full((), own_tokens, dtype=torch.float64, device=device)
-    dist.all_reduce(tokens, group=engine.data_group)
-    lm_scale = (engine.layout.data / tokens.clamp(min=1)).float()  # on the device, where it is needed
+    ahead = LossesAhead(model)
+    scale_K = ahead.scales(batches, engine)  # on the device, where they are needed
     # Every tensor-parallel rank works out a micro batch's auxiliary losses, and their gradients are summed.
     share = 1.0 / (len(batches) * engine.layout.tensor)
     # Attached inside the graph: the engine, which scales the loss, does not see these.
@@ -67,16 +66,20 @@ def train_step(
         )
         masked_BS = losses_BS * batch.loss_mask_BS
         lm_sum = masked_BS.sum() / rollouts
-        loss = lm_sum * lm_scale
+        loss = lm_sum * scale_K[0]
+        sums_ahead = ahead.sums(batch, rollouts)
+        if sums_ahead is not None:
+            loss = loss + ahead.weighted(sums_ahead[0] * scale_K[1:])
         for _, layer in model.moe_layers():
             if layer.objectives:
                 loss = loss + share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
         engine.backward(loss)
-        sums.add(model, lm_sum, batch.loss_mask_BS.sum().double() / rollouts)
+        sums.add(model, lm_sum, batch.loss_mask_BS.sum().double() / rollouts, sums_ahead)
         judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
         tick()
     with engine.gathered(measured_parameters(model)):
         record = sums.record(engine.layout.tensor, own_numbers(model))
+    record.weight_ahead = ahead.weight
     if not math.isfinite(record.lm_sum):
         record.not_finite = _samples_not_finite(judged, batches, rollouts)
     record.problem = judge(record.lm_loss, record.loss)

@@ -35,7 +35,8 @@ class StepRecord:
     losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
     weight * loss over all of them. problem: why the step was not applied. not_finite: of this rank's micro
     batches, by their places, the samples whose lm loss is not finite. message: printed by the loop.
-    wanted_on_device: `wanted_E` of every layer, on the device.
+    wanted_on_device: `wanted_E` of every layer, on the device. ahead: the mean cross entropy of each depth of
+    multi-token prediction; weight_ahead: of each of them in the loss.
     """
 
     lm_sum: float = 0.0
@@ -46,6 +47,8 @@ class StepRecord:
     loss_weights: dict[str, float] = field(default_factory=dict)
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     wanted_on_device: dict[int, Tensor] = field(default_factory=dict)
+    ahead: list[float] = field(default_factory=list)
+    weight_ahead: float = 0.0
     grad_norm: float = float("nan")
     problem: Problem | None = None
     not_finite: dict[int, list[int]] = field(default_factory=dict)
@@ -58,8 +61,9 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """With the auxiliary losses, weighted and summed over layers."""
-        return self.lm_loss + self.weighted / max(self.micro_batches, 1)
+        """With multi-token prediction, and the auxiliary losses, weighted and summed over layers."""
+        loss = self.lm_loss + self.weighted / max(self.micro_batches, 1)
+        return loss + self.weight_ahead * sum(self.ahead)
 
     def metrics(self) -> dict[str, Any]:
         """Return the losses and the gradient norm under metrics.jsonl's names."""
@@ -67,6 +71,8 @@ class StepRecord:
             "train/lm_loss": self.lm_loss,
             "train/loss": self.loss,
         }
+        for depth, ahead in enumerate(self.ahead, 1):
+            values[f"train/lm_loss/ahead_{depth}"] = ahead
         for name, total in self.losses.items():
             values[f"train/{name}"] = total / (self.micro_batches * len(self.layers))
             values[f"train/{name}/weighted"] = self.loss_weights[name] * total / self.micro_batches

@@ -31,12 +31,25 @@ class StepSums:
         self._names: list[str] = []  # of the auxiliary losses, the same in every layer
         self._weights: dict[str, float] = {}
         self._sums: Tensor | None = None  # fp64: lm loss, tokens, and the losses of _names
+        self._ahead: Tensor | None = None  # fp64 [2 * depths]: losses of multi-token prediction, tokens
         self._values: Tensor | None = None  # fp64 [layers, losses of _names + GATE_SUMS]
         self._squares: Tensor | None = None  # fp64 [layers, losses of _names + 1], see `gradient_share`
 
-    def add(self, model: HasMoELayers, lm_sum: Tensor, tokens: Tensor) -> None:
-        """Take in one micro batch after its backward pass; lm_sum, tokens: scalars on the device."""
+    def add(
+        self,
+        model: HasMoELayers,
+        lm_sum: Tensor,
+        tokens: Tensor,
+        ahead: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Take in one micro batch after its backward pass; lm_sum, tokens: scalars on the device.
+
+        ahead: the same of multi-token prediction, [depths] each.
+        """
         self.micro_batches += 1
+        if ahead is not None:
+            both = torch.cat([values.detach().double() for values in ahead])
+            self._ahead = both if self._ahead is None else self._ahead + both
         sums = torch.stack([value.detach().double() for value in (lm_sum, tokens)])
         by_layer: list[Tensor] = []
         squares: list[Tensor] = []
@@ -94,21 +107,24 @@ class StepSums:
                 self._sums,
                 values.view(-1),
                 squares.view(-1),
+                *([] if self._ahead is None else [self._ahead]),
                 *(numbers * share for numbers in own.values()),
                 *([] if self._counts is None else [self._counts.double()]),
             ]
         )
         dist.all_reduce(packed)
         packed = packed / copies
-        num_own = [len(layers)] * len(own)
-        sizes = [3 + len(names), values.numel(), squares.numel(), *num_own, *self._sizes.values()]
+        before = [3 + len(names), values.numel(), squares.numel()]
+        before += [0 if self._ahead is None else len(self._ahead), *[len(layers)] * len(own)]
+        sizes = [*before, *self._sizes.values()]
         parts = iter(packed.cpu().split(sizes))
         micro_batches, lm_sum, tokens, *losses = next(parts).tolist()
         by_name = dict(zip(names, losses, strict=True))
         of_values, of_squares = (next(parts).view(each.shape).tolist() for each in (values, squares))
+        losses_ahead, tokens_ahead = next(parts).view(2, -1).tolist()
         of_parts = {name: next(parts).tolist() for name in own}
         records = dict(zip(layers, self._layers(of_values, of_squares, of_parts, parts), strict=True))
-        counts_on_device = packed[sum(sizes[: 3 + len(own)]) :].long().split(sizes[3 + len(own) :])
+        counts_on_device = packed[sum(before) :].long().split(sizes[len(before) :])
         on_device = zip(layers, counts_on_device, strict=True)
         return StepRecord(
             lm_sum=lm_sum,
@@ -118,6 +134,7 @@ class StepSums:
             losses=by_name,
             loss_weights=self._weights,
             layers=records,
+            ahead=[loss / max(n, 1.0) for loss, n in zip(losses_ahead, tokens_ahead, strict=True)],
             wanted_on_device={number: _wanted(counts) for number, counts in on_device},
         )
 

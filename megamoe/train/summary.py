@@ -137,7 +137,10 @@ def _blocks(config: RunConfig) -> str:
     found = " + ".join(f"{stack.num_layers} {stack.name}" for stack in stacks(config))
     if config.model.num_labels is not None:
         found += f" with a head for {config.model.num_labels} labels,"
-    return str(config.model.num_layers) if config.model.architecture == "decoder" else found
+    if config.model.architecture != "decoder":
+        return found
+    depth = config.model.multi_token_prediction.depth
+    return f"{config.model.num_layers}{f' + {depth} of multi-token prediction' if depth else ''}"
 
 
 def _activations(config: RunConfig) -> str:

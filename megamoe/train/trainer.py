@@ -281,9 +281,13 @@ class Trainer:
 
     def close(self) -> None:
         """End the loader processes and leave the process group."""
+        self.release()
+        launch.stop()
+
+    def release(self) -> None:
+        """End the loader processes; another trainer may follow in the same process group."""
         self._stream.close()
         self.checkpoints.close()
-        launch.stop()
 
     def _after_step(self, record: StepRecord) -> None:
         """Update what the layers learn without gradient."""

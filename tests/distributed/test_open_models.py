@@ -44,7 +44,18 @@ GPT_OSS: dict[str, Any] = {
     "moe__router": GRANITE["moe__router"],
     "optimizer__weight_decay": 0.1,
 }
-MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS}
+# DeepSeek-V3's multi-token prediction, over packed documents; its blocks are MoE like the last one.
+AHEAD: dict[str, Any] = {
+    "model__multi_token_prediction": {"depth": 2, "weight": 0.5},
+    "model__hidden_size": 32,
+    "train__label_smoothing": 0.1,
+    "moe__router": {
+        "scorer": {"name": "linear", "jitter": 0.1},
+        "score_function": {"name": "sigmoid", "bias_update": 0.01},
+        "selector": {"name": "top_k", "k": 2, "scale": 2.5},
+    },
+}
+MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS, "ahead": AHEAD}
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,17 @@ RUN: Run = {
         "scorer": {"name": "linear", "jitter": 0.1},
         "score_function": {"name": "sigmoid", "bias_update": 0.01},
     },
+    # Tensor parallelism cuts sinks, these biases and these norms.
+    "model__attention": {"query_key_norm": "whole", "sinks": True, "window": 5, "input_bias": True},
     "optimizer__lr": 1e-2,
     "train__global_batch_size": 4,
 }
 EP2, TP2, CUT_TWICE = {"expert": 2}, {"tensor": 2}, {"tensor": 2, "expert_tensor": 2}
 TP2_EP2, EVERY_WAY = {"tensor": 2, "expert": 2}, {"tensor": 2, "expert": 2, "expert_tensor": 2}
 DROPOUT: Run = {"model__hidden_dropout": 0.1}
+LATENT: Run = {
+    "model__latent": {"query_rank": 8, "key_value_rank": 6, "nope_size": 4, "rope_size": 2, "value_size": 5}
+}
 SCALE = 13  # of fp16: 2^13 is not the files' first one
 # (ranks, layout, DeepSpeed file, what else)
 Place = tuple[int, dict[str, Any], str, Run]
@@ -38,6 +43,7 @@ SOURCES: dict[str, Place] = {
     "bf16": (2, CUT_TWICE, "zero2_bf16", {}),
     "fp16": (2, EP2, "zero2_fp16", {}),
     "dropout": (2, EP2, "zero1_fp32", DROPOUT),
+    "latent": (2, TP2, "zero1_fp32", LATENT),
     "bf16 of one": (1, {}, "zero0_bf16", {}),
     "cut fp32": (4, EVERY_WAY, "zero3_fp32", {}),
     "bf16 at ZeRO 3": (2, EP2, "zero3_bf16", {}),
@@ -57,6 +63,9 @@ MOVES: list[tuple[str, Place]] = [
     ("fp16", (2, EP2, "zero2_bf16", {})),
     ("fp16", (2, TP2, "zero3_fp16", {})),
     ("bf16", (2, {}, "zero1_fp16", {})),
+    # The weights of latent attention.
+    ("latent", (4, EVERY_WAY, "zero3_fp32", LATENT)),
+    ("latent", (1, {}, "zero0_fp32", LATENT)),
     # Random states.
     ("dropout", (1, {}, "zero0_fp32", DROPOUT)),
     ("dropout", (4, TP2_EP2, "zero2_fp32", DROPOUT)),

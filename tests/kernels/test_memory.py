@@ -27,8 +27,8 @@ x, up, down = torch.randn(N, 4), torch.randn(1, 1024, 4), torch.randn(1, 4, 512)
 ends, hidden, out = torch.tensor([N]), torch.zeros(N, 1024), torch.zeros(N, 4)
 
 def attention():
-    settings = (S, 1, 2, 2, D, None, None, 0.125, None)
-    library.call("attention", torch.float32, library.sgemm, *sides, *settings, output, log_sum)
+    settings = (S, 1, 2, 2, D, None, None, 0.125, None, S, 0.0)
+    library.call("attention", torch.float32, library.sgemm, *sides, *settings, output, log_sum, None)
     return output
 
 def norm():

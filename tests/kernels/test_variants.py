@@ -96,11 +96,12 @@ def test_the_formula(
     assert_same(found, exact(doubles, documents, exact_variant), inputs, exacts)
 
 
-def test_the_library_computes_windows_and_sinks_and_turns_heads(
-    library: Library, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["window and sinks", "soft cap", "all"])
+def test_the_library_computes_every_variant_and_turns_heads(
+    name: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sides, documents = make((150, 2, 4, 2, 8)), documents_of(*LENGTHS)
-    variant = variant_of("window and sinks", 4)
+    variant = variant_of(name, 4)
     use_compiled(False)
     expected = causal_attention(*sides, ROTARY, None, documents, variant)
     use_compiled(True)

@@ -21,6 +21,7 @@ CASES = {
         "moe.num_shared_experts=2",
         "moe.shared_expert_ffn_hidden_size=20",
     ],
+    "multi-token prediction": ["model.multi_token_prediction.depth=2", "moe.layers={at: [2]}"],
     "inserted": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"],
     "heads of another size": ["model.head_size=10", "model.num_query_groups=1"],
 }
@@ -42,7 +43,8 @@ def test_flops_are_those_of_pytorchs_counter(
     flops = model_flops(config, VOCABULARY)
     # Of a token and block: products of heads with half of 8 keys, and with values, 2 FLOPs each.
     columns = 2 * query_size(config.model) if config.model.latent is None else 2 * (12 + 12)
-    attention = 16 * config.model.num_layers * 2 * columns * 8 / 2
+    blocks = config.model.num_layers + config.model.multi_token_prediction.depth
+    attention = 16 * blocks * 2 * columns * 8 / 2
     expected = flops.of_step(16, 2 * 16 * len(layers)) / PASSES
     counted = counter.get_flop_counts()["Global"]
     products = sum(count for operator, count in counted.items() if "attention" not in str(operator))

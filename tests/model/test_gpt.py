@@ -63,6 +63,16 @@ SIZES: dict[str, list[str]] = {
     ],
     "biases of experts": ["moe.expert_bias=true", "model.activation=swiglu_clamped", "moe.layers={at: [2]}"],
     "biases of sub-layers": ["moe.expert_bias=true", "moe.expert_sublayers=2", "model.activation=gelu"],
+    "multi-token prediction": ["model.multi_token_prediction.depth=2", "model.bias=true"],
+    "multi-token prediction without a last norm": [
+        "model.multi_token_prediction.depth=1",
+        "model.norm_position=post",
+        "moe.layers={at: [1]}",
+    ],
+    "multi-token prediction with inserted layers": [
+        "model.multi_token_prediction.depth=1",
+        "moe.layers={insert_after: [2]}",
+    ],
     "sub-layers": ["moe.expert_sublayers=2"],
     "sub-layers with layernorm": ["moe.expert_sublayers=3", "model.norm=layernorm"],
     "inserted": ["moe.layers={insert_after: [2]}"],

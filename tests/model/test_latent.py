@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from megamoe.data.documents import document_items
 from megamoe.kernels.documents import Documents
 from megamoe.kernels.library import find_library
+from megamoe.model.encoder import Encoder
 from megamoe.model.key_value_cache import KeyValueCache
 from tests.model.test_attention_of_transformers import same_gradient
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -164,3 +165,12 @@ def test_recomputation_changes_nothing() -> None:
         gradients.append({name: each.grad for name, each in model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_an_encoder_sees_both_sides() -> None:
+    model = tiny_model(tiny(*MODEL, "model.architecture=encoder", "train.objective=masked"))
+    assert isinstance(model, Encoder)
+    tokens_BS, other_BS = text(1, 8), text(1, 8)
+    other_BS[0, -1] = (other_BS[0, -1] + 1) % VOCABULARY
+    first, second = (model.whole_logits(each, torch.arange(8)[None])[0, 0] for each in (tokens_BS, other_BS))
+    assert (first - second).abs().max() > 1e-4

@@ -207,7 +207,7 @@ def test_refusals(labels: Path, overrides: list[str], options: dict[str, Any], m
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train.jsonl", "", "train.jsonl' has no texts; prepare the labels again"),
+        ("train.jsonl", "", "train.jsonl' has no examples; prepare the labels again"),
         ("train.jsonl", "{}\n", 'line 1: expected ."text": ..., "label": ...'),
         ("train.jsonl", '\n{"text": "a"', "line 2: no JSON"),
         ("valid.jsonl", '{"text": "a", "label": "c"}', "valid.jsonl', line 1: the label .?c.? is not in"),

@@ -7,4 +7,5 @@ ONE_RANK = (
     "moe.expert_ffn_hidden_size=16",
     "parallel.deepspeed=ds_configs/zero1_bf16.json",
     "model.cpu_kernels=plain",
+    "model.attention={query_key_norm: head, window: 4, window_blocks: [1], sinks: true, input_bias: true}",
 )

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from megamoe.errors import UserError
+from megamoe.train.rotary_rules import check_rotary
 from tests.tiny import check_on, tiny
 
 RAMP = "train.batch_rampup={start: 4, increment: 4, samples: 100}"
@@ -13,6 +14,7 @@ TWO_STACKS = (
     "train.objective=span_corruption",
     "moe.router.selector=expert_choice",
 )
+LATENT = "model.latent={key_value_rank: 6, nope_size: 4, rope_size: 2, value_size: 4}"
 UNEVEN_BIASES = ("moe.expert_bias=true", "model.hidden_size=18", "model.num_attention_heads=1")
 REFUSALS = {
     "heads": (["model.num_attention_heads=3"], 1, "model.hidden_size: 16 .* model.num_attention_heads 3"),
@@ -27,6 +29,55 @@ REFUSALS = {
         "model.hidden_size 18 over 2 heads .* odd size 9; rope needs an even one",
     ),
     "odd head size": (["model.head_size=9"], 1, "model.head_size: 9 is odd; rope needs an even one"),
+    "odd columns that turn": (
+        ["model.rotary.share=0.4"],
+        1,
+        "model.rotary.share: 0.4 of heads of size 8 is 3 columns; expected an even number",
+    ),
+    "a scaling without its key": (
+        ["model.rotary={scaling: llama3, factor: 8, original_length: 16, low_frequency_factor: 1}"],
+        1,
+        "model.rotary.high_frequency_factor: scaling llama3 needs it, found none",
+    ),
+    "a key of another scaling": (
+        ["model.rotary={scaling: linear, factor: 8, beta_fast: 32}"],
+        1,
+        "model.rotary.beta_fast: found 32.*, which scaling linear does not read; leave it out",
+    ),
+    "frequencies the wrong way round": (
+        [
+            "model.rotary={scaling: llama3, factor: 8, original_length: 16}",
+            "model.rotary.low_frequency_factor=4",
+            "model.rotary.high_frequency_factor=1",
+        ],
+        1,
+        "model.rotary.low_frequency_factor: found 4.*, expected less than high_frequency_factor 1",
+    ),
+    "rotary keys without rotary positions": (
+        ["model.position=learned", "model.rotary.interleaved=true"],
+        1,
+        "model.rotary: found keys, but model.position is learned; leave them out",
+    ),
+    "latent attention with biases": (
+        [LATENT, "model.bias=true"],
+        1,
+        "model.attention.input_bias .* found true, but latent attention .* has none; set it to false",
+    ),
+    "latent attention with a share": (
+        [LATENT, "model.rotary.share=0.5"],
+        1,
+        "model.rotary.share: found 0.5, but latent attention .* needs 1, and turns rope_size columns",
+    ),
+    "odd latent columns": (
+        [LATENT, "model.latent.rope_size=3"],
+        1,
+        "model.latent.rope_size: found 3, expected an even number",
+    ),
+    "a latent rank on two ranks": (
+        [LATENT, "model.latent.query_rank=5", "parallel.tensor=2"],
+        2,
+        "parallel.tensor: 2 .* model.latent.query_rank 5",
+    ),
     "a window of an encoder": (
         ["model.architecture=encoder", "train.objective=masked", "model.attention.window=4"],
         1,
@@ -86,6 +137,16 @@ REFUSALS = {
         ["model.architecture=encoder", "model.num_labels=3", "model.logit_soft_cap=30"],
         1,
         "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with model.num_labels",
+    ),
+    "tokens ahead of an encoder": (
+        ["model.architecture=encoder", "train.objective=masked", "model.multi_token_prediction.depth=1"],
+        1,
+        "model.multi_token_prediction.depth: 1 is for a decoder, found model.architecture encoder; set",
+    ),
+    "tokens ahead of all others": (
+        ["model.multi_token_prediction.depth=8"],
+        1,
+        r"model.multi_token_prediction.depth: 8 predicts nothing in sequences of 8 tokens \(data.seq",
     ),
     "residual of nothing": (
         ["moe.shared_expert_mode=residual"],
@@ -228,6 +289,13 @@ REFUSALS = {
         "optimizer.min_lr: 0.002 is more than optimizer.lr 0.001",
     ),
 }
+
+
+def test_latent_attention_is_no_cross_attention() -> None:
+    """An encoder_decoder needs pairs of texts, without which the run is refused earlier."""
+    model = tiny(LATENT, "model.architecture=encoder_decoder").model
+    with pytest.raises(UserError, match="model.architecture: found encoder_decoder, but latent attention"):
+        check_rotary(model)
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -26,7 +26,9 @@ def init_from(saved: Path, run_folder: Path, *overrides: str) -> None:
 OTHER_FUNCTIONS = {
     "num_attention_heads": ("2", "4"),
     "position": ("rope", "learned"),
-    "rope_base": ("10000", "20000"),
+    "rope_base": ("10000.0", "20000.0"),
+    "rotary.share": ("1.0", "0.5"),
+    "rotary.interleaved": ("False", "true"),
     "norm": ("rmsnorm", "layernorm"),
     "norm_eps": ("1e-05", "1e-06"),
     "activation": ("swiglu", "gelu"),
@@ -41,11 +43,14 @@ OTHER_FUNCTIONS = {
     "attention.scale": ("None", "0.5"),
 }
 NEWER = (
+    "multi_token_prediction",
     "embedding_scale",
     "residual_scale",
     "logit_scale",
     "logit_soft_cap",
     "attention",
+    "rotary",
+    "latent",
     "head_size",
     "architecture",
     "encoder_layers",

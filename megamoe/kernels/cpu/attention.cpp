@@ -1,7 +1,8 @@
 // Causal attention in fp32, with rotary positions, by the BLAS that is handed in. A thread takes whole heads; scores
 // exist for BLOCK queries at a time, over the keys that these see, and are worked out again in the backward pass.
 // A sequence may hold several documents: a query sees the keys of its own, and positions are counted from its start.
-// Of these it sees the last `window`. A head may have a sink: one more score of the softmax, without a value.
+// Of these it sees the last `window`. A head may have a sink: one more score of the softmax, without a value. With a
+// soft cap c, which is 0 for none, the scores become c * tanh(score / c).
 //
 // Sizes: S positions, B sequences, N query heads, G key heads (N / G queries share one), D columns of a head.
 #include <algorithm>
@@ -99,6 +100,11 @@ void unpack(float* from, Heads heads, int64_t first, int64_t last, int64_t b, in
 // So many of `count` that no odd ones are left behind the last whole vector, if they can be had.
 int64_t whole_vectors(int64_t seen, int64_t count) { return std::min((seen + 15) / 16 * 16, count); }
 
+void cap_scores(float* scores, int64_t count, float cap) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; i++) scores[i] = cap * hyperbolic_tangent(scores[i] / cap);
+}
+
 // scores [count] -> e^(score - their largest), 0 from `seen` on; the sum, and the logarithm of the plain sum. The sums
 // have a term of the sink, if it is not null.
 float softmax(float* scores, int64_t seen, int64_t count, const float* sink, float& log_sum) {
@@ -129,12 +135,13 @@ extern "C" int64_t attention_fp32(sgemm call, float* query, int64_t q_s, int64_t
                                int64_t k_s, int64_t k_b, int64_t k_n, float* value, int64_t v_s, int64_t v_b,
                                int64_t v_n, int64_t positions, int64_t batch, int64_t heads, int64_t groups,
                                int64_t columns, const float* cosine, const float* sine, double scale,
-                               const int32_t* starts, int64_t window, float* out, float* log_sum, const float* sinks,
-                               int threads) {
+                               const int32_t* starts, int64_t window, double soft_cap, float* out, float* log_sum,
+                               const float* sinks, int threads) {
   return memory_missed([=] {
     const Heads queries = {query, q_s, q_b, q_n}, keys = {key, k_s, k_b, k_n}, values = {value, v_s, v_b, v_n};
     const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
     const Blas blas = {call};
+    const float cap = float(soft_cap);
     const Scratch<float> scratch(threads, (2 * positions + 2 * BLOCK) * columns + BLOCK * positions);
 #pragma omp parallel num_threads(threads)
     {
@@ -157,6 +164,8 @@ extern "C" int64_t attention_fp32(sgemm call, float* query, int64_t q_s, int64_t
             const int64_t hidden = documents.sees_from(first + i) - begin;
             float* row = scores + i * width;
             std::memset(row, 0, hidden * sizeof(float));
+            const int64_t passed = whole_vectors(first + i + 1 - begin - hidden, width - hidden);
+            if (cap) cap_scores(row + hidden, passed, cap);
             factors[i] = 1 / softmax(row + hidden, first + i + 1 - begin - hidden, width - hidden,
                                      sinks ? sinks + n : nullptr, log_sum[task * positions + first + i]);
           }
@@ -179,7 +188,7 @@ extern "C" int64_t attention_backward_fp32(
     sgemm call, float* query, int64_t q_s, int64_t q_b, int64_t q_n, float* key, int64_t k_s, int64_t k_b, int64_t k_n,
     float* value, int64_t v_s, int64_t v_b, int64_t v_n, int64_t positions, int64_t batch, int64_t heads,
     int64_t groups, int64_t columns, const float* cosine, const float* sine, double scale, const int32_t* starts,
-    int64_t window, float* out, const float* log_sum, float* gradient, float* to_query, int64_t tq_s, int64_t tq_b, int64_t tq_n,
+    int64_t window, double soft_cap, float* out, const float* log_sum, float* gradient, float* to_query, int64_t tq_s, int64_t tq_b, int64_t tq_n,
     float* to_key, int64_t tk_s, int64_t tk_b, int64_t tk_n, float* to_value, int64_t tv_s, int64_t tv_b, int64_t tv_n,
     int threads) {
   return memory_missed([=] {
@@ -189,6 +198,7 @@ extern "C" int64_t attention_backward_fp32(
     const Heads outputs = {out, batch * heads * columns, heads * columns, columns};
     const Heads gradients = {gradient, outputs.s, outputs.b, outputs.n};
     const Blas blas = {call};
+    const float cap = float(soft_cap);
     const int64_t whole = positions * columns, part = BLOCK * columns, shared = heads / groups;
     const Scratch<float> scratch(threads, 4 * whole + 3 * part + 2 * BLOCK * positions);
 #pragma omp parallel num_threads(threads)
@@ -223,10 +233,19 @@ extern "C" int64_t attention_backward_fp32(
               float mean = 0;
 #pragma omp simd reduction(+ : mean)
               for (int64_t d = 0; d < columns; d++) mean += row[d] * from[d];
+              if (cap) {
 #pragma omp simd
-              for (int64_t j = 0; j < passed; j++) {
-                share[j] = exponential(share[j] - logarithm);
-                slope[j] = share[j] * (slope[j] - mean);
+                for (int64_t j = 0; j < passed; j++) {
+                  const float tangent = hyperbolic_tangent(share[j] / cap);
+                  share[j] = exponential(cap * tangent - logarithm);
+                  slope[j] = share[j] * (slope[j] - mean) * (1 - tangent * tangent);
+                }
+              } else {
+#pragma omp simd
+                for (int64_t j = 0; j < passed; j++) {
+                  share[j] = exponential(share[j] - logarithm);
+                  slope[j] = share[j] * (slope[j] - mean);
+                }
               }
               std::memset(share + seen, 0, (width - hidden - seen) * sizeof(float));
               std::memset(slope + seen, 0, (width - hidden - seen) * sizeof(float));

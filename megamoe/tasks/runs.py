@@ -1,0 +1,169 @@
+"""The training run of one seed of a task: its configuration, from the pretrained model's and the task's."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megamoe.analysis.trained_model import configuration_of
+from megamoe.checkpoint.format.meta import Meta
+from megamoe.config import RunConfig, configure, to_dict
+from megamoe.config.shapes import moe_layer_numbers
+from megamoe.data.labels import ENDING
+from megamoe.errors import UserError
+from megamoe.tasks.files import TRAIN, VALID, Examples
+from megamoe.tasks.schema import Task
+from megamoe.train.objective import data_vocabulary
+from megamoe.zero.deepspeed_config import resolve_parallel
+
+ENCODER = "encoder"
+PROGRESS_LINES = 20  # about as many of a run
+
+
+def pretrained_config(meta: Meta, checkpoint: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration that a checkpoint was trained with.
+
+    Raises:
+        UserError: if its model is no encoder, or needs plugins that the overrides do not name.
+    """
+    plugins = [override for override in overrides if override.startswith("plugins=")]
+    config = configuration_of(meta, checkpoint, plugins)
+    if config.model.architecture != ENCODER:
+        raise UserError(
+            f"{checkpoint}: saved with model.architecture {config.model.architecture}; tasks need an "
+            f"{ENCODER}, such as a masked language model"
+        )
+    return config
+
+
+def tokenizer_of(task: Task, pretrained: RunConfig) -> str:
+    """Return the task's tokenizer, or that of the pretraining data.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if task.tokenizer is not None:
+        return task.tokenizer
+    try:
+        tokenizer = data_vocabulary(pretrained).tokenizer
+    except UserError as error:
+        raise UserError(
+            f"the tokenizer of the pretraining data cannot be found: {error}; give tokenizer in the task file"
+        ) from None
+    if tokenizer is None:
+        raise UserError("the pretraining data names no tokenizer; give tokenizer in the task file")
+    return tokenizer.name
+
+
+def run_config(
+    task: Task,
+    examples: Examples,
+    pretrained: RunConfig,
+    tokenizer: str,
+    vocabulary: int,
+    checkpoint: Path,
+    output: Path,
+    seed: int,
+    overrides: Sequence[str],
+    ranks: int,
+) -> RunConfig:
+    """Return the configuration of a seed's run, `<output>/seed_<seed>`.
+
+    vocabulary: the size of the pretrained model's. overrides: `section.key=value`, after the task's.
+
+    Raises:
+        UserError: if the result is no configuration, or the batch does not divide over the ranks.
+    """
+    tree = _tree(task, examples, pretrained, tokenizer, vocabulary)
+    tree |= {"name": run_name(seed), "output": str(output), "seed": seed}
+    tree["checkpoint"]["init"] = {"path": str(checkpoint)}
+    tree["data"] |= {
+        "sources": str(data_folder(output) / f"{TRAIN}{ENDING}"),
+        "split": [0.9, 0.1, 0.0] if VALID in examples.sets else [1.0, 0.0, 0.0],
+    }
+    of_task = [f"{key}={json.dumps(value)}" for key, value in task.run.items()]
+    config = configure(tree, [*of_task, *overrides], source="task")
+    given = any(each.startswith("train.micro_batch_size=") for each in (*of_task, *overrides))
+    if not given:
+        config.train.micro_batch_size = _micro_batch_size(task, config, ranks)
+    return config
+
+
+def run_name(seed: int) -> str:
+    """Return the name of a seed's run, which is its folder."""
+    return f"seed_{seed}"
+
+
+def data_folder(output: Path) -> Path:
+    """Return the folder of the examples that the runs read."""
+    return output / "data"
+
+
+def has_moe(config: RunConfig) -> bool:
+    """Return whether a model has MoE layers."""
+    return bool(moe_layer_numbers(config))
+
+
+def _tree(
+    task: Task, examples: Examples, pretrained: RunConfig, tokenizer: str, vocabulary: int
+) -> dict[str, Any]:
+    """Return the sections that do not depend on the seed."""
+    kind, saved = task.kind_of_task, to_dict(pretrained)
+    objective: dict[str, Any] = {"name": kind.objective, "too_long": task.too_long}
+    if kind.predicts == "span":
+        objective["longest"] = task.longest_answer
+    steps_per_epoch = max(1, len(examples.sets[TRAIN]) // task.batch_size)
+    valid = math.ceil(len(examples.sets.get(VALID, [])) / task.batch_size)
+    best = task.select == "best"
+    return {
+        "plugins": saved["plugins"],
+        "model": saved["model"]
+        | {
+            "num_labels": len(examples.labels) if kind.outputs is None else kind.outputs,
+            "predicts": kind.predicts,
+            "head_transform": False,
+            "logit_scale": 1.0,
+            "logit_soft_cap": None,
+            "vocab_size": vocabulary,
+            "hidden_dropout": task.dropout,
+            "attention_dropout": task.dropout,
+        },
+        "moe": saved["moe"] | {"frozen": task.frozen if has_moe(pretrained) else []},
+        "data": {
+            "tokenizer": tokenizer,
+            "sequence_length": task.sequence_length or pretrained.data.sequence_length,
+            "workers": 0,
+        },
+        "optimizer": {
+            "lr": task.learning_rate,
+            "schedule": task.schedule,
+            "warmup_share": task.warmup_share,
+            "weight_decay": task.weight_decay,
+        },
+        "train": {
+            "objective": objective,
+            "epochs": task.epochs,
+            "global_batch_size": task.batch_size,
+        },
+        "evaluation": {"every": steps_per_epoch if valid else 0, "batches": valid},
+        "checkpoint": {
+            "resume": "auto",
+            "every": steps_per_epoch if best else 0,
+            "keep": math.ceil(task.epochs) + 1 if best else 1,
+        },
+        "log": {"report": False, "every": max(1, int(task.epochs * steps_per_epoch) // PROGRESS_LINES)},
+    }
+
+
+def _micro_batch_size(task: Task, config: RunConfig, ranks: int) -> int:
+    """Return the examples of a rank and pass."""
+    if task.micro_batch_size is not None:
+        return task.micro_batch_size
+    data = resolve_parallel(config, ranks).layout.data
+    if task.batch_size % data:
+        raise UserError(
+            f"batch_size: {task.batch_size} does not divide over {data} data-parallel ranks; choose a "
+            "multiple of them"
+        )
+    return task.batch_size // data
