@@ -2,8 +2,9 @@
 
     python benchmarks/convert_memory.py [--layers 16] [--folder FOLDER]
 
-Writes a Mixtral of random bfloat16 weights (16 blocks of 8 experts: 4.3 GB), imports and exports it, and prints
-for both the seconds, and by how much the peak resident memory of this process grew, mapped files included.
+Writes a Mixtral of random bfloat16 weights (16 blocks of 8 experts: 4.3 GB), imports and exports it, and
+prints for both the seconds, and by how much the peak resident memory of this process grew, mapped files
+included.
 --folder: where; default: the system's temporary folder, which needs three times the model's size.
 """
 
