@@ -54,7 +54,7 @@ def test_a_preset_with_its_source(tool: Any, capsys: pytest.CaptureFixture[str],
     assert yaml.safe_load(block.split("\n", 1)[1]) == preset.tree
 
 
-def test_plugins_are_listed(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plugins_are_listed(tool: Any, capsys: pytest.CaptureFixture[str], own_registry: None) -> None:
     text = message(tool, capsys, "--plugin", str(ROOT / "examples/own_router.py"), "--kind", "scorer")
     assert "\n  distance\n" in text
     assert "temperature: float = 1.0" in text
@@ -98,3 +98,15 @@ def test_tables(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) == sum(len(registry.list_parts(kind)) for kind in registry.KINDS)
     assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
+
+
+def test_the_page_of_all_parts_is_what_the_tool_says(
+    tool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built_in = {
+        kind: {name: part for name, part in parts.items() if part.__module__.startswith("megamoe.")}
+        for kind, parts in registry._parts.items()
+    }
+    monkeypatch.setattr(registry, "_parts", built_in)  # without the plugins of other tests
+    page = (ROOT / "docs/all_parts.md").read_text()
+    assert page[page.index("## Scorer") :].strip() == message(tool, capsys, "--markdown").strip()

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "train/loss_scale",
     "train/skipped_steps",
     "val/<set>/accuracy",
+    "val/<set>/squared_error",
     "rank_load",
     "rank_imbalance",
     "rank_overload",

@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, help="draw from the fewest tokens of this probability only")
     parser.add_argument("--seed", type=int, default=1234, help="of the draws; default: 1234")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end there; repeatable")
+    parser.add_argument("--beams", type=int, help="search with so many hypotheses instead of draws")
+    parser.add_argument("--length-penalty", type=float, default=1.0, help="of --beams; default: 1")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts computed together; default: 8")
     parser.add_argument("--no-cache", action="store_true", help="compute every sequence anew for each token")
     parser.add_argument("--keep-capacity", action="store_true", help="let the routers drop pairs")
@@ -94,7 +96,9 @@ def _run(options: argparse.Namespace) -> None:
         options.seed,
         tuple(options.stop),
     )
+    beams = _beams(options)
     from megamoe.analysis.trained_model import session
+    from megamoe.generation.beams import continued
     from megamoe.generation.generate import encoded, generate
     from megamoe.generation.runner import prepare
 
@@ -107,18 +111,12 @@ def _run(options: argparse.Namespace) -> None:
         for line in lines:
             say(line)
         results = []
-        for prompt, result in zip(
-            prompts,
-            generate(
-                trained,
-                tokens,
-                sampling,
-                batch_size=options.batch_size,
-                cached=cached,
-                show_experts=shows,
-            ),
-            strict=True,
-        ):
+        batches: dict[str, Any] = {"batch_size": options.batch_size, "cached": cached}
+        if beams is None:
+            generated = generate(trained, tokens, sampling, show_experts=shows, **batches)
+        else:
+            generated = continued(trained, tokens, beams, sampling.max_tokens, **batches)
+        for prompt, result in zip(prompts, generated, strict=True):
             results.append(result)
             say(f"--- prompt {len(results)} ({len(result.tokens)} tokens, {result.reason})")
             say((prompt + result.text).translate(CONTROLS))
@@ -126,6 +124,23 @@ def _run(options: argparse.Namespace) -> None:
                 _show(trained, result, say)
         if ranks.world.is_first:
             _write(options, trained, prompts, results)
+
+
+def _beams(options: argparse.Namespace) -> Any:
+    """Return the options of the beam search, or None without --beams."""
+    from megamoe.generation.beam_search import BeamOptions
+
+    if options.beams is None:
+        if options.length_penalty != 1.0:
+            raise UserError("--length-penalty: is for a beam search; add --beams, or leave it out")
+        return None
+    drawn = options.top_k or options.top_p or options.temperature not in (0.0, 1.0)
+    if drawn or options.stop or options.show_experts or options.html is not None:
+        raise UserError(
+            "--beams: a search, which --temperature, --top-k, --top-p, --stop, --show-experts and --html do "
+            "not go with; leave one out"
+        )
+    return BeamOptions(options.beams, options.length_penalty, min_length=0)
 
 
 def _show(trained: Any, result: Any, say: Any) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.errors import UserError
 from megamoe.generation.beam_search import BeamOptions, Hypothesis, Rows, beam_search
+from megamoe.generation.beams import agreement, never_written
 from megamoe.generation.languages import Sentences, Translated
 from megamoe.generation.sampling import Sampling
 from megamoe.generation.source_runner import CachedSourceRunner, PlainSourceRunner
@@ -135,20 +135,6 @@ def _batch(
     keys = [task.key for task in batch]
     drawn = draw(rows, limits, search, keys, end=end, forbidden=forbidden, agree=agree)
     return [[hypothesis] for hypothesis in drawn]
-
-
-def never_written(trained: TrainedModel) -> list[int]:
-    """Return the tokens that are no text: padding, masks, sentinels, tags, and ids that no data has."""
-    vocabulary = trained.vocabulary
-    unknown = range(vocabulary.in_data, vocabulary.size) if vocabulary.tokenizer is not None else range(0)
-    return sorted({*vocabulary.special.ids.values(), *unknown} - {vocabulary.eod})
-
-
-def agreement(trained: TrainedModel) -> Callable[[Tensor], None]:
-    """Return what overwrites a tensor with the first rank's: rounding must not make ranks differ."""
-    if trained.world.size == 1:
-        return lambda tensor: None
-    return lambda tensor: dist.broadcast(tensor, src=0)
 
 
 @torch.no_grad()

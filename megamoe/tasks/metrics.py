@@ -78,7 +78,9 @@ def majority(task: Task, train: list[Row], rows: list[Row]) -> Scores:
 
 
 def mean_and_spread(values: list[float]) -> tuple[float, float | None]:
-    """Return the mean and the sample standard deviation; None of a single value."""
+    """Return the mean and the sample standard deviation; None of a single value. NaN if any value is."""
+    if any(map(math.isnan, values)):
+        return math.nan, math.nan if len(values) > 1 else None
     return mean(values), stdev(values) if len(values) > 1 else None
 
 

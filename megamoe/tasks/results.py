@@ -23,7 +23,7 @@ from megamoe.tasks.schema import Task
 IDENTITY, RESULTS, SCORES, PREDICTIONS = "finetune.json", "results.json", "scores.json", "predictions"
 LARGEST = 1 << 26  # bytes of a file of results
 MEAN = "mean of the sets"
-NARROW, WIDE = 80, 160  # columns of a table that no terminal shows
+WIDE = 160  # characters of a line, where no terminal has a width
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,11 @@ def save_results(output: Path, found: dict[str, Any]) -> None:
 
 def print_table(found: dict[str, Any], console: Console | None = None) -> None:
     """Print a row for each set: examples, metrics in percent as mean and standard deviation, baseline."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(width=WIDE)
+    if console is None:
+        console = Console() if Console().is_terminal else Console(width=WIDE)
     metrics = found["metrics"]
-    seeds = ", ".join(found["seeds"])
-    table = Table(box=SIMPLE, title=f"{found['task']}: {found['checkpoint']}, seeds {seeds}, in percent")
+    seeds = ("seeds " if len(found["seeds"]) > 1 else "seed ") + ", ".join(found["seeds"])
+    table = Table(box=SIMPLE, title=f"{found['task']}: {found['checkpoint']}, {seeds}, in percent")
     table.add_column("set")
     table.add_column("examples", justify="right")
     has_majority = bool(found["mean"]["majority"])

@@ -33,6 +33,14 @@ def runs_of_names(folder: Path) -> list[Run]:
     more = {"moe__num_shared_experts": 1, "data__workers": 1}
     two: dict[str, Any] = {"train__global_batch_size": 8, "parallel__expert": 2}
     tensor = {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}
+    # The experts of gpt-oss, Granite's factors, DeepSeek-V3's multi-token prediction.
+    open_models: dict[str, Any] = {
+        "moe__expert_bias": True,
+        "model__activation": "swiglu_clamped",
+        "model__residual_scale": 0.5,
+        "model__logit_soft_cap": 5.0,
+        "model__multi_token_prediction": {"depth": 1},
+    }
     capacity = {"selector": {"name": "top_k", "k": 2}, "capacity": {"name": "per_expert", "factor": 1.0}}
     return [
         Run(small("plain", checkpoint__every=2, data__workers=1)),
@@ -40,7 +48,7 @@ def runs_of_names(folder: Path) -> list[Run]:
         Run(small("cut", **two, parallel__deepspeed=cut), 2),  # before the large buckets of others
         Run(small("overlapping", **two, parallel__deepspeed=overlap, **more), 2),
         Run(small("scattered", parallel__deepspeed=scattered, train__global_batch_size=8), 2),
-        Run(small("tensor_parallel", parallel=tensor, moe__losses={"switch_balance": 0.1}), 2),
+        Run(small("tensor_parallel", parallel=tensor, moe__losses={"switch_balance": 0.1}, **open_models), 2),
         Run(small(FAULT, **two, parallel__deepspeed=overlap), 2, fault="wait_stream"),
     ]
 

@@ -24,6 +24,8 @@ RUN: Run = {
         "scorer": {"name": "linear", "jitter": 0.1},
         "score_function": {"name": "sigmoid", "bias_update": 0.01},
     },
+    # Tensor parallelism cuts sinks, these biases and these norms.
+    "model__attention": {"query_key_norm": "whole", "sinks": True, "window": 5, "input_bias": True},
     "optimizer__lr": 1e-2,
     "train__global_batch_size": 4,
 }

@@ -20,7 +20,8 @@ from megamoe.train.trainer import Trainer
 from tests.distributed.runs import _record_batches
 from tests.hf.models import make
 
-STEPS, LR, BETAS, EPS, DECAY, CLIP = 3, 3e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+STEPS, LR, BETAS, EPS, DECAY, CLIP = 3, 3e-3, (0.9, 0.95), 1e-6, 0.1, 1.0
+# With the usual eps of 1e-8, a gradient as small as its rounding errors moves a weight by a whole step.
 OVERRIDES = [
     "data.mock=true",
     "data.sequence_length=16",
@@ -30,6 +31,7 @@ OVERRIDES = [
     "optimizer.schedule=constant",
     f"optimizer.grad_clip={CLIP}",
     f"optimizer.weight_decay={DECAY}",
+    f"optimizer.eps={EPS}",
     "train.steps=3",
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
@@ -82,11 +84,15 @@ def trained_beside_transformers(kind: str, number: int, folder: Path) -> dict[st
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
-    """Decay for matrices alone, as here; a gate of one row counts as a vector."""
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.dim() > 1 and p.shape[0] > 1]
-    others = [p for p in parameters if not (p.dim() > 1 and p.shape[0] > 1)]
-    return [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    """Decay for matrices alone, as here: a gate of one row is a vector, and so is each expert's bias."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": DECAY},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for name, parameter in model.named_parameters():
+        is_vector = parameter.dim() < 2 or parameter.shape[0] == 1 or name.endswith("_bias")
+        groups[is_vector]["params"].append(parameter)
+    return groups
 
 
 def step_of(model: Any, batches: list[Batch]) -> None:

@@ -106,3 +106,5 @@ def test_the_commonest_training_label_is_the_baseline(tmp_path: Path) -> None:
 def test_the_spread_is_the_sample_standard_deviation() -> None:
     assert mean_and_spread([0.2, 0.4, 0.9]) == (pytest.approx(0.5), pytest.approx(0.13**0.5))
     assert mean_and_spread([0.3]) == (0.3, None)
+    mean, spread = mean_and_spread([0.3, math.nan])
+    assert math.isnan(mean) and spread is not None and math.isnan(spread)

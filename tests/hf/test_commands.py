@@ -1,0 +1,77 @@
+"""The commands of README and docs/huggingface.md, one after the other, as a reader would run them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hf.models import make
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+TEXT = "The river runs to the sea, and the sea runs to no one. " * 20
+DOCUMENTS = 100
+
+
+def commands_of(page: str) -> list[str]:
+    (block,) = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    return [line for line in block.splitlines() if line.strip()]
+
+
+def with_tokenizer(folder: Path) -> None:
+    """A tokenizer of 48 words at most, as transformers saves one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted(set(re.findall(r"\w+|[^\w\s]", TEXT)))
+    backend = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["<eos>", "<unk>", *words])}, "<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder)
+
+
+def run(command: str, folder: Path) -> str:
+    """Run a command in a folder that has no clone: the scripts and the text stand for those of the page."""
+    program, script, *arguments = command.split()
+    assert program == "python"
+    arguments = ["text.jsonl" if argument == "--stdlib" else argument for argument in arguments]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def test_the_readmes_commands_are_among_those_of_the_page() -> None:
+    assert set(commands_of("README.md")) <= set(commands_of("docs/huggingface.md"))
+
+
+@pytest.mark.full
+def test_the_commands_run(tmp_path: Path) -> None:
+    import transformers
+
+    make("qwen3_moe", tmp_path / "models/small")
+    with_tokenizer(tmp_path / "models/small")
+    (tmp_path / "text.jsonl").write_text(f"{json.dumps({'text': TEXT})}\n" * DOCUMENTS, encoding="utf-8")
+    for command in commands_of("docs/huggingface.md"):
+        output = run(command, tmp_path)
+        assert "perplexity" in output or "evaluate" not in command
+    exported = tmp_path / "exported"
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert tokenizer.eos_token == "<eos>" and tokenizer("the river")["input_ids"]
+    assert (exported / "generation_config.json").exists()
+    text = run("python tools/generate.py runs/small --prompt the --max-tokens 3", tmp_path)
+    assert "the" in text
