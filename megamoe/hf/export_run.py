@@ -25,6 +25,7 @@ from megamoe.hf.families import FAMILIES
 from megamoe.hf.family import Family, as_config, differences
 from megamoe.hf.folder import (
     CONFIG,
+    GENERATION,
     WEIGHT_MAP,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -37,6 +38,7 @@ from megamoe.hf.import_folder import KEPT
 from megamoe.hf.keys import Json
 from megamoe.hf.rules import Rule
 from megamoe.hf.tensor_files import Stored, TensorWriter
+from megamoe.hf.tokenizer import tokenizer_files
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # State of the losses, and statistics of the training: no model of transformers has them.
@@ -86,6 +88,8 @@ def export_run(
         content = _config(target, stored)
         for name, text in {**target.others, CONFIG: (json.dumps(content, indent=2) + "\n").encode()}.items():
             (temporary / name).write_bytes(text)
+    if not target.others.keys() - {GENERATION}:
+        report(f"{folder}: without a tokenizer, whose files are not known; name a folder with --like")
     report(f"{folder}: {target.family.architecture}, {len(stored)} tensors, {dtype_name(stored)}")
 
 
@@ -113,7 +117,7 @@ def _target(
     )
     words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
     rules = family.rules(config, words)
-    others = read_other_files(kept) if kept is not None else {}
+    others = read_other_files(kept) if kept is not None else tokenizer_files(config)
     return Target(
         family, config, rules, given if given.get("model_type") == family.model_type else {}, others
     )
@@ -153,7 +157,7 @@ def _family(path: Path, config: RunConfig, named: str | None, like: Family | Non
         if not found:
             return family
         problems[family.model_type] = found
-    nearest = min(problems, key=lambda name: len(problems[name]))
+    nearest = min(problems, key=lambda name: (problems[name][0].startswith(CONFIG), len(problems[name])))
     obstacles = problems[nearest]
     more = f" and {len(obstacles) - SHOWN_KEYS} more" if len(obstacles) > SHOWN_KEYS else ""
     which = f"--class {nearest}" if named else f"no class fits; the nearest, {nearest}"
