@@ -43,8 +43,7 @@ def test_every_key_of_the_configuration_is_documented() -> None:
     rampup = {"train.batch_rampup.start", "train.batch_rampup.increment", "train.batch_rampup.samples"}
     latent = {f"model.latent.{field.name}" for field in dataclasses.fields(LatentConfig)}
     optional = {"train.batch_rampup", "model.latent"}  # sections that are off unless they are given
-    before = {"base"}  # is read and taken out before the rest
-    expected = set(keys_of(RunConfig())) - optional | rampup | latent | before
+    expected = set(keys_of(RunConfig())) - optional | rampup | latent
     assert documented == expected
 
 
