@@ -35,7 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "DeepSeek's router": (
         "Glm4MoeForCausalLM",
-        {"moe__router": {"preset": "deepseek_v3", "masks": "none", "selector": {"k": 2, "name": "top_k"}}},
+        {
+            "model__multi_token_prediction": {"depth": 1},
+            "moe__router": {"preset": "deepseek_v3", "masks": "none", "selector": {"k": 2, "name": "top_k"}},
+        },
     ),
 }
 
