@@ -97,8 +97,8 @@ def _test_files(task: Task) -> dict[str, str]:
         found = {language: found[language] for language in task.languages}
     if VALID in found:
         raise UserError(
-            f"test: {task.test!r} finds {found[VALID]!r}, but {VALID} is the name of the validation set; name "
-            "the wanted ones as languages, or choose another path"
+            f"test: {task.test!r} finds {found[VALID]!r}, but {VALID} is the name of the validation set; "
+            "name the wanted ones as languages, or choose another path"
         )
     return found
 

@@ -74,7 +74,7 @@ WORDS = {"words": ["a", "b"], "tags": ["A", "B"]}
         ("classification", {"languages": ["de", "xx"]}, "", [], "languages: 'xx' has no data: no file .*xx."),
         ("classification", {"test": {"de": "none.jsonl"}}, "", [], "'none.jsonl' cannot be read: No such"),
         ("classification", {"test": "none.*.jsonl"}, "", [], "test: 'none.*.jsonl' names no file"),
-        ("classification", {"test": "{}/*.jsonl"}, "", [], "test: .* finds .*/valid.jsonl', but valid is the"),
+        ("classification", {"test": "{}/*.jsonl"}, "", [], "test: .* finds .*/valid.jsonl', but valid is"),
         ("classification", {}, "train", [LINE, {**LINE, "label": " "}], "line 2: a label is empty"),
         ("classification", {}, "test.de", [{**LINE, "text": "\ud800"}], "line 1: half of a surrogate pair"),
         ("classification", {"train": "a.txt"}, "", [], "'a.txt' cannot be read|expected a file that ends in"),

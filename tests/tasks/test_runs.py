@@ -64,5 +64,7 @@ def test_further_keys_leave_the_others_as_they_are(tmp_path: Path, more: dict[st
 
 
 def test_overrides_come_last_and_a_batch_is_divided_over_the_ranks(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "optimizer.beta2=0.6", ranks=2, run={"optimizer.beta2": 0.5}, micro_batch_size=None)
+    run = run_of(
+        tmp_path, "optimizer.beta2=0.6", ranks=2, run={"optimizer.beta2": 0.5}, micro_batch_size=None
+    )
     assert (run.optimizer.beta2, run.train.micro_batch_size) == (0.6, 2)
