@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "analysis": SHARDING
     | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
-    "hf": FOUNDATION | {"checkpoint"},
+    "hf": FOUNDATION | {"checkpoint", "data"},
     "tasks": FOUNDATION
     | {"data", "objectives", "parallel", "zero", "checkpoint", "resilience", "train", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},

@@ -72,7 +72,8 @@ def quantised_deepseek(folder: Path) -> dict[str, Tensor]:
     tensors that it stands for.
     """
     make("deepseek_v3", folder)
-    expected, stored = {}, {}
+    expected: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         is_linear = "_proj" in name
         if is_linear:
@@ -90,7 +91,8 @@ def quantised_deepseek(folder: Path) -> dict[str, Tensor]:
 def quantised_gpt_oss(folder: Path) -> dict[str, Tensor]:
     """A gpt-oss in MXFP4, as it is released; return the tensors that it stands for."""
     make("gpt_oss", folder, intermediate_size=32)
-    expected, stored = {}, {}
+    expected: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith(("gate_up_proj", "experts.down_proj")):
             experts, columns, rows = tensor.shape
