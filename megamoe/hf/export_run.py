@@ -20,7 +20,6 @@ from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.config import RunConfig
 from megamoe.config.load import configure
 from megamoe.errors import UserError
-from megamoe.hf.convert import family_of
 from megamoe.hf.families import FAMILIES
 from megamoe.hf.family import Family, as_config, differences
 from megamoe.hf.folder import (
@@ -30,6 +29,7 @@ from megamoe.hf.folder import (
     WEIGHTS,
     WEIGHTS_INDEX,
     dtype_name,
+    portable,
     read_object,
     read_other_files,
     shown,
@@ -109,21 +109,17 @@ def _target(
     reader: CheckpointReader, like: Path | None, model_class: str | None, overrides: Sequence[str]
 ) -> Target:
     config = _configuration(reader, overrides)
-    kept = like or _kept(reader)
-    given = read_object(kept / CONFIG) if kept is not None else {}
     if model_class is not None and model_class not in FAMILIES:
         raise UserError(f"--class: found {shown(model_class)}, expected one of {', '.join(FAMILIES)}")
-    if model_class is not None and given.get("model_type") != model_class:
-        kept, given = (kept, {}) if like is None else (kept, given)
-    family = _family(
-        reader.path, config, model_class, family_of(given, kept / CONFIG) if given and kept else None
-    )
+    kept = like or _kept(reader)
+    if like is not None and not like.is_dir():
+        raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
+    given = portable(read_object(kept / CONFIG)) if kept is not None and (kept / CONFIG).exists() else {}
+    family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
     words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
-    rules = family.rules(config, words)
     others = read_other_files(kept) if kept is not None else tokenizer_files(config)
-    return Target(
-        family, config, rules, given if given.get("model_type") == family.model_type else {}, others
-    )
+    same_class = given.get("model_type") == family.model_type
+    return Target(family, config, family.rules(config, words), given if same_class else {}, others)
 
 
 def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunConfig:
