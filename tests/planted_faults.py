@@ -75,7 +75,7 @@ FAULTS = (
         "token-count",
         "the lm loss is the mean over the unmasked tokens of the global batch",
         "parallelism.md",
-        "megamoe/train/losses_ahead.py",
+        "megamoe/train/multi_token_losses.py",
         "        dist.all_reduce(tokens_K, group=engine.data_group)\n",
         "        tokens_K *= engine.layout.data\n",
         ("tests/distributed/test_parity.py",),

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.errors import UserError
-from megamoe.generation.beam_search import BeamOptions, Hypothesis, Rows, beam_search
+from megamoe.generation.beam_search import BeamOptions, Hypothesis, beam_search
 from megamoe.generation.beams import agreement, never_written
-from megamoe.generation.languages import Sentences, Translated
+from megamoe.generation.languages import Sentences, TranslationDirection
+from megamoe.generation.runner import Runner
 from megamoe.generation.sampling import Sampling
 from megamoe.generation.source_runner import CachedSourceRunner, PlainSourceRunner
 
@@ -64,7 +65,7 @@ class _Task:
 
 def translate(
     trained: TrainedModel,
-    direction: Translated,
+    direction: TranslationDirection,
     sentences: Sentences,
     search: BeamOptions | Drawing,
     lengths: Lengths,
@@ -92,7 +93,7 @@ def translate(
 
 def _tasks(
     trained: TrainedModel,
-    direction: Translated,
+    direction: TranslationDirection,
     sentences: Sentences,
     search: BeamOptions | Drawing,
     lengths: Lengths,
@@ -114,7 +115,7 @@ def _tasks(
 
 def _batch(
     trained: TrainedModel,
-    direction: Translated,
+    direction: TranslationDirection,
     batch: list[_Task],
     search: BeamOptions | Drawing,
     cached: bool,
@@ -123,7 +124,7 @@ def _batch(
     assert end is not None
     prefix = [end, *direction.target_prefix]
     sources, limits = [task.tokens for task in batch], [task.limit for task in batch]
-    rows: Rows = (
+    runner: Runner = (
         CachedSourceRunner(trained, sources, prefix, max(limits))
         if cached
         else PlainSourceRunner(trained, sources, prefix)
@@ -131,15 +132,15 @@ def _batch(
     forbidden = never_written(trained)
     agree = agreement(trained)
     if isinstance(search, BeamOptions):
-        return beam_search(rows, limits, search, end=end, forbidden=forbidden, agree=agree)
+        return beam_search(runner, limits, search, end=end, forbidden=forbidden, agree=agree)
     keys = [task.key for task in batch]
-    drawn = draw(rows, limits, search, keys, end=end, forbidden=forbidden, agree=agree)
+    drawn = draw(runner, limits, search, keys, end=end, forbidden=forbidden, agree=agree)
     return [[hypothesis] for hypothesis in drawn]
 
 
 @torch.no_grad()
 def draw(
-    rows: Rows,
+    runner: Runner,
     limits: Sequence[int],
     drawing: Drawing,
     keys: list[int],
@@ -155,7 +156,7 @@ def draw(
     """
     tokens: list[list[int]] = [[] for _ in limits]
     totals = [0.0] * len(limits)
-    active, logits_RV = list(range(len(limits))), rows.begin()
+    active, logits_RV = list(range(len(limits))), runner.begin()
     while True:
         place = len(tokens[active[0]])
         banned = [*forbidden, *([end] if place < drawing.min_length else [])]
@@ -175,5 +176,5 @@ def draw(
         if not going:
             columns = zip(tokens, totals, strict=True)
             return [Hypothesis(each, total, total / len(each)) for each, total in columns]
-        logits_RV = rows.feed([new[row] for row in going], going)
+        logits_RV = runner.feed([new[row] for row in going], going)
         active = [active[row] for row in going]

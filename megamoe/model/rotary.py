@@ -31,8 +31,8 @@ def _scaling(rotary: RotaryConfig) -> Scaling | None:
     return YarnScaling(
         rotary.factor,
         rotary.original_length,
-        beta_fast=rotary.beta_fast or 32.0,
-        beta_slow=rotary.beta_slow or 1.0,
+        beta_fast=rotary.beta_fast or YarnScaling.beta_fast,
+        beta_slow=rotary.beta_slow or YarnScaling.beta_slow,
         mscale=rotary.mscale,
         mscale_all_dim=rotary.mscale_all_dim,
         attention_factor=rotary.attention_factor,

@@ -17,7 +17,7 @@ SECOND = "second"  # the key of a pair's second text
 LARGEST = float(np.finfo(np.float32).max)  # label of a regression
 
 
-class OfTexts(Labelled):
+class TextObjective(Labelled):
     """Reads `text` and, of a pair, `second`. The end-of-document token stands before a text, in the place of
     BERT's [CLS], and after it. It stands twice between the texts of a pair (Liu et al. 2019, RoBERTa). Of a
     pair that is too long, the longer text is cut, token by token.
@@ -93,7 +93,7 @@ def _shares(first: int, second: int, left: int) -> tuple[int, int]:
 
 
 @register("objective", "classification")
-class Classification(OfTexts):
+class Classification(TextObjective):
     """Predict the label of a text: cross entropy over `model.num_labels` labels of one pooled hidden state.
 
     `data.sources` names the training file of a classification task of tools/prepare_pairs.py, such as
@@ -132,7 +132,7 @@ class Classification(OfTexts):
 
 
 @register("objective", "regression")
-class Regression(OfTexts):
+class Regression(TextObjective):
     """Predict a number of a text, or of a pair of texts: squared error of one output on a pooled state.
 
     `data.sources` names a file of lines `{"text": ..., "label": 1.5}`, which may have a `second` text, as
