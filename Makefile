@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | mlm-small | translation-small | papers-small | test | test-full | gpu-check | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | papers-small | test | test-full | test-slurm | gpu-check | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues mlm-small translation-small papers-data papers-small test test-full gpu-check lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small papers-data papers-small test test-full test-slurm test-slurm-short gpu-check lint clean FORCE
 
 setup: $(STAMP)
 
@@ -139,6 +139,14 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(PYTEST)
+
+# On a Slurm of two nodes, which tests/slurm/cluster.sh starts on this machine. Without Slurm, and where it cannot be
+# installed (root and a network are needed), a line says so and nothing fails.
+test-slurm: $(STAMP)
+	if tests/slurm/cluster.sh install; then $(PY) -m pytest tests/slurm; else [ $$? = 3 ]; fi
+
+test-slurm-short: $(STAMP)
+	if tests/slurm/cluster.sh install; then $(PY) -m pytest tests/slurm/test_requeue.py; else [ $$? = 3 ]; fi
 
 # On a machine with GPUs: a report in gpu_check/ within some ten minutes.
 gpu-check: $(STAMP)

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
     "harness": FOUNDATION | {"data", "parallel", "train", "analysis", "generation"},
-    "hf": FOUNDATION | {"checkpoint"},
+    "hf": FOUNDATION | {"checkpoint", "data"},
     "tasks": FOUNDATION
     | {"data", "objectives", "parallel", "zero", "checkpoint", "resilience", "train", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},

@@ -45,7 +45,7 @@ def test_every_recipe_has_a_small_one_and_a_source() -> None:
     assert {path.stem for path in SMALL} == {f"{path.stem}_small" for path in LARGE}
     assert PUBLISHED.keys() <= {path.stem for path in LARGE}
     for path in LARGE:
-        comment = path.read_text().split("\nname:")[0]
+        comment = path.read_text().split("\nname:")[0].replace("\n# ", " ")
         assert " et al. 20" in comment, path
         assert any(word in comment for word in ("table", "section", "appendix")), path
 

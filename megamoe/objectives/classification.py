@@ -14,6 +14,7 @@ from megamoe.objectives.labelled import ENDS, Example, Labelled, Reading, number
 from megamoe.registry import register
 
 SECOND = "second"  # the key of a pair's second text
+LARGEST = float(np.finfo(np.float32).max)  # label of a regression
 
 
 class OfTexts(Labelled):
@@ -152,8 +153,9 @@ class Regression(OfTexts):
     @classmethod
     def label(cls, line: Line) -> float:
         number = line.content.get("label")
-        if isinstance(number, bool) or not isinstance(number, int | float) or not np.isfinite(number):
-            raise UserError(f"{line.where}: label {str(number)[:60]!r}, expected a finite number")
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not abs(number) <= LARGEST:  # also refuses NaN
+            raise UserError(f"{line.where}: label {str(number)[:60]!r}, expected a finite number of fp32")
         return float(number)
 
     @classmethod

@@ -27,8 +27,9 @@ from megamoe.errors import ExitCode
 from megamoe.parallel.consensus import gather_from_ranks
 from megamoe.resilience.heartbeat import silence_s, tick, ticks
 from megamoe.resilience.processes import Process
+from megamoe.resilience.run_status import STACKS
 
-FOLDER = "stacks"
+FOLDER = STACKS
 POLL_S = 1.0
 GRACE_S = 5.0  # for the other ranks to notice too
 DUMP_S = 2.0  # for the signal handler to write

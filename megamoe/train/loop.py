@@ -16,6 +16,7 @@ from megamoe.resilience.error_reporting import closing
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.restarts import Launch
 from megamoe.resilience.run_lock import locked
+from megamoe.resilience.run_status import RunStatus
 from megamoe.resilience.stopping import StopRule
 from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.profile import ProfilerWindow
@@ -57,15 +58,15 @@ class Loop:
 
     def run(self) -> ExitCode:
         """Train from the current step to the end, or until there is a reason to stop."""
-        hang_minutes = self.config.train.hang_minutes
+        hang_minutes, folder = self.config.train.hang_minutes, self.trainer.folder.path
         with closing() as cleanup:
             # When each rank knows whose the launch is, all have started, and none dies of a signal any more.
             this_launch = Launch.gathered(self.trainer.checkpoints.latest())
             self.stop_rule.listen()
             # The folder exists before any rank writes into it, and no rank continues if it cannot be made.
             raise_any_error(catch_error(lambda: self._open(cleanup, this_launch)) if self.is_first else None)
-            with Watchdog(self.trainer.folder.path, self.trainer.world.rank, hang_minutes):
-                self._run_steps()
+            with self._status() as status, Watchdog(folder, self.trainer.world.rank, hang_minutes):
+                status.reason = self._run_steps()
         if self.is_first and self.config.log.report:
             print(f"report: {write_report(self.trainer.folder.path)}")
         if not self.stopped_by_signal:
@@ -73,7 +74,13 @@ class Loop:
         dist.barrier()  # a launcher ends the other ranks as soon as one rank exits with this code
         return ExitCode.STOPPED
 
-    def _run_steps(self) -> None:
+    def _status(self) -> RunStatus:
+        world, progress = self.trainer.world, self.trainer.progress
+        folder = self.trainer.folder.path
+        return RunStatus(folder, world.rank, world.size, lambda: progress.step, self.trainer.run.steps)
+
+    def _run_steps(self) -> str | None:
+        """Take the steps and save; return why the launch stops before the last step, or None."""
         trainer, folder = self.trainer, self.trainer.folder
         profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
         trainer.callbacks.call("on_train_begin", trainer)
@@ -96,6 +103,7 @@ class Loop:
             self._begin_save()
         self._finish_save()
         trainer.callbacks.call("on_train_end", trainer)
+        return reason
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step

@@ -1,0 +1,138 @@
+# What the sbatch files of this folder share. They source it after `cd` to the repository's root.
+
+python=.venv/bin/python
+
+# The first node's address, where the ranks meet, as Slurm knows it: the names of some clusters' nodes do not resolve.
+# The port is computed from the job's id, so that two jobs that share a node do not collide. 15000 to 29999 is below
+# the range of ports that Linux assigns by itself.
+meet() {
+  local nodes
+  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  MASTER_ADDR=$(scontrol show node "${nodes%%$'\n'*}" | grep -o 'NodeAddr=[^ ]*' | head -1)
+  export MASTER_ADDR=${MASTER_ADDR#NodeAddr=}
+  export MASTER_PORT=$((15000 + SLURM_JOB_ID % 15000))
+}
+
+# One process for each GPU. A node without GPUs gets one process, or PROCESSES_PER_NODE processes.
+# Without OMP_NUM_THREADS torchrun gives each process one thread, whatever the number of cores.
+share_cores() {
+  local threads
+  processes=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+  processes=$((processes > 0 ? processes : 1))
+  threads=$((${SLURM_CPUS_PER_TASK:-1} / processes))
+  export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+}
+
+# The folder of this start's logs, and in it a description of the environment. The run copies the description into its
+# own folder, as environment/<job>.<restart>.txt.
+open_logs() {
+  logs=logs/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+  mkdir -p "$logs"
+  # Every line of a node's log begins with its rank. torchrun's own folders hold a separate log for each rank.
+  export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
+  export MEGAMOE_ENVIRONMENT=$PWD/$logs/environment.txt
+  {
+    echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes $SLURM_JOB_NODELIST, $(date -u +%FT%TZ)"
+    echo "arguments: $*"
+    echo "commit: $(git rev-parse HEAD 2>&1) $(git status --porcelain 2> /dev/null | wc -l) changed files"
+    "$python" --version
+    "$python" -m pip list --disable-pip-version-check 2> /dev/null \
+      | grep -iE '^(torch|numpy|megatron|deepspeed|transformer|triton|nvidia)' || true
+    nvidia-smi 2> /dev/null || echo 'nvidia-smi: not found'
+    ulimit -a
+    env | grep -E '^(SLURM|NCCL|GLOO|CUDA|OMP|TORCH|MASTER|MEGAMOE)' | sort
+  } > "$MEGAMOE_ENVIRONMENT"
+}
+
+# Check the nodes; with a bad one, the job ends before training, and the last line of the log has the nodes for
+# --exclude. Skipped with PREFLIGHT=0.
+preflight() {
+  local code=0
+  [ "${PREFLIGHT:-1}" != 0 ] || return 0
+  srun --kill-on-bad-exit=0 --ntasks-per-node=1 --ntasks="$SLURM_NNODES" --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    --output="$logs/preflight-%n.out" "$python" tools/preflight.py --config "$config" "$@" || code=$?
+  cat "$logs"/preflight-*.out
+  [ "$code" = 0 ] || exit "$code"
+}
+
+# The newest checkpoint and the time of its saving: what shows whether a start has made progress.
+newest_checkpoint() { "$python" tools/status.py --config "$config" "$@" --checkpoint; }
+
+# End the job, or the whole chain of jobs, if the start before this one has not saved a checkpoint. The same would
+# happen again: a damaged checkpoint, or a configuration that always crashes.
+# Usage: stop_without_progress NAME ARGUMENTS; NAME is the same for all starts that go on with each other's work.
+stop_without_progress() {
+  local name=$1 now before
+  shift
+  seen=logs/$name.progress
+  now=$(newest_checkpoint "$@") || exit
+  if [ -e "$seen" ]; then
+    if [ "$now" = complete ]; then
+      echo "$name: the run is complete"
+      exit 0
+    fi
+    before=$(cat "$seen")
+    if [ "$now" = "$before" ]; then
+      echo "error: the last start of $name saved no checkpoint (newest: $now); not started again: read its logs in" \
+        "logs/, and remove $seen to start it nevertheless" >&2
+      exit 1
+    fi
+  fi
+  echo "$now" > "$seen"
+}
+
+# When Slurm warns (--signal), the ranks get the signal, save and stop.
+warned=
+warn() {
+  warned=1
+  echo "time limit near: saving"
+  scancel --signal=USR1 "$SLURM_JOB_ID"
+}
+
+# Wait for the step in the background, whose exit code is then in `code`. The shell handles a signal only between
+# commands or in `wait`, which ends early; then srun is still running, or its exit code has not been read yet.
+wait_for_step() {
+  trap warn USR1
+  code=0
+  wait "$1" || code=$?
+  if [ -n "$warned" ]; then
+    code=0
+    wait "$1" || code=$?
+  fi
+}
+
+# Put the job back into the queue after a warning, if the run has saved since this start.
+requeue_if_warned() {
+  [ -n "$warned" ] || return 0
+  if [ "$(newest_checkpoint "$@")" = "$(cat "$seen")" ]; then
+    echo "error: this start saved no checkpoint before the time limit; not put back into the queue: make --time" \
+      "longer, or --signal earlier" >&2
+    exit 1
+  fi
+  echo "saved; back into the queue"
+  scontrol requeue "$SLURM_JOB_ID"
+}
+
+# torchrun on every node of the job, one process per GPU; the arguments are those of pretrain_gpt_moe.py.
+# --wait: when a node ends, with or without an error, the other nodes get five minutes. That is enough to finish
+#   saving, and less than a collective's timeout. --kill-on-bad-exit, the default of some sites, would not let
+#   the other nodes finish saving, so it is 0.
+# --cpus-per-task is repeated: since Slurm 22.05 srun does not inherit it from sbatch, and would use one core.
+# --rdzv-backend c10d: the nodes may start in any order; torchrun assigns the ranks.
+# --signals-to-handle: SIGUSR1 in addition to the usual ones. Otherwise SIGUSR1 would kill torchrun, and no process
+#   would wait for the save.
+# --shutdown-timeout: torchrun kills its processes this many seconds after a signal. That is enough to save, and
+#   less than the time of --signal in the sbatch files.
+# In a container (Pyxis), add to srun: --container-image=IMAGE --container-mounts="$PWD:$PWD" --container-workdir="$PWD"
+# With Apptainer, put before "$python": apptainer exec --nv --bind "$PWD" IMAGE.sif
+torchrun_on_nodes() {
+  srun --kill-on-bad-exit=0 --wait=300 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    --output="$logs/node-%n.out" \
+    "$python" -m torch.distributed.run \
+    --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
+    --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
+    --rdzv-conf=join_timeout=300 \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=540 \
+    --log-dir="$logs" --tee=3 \
+    pretrain_gpt_moe.py "$@"
+}

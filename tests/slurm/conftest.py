@@ -1,0 +1,23 @@
+"""A Slurm cluster of two nodes on this machine, and the jobs that the tests submit to it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Start the cluster; the test is skipped where Slurm is not installed."""
+    with Cluster.started(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder that stands for the repository's root, so that logs and runs stay out of it."""
+    from tests.slurm.cluster import make_home
+
+    return make_home(tmp_path / "home")
