@@ -12,10 +12,10 @@ from megamoe.config import RunConfig, configure, to_dict
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.labels import ENDING
 from megamoe.errors import UserError
+from megamoe.parallel.layout import Layout
 from megamoe.tasks.files import TRAIN, Examples
 from megamoe.tasks.schema import VALID, Task
 from megamoe.train.objective import data_vocabulary
-from megamoe.zero.deepspeed_config import resolve_parallel
 
 ENCODER = "encoder"
 PROGRESS_LINES = 20  # about as many of a run
@@ -171,7 +171,8 @@ def _micro_batch_size(task: Task, config: RunConfig, ranks: int) -> int:
     """Return the examples of a rank and pass."""
     if task.micro_batch_size is not None:
         return task.micro_batch_size
-    data = resolve_parallel(config, ranks).layout.data
+    # The run checks its layout when it starts, with better messages.
+    data = max(1, Layout(ranks, config.parallel.tensor).data)
     if task.batch_size % data:
         raise UserError(
             f"batch_size: {task.batch_size} does not divide over {data} data-parallel ranks; choose a "

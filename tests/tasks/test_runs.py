@@ -68,3 +68,10 @@ def test_overrides_come_last_and_a_batch_is_divided_over_the_ranks(tmp_path: Pat
         tmp_path, "optimizer.beta2=0.6", ranks=2, run={"optimizer.beta2": 0.5}, micro_batch_size=None
     )
     assert (run.optimizer.beta2, run.train.micro_batch_size) == (0.6, 2)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(4, 2), (1, 4)])
+def test_tensor_parallel_ranks_share_a_batch(tmp_path: Path, ranks: int, size: int) -> None:
+    """One rank is too few, which the run itself refuses."""
+    run = run_of(tmp_path, "parallel.tensor=2", ranks=ranks, micro_batch_size=None)
+    assert run.train.micro_batch_size == size
