@@ -12,6 +12,7 @@ from tests.tiny import restored_process, tiny
 
 PAGE = (Path(__file__).parents[1] / "docs/metrics.md").read_text()
 RUN = (
+    "model.multi_token_prediction.depth=1",
     "moe.router={scorer: cosine, selector: {name: top_k, k: 2}}",
     "moe.router.score_function={name: sigmoid, bias_update: 0.01}",
     "moe.losses={switch_balance: 0.1}",
@@ -49,11 +50,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def written(rows: list[dict[str, Any]]) -> set[str]:
-    """The names as the page writes them: without the layer, and with <loss> and <set>."""
+    """The names as the page writes them: without the layer, and with <loss>, <set> and <k>."""
     found = set()
     for key in {key for row in rows for key in row}:
         name = re.sub(r"^moe/(layer_\d+/)?", "", key)
-        found.add(re.sub("switch_balance", "<loss>", name.replace("val/code/", "val/<set>/")))
+        name = re.sub(r"ahead_\d+", "ahead_<k>", name.replace("val/code/", "val/<set>/"))
+        found.add(name.replace("switch_balance", "<loss>"))
     return found
 
 
