@@ -79,7 +79,8 @@ def test_one_that_dies_while_its_batch_is_waited_for(tmp_path: Path, at: int, nu
     (tmp_path / "trouble").touch()
     start = time.monotonic()
     assert list(opened(messages, Numbers(tmp_path / "trouble", at, number))) == pairs_from(0)
-    assert len(messages) == 1 and time.monotonic() - start < 5
+    # Soon, on a busy machine too: who is not told of the death waits for WORKER_TIMEOUT_S, nine minutes.
+    assert len(messages) == 1 and time.monotonic() - start < 60
 
 
 def test_a_crashing_process_prints_its_stack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
