@@ -72,12 +72,11 @@ def translate(
     *,
     batch_size: int = 32,
     cached: bool = True,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[Hypothesis]]:
     """Return the hypotheses of each sentence, the best first; none of a blank one. Collective over all ranks.
 
     Sources of similar lengths form a batch. cached: see `runner.prepare`, which tells whether a model can;
-    otherwise every source is translated by itself. progress: called with the number of finished sources.
+    otherwise every source is translated by itself.
     """
     tasks = list(_tasks(trained, direction, sentences, search, lengths))
     tasks.sort(key=lambda task: -len(task.tokens))
@@ -87,7 +86,6 @@ def translate(
         batch = tasks[first : first + size]
         for task, hypotheses in zip(batch, _batch(trained, direction, batch, search, cached), strict=True):
             found[task.number] += hypotheses
-        progress(min(first + size, len(tasks)))
     return [sorted(each, key=lambda one: -one.score) for each in found]
 
 

@@ -2,16 +2,21 @@
 
 import os
 import socket
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from megamoe.errors import UserError
 from megamoe.parallel.parent_death import end_with_launcher
+
+LATE_S = 30.0  # without rank 0, after which a rank tells what it waits for
 
 _store: Store | None = None  # of the rendezvous
 _backend: str | None = None  # of the present world's collectives on the device
@@ -101,23 +106,52 @@ def open_store(world: World, timeout_s: float) -> Store:
     It waits for its host only, while `dist.rendezvous` waits for all ranks.
 
     Raises:
-        UserError: if MASTER_PORT is not a number.
+        UserError: if MASTER_PORT is not a number or is in use on its host; if MASTER_ADDR does not resolve.
         RuntimeError: if the host does not answer within `timeout_s`.
     """
     global _store
     if _store is None:
         _export(world)
         (port,) = _numbers("MASTER_PORT")
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            port,
-            is_master=hosts_store(world),
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,  # the process group's, later, is the same
-        )
+        with _told_if_late(world, os.environ["MASTER_ADDR"], port):
+            store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                port,
+                is_master=hosts_store(world),
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,  # the process group's, later, is the same
+            )
         _store = PrefixStore(f"megamoe/attempt_{_attempt()}", store)
     return _store
+
+
+@contextmanager
+def _told_if_late(world: World, address: str, port: int) -> Iterator[None]:
+    """Context in which the store is opened: it refuses wrong addresses, and tells of a long wait."""
+    me = socket.gethostname()
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR: {address[:80]!r} does not resolve on {me} ({error.strerror}); name the first node "
+            "by an address that all nodes know"
+        ) from None
+    line = (
+        f"rank {world.rank} ({me}) has waited {LATE_S:.0f} s for rank 0 at {address}:{port}: has it started, "
+        "and can this machine reach it (MASTER_ADDR, MASTER_PORT)?\n"
+    )
+    timer = threading.Timer(LATE_S, lambda: sys.stderr.write(line))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except DistNetworkError as error:
+        if not hosts_store(world) or "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(f"MASTER_PORT: {port} is in use on {me}; choose another one") from None
+    finally:
+        timer.cancel()
 
 
 def start(world: World, timeout_minutes: float, select_device: bool = True) -> None:

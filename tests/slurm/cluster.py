@@ -39,6 +39,10 @@ from megamoe.train.callbacks import Callback
 @register("callback", "slow_first_start")
 class SlowFirstStart(Callback):
     '''Source: this test.'''
+    def on_train_begin(self, trainer):
+        if "CRASH" in os.environ:
+            raise RuntimeError("planted")
+
     def on_step_begin(self, trainer):
         if "SLURM_JOB_ID" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
             time.sleep(float(os.environ.get("STEP_S", "0.5")))

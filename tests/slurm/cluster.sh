@@ -84,7 +84,7 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2
-KillWait=5
+KillWait=30
 MinJobAge=3600
 SlurmdTimeout=20
 JobRequeue=1

@@ -1,5 +1,6 @@
 """The configuration of a seed's run: what the task says, the pretrained model's sections, and overrides."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ PRETRAINED = (
 )
 
 
-def run_of(folder: Path, *overrides: str, ranks: int = 1, **changes: Any) -> RunConfig:
+def run_of(
+    folder: Path, *overrides: str, model: Sequence[str] = (), ranks: int = 1, **changes: Any
+) -> RunConfig:
+    """model: overrides of the pretrained model's configuration. changes: of the task."""
     task = load_task(make_task(folder, "classification", **changes), [])
     examples = read_examples(task)
     places = (folder / "step_00000001", folder / "output")
-    return run_config(task, examples, tiny(*PRETRAINED), "bytes", 258, *places, 7, overrides, ranks)
+    return run_config(task, examples, tiny(*PRETRAINED, *model), "bytes", 258, *places, 7, overrides, ranks)
 
 
 def test_every_key_of_the_task_reaches_the_run(tmp_path: Path) -> None:
@@ -75,3 +79,10 @@ def test_tensor_parallel_ranks_share_a_batch(tmp_path: Path, ranks: int, size: i
     """One rank is too few, which the run itself refuses."""
     run = run_of(tmp_path, "parallel.tensor=2", ranks=ranks, micro_batch_size=None)
     assert run.train.micro_batch_size == size
+
+
+def test_nothing_of_a_dense_model_is_frozen(tmp_path: Path) -> None:
+    """So a task file serves for the dense baseline too."""
+    frozen = {"frozen": ["router", "experts"]}
+    assert run_of(tmp_path, **frozen).moe.frozen == ["router", "experts"]
+    assert run_of(tmp_path, model=["moe.layers={at: []}"], **frozen).moe.frozen == []

@@ -1,0 +1,96 @@
+"""Checks of one node before training, without communication, for `tools/preflight.py`."""
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+GIB = 1 << 30
+LEAST_FILES, LEAST_PROCESSES = 1024, 1024  # ulimit -n, -u: sockets of a rank, threads and loader processes
+LEAST_SHM = 64 << 20  # bytes of /dev/shm, through which loader processes and NCCL pass tensors
+LEAST_LOCAL = GIB  # bytes of the temporary folder: compiled kernels
+IDLE_GPU_MIB = 1024  # more memory in use: another process has the GPU
+TRIAL_BYTES = 1 << 20
+SMI_S = 15
+SMI_FIELDS = ("index", "name", "memory.used", "ecc.errors.uncorrected.volatile.total", "temperature.gpu")
+
+
+def node_name() -> str:
+    """Return the node's name as Slurm writes it, or the host's name without Slurm."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def node_problems(output: Path, checkpoint_bytes: int) -> list[str]:
+    """Return what is wrong with this node, one line each.
+
+    output: the folder of the runs. checkpoint_bytes: the size of one checkpoint; there must be room for two.
+    """
+    problems = [*_disk_problems("output", output, 2 * checkpoint_bytes, "two checkpoints")]
+    problems += _disk_problems("local", Path(tempfile.gettempdir()), LEAST_LOCAL, "compiled kernels")
+    return [*problems, *limit_problems(), *gpu_problems()]
+
+
+def _disk_problems(what: str, folder: Path, needed: int, purpose: str) -> Iterator[str]:
+    """Write, sync and remove a small file, and compare the free space."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent  # the run makes the rest
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".preflight_") as file:
+            file.write(bytes(TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        yield f"{what} disk {folder}: {error.strerror}; free some space or name another folder"
+        return
+    if free < needed:
+        has = f"{free / GIB:.1f} GiB free, expected {needed / GIB:.1f} GiB"
+        yield f"{what} disk {folder}: {has} for {purpose}"
+
+
+def limit_problems() -> Iterator[str]:
+    """Yield the limits of this process that are too low."""
+    wanted = {"-n": (resource.RLIMIT_NOFILE, LEAST_FILES), "-u": (resource.RLIMIT_NPROC, LEAST_PROCESSES)}
+    for option, (number, least) in wanted.items():
+        soft, _ = resource.getrlimit(number)
+        if soft != resource.RLIM_INFINITY and soft < least:
+            yield f"ulimit {option} is {soft}, expected at least {least}"
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
+        yield f"ulimit -l is {locked} bytes, expected unlimited: InfiniBand needs pinned memory"
+    with suppress(OSError):
+        free = shutil.disk_usage("/dev/shm").free
+        if free < LEAST_SHM:
+            yield f"/dev/shm has {free >> 20} MiB free, expected at least {LEAST_SHM >> 20} MiB"
+
+
+def gpu_problems() -> Iterator[str]:
+    """Yield what nvidia-smi tells of GPUs that are missing, in use or broken; nothing without nvidia-smi."""
+    expected = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if shutil.which("nvidia-smi") is None:
+        if expected not in ("", "0"):
+            yield f"nvidia-smi is not found, and Slurm gave the job {expected} GPUs"
+        return
+    command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
+    except subprocess.TimeoutExpired:
+        yield f"nvidia-smi did not answer within {SMI_S} s: a GPU or its driver hangs"
+        return
+    if done.returncode:
+        yield f"nvidia-smi failed: {(done.stdout + done.stderr).strip().splitlines()[0][:200]}"
+        return
+    rows = [[cell.strip() for cell in row.split(",")] for row in done.stdout.strip().splitlines()]
+    if expected.isdecimal() and len(rows) < int(expected):
+        yield f"{len(rows)} GPUs, expected {expected}"
+    for index, name, used, errors, _ in rows:
+        if used.isdecimal() and int(used) > IDLE_GPU_MIB:
+            yield f"GPU {index} ({name}) is in use: {used} MiB"
+        if errors.isdecimal() and int(errors):
+            yield f"GPU {index} ({name}) has {errors} uncorrected memory errors"

@@ -1,0 +1,100 @@
+"""What can happen to a job: a node dies, the time limit, scancel, an array, a chain of jobs."""
+
+from pathlib import Path
+
+import pytest
+
+from megamoe.analysis.run_status import read_status
+from tests.slurm.cluster import ROOT, Cluster, logs_of, losses, steps_done, undisturbed
+
+pytestmark = pytest.mark.full
+
+
+def test_a_node_that_dies_ends_the_ranks_and_the_job_starts_again(cluster: Cluster, home: Path) -> None:
+    run = home / "runs/small"
+    job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
+    expected = undisturbed(home)
+    cluster.wait(lambda: steps_done(run) >= 7, "seven steps")
+    cluster.node("kill", "n2")
+    cluster.wait(lambda: "lost contact" in str(logs_of(home)), "the line of the other rank", 60)
+    cluster.wait(lambda: cluster.state(job) == "PENDING", "the job in the queue again", 120)
+    cluster.node("revive", "n2")
+    assert cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
+    assert losses(run) == expected
+    assert len((run / "launches.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_time_limit(cluster: Cluster, home: Path) -> None:
+    """Slurm itself warns, up to a minute before the time that --signal names."""
+    run = home / "runs/small"
+    options = ("--time=3", "--signal=B:USR1@60")
+    job = cluster.submit(home, "pretrain.sbatch", "run.yaml", options=options, STEP_S="4")
+    expected = undisturbed(home)
+    assert cluster.wait_for_end(job, 420) == "COMPLETED", logs_of(home)
+    assert losses(run) == expected
+    assert "saved; back into the queue" in logs_of(home)[f"slurm-megamoe-{job}.out"]
+
+
+def test_scancel_saves(cluster: Cluster, home: Path) -> None:
+    """Slurm sends SIGTERM, and kills after KillWait."""
+    run = home / "runs/small"
+    job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
+    cluster.wait(lambda: steps_done(run) >= 2, "two steps")
+    cluster.call("scancel", job)
+    assert cluster.wait_for_end(job) == "CANCELLED"
+    cluster.wait(lambda: read_status(run).verdict == "stopped", "the save", 60)
+    report = read_status(run)
+    assert "SIGTERM" in report.reason or "another rank received a signal" in report.reason
+    assert report.checkpoint == f"step_{report.step:08d}"
+
+
+def test_an_array_trains_a_run_for_each_line(cluster: Cluster, home: Path) -> None:
+    (home / "study.txt").write_text(
+        "run.yaml name=first parallel.expert=1 train.steps=3 seed=1\n"
+        "run.yaml name=second parallel.expert=1 train.steps=3 seed=2\n"
+    )
+    job = cluster.submit(home, "array.sbatch", "study.txt", options=("--array=1-2",))
+    for task in ("1", "2"):
+        assert cluster.wait_for_end(f"{job}_{task}") == "COMPLETED", logs_of(home)
+    assert losses(home / "runs/first") != losses(home / "runs/second")
+    assert steps_done(home / "runs/first") == steps_done(home / "runs/second") == 3
+
+
+def test_one_node_with_a_task_for_each_rank(cluster: Cluster, home: Path) -> None:
+    options = ("--ntasks-per-node=2",)
+    job = cluster.submit(home, "one_node.sbatch", "run.yaml", "train.steps=3", options=options)
+    assert cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
+    assert steps_done(home / "runs/small") == 3
+    assert {"rank-0.out", "rank-1.out"} <= {name.split("/")[-1] for name in logs_of(home)}
+
+
+def chain(cluster: Cluster, home: Path, links: int, *arguments: str, **more: str) -> list[str]:
+    """Submit a chain; return the ids of its jobs."""
+    command = [str(ROOT / "examples/slurm/chain.sh"), str(links), *cluster.options(home), "--"]
+    variables = {"MEGAMOE_HOME": str(home), "PREFLIGHT": "0", "STEP_S": "0", **more}
+    told = cluster.call(*command, "run.yaml", *arguments, **variables)
+    return [line.split()[-1] for line in told.splitlines()]
+
+
+def test_a_chain_with_progress_ends_when_the_run_is_complete(cluster: Cluster, home: Path) -> None:
+    jobs = chain(cluster, home, 4, "train.exit_after_steps=20")
+    assert [cluster.wait_for_end(job) for job in jobs] == 4 * ["COMPLETED"], logs_of(home)
+    assert losses(home / "runs/small") == undisturbed(home)
+    launches = (home / "runs/small/launches.jsonl").read_text().splitlines()
+    assert len(launches) == 2
+    for job in jobs[2:]:
+        assert "the run is complete" in logs_of(home)[f"slurm-megamoe-{job}.out"]
+
+
+def test_a_chain_without_progress_is_stopped(cluster: Cluster, home: Path) -> None:
+    """The configuration crashes each time; only the first link tries."""
+    jobs = chain(cluster, home, 3, CRASH="1")
+    assert [cluster.wait_for_end(job) for job in jobs] == 3 * ["FAILED"]
+    logs = logs_of(home)
+    assert [any(name.startswith(f"logs/{job}.0/node") for name in logs) for job in jobs] == [
+        True,
+        False,
+        False,
+    ]
+    for job in jobs[1:]:
+        assert "saved no checkpoint (newest: none); not started again" in logs[f"slurm-megamoe-{job}.out"]
