@@ -82,7 +82,8 @@ def catch_and_share(work: "_Work", seed: int) -> SeedScores | None:
     loaded: list[SeedScores | None] = [None]
 
     def load() -> None:
-        loaded[0] = load_scores(work.output / run_name(seed))
+        sets = [name.removeprefix(TEST) for name in work.sets]
+        loaded[0] = load_scores(work.output / run_name(seed), sets, work.task.metric_names)
 
     _on_first(work.session, load)
     return gather_from_ranks(loaded[0])[0]
@@ -141,6 +142,11 @@ class _Work:
         about = {"checkpoint": name, "path": str(checkpoint), "pretrained_step": meta["step"]}
         return cls(task, examples, output, session, configs, identity, about)
 
+    @property
+    def sets(self) -> list[str]:
+        """The names of the sets that are scored: `valid` and `test.NAME`."""
+        return [name for name in self.examples.sets if name != TRAIN]
+
     def open(self, overwrite: bool) -> None:
         """Make the output folder and the examples that the runs read; on the first rank."""
         open_output(self.output, self.identity, overwrite)
@@ -150,8 +156,7 @@ class _Work:
         """Predict all sets with the selected model, save predictions and scores; collective."""
         folder = self.output / run_name(seed)
         checkpoint = self._selected(folder)
-        sets = [name for name in self.examples.sets if name != TRAIN]
-        predictions = self._predictions(checkpoint, sets)
+        predictions = self._predictions(checkpoint, self.sets)
         of_sets = {
             name.removeprefix(TEST): scores(self.task, self.examples.sets[name], rows)
             for name, rows in predictions.items()

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,7 @@ def open_output(output: Path, identity: dict[str, Any], overwrite: bool) -> None
     """Make the folder of the results, or check that it holds results of the same task and checkpoint.
 
     Raises:
-        UserError: if it holds something else.
-        OSError: if it cannot be written.
+        UserError: if it holds something else, or cannot be written.
     """
     file = output / IDENTITY
     if output.exists() and (output.is_file() or any(output.iterdir())):
@@ -49,8 +48,13 @@ def open_output(output: Path, identity: dict[str, Any], overwrite: bool) -> None
             shutil.rmtree(output)
         else:
             _check_same(output, _read(file), identity)
-    output.mkdir(parents=True, exist_ok=True)
-    _write(file, identity)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        _write(file, identity)
+    except OSError as error:
+        raise UserError(
+            f"--output: {output} cannot be written: {error.strerror}; name another folder"
+        ) from None
 
 
 def digest(examples: Examples) -> str:
@@ -59,21 +63,24 @@ def digest(examples: Examples) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load_scores(folder: Path) -> SeedScores | None:
-    """Return the scores in a run's folder, or None if its seed is not complete.
+def load_scores(folder: Path, sets: Sequence[str], metrics: Sequence[str]) -> SeedScores | None:
+    """Return the scores of these sets by these metrics, or None if a run's seed is not complete.
+
+    folder: the run's.
 
     Raises:
-        UserError: if the file is broken.
+        UserError: if the file is broken, or lacks one.
     """
     if not (folder / SCORES).is_file():
         return None
     found = _read(folder / SCORES)
     try:
-        sets = {
+        of_sets = {name: {metric: found["sets"][name][metric] for metric in metrics} for name in sets}
+        scores = {
             name: {metric: math.nan if score is None else float(score) for metric, score in of_set.items()}
-            for name, of_set in found["sets"].items()
+            for name, of_set in of_sets.items()
         }
-        return SeedScores(int(found["step"]), sets)
+        return SeedScores(int(found["step"]), scores)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{folder / SCORES} is broken; delete it, and it is made anew") from None
 

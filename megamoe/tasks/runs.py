@@ -19,6 +19,8 @@ from megamoe.train.objective import data_vocabulary
 
 ENCODER = "encoder"
 PROGRESS_LINES = 20  # about as many of a run
+INIT = "checkpoint.init"
+OWN = ("name", "output", "seed", INIT, "checkpoint.resume", "data.sources", "data.split")  # of no override
 
 
 def pretrained_config(meta: Meta, checkpoint: Path, overrides: Sequence[str]) -> RunConfig:
@@ -83,6 +85,9 @@ def run_config(
         "split": [0.9, 0.1, 0.0] if VALID in examples.sets else [1.0, 0.0, 0.0],
     }
     of_task = _overrides(task.run)
+    for override in (*of_task, *overrides):
+        if (key := override.partition("=")[0]) in OWN or key.startswith(f"{INIT}."):
+            raise UserError(f"{key}: tools/finetune.py sets this key of a seed's run itself; leave it out")
     config = configure(tree, [*of_task, *overrides], source="task")
     given = any(each.startswith("train.micro_batch_size=") for each in (*of_task, *overrides))
     if not given:

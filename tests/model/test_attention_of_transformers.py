@@ -79,6 +79,10 @@ CASES = {
 }
 CASES["gpt-oss, whole"] = replace(CASES["gpt-oss"], block=2)
 CASES["Gemma2, whole"] = replace(CASES["Gemma2"], block=2)
+# With a key head for each query head the projection is split on a way of its own (`SplittingSelfAttention`).
+for _name in ("Qwen3", "OLMoE"):
+    _overrides = [*CASES[_name].overrides, f"model.num_query_groups={HEADS}"]
+    CASES[f"{_name}, without groups"] = replace(CASES[_name], overrides=_overrides)
 
 
 def theirs_of(case: Case, config: RunConfig) -> tuple[nn.Module, nn.Module, Any]:
@@ -121,13 +125,13 @@ def names_of(attention: nn.Module, theirs: nn.Module) -> dict[str, str]:
     return found
 
 
-def part_of(name: str, ours: Tensor, size: int) -> Tensor:
+def part_of(name: str, ours: Tensor, size: int, groups: int) -> Tensor:
     """Return their tensor of ours, which has the rows of each group's queries, key and value together."""
     side = "qkv".find(name[0]) if name[1:].startswith("_proj") else -1
     if side < 0:
         return ours
-    sizes = [HEADS // GROUPS * size, size, size]
-    return ours.view(GROUPS, sum(sizes), *ours.shape[1:]).split(sizes, dim=1)[side].flatten(0, 1)
+    sizes = [HEADS // groups * size, size, size]
+    return ours.view(groups, sum(sizes), *ours.shape[1:]).split(sizes, dim=1)[side].flatten(0, 1)
 
 
 def started(case: Case, kernels: str) -> tuple[GPT, nn.Module, RunConfig]:
@@ -152,11 +156,13 @@ def test_outputs_and_gradients(name: str, kernels: str) -> None:
     case = CASES[name]
     _, attention, config = started(case, kernels)
     theirs, rotary, settings = theirs_of(case, config)
-    places, size = names_of(attention, theirs), head_size(config.model)
+    places, groups = names_of(attention, theirs), config.model.num_query_groups
+    assert groups is not None
+    sizes = (head_size(config.model), groups)
     ours = dict(attention.named_parameters())
     with torch.no_grad():
         for other, parameter in theirs.named_parameters():
-            parameter.copy_(part_of(other, ours[places[other]], size))
+            parameter.copy_(part_of(other, ours[places[other]], *sizes))
     hidden_SBH = torch.randn(S, B, HIDDEN, requires_grad=True)
     output, bias = attention(hidden_SBH, None)
     found_SBH = output if bias is None else output + bias
@@ -172,7 +178,7 @@ def test_outputs_and_gradients(name: str, kernels: str) -> None:
     torch.testing.assert_close(found_SBH, expected_BSH.transpose(0, 1), rtol=1e-5, atol=1e-5)
     same_gradient(gradient_of(hidden_SBH), gradient_of(their_BSH).transpose(0, 1), "input")
     for other, parameter in theirs.named_parameters():
-        mine = part_of(other, gradient_of(ours[places[other]]), size)
+        mine = part_of(other, gradient_of(ours[places[other]]), *sizes)
         same_gradient(mine, gradient_of(parameter), other)
 
 

@@ -58,7 +58,7 @@ def test_scores_that_are_not_defined_are_null_in_files_and_a_dash_in_the_table(t
     save_scores(tmp_path, scores, {"de": [{"label": 0.5}]})
     assert json.loads((tmp_path / "scores.json").read_text())["sets"] == {"de": {"pearson": None}}
     assert (tmp_path / "predictions/de.jsonl").read_text() == '{"label": 0.5}\n'
-    loaded = load_scores(tmp_path)
+    loaded = load_scores(tmp_path, ["de"], ["pearson"])
     assert loaded is not None and math.isnan(loaded.sets["de"]["pearson"])
     found = results(
         task, examples, {1: loaded, 2: SeedScores(3, {"de": {"pearson": 0.5}})}, {"checkpoint": "m"}
@@ -91,7 +91,17 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     open_output(output, {**identity, "examples": "y"}, True)
     assert not (output / "seed_1").exists()
     (output / "seed_1").mkdir()
-    (output / "seed_1/scores.json").write_text('{"step": 1}')
-    with pytest.raises(UserError, match="scores.json is broken; delete it"):
-        load_scores(output / "seed_1")
-    assert load_scores(output) is None
+    for broken in (
+        "{}",
+        '{"de": {}}',
+        '{"de": {"accuracy": "high"}}',
+        '{"de": 1}',
+        '{"en": {"accuracy": 1}}',
+    ):
+        (output / "seed_1/scores.json").write_text(f'{{"step": 1, "sets": {broken}}}')
+        with pytest.raises(UserError, match="scores.json is broken; delete it"):
+            load_scores(output / "seed_1", ["de"], ["accuracy"])
+    assert load_scores(output, ["de"], ["accuracy"]) is None
+    (output / "file").touch()
+    with pytest.raises(UserError, match="--output: .*file/new cannot be written: Not a directory; name"):
+        open_output(output / "file/new", identity, False)

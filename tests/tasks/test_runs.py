@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megamoe.config import RunConfig
+from megamoe.errors import UserError
 from megamoe.tasks.files import read_examples
 from megamoe.tasks.runs import run_config
 from megamoe.tasks.schema import load_task
@@ -86,3 +87,12 @@ def test_nothing_of_a_dense_model_is_frozen(tmp_path: Path) -> None:
     frozen = {"frozen": ["router", "experts"]}
     assert run_of(tmp_path, **frozen).moe.frozen == ["router", "experts"]
     assert run_of(tmp_path, model=["moe.layers={at: []}"], **frozen).moe.frozen == []
+
+
+@pytest.mark.parametrize("key", ["name", "output", "seed", "checkpoint.init.path", "data.sources"])
+def test_keys_that_the_tool_sets_itself_are_refused(tmp_path: Path, key: str) -> None:
+    """A run of another name or folder would be trained and then not found."""
+    with pytest.raises(UserError, match=f"^{key}: tools/finetune.py sets this key of a seed's run itself"):
+        run_of(tmp_path, f"{key}=5")
+    with pytest.raises(UserError, match=f"^{key}: "):
+        run_of(tmp_path, run={key: 5})
