@@ -4,8 +4,8 @@ srun --ntasks-per-node=1 .venv/bin/python tools/preflight.py --config CONFIG.yam
 torchrun --nnodes 2 --nproc-per-node 1 --master-addr n1 tools/preflight.py --config CONFIG.yaml
 
 Compares versions, code and configuration, and checks disks, limits, GPUs, clocks, and the bandwidth between
-pairs of nodes. The last line, `exclude: n3,n7`, is for `sbatch --exclude`. Exit code: 0 if all is well, 1 for a
-bad node, 2 for a mistake that concerns all nodes.
+pairs of nodes. The last line, `exclude: n3,n7`, is for `sbatch --exclude`. Exit code: 0 if all is well, 1 for
+a bad node, 2 for a mistake that concerns all nodes.
 """
 
 import argparse

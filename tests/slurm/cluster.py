@@ -158,6 +158,19 @@ class Cluster:
         """Kill or revive a node."""
         subprocess.run([SCRIPT, verb, self.folder, name], check=True, timeout=60)
 
+    @contextmanager
+    def disk(self, name: str, path: Path, options: str) -> Iterator[None]:
+        """Context in which a node has an empty disk of its own in the place of a folder."""
+        command: list[str | Path] = [SCRIPT, "disk", self.folder, name, path]
+        done = subprocess.run([*command, options], capture_output=True, text=True, timeout=60)
+        if done.returncode == NOT_INSTALLED:
+            pytest.skip(done.stderr.strip())
+        assert done.returncode == 0, done.stderr
+        try:
+            yield
+        finally:
+            subprocess.run([*command, "off"], timeout=60)
+
 
 def logs_of(home: Path) -> Mapping[str, str]:
     """Return the logs of all jobs of a home, by their paths in it."""
