@@ -2,9 +2,9 @@
 
     python benchmarks/convert_memory.py [--layers 16] [--folder FOLDER]
 
-Writes a Mixtral of random bfloat16 weights (16 blocks of 8 experts: 4.3 GB), imports and exports it, and prints
-for both the seconds, and by how much the peak resident memory of this process grew, mapped files included.
---folder: where; default: the system's temporary folder, which needs three times the model's size.
+Writes a Mixtral of random bfloat16 weights (16 blocks of 8 experts: 4.6 GB), imports and exports it, and
+prints for both the seconds, and by how much the peak resident memory of this process grew, mapped files
+included. --folder: where; default: the system's temporary folder, which needs three times the model's size.
 """
 
 import json
@@ -62,7 +62,8 @@ def write_model(folder: Path, layers: int) -> int:
     (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
     family = FAMILIES["mixtral"]
     groups = family.rules(as_config(family.read(config)), int(config["vocab_size"]))  # type: ignore[call-overload]
-    places, total = {}, 0
+    places: dict[str, str] = {}
+    total = 0
     for number, group in enumerate(groups):
         shapes = {name: shape for rule in group for name, shape in rule.source_shapes().items()}
         tensors = {name: Stored(torch.bfloat16, shape) for name, shape in shapes.items()}

@@ -75,9 +75,9 @@ FAULTS = (
         "token-count",
         "the lm loss is the mean over the unmasked tokens of the global batch",
         "parallelism.md",
-        "megamoe/train/step.py",
-        "    dist.all_reduce(tokens, group=engine.data_group)\n",
-        "    tokens *= engine.layout.data\n",
+        "megamoe/train/multi_token_losses.py",
+        "        dist.all_reduce(tokens_K, group=engine.data_group)\n",
+        "        tokens_K *= engine.layout.data\n",
         ("tests/distributed/test_parity.py",),
     ),
     Fault(

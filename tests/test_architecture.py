@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "analysis": SHARDING
     | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
     "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
-    "hf": FOUNDATION | {"checkpoint"},
+    "harness": FOUNDATION | {"data", "parallel", "train", "analysis", "generation"},
+    "hf": FOUNDATION | {"checkpoint", "data"},
     "tasks": FOUNDATION
     | {"data", "objectives", "parallel", "zero", "checkpoint", "resilience", "train", "analysis"},
     "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
@@ -59,6 +60,7 @@ VENDORS = {
     "transformer_engine": {"model", "compat"},
     "apex": {"model"},
     "triton": {"kernels"},
+    "lm_eval": {"harness"},
     "sklearn": {"tasks"},
     "scipy": {"tasks"},
     "wandb": {"metrics"},

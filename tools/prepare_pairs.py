@@ -50,7 +50,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--languages", type=_words, help="keep these target languages, such as de,pt_BR (default all)")
     add("--min-words", type=int, help="of a source (default 1)")
     add("--min-pairs", type=int, help="leave out languages with fewer pairs (default 1)")
+    add(
+        "--max-overlap",
+        type=float,
+        metavar="SHARE",
+        help="leave out pairs whose target has more than this share of the source's words (default 1)",
+    )
     add("--min-label", type=int, help="leave out labels with fewer training texts (default 20)")
+    add("--max-label", type=int, help="keep at most so many training texts of a label (default all)")
     add("--split", type=_shares, help="shares of train, valid and test, by message (default 0.9,0.05,0.05)")
     add(
         "--tokenizer",

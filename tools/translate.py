@@ -28,21 +28,10 @@ from megamoe.resilience.error_reporting import exit_process
 
 MOST_BYTES = 1 << 28
 STDIN = Path("-")
-# The options of the search that --json writes.
-SEARCH = (
-    "beams",
-    "length_penalty",
-    "early_stopping",
-    "min_length",
-    "max_length",
-    "max_extra",
-    "n_best",
-    "sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seed",
-)
+# Options that have an effect together with others only.
+OF_BEAMS = ("beams", "length_penalty", "early_stopping")
+OF_DRAWS = ("temperature", "top_k", "top_p", "seed")
+OF_PAIRS = ("pairs", "split", "samples", "write_references")
 # A terminal would obey control characters.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -64,12 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--input", type=Path, metavar="FILE", help="a sentence on each line; - for standard input")
     add("--reference", type=Path, metavar="FILE", help="a translation of each line of --input, for --score")
     add("--pairs", metavar="FOLDER", help="prepared pairs instead; default: those of the run")
-    add("--split", default="test", help="of the pairs; default: test")
+    add("--split", help="of the pairs; default: test")
     add("--samples", type=int, metavar="N", help="the first N pairs only")
     add("--too-long", choices=("error", "truncate"), default="error", help="sources of too many tokens")
     add("--beams", type=int, help="hypotheses of the beam search; 1: greedy; default: 4")
-    add("--length-penalty", type=float, default=1.0, help="p of log P / tokens^p; default: 1")
-    add("--early-stopping", choices=("yes", "no", "never"), default="no", help="see docs; default: no")
+    add("--length-penalty", type=float, help="p of log P / tokens^p; default: 1")
+    add("--early-stopping", choices=("yes", "no", "never"), help="when the search ends; default: no")
     add("--min-length", type=int, default=1, help="tokens before the end at least; default: 1")
     add("--max-length", type=int, help="tokens at most; default: data.sequence_length")
     add("--max-extra", type=int, default=50, help="tokens beyond those of the source at most; default: 50")
@@ -114,7 +103,7 @@ def _run(options: argparse.Namespace) -> None:
         if lines is not None:
             sentences = languages.of_lines(trained, direction, lines, references, options.too_long)
         else:
-            given = (options.pairs, options.split, options.samples, options.too_long)
+            given = (options.pairs, options.split or "test", options.samples, options.too_long)
             sentences = languages.of_pairs(trained, direction, *given)
         cached, notes = prepare(trained, options.keep_capacity, not options.no_cache)
         is_first = ranks.world.is_first
@@ -134,7 +123,8 @@ def _run(options: argparse.Namespace) -> None:
             f"{speed['sentences_per_s']:.1f} sentences/s, {speed['tokens_per_s']:.0f} tokens/s",
             file=sys.stderr,
         )
-        result = {**_result(trained, options, sentences, found), "speed": speed}
+        result = {**_result(trained, options, sentences, found), "search": _settings(options, search)}
+        result["speed"] = speed
         texts = _texts(trained, found)
         if metrics and sentences.references is not None:
             best = [hypotheses[0] for hypotheses in texts]
@@ -151,30 +141,42 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse options that cannot be, or that have no effect beside others, before anything is loaded."""
     check_positive("--batch-size", options.batch_size)
     check_positive("--samples", options.samples)
-    for option, path in (
-        ("--output", options.output),
-        ("--write-references", options.write_references),
-        ("--json", options.json),
-    ):
+    written: dict[Path, str] = {}
+    for name in ("output", "write_references", "json"):
+        option, path = _spelling(name), getattr(options, name)
         check_writable(option, path)
+        if path is not None and (other := written.setdefault(path.resolve(), option)) != option:
+            raise UserError(f"{option}: {path} is also the file of {other}; name another one")
     if options.input == STDIN and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--input: -, but only one of several ranks has the standard input; name a file")
-    if options.input is not None and (options.pairs or options.samples or options.write_references):
-        raise UserError(
-            "--input: translates lines, which --pairs, --samples and --write-references do not go with; "
-            "leave one out"
-        )
+    if options.input is not None and (given := _given(options, OF_PAIRS)):
+        raise UserError(f"{given[0]}: is for pairs, but --input names lines; leave one of the two out")
     if options.reference is not None and options.input is None:
         raise UserError("--reference: is for --input; the pairs have references")
     if options.score and options.input is not None and options.reference is None:
         raise UserError("--score: --input has no references; give them with --reference FILE")
     if options.reference is not None and not options.score:
         raise UserError("--reference: is for --score; add it")
-    drawn = ("temperature", "top_k", "top_p", "seed")
-    if not options.sample and (given := [name for name in drawn if getattr(options, name) is not None]):
-        raise UserError(f"--{given[0].replace('_', '-')}: is for draws; add --sample, or leave it out")
-    if options.sample and options.beams is not None:
-        raise UserError("--sample: found with --beams, which search; leave one out")
+    if options.tokenize is not None and not options.score:
+        raise UserError("--tokenize: is for BLEU; add --score, or leave it out")
+    if not options.sample and (given := _given(options, OF_DRAWS)):
+        raise UserError(f"{given[0]}: is for draws; add --sample, or leave it out")
+    if options.sample and (given := _given(options, OF_BEAMS)):
+        raise UserError(f"--sample: found with {given[0]}, which is for the beam search; leave one out")
+    if options.max_length is not None and options.min_length > options.max_length > 0:
+        raise UserError(
+            f"--min-length: found {options.min_length}, more than --max-length {options.max_length}; lower "
+            "one, or raise the other"
+        )
+
+
+def _given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
+    """Return those of the options that the command line has, as they are written there."""
+    return [_spelling(name) for name in names if getattr(options, name) is not None]
+
+
+def _spelling(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _search(options: argparse.Namespace) -> Any:
@@ -184,11 +186,9 @@ def _search(options: argparse.Namespace) -> Any:
 
     if not options.sample:
         return BeamOptions(
-            4 if options.beams is None else options.beams,
-            options.length_penalty,
-            options.early_stopping,
-            options.min_length,
-            options.n_best,
+            **{name: getattr(options, name) for name in OF_BEAMS if getattr(options, name) is not None},
+            min_length=options.min_length,
+            n_best=options.n_best,
         )
     temperature = 1.0 if options.temperature is None else options.temperature
     if not temperature > 0:
@@ -205,12 +205,14 @@ def _lines(option: str, path: Path | None) -> list[str] | None:
     """Return the lines of a file; only a line feed ends a line, as in sacreBLEU."""
     if path is None:
         return None
+    is_stdin = path == STDIN and option == "--input"
     try:
-        is_stdin = path == STDIN and option == "--input"
-        content = sys.stdin.buffer.read(MOST_BYTES) if is_stdin else read_plain(path, MOST_BYTES)
-        text = content.decode("utf-8")
+        content = sys.stdin.buffer.read(MOST_BYTES + 1) if is_stdin else read_plain(path, MOST_BYTES)
+        text = content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{option}: {path}: {reason(error)}; expected a text file in UTF-8") from error
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{option}: {path}: more than {MOST_BYTES} bytes; translate it in parts")
     return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
 
 
@@ -259,10 +261,7 @@ def _write(
 
 
 def _result(trained: Any, options: argparse.Namespace, sentences: Any, found: Any) -> dict[str, Any]:
-    """Return what --json writes, without the scores and the speed."""
-    search = {name: getattr(options, name) for name in SEARCH if getattr(options, name) is not None}
-    if not options.sample:
-        search["beams"] = 4 if options.beams is None else options.beams
+    """Return what --json writes, without the settings, the speed and the scores."""
     texts = _texts(trained, found)
     entries = []
     for number, hypotheses in enumerate(found):
@@ -277,11 +276,20 @@ def _result(trained: Any, options: argparse.Namespace, sentences: Any, found: An
         "step": trained.step,
         "from": options.source,
         "to": options.target,
-        "search": search,
         "precision": trained.precision,
         "cut": sentences.cut,
         "sentences": entries,
     }
+
+
+def _settings(options: argparse.Namespace, search: Any) -> dict[str, Any]:
+    """Return what the search or the draws depended on, defaults included, for --json."""
+    used = dataclasses.asdict(search)
+    if options.sample:
+        sampling = used.pop("sampling")
+        used |= {name: sampling[name] for name in OF_DRAWS}
+    used |= {name: getattr(options, name) for name in ("sample", "max_length", "max_extra")}
+    return {name: value for name, value in used.items() if value is not None}
 
 
 def _speed(found: list[list[Any]], seconds: float) -> dict[str, float]:

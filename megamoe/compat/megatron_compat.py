@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -45,6 +46,21 @@ def allow_latent_attention() -> None:
     """
     if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
         multi_latent_attention.HAVE_TE = False
+
+
+class NormsAsSpecified:
+    """A base before Megatron-Core's latent attention: it builds the layers and norms of its specification.
+
+    Reason: 0.19 decides by `qk_layernorm` what to build instead. It refuses a norm of compressed keys and
+        values where queries are not compressed, except in Transformer Engine's layers.
+    Seen with: Megatron-Core 0.19.2; 0.16.1 builds what the specification says, and does not call this.
+    Without it: latent attention fails under 0.19.
+    Canary: test_megatron.py::test_norms_of_latent_attention
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) or IdentityOp for name in names}
 
 
 def ffn_submodules(mlp: Any) -> Any:

@@ -62,6 +62,8 @@ def first_problem(error: ValidationError, schema: Any) -> str:
         return _at(steps, f"{' '.join(str(context['error']).split())} (found {found})")
     expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else problem["msg"]
     hint = nearest(problem["input"], re.findall(r"'([^']*)'", expected)) if kind == "literal_error" else ""
+    if kind == "string_type" and isinstance(problem["input"], bool):
+        hint = "; yes, no, on and off are true and false unless they stand in quotes"
     return _at(steps, f"expected {expected}, found {found}{hint}")
 
 

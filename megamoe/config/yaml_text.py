@@ -16,6 +16,7 @@ TEXT_OF_A_VALUE = 100  # characters
 LONGEST_SHOWN = 60  # characters of a message
 TEXT = "tag:yaml.org,2002:str"
 REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
+NO_KEYS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null")}  # keys are text: `no: file`
 INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)\Z")
 FLOAT = re.compile(
     r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?\Z
@@ -82,6 +83,8 @@ class _Loader(yaml.SafeLoader):
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key is None:
                 raise _error("expected text as a key", key_node.start_mark)
+            if key_node.tag in NO_KEYS:  # the language no, the state on
+                key_node.tag = TEXT
             if key in seen:
                 raise _error(f"the key {_short(key)!r} stands twice", key_node.start_mark)
             seen.add(key)

@@ -1,15 +1,15 @@
-"""Peak rates of GPUs, from NVIDIA's data sheets."""
+"""Peak rates and memory of GPUs, from their makers' data sheets."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak rates of one GPU, from NVIDIA's data sheets, dense (without sparsity).
+    """Peak rates of one GPU, from its maker's data sheet, dense (without sparsity).
 
     bf16, fp32: FLOP/s of matrix products with tensor cores in bf16 or fp16, and in fp32 without them (TF32 is
     off by default in PyTorch). memory: bytes/s. nvlink, network: bytes/s of one direction, within a node of 8
-    and between nodes.
+    and between nodes. capacity: bytes of its memory.
     """
 
     name: str
@@ -18,6 +18,7 @@ class Gpu:
     memory: float
     nvlink: float
     network: float
+    capacity: float = 80e9
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for products of that dtype."""
@@ -32,7 +33,12 @@ GPUS = {
     "h100": Gpu("H100 SXM", 989.5e12, 67e12, 3.35e12, 450e9, 50e9),
     # NVIDIA HGX B200 data sheet, of 8 GPUs: bf16 36 PFLOP/s with sparsity, fp32 600 TFLOP/s; memory 8 TB/s
     # and NVLink 1.8 TB/s both ways a GPU; DGX B200: 400 Gb/s InfiniBand a GPU.
-    "b200": Gpu("B200 SXM", 2.25e15, 75e12, 8e12, 900e9, 50e9),
+    "b200": Gpu("B200 SXM", 2.25e15, 75e12, 8e12, 900e9, 50e9, 180e9),
+    # NVIDIA H200 data sheet (SXM): as the H100 SXM, with 141 GB of memory at 4.8 TB/s.
+    "h200": Gpu("H200 SXM", 989.5e12, 67e12, 4.8e12, 450e9, 50e9, 141e9),
+    # AMD Instinct MI300X data sheet: bf16 1,307.4 and fp32 163.4 TFLOP/s of matrices, 192 GB at 5.3 TB/s,
+    # seven Infinity Fabric links of 128 GB/s both ways; 400 Gb/s InfiniBand or Ethernet a GPU.
+    "mi300x": Gpu("MI300X", 1307.4e12, 163.4e12, 5.3e12, 448e9, 50e9, 192e9),
 }
 # Words of a device's name as CUDA gives it -> its entry. The H200 computes as the H100 SXM does (data sheet).
 # PCIe and NVL cards have the same words and lower peaks.

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
+from megamoe.generation.runner import Runner
 
 EarlyStopping = Literal["yes", "no", "never"]
 MOST_BEAMS = 10_000
@@ -64,18 +65,6 @@ class Hypothesis:
     score: float
 
 
-class Rows(Protocol):
-    """A batch of sequences that a model continues, such as `megamoe.generation.runner.CachedRunner`."""
-
-    def begin(self) -> Tensor:
-        """Return the logits of the first tokens, fp32 [B, vocabulary]."""
-        ...
-
-    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
-        """Append `new[i]` to row `rows[i]` of the last call; return the next logits, fp32 [R, vocabulary]."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Running:
     """A hypothesis that goes on. parent: its place among the sequence's hypotheses before its last token."""
@@ -127,7 +116,7 @@ class _Sequence:
 
 @torch.no_grad()
 def beam_search(
-    rows: Rows,
+    runner: Runner,
     limits: Sequence[int],
     options: BeamOptions,
     *,
@@ -145,7 +134,7 @@ def beam_search(
         UserError: if logits are not finite, or if all tokens are forbidden.
     """
     found = [_Sequence(limit) for limit in limits]
-    active, logits_RV, length = found, rows.begin(), 0
+    active, logits_RV, length = found, runner.begin(), 0
     while True:
         banned = [*forbidden, *([end] if length < options.min_length else [])]
         candidates = _best(logits_RV, active, banned, options, agree)
@@ -167,7 +156,7 @@ def beam_search(
             new += [each.tokens[-1] for each in sequence.running] + [end] * missing
             parents += [place * width + each.parent for each in sequence.running] + [place * width] * missing
         # Neighbours of a sequence stay neighbours, whatever their order: `SourceCache` relies on it.
-        active, logits_RV = [sequence for _, sequence in going], rows.feed(new, parents)
+        active, logits_RV = [sequence for _, sequence in going], runner.feed(new, parents)
 
 
 def _best(

@@ -14,7 +14,7 @@ from megamoe.registry import get_part
 
 
 @dataclass(frozen=True)
-class Translated:
+class TranslationDirection:
     """A direction of translation. tag: where the target language's tag stands. tag_id: its token, if any."""
 
     source: str
@@ -33,7 +33,7 @@ class Translated:
         return [self.tag_id] if self.tag == "target" and self.tag_id is not None else []
 
 
-def direction_of(trained: TrainedModel, source: str, target: str) -> Translated:
+def direction_of(trained: TrainedModel, source: str, target: str) -> TranslationDirection:
     """Return a direction that the model was trained for.
 
     Raises:
@@ -60,7 +60,7 @@ def direction_of(trained: TrainedModel, source: str, target: str) -> Translated:
         raise UserError(
             f"--to {target}: the tokenizer reserves no <2{wanted[1]}>, but the model was trained with tags"
         )
-    return Translated(*wanted, options.tag, tag_id)
+    return TranslationDirection(*wanted, options.tag, tag_id)
 
 
 def _options(trained: TrainedModel) -> Any:
@@ -95,7 +95,7 @@ class Sentences:
 
 def of_lines(
     trained: TrainedModel,
-    direction: Translated,
+    direction: TranslationDirection,
     lines: list[str],
     references: list[str] | None,
     too_long: str,
@@ -125,7 +125,7 @@ def of_lines(
 
 def of_pairs(
     trained: TrainedModel,
-    direction: Translated,
+    direction: TranslationDirection,
     pairs: str | None,
     split: str,
     most: int | None,

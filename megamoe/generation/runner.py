@@ -122,6 +122,7 @@ def _logits(
     context.token_index_T = position_BS.T.reshape(-1)
     context.sample_index_B = torch.arange(num_sequences, device=tokens_BS.device)
     context.num_rollouts = 1
+    context.padding = None
     if trained.config.model.position == "learned":  # padding at the end may be beyond the last position
         position_BS = position_BS.clamp_max(trained.config.data.sequence_length - 1)
     return trained.decoder.whole_logits(tokens_BS, position_BS, cache)
@@ -134,6 +135,23 @@ class KeepAll(Part):
         """Return None: every pair is kept."""
 
 
+def neighbours(trained: TrainedModel, keep_capacity: bool) -> list[str]:
+    """Return why a token's output depends on later tokens or other sequences, as parts of a sentence.
+
+    Empty: it does not, and sequences of a batch do not influence each other.
+    """
+    if not any(True for _ in trained.model.moe_layers()):
+        return []
+    router, reasons = trained.config.moe.router, []
+    if keep_capacity and "dropless" not in capabilities(router.capacity):
+        reasons.append(f"moe.router.capacity {router.capacity.name} drops pairs by all tokens of a sequence")
+    return reasons + [
+        f"the {part.kind} {part.name} lets a token's experts depend on other tokens"
+        for part in (router.scorer, *router.masks, router.score_function, router.selector)
+        if "over_tokens" in capabilities(part)
+    ]
+
+
 def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bool, list[str]]:
     """Make a model ready to generate; return whether it can use a cache, and lines for the user.
 
@@ -143,7 +161,7 @@ def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bo
     Raises:
         UserError: if the experts depend on all tokens and tensor parallelism would pad the sequences.
     """
-    router, lines, reasons = trained.config.moe.router, [], []
+    router, lines = trained.config.moe.router, []
     layers = [layer for _, layer in trained.model.moe_layers()]
     drops = bool(layers) and "dropless" not in capabilities(router.capacity)
     if drops and not keep_capacity:
@@ -153,14 +171,7 @@ def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bo
             f"moe.router.capacity {router.capacity.name} would drop pairs by the other tokens of a batch; "
             "generating without it (--keep-capacity keeps it)"
         )
-    if drops and keep_capacity:
-        reasons.append(f"moe.router.capacity {router.capacity.name} drops pairs by all tokens of a sequence")
-    choices = [router.scorer, *router.masks, router.score_function, router.selector] if layers else []
-    reasons += [
-        f"the {part.kind} {part.name} lets a token's experts depend on other tokens"
-        for part in choices
-        if "over_tokens" in capabilities(part)
-    ]
+    reasons = neighbours(trained, keep_capacity)
     if reasons and trained.layout.tensor > 1:
         raise UserError(
             f"parallel.tensor: found {trained.layout.tensor}, which pads sequences, but {reasons[0]}; "

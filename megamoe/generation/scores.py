@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from megamoe.data.parallel_text.languages import normalize_language
 from megamoe.errors import UserError
 
 # Those that need no download. ja-mecab and ko-mecab need further packages of sacreBLEU.
@@ -20,8 +21,11 @@ class Score:
 
 
 def default_tokenize(language: str) -> Tokenize:
-    """Return BLEU's tokenisation for a target language: zh for Chinese, char where words have no spaces."""
-    first = language.split("_")[0]
+    """Return BLEU's tokenisation for a target language: zh for Chinese, char where words have no spaces.
+
+    language: in any spelling that `normalize_language` takes, such as zh_CN or zh-cn.
+    """
+    first = (normalize_language(language) or language).split("_")[0]
     return "zh" if first == "zh" else "char" if first in WITHOUT_SPACES else "13a"
 
 

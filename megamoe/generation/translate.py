@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.errors import UserError
-from megamoe.generation.beam_search import BeamOptions, Hypothesis, Rows, beam_search
+from megamoe.generation.beam_search import BeamOptions, Hypothesis, beam_search
 from megamoe.generation.beams import agreement, never_written
-from megamoe.generation.languages import Sentences, Translated
+from megamoe.generation.languages import Sentences, TranslationDirection
+from megamoe.generation.runner import Runner
 from megamoe.generation.sampling import Sampling
 from megamoe.generation.source_runner import CachedSourceRunner, PlainSourceRunner
 
@@ -64,19 +65,18 @@ class _Task:
 
 def translate(
     trained: TrainedModel,
-    direction: Translated,
+    direction: TranslationDirection,
     sentences: Sentences,
     search: BeamOptions | Drawing,
     lengths: Lengths,
     *,
     batch_size: int = 32,
     cached: bool = True,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[Hypothesis]]:
     """Return the hypotheses of each sentence, the best first; none of a blank one. Collective over all ranks.
 
     Sources of similar lengths form a batch. cached: see `runner.prepare`, which tells whether a model can;
-    otherwise every source is translated by itself. progress: called with the number of finished sources.
+    otherwise every source is translated by itself.
     """
     tasks = list(_tasks(trained, direction, sentences, search, lengths))
     tasks.sort(key=lambda task: -len(task.tokens))
@@ -86,13 +86,12 @@ def translate(
         batch = tasks[first : first + size]
         for task, hypotheses in zip(batch, _batch(trained, direction, batch, search, cached), strict=True):
             found[task.number] += hypotheses
-        progress(min(first + size, len(tasks)))
     return [sorted(each, key=lambda one: -one.score) for each in found]
 
 
 def _tasks(
     trained: TrainedModel,
-    direction: Translated,
+    direction: TranslationDirection,
     sentences: Sentences,
     search: BeamOptions | Drawing,
     lengths: Lengths,
@@ -114,7 +113,7 @@ def _tasks(
 
 def _batch(
     trained: TrainedModel,
-    direction: Translated,
+    direction: TranslationDirection,
     batch: list[_Task],
     search: BeamOptions | Drawing,
     cached: bool,
@@ -123,7 +122,7 @@ def _batch(
     assert end is not None
     prefix = [end, *direction.target_prefix]
     sources, limits = [task.tokens for task in batch], [task.limit for task in batch]
-    rows: Rows = (
+    runner: Runner = (
         CachedSourceRunner(trained, sources, prefix, max(limits))
         if cached
         else PlainSourceRunner(trained, sources, prefix)
@@ -131,15 +130,15 @@ def _batch(
     forbidden = never_written(trained)
     agree = agreement(trained)
     if isinstance(search, BeamOptions):
-        return beam_search(rows, limits, search, end=end, forbidden=forbidden, agree=agree)
+        return beam_search(runner, limits, search, end=end, forbidden=forbidden, agree=agree)
     keys = [task.key for task in batch]
-    drawn = draw(rows, limits, search, keys, end=end, forbidden=forbidden, agree=agree)
+    drawn = draw(runner, limits, search, keys, end=end, forbidden=forbidden, agree=agree)
     return [[hypothesis] for hypothesis in drawn]
 
 
 @torch.no_grad()
 def draw(
-    rows: Rows,
+    runner: Runner,
     limits: Sequence[int],
     drawing: Drawing,
     keys: list[int],
@@ -155,7 +154,7 @@ def draw(
     """
     tokens: list[list[int]] = [[] for _ in limits]
     totals = [0.0] * len(limits)
-    active, logits_RV = list(range(len(limits))), rows.begin()
+    active, logits_RV = list(range(len(limits))), runner.begin()
     while True:
         place = len(tokens[active[0]])
         banned = [*forbidden, *([end] if place < drawing.min_length else [])]
@@ -175,5 +174,5 @@ def draw(
         if not going:
             columns = zip(tokens, totals, strict=True)
             return [Hypothesis(each, total, total / len(each)) for each, total in columns]
-        logits_RV = rows.feed([new[row] for row in going], going)
+        logits_RV = runner.feed([new[row] for row in going], going)
         active = [active[row] for row in going]

@@ -20,15 +20,16 @@ from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.config import RunConfig
 from megamoe.config.load import configure
 from megamoe.errors import UserError
-from megamoe.hf.convert import family_of
 from megamoe.hf.families import FAMILIES
 from megamoe.hf.family import Family, as_config, differences
 from megamoe.hf.folder import (
     CONFIG,
+    GENERATION,
     WEIGHT_MAP,
     WEIGHTS,
     WEIGHTS_INDEX,
     dtype_name,
+    portable,
     read_object,
     read_other_files,
     shown,
@@ -37,10 +38,11 @@ from megamoe.hf.import_folder import KEPT
 from megamoe.hf.keys import Json
 from megamoe.hf.rules import Rule
 from megamoe.hf.tensor_files import Stored, TensorWriter
+from megamoe.hf.tokenizer import tokenizer_files
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# State of the losses, and statistics of the training: no model of transformers has them.
-OF_TRAINING = re.compile(r".*\.layer\.losses\..*")
+# The state of losses, and multi-token prediction: no model of transformers has them.
+OF_TRAINING = re.compile(r".*\.layer\.losses\..*|prediction\..*")
 METADATA = {"format": "pt"}  # transformers asks for it
 SHOWN_KEYS = 5
 
@@ -81,11 +83,16 @@ def export_run(
     refuse_damaged(checkpoint)
     with CheckpointReader(checkpoint, "checkpoint") as reader, new_tree(folder, checkpoint) as temporary:
         target = _target(reader, like, model_class, overrides)
-        stored = _stored(reader, target, dtype)
+        stored, unused = _stored(reader, target, dtype)
         _write_tensors(temporary, reader, target, stored, shard_bytes)
         content = _config(target, stored)
         for name, text in {**target.others, CONFIG: (json.dumps(content, indent=2) + "\n").encode()}.items():
             (temporary / name).write_bytes(text)
+    if unused:
+        first = shown(unused[0])
+        report(f"left out, for only training needs them: {len(unused)} tensors, the first of them {first}")
+    if not target.others.keys() - {GENERATION}:
+        report(f"{folder}: without a tokenizer, whose files are not known; name a folder with --like")
     report(f"{folder}: {target.family.architecture}, {len(stored)} tensors, {dtype_name(stored)}")
 
 
@@ -102,21 +109,17 @@ def _target(
     reader: CheckpointReader, like: Path | None, model_class: str | None, overrides: Sequence[str]
 ) -> Target:
     config = _configuration(reader, overrides)
-    kept = like or _kept(reader)
-    given = read_object(kept / CONFIG) if kept is not None else {}
     if model_class is not None and model_class not in FAMILIES:
         raise UserError(f"--class: found {shown(model_class)}, expected one of {', '.join(FAMILIES)}")
-    if model_class is not None and given.get("model_type") != model_class:
-        kept, given = (kept, {}) if like is None else (kept, given)
-    family = _family(
-        reader.path, config, model_class, family_of(given, kept / CONFIG) if given and kept else None
-    )
+    kept = like or _kept(reader)
+    if like is not None and not like.is_dir():
+        raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
+    given = portable(read_object(kept / CONFIG)) if kept is not None and (kept / CONFIG).exists() else {}
+    family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
     words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
-    rules = family.rules(config, words)
-    others = read_other_files(kept) if kept is not None else {}
-    return Target(
-        family, config, rules, given if given.get("model_type") == family.model_type else {}, others
-    )
+    others = read_other_files(kept) if kept is not None else tokenizer_files(config)
+    same_class = given.get("model_type") == family.model_type
+    return Target(family, config, family.rules(config, words), given if same_class else {}, others)
 
 
 def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunConfig:
@@ -153,7 +156,7 @@ def _family(path: Path, config: RunConfig, named: str | None, like: Family | Non
         if not found:
             return family
         problems[family.model_type] = found
-    nearest = min(problems, key=lambda name: len(problems[name]))
+    nearest = min(problems, key=lambda name: (problems[name][0].startswith(CONFIG), len(problems[name])))
     obstacles = problems[nearest]
     more = f" and {len(obstacles) - SHOWN_KEYS} more" if len(obstacles) > SHOWN_KEYS else ""
     which = f"--class {nearest}" if named else f"no class fits; the nearest, {nearest}"
@@ -172,8 +175,10 @@ def _obstacles(family: Family, config: RunConfig) -> list[str]:
     return [f"{key} {shown(str(mine))}" for key, (mine, _) in differences(config, there).items()]
 
 
-def _stored(reader: CheckpointReader, target: Target, dtype: str | None) -> dict[str, Stored]:
-    """Return every tensor of the folder to be written; check that no weight of the checkpoint is left over.
+def _stored(
+    reader: CheckpointReader, target: Target, dtype: str | None
+) -> tuple[dict[str, Stored], list[str]]:
+    """Return every tensor of the folder to be written, and the weights that only training needs.
 
     Raises:
         UserError: naming a tensor that is missing, of another shape, or left over.
@@ -193,13 +198,14 @@ def _stored(reader: CheckpointReader, target: Target, dtype: str | None) -> dict
         saved = reader.dtype(name)
         kind = saved if dtype is None or rule.is_buffer else DTYPES[dtype]
         stored |= {source: Stored(kind, shape) for source, shape in rule.source_shapes().items()}
-    left = {name for name in left if not OF_TRAINING.fullmatch(name)}
+    unused = sorted(name for name in left if OF_TRAINING.fullmatch(name))
+    left -= set(unused)
     if left:
         raise UserError(
             f"{reader.path}: {shown(min(left))} has no place in {target.family.architecture}; name another "
             "--class"
         )
-    return stored
+    return stored, unused
 
 
 def _write_tensors(

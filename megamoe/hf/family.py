@@ -48,6 +48,7 @@ OF_TRAINING = frozenset(
         "model.fp8_amax_history",
         "model.vocab_size",
         "model.vocab_multiple",
+        "model.multi_token_prediction",
         "moe.losses",
         "moe.frozen",
         "moe.expert_output_dropout",
@@ -222,7 +223,7 @@ def function_of(config: RunConfig) -> Json:
     flat = dict(_flat({"model": tree["model"], "moe": tree["moe"]}, ""))
     if flat.get("moe.router.selector.weights") == "kept_softmax":  # the same function, see `top_k`
         flat["moe.router.selector.weights"] = "renormalised"
-    blocks = moe_block_numbers(config)
+    blocks = [block for block in moe_block_numbers(config) if block <= config.model.num_layers]
     found = {
         name: value
         for name, value in flat.items()

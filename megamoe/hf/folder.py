@@ -128,6 +128,11 @@ def _content(path: Path, largest: int) -> bytes:
         raise broken(path, reason(error)) from None
 
 
+def portable(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the keys that belong to code or a quantisation, which are not kept."""
+    return {name: value for name, value in config.items() if name not in ("auto_map", "quantization_config")}
+
+
 def dtype_name(tensors: Mapping[str, Stored]) -> str:
     """Return the dtype of most elements, as transformers writes it: `bfloat16`."""
     count: dict[str, int] = {}

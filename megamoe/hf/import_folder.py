@@ -26,7 +26,7 @@ from megamoe.checkpoint.tools.stream import new_tree
 from megamoe.config import parse_config, to_dict
 from megamoe.config.yaml_text import dump
 from megamoe.hf.convert import Source, open_source
-from megamoe.hf.folder import CONFIG, GENERATION, dtype_name, read_other_files, shown
+from megamoe.hf.folder import CONFIG, GENERATION, dtype_name, portable, read_other_files, shown
 from megamoe.hf.keys import Json
 from megamoe.hf.rules import Rule
 from megamoe.hf.tensor_files import Stored, TensorWriter
@@ -53,7 +53,7 @@ def import_folder(source: Path, run: Path, report: Callable[[str], None] = print
         _write_checkpoint(checkpoint, opened, config)
         (folder / CHECKPOINTS / LATEST).write_text(STEP, encoding="utf-8")
         (folder / KEPT).mkdir()
-        kept[CONFIG] = (json.dumps(_portable(opened.folder.config), indent=2) + "\n").encode()
+        kept[CONFIG] = (json.dumps(portable(opened.folder.config), indent=2) + "\n").encode()
         for name, content in kept.items():
             (folder / KEPT / name).write_bytes(content)
         (folder / RUN_YAML).write_text(_run_yaml(opened, source, run, tokenizer), encoding="utf-8")
@@ -150,11 +150,6 @@ def _run_yaml(source: Source, folder: Path, run: Path, tokenizer: str | None) ->
         f"# python pretrain_gpt_moe.py --config {run / RUN_YAML} data.sources=[PREFIX] optimizer.lr=...\n"
         f"{dump(tree)}"
     )
-
-
-def _portable(config: Json) -> Json:
-    """Return a config.json without what belongs to files or a dtype that are not kept."""
-    return {name: value for name, value in config.items() if name not in ("auto_map", "quantization_config")}
 
 
 def _size(source: Source) -> str:

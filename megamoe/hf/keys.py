@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megamoe.config import RunConfig
+from megamoe.config.shapes import expert_ffn_size, ffn_size, shared_ffn_size
 from megamoe.errors import printable
 
 Json = dict[str, Any]
@@ -60,12 +61,23 @@ class Entry:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
+# Keys whose default follows from others.
+FILLED_IN: dict[str, Callable[[RunConfig], Any]] = {
+    "model.ffn_hidden_size": lambda config: ffn_size(config.model),
+    "moe.expert_ffn_hidden_size": expert_ffn_size,
+    "moe.shared_expert_ffn_hidden_size": lambda config: shared_ffn_size(config.moe, expert_ffn_size(config)),
+}
+
+
 def value_of(config: RunConfig, dotted: str) -> Any:
-    """Return the value of a key of ours; an option of a part stands under `options`."""
+    """Return the value of a key of ours; an option of a part stands under `options`.
+
+    A default that follows from other keys is filled in.
+    """
     found: Any = config
     for word in dotted.split("."):
         found = getattr(found, word) if hasattr(found, word) else getattr(found.options, word)
-    return found
+    return FILLED_IN[dotted](config) if found is None and dotted in FILLED_IN else found
 
 
 def same(name: str, ours: str, default: Any = REQUIRED, alias: str | None = None) -> Entry:

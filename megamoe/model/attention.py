@@ -1,5 +1,6 @@
 """The core attention of Megatron-Core's blocks: no s x s matrix in memory, with documents or without."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,17 +33,28 @@ class BlockConfig(TransformerConfig):
     """Megatron-Core's configuration of blocks.
 
     own_rotary: the rotary positions that `SDPAttention` applies; None: Megatron-Core applies them, or there
-    are none. kernels: the choice for our own norm and attention. attention_output_bias: whether attention's
-    output projection has a bias, for which Megatron-Core has no key of its own. windows, sinks, soft_cap:
-    what `SDPAttention` computes in self-attention, see `Variant`; windows by block, empty for none.
+    are none. rotary_factor: of cosine and sine, where Megatron-Core applies them. kernels: the choice for our
+    own norm and attention. attention_output_bias: whether attention's output projection has a bias, for which
+    Megatron-Core has no key of its own. windows, sinks, soft_cap: what `SDPAttention` computes in
+    self-attention, see `Variant`; windows by block, empty for none.
     """
 
     own_rotary: Rotary | None = None
+    rotary_factor: float = 1.0
     kernels: Kernels = DEFAULT_KERNELS
     attention_output_bias: bool = False
     windows: tuple[int | None, ...] = ()
     sinks: bool = False
     soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotary_factor != 1.0:
+            # Megatron-Core's factor, if these exist: 0.1 * mscale * ln(scaling factor) + 1. 0.16 reads it
+            # in each pass, 0.19 when attention is built.
+            mscale = 10.0 * (self.rotary_factor - 1.0)
+            names = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+            self.__dict__.update(zip(names, (math.e, mscale, 0.0), strict=True))
 
 
 class SDPAttention(nn.Module):

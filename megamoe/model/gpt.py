@@ -10,7 +10,7 @@ from megamoe.kernels.documents import Documents
 from megamoe.model.key_value_cache import KeyValueCache
 from megamoe.model.language_model import LanguageModel, problem_of_attention
 from megamoe.model.loss import token_losses
-from megamoe.model.multi_token_prediction import Ahead, MultiTokenPrediction
+from megamoe.model.multi_token_prediction import DepthInputs, MultiTokenPrediction
 
 
 class Decoder(GPTModel):
@@ -59,7 +59,7 @@ class GPT(LanguageModel):
         losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, documents, labels=labels_BS)
         if self.prediction is not None and self._last is not None:
             ((hidden_SBH, rotary),) = self._last
-            inputs = Ahead(tokens_BS, position_ids_BS, labels_BS, label_smoothing)
+            inputs = DepthInputs(tokens_BS, position_ids_BS, labels_BS, label_smoothing)
             self._ahead_DBS = self.prediction(self.model, hidden_SBH, inputs, documents, rotary)
         self._last = None
         return losses_BS
@@ -78,7 +78,7 @@ class GPT(LanguageModel):
         """See `LanguageModel`."""
         return 0.0 if self.prediction is None else self.prediction.weight
 
-    def take_losses_ahead(self) -> Tensor | None:
+    def take_multi_token_losses(self) -> Tensor | None:
         """See `LanguageModel`."""
         found, self._ahead_DBS = self._ahead_DBS, None
         return found

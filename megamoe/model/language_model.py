@@ -33,7 +33,7 @@ class LanguageModel(nn.Module, ABC):
         """The weight of the mean of the losses of multi-token prediction."""
         return 0.0
 
-    def take_losses_ahead(self) -> Tensor | None:
+    def take_multi_token_losses(self) -> Tensor | None:
         """Return the losses of multi-token prediction of the last forward pass, once, fp32 [depth, B, S].
 
         Those that count are in `prediction_masks`. None if there are none.

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.compat.megatron_compat import allow_latent_attention
+from megamoe.compat.megatron_compat import NormsAsSpecified, allow_latent_attention
 from megamoe.config.model_schema import ModelConfig
 from megamoe.kernels.attention import rotated
 from megamoe.kernels.documents import Documents
@@ -87,7 +87,7 @@ def latent_attention(attention: ModuleSpec, modules: Modules) -> ModuleSpec:
     return replace(attention, module=LatentAttention, submodules=submodules)
 
 
-class LatentAttention(MLASelfAttention):
+class LatentAttention(NormsAsSpecified, MLASelfAttention):
     """Megatron-Core's latent attention with a pass of its own.
 
     Megatron-Core's pass turns by the positions in the sequence, not in the documents, and does not sum the

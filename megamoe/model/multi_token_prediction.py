@@ -47,26 +47,31 @@ class PredictionDepth(nn.Module):
         self.blocks = blocks
 
     def forward(
-        self, model: GPTModel, hidden_SBH: Tensor, ahead: "Ahead", documents: Documents | None, rotary: Any
+        self,
+        model: GPTModel,
+        hidden_SBH: Tensor,
+        inputs: "DepthInputs",
+        documents: Documents | None,
+        rotary: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return the state h_k, [S, B, H], and the cross entropy, fp32 [B, S], in nats.
 
         model: has the embedding and the output layer. rotary: the positions that it made, or None.
         """
-        embedded_SBH = model.embedding(input_ids=ahead.tokens_BS, position_ids=ahead.position_ids_BS)
+        embedded_SBH = model.embedding(input_ids=inputs.tokens_BS, position_ids=inputs.position_ids_BS)
         both = [self.embedding_norm(embedded_SBH), self.hidden_norm(hidden_SBH)]
         projected_SBH = self.projection(torch.cat(both, dim=-1))
         state_SBH: Tensor = self.blocks(projected_SBH, attention_mask=documents, rotary_pos_emb=rotary)
         # Read here: ZeRO 3 gathers a tied weight for the module that reads it, and frees it after others.
         words = model.shared_embedding_or_output_weight()
         logits_SBV, _ = model.output_layer(state_SBH, weight=words)
-        labels_SB = ahead.labels_BS.transpose(0, 1).contiguous()
-        losses_SB = token_losses(logits_SBV, labels_SB, ahead.label_smoothing, model.config.kernels)
+        labels_SB = inputs.labels_BS.transpose(0, 1).contiguous()
+        losses_SB = token_losses(logits_SBV, labels_SB, inputs.label_smoothing, model.config.kernels)
         return state_SBH, losses_SB.transpose(0, 1)
 
 
 @dataclass(frozen=True)
-class Ahead:
+class DepthInputs:
     """The inputs of a model or of a depth: int64 [B, S] each. Those of depth k begin k places later."""
 
     tokens_BS: Tensor
@@ -74,12 +79,12 @@ class Ahead:
     labels_BS: Tensor
     label_smoothing: float
 
-    def by(self, k: int) -> "Ahead":
+    def shifted(self, k: int) -> "DepthInputs":
         """Return the inputs of depth k; their last k places hold the first k tokens and mean nothing."""
         tokens_BS, position_ids_BS, labels_BS = (
             each.roll(-k, 1) for each in (self.tokens_BS, self.position_ids_BS, self.labels_BS)
         )
-        return Ahead(tokens_BS, position_ids_BS, labels_BS, self.label_smoothing)
+        return DepthInputs(tokens_BS, position_ids_BS, labels_BS, self.label_smoothing)
 
 
 class MultiTokenPrediction(nn.Module):
@@ -91,7 +96,12 @@ class MultiTokenPrediction(nn.Module):
         self.weight = weight
 
     def forward(
-        self, model: GPTModel, hidden_SBH: Tensor, inputs: Ahead, documents: Documents | None, rotary: Any
+        self,
+        model: GPTModel,
+        hidden_SBH: Tensor,
+        inputs: DepthInputs,
+        documents: Documents | None,
+        rotary: Any,
     ) -> Tensor:
         """Return the cross entropy of token i + 1 + k at (k - 1, b, i), fp32 [D, B, S], in nats.
 
@@ -100,7 +110,7 @@ class MultiTokenPrediction(nn.Module):
         """
         found = []
         for k, depth in enumerate(self.depths, 1):
-            hidden_SBH, losses_BS = depth(model, hidden_SBH, inputs.by(k), documents, rotary)
+            hidden_SBH, losses_BS = depth(model, hidden_SBH, inputs.shifted(k), documents, rotary)
             found.append(losses_BS)
         return torch.stack(found)
 

@@ -1,6 +1,5 @@
 """The configuration's rotary positions: as a value for our kernels, and as Megatron-Core's module."""
 
-import math
 from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -32,8 +31,8 @@ def _scaling(rotary: RotaryConfig) -> Scaling | None:
     return YarnScaling(
         rotary.factor,
         rotary.original_length,
-        beta_fast=rotary.beta_fast or 32.0,
-        beta_slow=rotary.beta_slow or 1.0,
+        beta_fast=rotary.beta_fast or YarnScaling.beta_fast,
+        beta_slow=rotary.beta_slow or YarnScaling.beta_slow,
         mscale=rotary.mscale,
         mscale_all_dim=rotary.mscale_all_dim,
         attention_factor=rotary.attention_factor,
@@ -63,15 +62,11 @@ def position_options(model: ModelConfig, modules: Modules) -> dict[str, Any]:
     equal = rotary.attention_factor == 1.0 and not rotary.interleaved
     return {
         "rotary_interleaved": rotary.interleaved,
+        "rotary_factor": rotary.attention_factor,
         "apply_rope_fusion": modules.fused_rotation and equal,
     }
 
 
 def let_megatron_turn(decoder: GPTModel, rotary: Rotary) -> None:
-    """Give a model in which Megatron-Core turns heads our frequencies and the factor of cosine and sine."""
+    """Give a model in which Megatron-Core turns heads our frequencies."""
     decoder.rotary_pos_emb = Frequencies(rotary, decoder.config.kv_channels)
-    if rotary.attention_factor != 1.0:
-        # Megatron-Core's factor, which it reads if these exist: 0.1 * mscale * ln(scaling factor) + 1.
-        mscale = 10.0 * (rotary.attention_factor - 1.0)
-        names = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
-        vars(decoder.config).update(zip(names, (math.e, mscale, 0.0), strict=True))

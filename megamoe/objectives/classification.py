@@ -14,9 +14,10 @@ from megamoe.objectives.labelled import ENDS, Example, Labelled, Reading, number
 from megamoe.registry import register
 
 SECOND = "second"  # the key of a pair's second text
+LARGEST = float(np.finfo(np.float32).max)  # label of a regression
 
 
-class OfTexts(Labelled):
+class TextObjective(Labelled):
     """Reads `text` and, of a pair, `second`. The end-of-document token stands before a text, in the place of
     BERT's [CLS], and after it. It stands twice between the texts of a pair (Liu et al. 2019, RoBERTa). Of a
     pair that is too long, the longer text is cut, token by token.
@@ -92,7 +93,7 @@ def _shares(first: int, second: int, left: int) -> tuple[int, int]:
 
 
 @register("objective", "classification")
-class Classification(OfTexts):
+class Classification(TextObjective):
     """Predict the label of a text: cross entropy over `model.num_labels` labels of one pooled hidden state.
 
     `data.sources` names the training file of a classification task of tools/prepare_pairs.py, such as
@@ -131,7 +132,7 @@ class Classification(OfTexts):
 
 
 @register("objective", "regression")
-class Regression(OfTexts):
+class Regression(TextObjective):
     """Predict a number of a text, or of a pair of texts: squared error of one output on a pooled state.
 
     `data.sources` names a file of lines `{"text": ..., "label": 1.5}`, which may have a `second` text, as
@@ -152,8 +153,9 @@ class Regression(OfTexts):
     @classmethod
     def label(cls, line: Line) -> float:
         number = line.content.get("label")
-        if isinstance(number, bool) or not isinstance(number, int | float) or not np.isfinite(number):
-            raise UserError(f"{line.where}: label {str(number)[:60]!r}, expected a finite number")
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not abs(number) <= LARGEST:  # also refuses NaN
+            raise UserError(f"{line.where}: label {str(number)[:60]!r}, expected a finite number of fp32")
         return float(number)
 
     @classmethod

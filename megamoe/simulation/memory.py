@@ -43,6 +43,7 @@ class MemoryTimeline:
         self._live: dict[int, int] = {}  # by storage
         self._mark = 0
         self._forward = 0
+        self._phases: list[tuple[int, str]] = [(0, "start")]  # (number of events before it, its name)
 
     def add(self, tensor: Tensor, category: str, part: str) -> None:
         """Take in a tensor, if its memory is new."""
@@ -94,14 +95,28 @@ class MemoryTimeline:
         """Look for the peak from here on."""
         self._mark = len(self._events)
 
+    def begin_phase(self, name: str) -> None:
+        """What is allocated and freed from here on belongs to a phase of the step."""
+        self._phases.append((len(self._events), name))
+
     def peak(self) -> Peak:
         """Since `start`."""
-        total = best = 0
-        at = self._mark
-        for place, (number, change) in enumerate(self._events):
+        return max(self.peaks_by_phase().values(), key=lambda peak: peak.bytes)
+
+    def peaks_by_phase(self) -> dict[str, Peak]:
+        """Since `start`: the peak within each phase, over all its parts."""
+        best: dict[str, tuple[int, int]] = {}  # by phase: bytes, and the number of events until then
+        total, phase, name = 0, 0, ""
+        for place, (number, change) in enumerate(self._events, start=1):
             total += change * self.allocations[number].bytes
-            if place >= self._mark - 1 and total > best:
-                best, at = total, place + 1
+            while phase < len(self._phases) and self._phases[phase][0] < place:
+                name = self._phases[phase][1]
+                phase += 1
+            if place >= self._mark and total > best.get(name, (0, 0))[0]:
+                best[name] = total, place
+        return {name: self._peak_at(size, place) for name, (size, place) in best.items()}
+
+    def _peak_at(self, best: int, at: int) -> Peak:
         held: set[int] = set()
         for number, change in self._events[:at]:
             (held.add if change > 0 else held.discard)(number)

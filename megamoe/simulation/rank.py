@@ -1,5 +1,6 @@
 """One rank of a training run on fake tensors: the real model, engine and step, counted."""
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,10 +49,14 @@ class StepCosts:
     """Of one optimiser step on one rank, after the first. Bytes of states are those between two steps.
 
     parameters: their number on this rank. tokens: of this rank's micro batches. load: see `simulate_step`.
+    peaks: by phase. middle: counts of the step up to the end of its first micro batch, and of its second one,
+    if it has three or more.
     """
 
     counts: Counts
     peak: Peak
+    peaks: dict[str, Peak]
+    middle: tuple[Counts, Counts] | None
     parameters: int
     parameter_bytes: int
     optimizer_bytes: int
@@ -64,9 +69,11 @@ class CountedEngine(Engine):
     """An engine that tells the counter which phase of the step runs."""
 
     counter: CostCounter
+    before: list[Counts]  # each micro batch of this step
 
     def forward(self, last: bool, **inputs: Any) -> Any:
         """See `Engine`."""
+        self.before.append(copy.deepcopy(self.counter.counts))
         self.counter.memory.begin_forward()
         with self._phase("forward"):
             return super().forward(last, **inputs)
@@ -96,10 +103,12 @@ class CountedEngine(Engine):
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
         before, self.counter.phase = self.counter.phase, phase
+        self.counter.memory.begin_phase(phase)
         try:
             yield
         finally:
             self.counter.phase = before
+            self.counter.memory.begin_phase(before)
 
 
 def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batches: int = 1) -> StepCosts:
@@ -119,6 +128,11 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
     if config.model.architecture != "decoder":
         raise UserError(
             f"model.architecture: found {config.model.architecture}; the simulation counts decoders only"
+        )
+    if run.plan.stage == 3 or run.plan.offload.optimizer != "none":
+        raise UserError(
+            f"parallel.deepspeed: found {config.parallel.deepspeed}; the simulation counts "
+            "ZeRO 0 to 2 without offload; docs/plan.md says why"
         )
     if load != 1 and not 1 < load <= run.plan.layout.expert:
         most = f"1 to {run.plan.layout.expert}, the ranks of parallel.expert"
@@ -170,9 +184,11 @@ def _count(
     engine.counter = counter
     engine.train(True)
     counter.phase = "step"
+    memory.begin_phase("step")
     batch = _batch(config)
     for number in (1, 2):
         context.step = number
+        engine.before = []
         if number == 2:
             counter.counts = Counts()
             memory.start()
@@ -183,9 +199,12 @@ def _count(
             raise RuntimeError("the simulated step was skipped, so its update of the weights is not counted")
         engine.name_states()
     parameters = list(model.parameters())
+    peaks = memory.peaks_by_phase()
     return StepCosts(
         counter.counts,
-        memory.peak(),
+        max(peaks.values(), key=lambda peak: peak.bytes),
+        peaks,
+        (engine.before[1], engine.before[2]) if micro_batches > 2 else None,
         sum(parameter.numel() for parameter in parameters),
         memory.live_bytes(PARAMETERS),
         memory.live_bytes(OPTIMIZER),
@@ -196,10 +215,8 @@ def _count(
 
 
 def _batch(config: RunConfig) -> Batch:
+    """Full sequences: the documents and the padding of real ones depend on the data."""
     shape = config.train.micro_batch_size, config.data.sequence_length
     tokens_BS = torch.zeros(shape, dtype=torch.int64)
-    mask = None
-    if config.data.document_aware:
-        mask = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
     sample_B = torch.zeros(shape[0], dtype=torch.int64)
-    return Batch(tokens_BS, tokens_BS, tokens_BS, torch.ones(shape), mask, sample_B)
+    return Batch(tokens_BS, tokens_BS, tokens_BS, torch.ones(shape), None, sample_B)

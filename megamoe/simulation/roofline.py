@@ -1,6 +1,7 @@
 """The time of a counted step on a GPU by the roofline model, by part and by what bounds it."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megamoe.simulation.counter import CollectiveKey, CollectiveTotal, OperatorKey, OperatorTotal
@@ -49,8 +50,17 @@ class Roofline:
     overlapped_utilisation: float
 
 
-def roofline(costs: StepCosts, gpu: Gpu, assumed: Assumptions = ASSUMED) -> Roofline:
-    """Of one step: operators one after the other, each bound by its FLOPs or its bytes."""
+CollectiveSeconds = Callable[[CollectiveKey, CollectiveTotal, Gpu, Assumptions], float]
+
+
+def roofline(
+    costs: StepCosts, gpu: Gpu, assumed: Assumptions = ASSUMED, seconds_of: CollectiveSeconds | None = None
+) -> Roofline:
+    """Of one step: operators one after the other, each bound by its FLOPs or its bytes.
+
+    seconds_of: the time of collectives; default: `collective_seconds`.
+    """
+    seconds_of = seconds_of or collective_seconds
     parts: dict[str, PartTime] = defaultdict(PartTime)
     for key, total in costs.counts.operators.items():
         part = parts[key.part]
@@ -63,19 +73,26 @@ def roofline(costs: StepCosts, gpu: Gpu, assumed: Assumptions = ASSUMED) -> Roof
         behind = total.calls * assumed.launch_s - work
         part.seconds["launch"] += max(total.launches * assumed.kernel_s, behind)
     for group, traffic in costs.counts.collectives.items():
-        parts[group.part].seconds["link"] += collective_seconds(group, traffic, gpu, assumed)
+        parts[group.part].seconds["link"] += seconds_of(group, traffic, gpu, assumed)
         parts[group.part].launches += traffic.calls
     for name, waits in (costs.counts.syncs + costs.counts.uploads).items():
         parts[name].seconds["sync"] += waits * assumed.sync_s
     seconds = sum(part.total for part in parts.values())
     flops = model_flops(costs)
-    hidden = hidden_seconds(costs, gpu, assumed)
+    hidden = hidden_seconds(costs, gpu, assumed, seconds_of)
     utilisations = [flops / (time * gpu.bf16) for time in (seconds, seconds - hidden)]
     return Roofline(dict(parts), seconds, flops, utilisations[0], hidden, utilisations[1])
 
 
-def hidden_seconds(costs: StepCosts, gpu: Gpu, assumed: Assumptions) -> float:
-    """Seconds of the collectives that run beside the backward pass.
+def hidden_seconds(costs: StepCosts, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds) -> float:
+    """Seconds of the collectives that run beside the backward pass, as far as it lasts."""
+    return min(beside_seconds(costs, gpu, assumed, seconds_of))
+
+
+def beside_seconds(
+    costs: StepCosts, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds
+) -> tuple[float, float]:
+    """Seconds of the backward pass, and of the collectives that run beside it.
 
     These are the ones that the code launches there and waits for at its end. It is assumed that neither slows
     the other down, and that they can begin when the first part of the pass is done, of the vocabulary.
@@ -85,7 +102,7 @@ def hidden_seconds(costs: StepCosts, gpu: Gpu, assumed: Assumptions) -> float:
     times = {key: operator_seconds(key, total, gpu, assumed)[0] for key, total in backward}
     passed = sum(time for key, time in times.items() if key.part != "vocabulary and loss")
     traffic = costs.counts.collectives
-    return min(passed, sum(collective_seconds(key, traffic[key], gpu, assumed) for key in beside))
+    return passed, sum(seconds_of(key, traffic[key], gpu, assumed) for key in beside)
 
 
 def operator_seconds(

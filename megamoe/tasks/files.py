@@ -13,10 +13,10 @@ from megamoe.errors import UserError, printable
 from megamoe.objectives.labelled import Labelled
 from megamoe.plain_files import read_plain, reason, replace_file
 from megamoe.registry import get_part
-from megamoe.tasks.schema import SET_NAME, Task
+from megamoe.tasks.schema import SET_NAME, VALID, Task
 
 SEPARATORS = {".tsv": "\t", ".csv": ","}
-TRAIN, VALID, TEST = "train", "valid", "test."
+TRAIN, TEST = "train", "test."
 Row = dict[str, Any]
 
 
@@ -90,12 +90,17 @@ def _test_files(task: Task) -> dict[str, str]:
             found[name] = path
     if not found:
         raise UserError(f"test: {task.test!r} names no file; name one that exists")
-    if task.languages is None:
-        return found
-    for language in task.languages:
+    for language in task.languages or []:
         if language not in found:
             raise UserError(f"languages: {language!r} has no data: no file {before}{language}{after}")
-    return {language: found[language] for language in task.languages}
+    if task.languages is not None:
+        found = {language: found[language] for language in task.languages}
+    if VALID in found:
+        raise UserError(
+            f"test: {task.test!r} finds {found[VALID]!r}, but {VALID} is the name of the validation set; "
+            "name the wanted ones as languages, or choose another path"
+        )
+    return found
 
 
 def _lines(task: Task, path: str) -> list[Line]:
@@ -127,10 +132,21 @@ def _objects(path: str, content: str) -> list[Line]:
         if text.strip():
             where = f"{path!r}, line {number}"
             try:
-                lines.append(Line(where, json.loads(text)))
+                content_of_line = json.loads(text)
             except (ValueError, RecursionError):
                 raise UserError(f"{where}: no JSON; expected an object a line") from None
+            if "\\u" in text and not _is_unicode(content_of_line):
+                raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+            lines.append(Line(where, content_of_line))
     return lines
+
+
+def _is_unicode(content: Any) -> bool:
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _table(path: str, content: str, separator: str) -> list[Line]:
@@ -198,6 +214,9 @@ def _labels(task: Task, train: list[Line]) -> list[str]:
         return []
     if task.labels is not None:
         return task.labels
+    for line in train:
+        if not all(label.strip() for label in labels_of([line.content])):
+            raise UserError(f"{line.where}: a label is empty; remove the line, or give the label a name")
     found = set(labels_of([line.content for line in train]))
     if len(found) < 2:
         raise UserError(f"{task.train!r}: all examples have the label {found.pop()!r}, expected at least 2")

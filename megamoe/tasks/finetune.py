@@ -2,8 +2,9 @@
 
 import gc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megamoe.config import RunConfig
 from megamoe.data.labels import ENDING
 from megamoe.errors import ExitCode
 from megamoe.parallel.consensus import catch_error, gather_from_ranks, raise_any_error
-from megamoe.tasks.files import TEST, TRAIN, VALID, Examples, Row, read_examples, write_examples
+from megamoe.tasks.files import TEST, TRAIN, Examples, Row, read_examples, write_examples
 from megamoe.tasks.metrics import check_libraries, scores
 from megamoe.tasks.predict import predict
 from megamoe.tasks.results import (
@@ -29,7 +30,7 @@ from megamoe.tasks.results import (
     save_scores,
 )
 from megamoe.tasks.runs import data_folder, has_moe, pretrained_config, run_config, run_name, tokenizer_of
-from megamoe.tasks.schema import Task, as_data
+from megamoe.tasks.schema import VALID, Task, as_data
 from megamoe.train.loop import train
 
 LAYOUT = "parallel."  # of overrides that do not change the result
@@ -56,7 +57,7 @@ def finetune(task: Task, options: Options, session: Session) -> ExitCode:
     check_libraries()
     examples = read_examples(task)
     work = _Work.of(task, examples, options, session)
-    raise_any_error(catch_error(lambda: work.open(options.overwrite)) if session.world.is_first else None)
+    _on_first(session, lambda: work.open(options.overwrite))
     found: dict[int, SeedScores] = {}
     for number, seed in enumerate(task.seeds, 1):
         done = catch_and_share(work, seed)
@@ -69,8 +70,7 @@ def finetune(task: Task, options: Options, session: Session) -> ExitCode:
             done = work.evaluate(seed)
         found[seed] = done
         everything = results(task, examples, found, work.about)
-        if session.world.is_first:
-            save_results(work.output, everything)
+        _on_first(session, partial(save_results, work.output, everything))
     if session.world.is_first:
         print_table(everything)
         print(f"results: {work.output / 'results.json'}")
@@ -84,8 +84,13 @@ def catch_and_share(work: "_Work", seed: int) -> SeedScores | None:
     def load() -> None:
         loaded[0] = load_scores(work.output / run_name(seed))
 
-    raise_any_error(catch_error(load) if work.session.world.is_first else None)
+    _on_first(work.session, load)
     return gather_from_ranks(loaded[0])[0]
+
+
+def _on_first(session: Session, action: Callable[[], None]) -> None:
+    """Run an action on the first rank; its error is raised on every rank. Collective."""
+    raise_any_error(catch_error(action) if session.world.is_first else None)
 
 
 @dataclass(frozen=True)
@@ -153,8 +158,7 @@ class _Work:
         }
         found = SeedScores(read_meta(checkpoint)["step"], of_sets)
         named = {name.removeprefix(TEST): rows for name, rows in predictions.items()}
-        is_first = self.session.world.is_first
-        raise_any_error(catch_error(lambda: save_scores(folder, found, named)) if is_first else None)
+        _on_first(self.session, lambda: save_scores(folder, found, named))
         return found
 
     def _selected(self, folder: Path) -> Path:

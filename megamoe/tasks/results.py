@@ -16,9 +16,9 @@ from rich.table import Table
 from megamoe.data.labels import ENDING
 from megamoe.errors import UserError, printable
 from megamoe.plain_files import read_plain, replace_file
-from megamoe.tasks.files import TEST, TRAIN, VALID, Examples, Row
+from megamoe.tasks.files import TEST, TRAIN, Examples, Row
 from megamoe.tasks.metrics import Scores, majority, mean_and_spread
-from megamoe.tasks.schema import Task
+from megamoe.tasks.schema import VALID, Task
 
 IDENTITY, RESULTS, SCORES, PREDICTIONS = "finetune.json", "results.json", "scores.json", "predictions"
 LARGEST = 1 << 26  # bytes of a file of results

@@ -12,8 +12,8 @@ from megamoe.config import RunConfig, configure, to_dict
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.labels import ENDING
 from megamoe.errors import UserError
-from megamoe.tasks.files import TRAIN, VALID, Examples
-from megamoe.tasks.schema import Task
+from megamoe.tasks.files import TRAIN, Examples
+from megamoe.tasks.schema import VALID, Task
 from megamoe.train.objective import data_vocabulary
 from megamoe.zero.deepspeed_config import resolve_parallel
 
@@ -82,12 +82,23 @@ def run_config(
         "sources": str(data_folder(output) / f"{TRAIN}{ENDING}"),
         "split": [0.9, 0.1, 0.0] if VALID in examples.sets else [1.0, 0.0, 0.0],
     }
-    of_task = [f"{key}={json.dumps(value)}" for key, value in task.run.items()]
+    of_task = _overrides(task.run)
     config = configure(tree, [*of_task, *overrides], source="task")
     given = any(each.startswith("train.micro_batch_size=") for each in (*of_task, *overrides))
     if not given:
         config.train.micro_batch_size = _micro_batch_size(task, config, ranks)
     return config
+
+
+def _overrides(run: dict[str, Any], before: str = "") -> list[str]:
+    """Return the task's `run` as overrides; a mapping changes the keys that it has, and no others."""
+    found = []
+    for key, value in run.items():
+        if isinstance(value, dict) and value:
+            found += _overrides(value, f"{before}{key}.")
+        else:
+            found.append(f"{before}{key}={json.dumps(value)}")
+    return found
 
 
 def run_name(seed: int) -> str:

@@ -20,6 +20,7 @@ from megamoe.errors import UserError
 from megamoe.tasks.kinds import KINDS, Kind
 
 PREFIX = "task."  # of overrides that change the task, not the run
+VALID = "valid"  # the name of the validation set among the results
 SET_NAME = re.compile(r"[\w.\-]{1,80}")
 
 
@@ -79,10 +80,8 @@ def load_task(path: Path, overrides: list[str]) -> Task:
     tree = read_mapping(path, "--task")
     for override in overrides:
         apply_override(tree, override.removeprefix(PREFIX))
-    for key in ("labels", "columns"):
-        tree[key] = _as_text(tree[key]) if key in tree else None
-        if tree[key] is None:
-            del tree[key]
+    if "labels" in tree:
+        tree["labels"] = _as_text(tree["labels"])
     try:
         task: Task = _TASK.validate_json(json.dumps(tree))
     except ValidationError as error:
@@ -117,12 +116,16 @@ def _problem(task: Task) -> str | None:
             return f"metrics: {metric!r} is none of {task.kind}; it has {', '.join(kind.metrics)}"
     if not task.metric_names:
         return f"metrics: found none, expected some of {', '.join(kind.metrics)}"
+    if len(set(task.metric_names)) < len(task.metric_names):
+        return f"metrics: found {task.metric_names}, expected each once"
     if len(set(task.seeds)) < len(task.seeds):
         return f"seeds: found {task.seeds}, expected each once"
     if task.labels is not None and not kind.has_labels:
         return f"labels: {task.kind} has none; leave them out"
     if task.labels is not None and len(set(task.labels)) < max(2, len(task.labels)):
         return f"labels: found {task.labels}, expected at least 2, each once"
+    if task.labels is not None and not all(label.strip() for label in task.labels):
+        return f"labels: found {task.labels}, of which one is empty; give it a name"
     if ("f1_binary" in task.metric_names) != (task.positive is not None):
         return "positive: the label of which f1_binary is the F1; give both, or neither"
     if task.select == "best" and task.valid is None:
@@ -134,6 +137,8 @@ def _problem(task: Task) -> str | None:
     for name in () if isinstance(task.test, str) else task.test:
         if not SET_NAME.fullmatch(name):
             return f"test: the name {name!r} has other characters than letters, digits and _.-"
+        if name == VALID:
+            return f"test: {name!r} is the name of the validation set; choose another name"
     if task.test == {}:
         return "test: names no file; expected files by name, {en: ...}"
     return None

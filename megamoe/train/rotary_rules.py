@@ -3,6 +3,7 @@
 from megamoe.config.model_schema import LatentConfig, ModelConfig, RotaryConfig
 from megamoe.config.shapes import has_input_bias, head_size
 from megamoe.errors import UserError
+from megamoe.kernels.rotary_scaling import YarnScaling
 
 # The keys that each scaling needs, and those that it may have.
 NEEDED = {
@@ -52,6 +53,13 @@ def _check_scaling(model: ModelConfig) -> None:
     if low is not None and high is not None and low >= high:
         raise UserError(
             f"model.rotary.low_frequency_factor: found {low}, expected less than high_frequency_factor {high}"
+        )
+    fast = rotary.beta_fast or YarnScaling.beta_fast
+    slow = rotary.beta_slow or YarnScaling.beta_slow
+    if rotary.scaling == "yarn" and fast <= slow:
+        raise UserError(
+            f"model.rotary.beta_fast: found {fast:g}, expected more than beta_slow {slow:g}; a pair that "
+            "turns more often than beta_fast keeps its frequency"
         )
     if rotary.scaling == "yarn" and model.rope_base <= 1:
         raise UserError(f"model.rope_base: found {model.rope_base}; scaling yarn needs one above 1")

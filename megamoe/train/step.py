@@ -22,7 +22,7 @@ from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
-from megamoe.train.losses_ahead import LossesAhead
+from megamoe.train.multi_token_losses import MultiTokenLosses
 from megamoe.train.step_record import StepRecord
 from megamoe.train.step_sums import StepSums, measured_parameters, own_numbers
 from megamoe.zero.engine import Engine
@@ -49,7 +49,7 @@ def train_step(
     model = engine.model
     assert isinstance(model, LanguageModel)
     engine.set_accumulation(len(batches))
-    ahead = LossesAhead(model)
+    ahead = MultiTokenLosses(model)
     scale_K = ahead.scales(batches, engine)  # on the device, where they are needed
     # Every tensor-parallel rank works out a micro batch's auxiliary losses, and their gradients are summed.
     share = 1.0 / (len(batches) * engine.layout.tensor)

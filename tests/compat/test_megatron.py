@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from packaging.version import Version
 
 from megamoe.compat.megatron_compat import (
@@ -19,6 +20,7 @@ from megamoe.compat.megatron_compat import (
     set_random_tracker,
 )
 from megamoe.compat.startup import TESTED
+from megamoe.model.norm import Norm
 from megamoe.model.random_streams import OneStream
 from tests.tiny import tiny, tiny_gpt
 
@@ -67,6 +69,21 @@ def test_latent_attention_without_transformer_engine() -> None:
         with pytest.raises(TypeError):
             isinstance(None, linear)
     assert Version("0.19") > OLDEST, "this entry can go"
+
+
+LATENT = "model.latent={key_value_rank: 16, nope_size: 8, rope_size: 4, value_size: 8}"
+
+
+def test_norms_of_latent_attention(one_rank: None) -> None:
+    """0.19 refuses a norm of compressed keys and values where `qk_layernorm` is false."""
+    attention = tiny_gpt(tiny(LATENT)).model.decoder.layers[0].self_attention
+    assert isinstance(attention.kv_layernorm, Norm)
+    resolve = getattr(MLASelfAttention, "_resolve_qk_norm_config", None)
+    if resolve is not None:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm")
+        asked = SimpleNamespace(**dict.fromkeys(names), kv_layernorm=Norm)
+        with pytest.raises(ValueError, match="supposed to be disabled"):
+            resolve(SimpleNamespace(config=attention.config), asked)
 
 
 def test_head_norms(one_rank: None) -> None:

@@ -50,6 +50,12 @@ def test_text_that_only_looks_like_a_number_stays_text(load: Load) -> None:
     assert load("name: '1e4'").name == "1e4"
 
 
+def test_words_for_true_and_null_are_text_as_keys(load: Load) -> None:
+    """The language no (Norwegian) is a name; PyYAML's keys would be False and None."""
+    found = load("data: {validation: {no: a, null: b}}").data.validation
+    assert {name: sources[0].path for name, sources in found.items()} == {"no": "a", "null": "b"}
+
+
 @pytest.mark.parametrize(
     ("override", "key", "expected"),
     [

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,35 @@ def opened(messages: list[str], dataset: Dataset[int] | None = None, workers: in
     return Loader(dataset or Numbers(), pairs_from, collate=list, workers=workers, report=messages.append)
 
 
-def kill_one() -> None:
-    child: Any = multiprocessing.active_children()[-1]
+Children = Callable[[], set[Any]]
+
+
+@pytest.fixture
+def children() -> Children:
+    """Returns the processes that were started since; earlier tests may have left some of theirs."""
+    before = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - before
+
+
+def kill_one(children: set[Any]) -> None:
+    child = children.pop()
     os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     time.sleep(0.2)  # in which PyTorch would raise
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_one_that_is_killed_between_batches_is_replaced(workers: int) -> None:
+def test_one_that_is_killed_between_batches_is_replaced(workers: int, children: Children) -> None:
     messages: list[str] = []
     before = signal.getsignal(signal.SIGCHLD)
     batches = opened(messages, workers=workers)
     found = [next(batches) for _ in range(7)]
-    kill_one()
+    kill_one(children())
     found += list(batches)
     assert found == pairs_from(0)
     (line,) = messages
     assert "a loader process died (data.workers), another goes on in its place: DataLoader worker" in line
-    assert signal.getsignal(signal.SIGCHLD) is before and not multiprocessing.active_children()
+    assert signal.getsignal(signal.SIGCHLD) is before and not children()
 
 
 @pytest.mark.parametrize("at", [0, 20, 59])
@@ -67,7 +79,8 @@ def test_one_that_dies_while_its_batch_is_waited_for(tmp_path: Path, at: int, nu
     (tmp_path / "trouble").touch()
     start = time.monotonic()
     assert list(opened(messages, Numbers(tmp_path / "trouble", at, number))) == pairs_from(0)
-    assert len(messages) == 1 and time.monotonic() - start < 5
+    # Soon, on a busy machine too: who is not told of the death waits for WORKER_TIMEOUT_S, nine minutes.
+    assert len(messages) == 1 and time.monotonic() - start < 60
 
 
 def test_a_crashing_process_prints_its_stack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -78,23 +91,23 @@ def test_a_crashing_process_prints_its_stack(tmp_path: Path, capfd: pytest.Captu
     assert "Segmentation fault" in output and f'File "{__file__}", line' in output and "__getitem__" in output
 
 
-def test_those_that_die_again_and_again_are_an_error() -> None:
+def test_those_that_die_again_and_again_are_an_error(children: Children) -> None:
     messages: list[str] = []
     batches = opened(messages)
     for n in range(MOST_DEATHS):
         assert next(batches) == [2 * n, 2 * n + 1]
-        kill_one()
+        kill_one(children())
     assert next(batches) == [2 * MOST_DEATHS, 2 * MOST_DEATHS + 1]
-    kill_one()
+    kill_one(children())
     with pytest.raises(RuntimeError, match=DEAD_LOADER):
         next(batches)
     assert len(messages) == MOST_DEATHS
     batches.close()
-    assert not multiprocessing.active_children()
+    assert not children()
 
 
 def test_one_that_hangs_is_an_error_and_does_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
     monkeypatch.setattr(loader, "WORKER_TIMEOUT_S", 3)
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.3)  # patience at the end
@@ -105,7 +118,7 @@ def test_one_that_hangs_is_an_error_and_does_not_stay(
     with pytest.raises(RuntimeError, match=DEAD_LOADER):
         next(batches)
     batches.close()
-    assert not messages and not multiprocessing.active_children()
+    assert not messages and not children()
 
 
 def test_an_error_of_the_dataset_is_not_a_dead_process() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.generation.languages import Sentences, Translated
+from megamoe.generation.languages import Sentences, TranslationDirection
 from megamoe.model.encoder_decoder import EncoderDecoder
 from megamoe.moe.part import StepContext
 from megamoe.parallel.launch import find_world
@@ -19,7 +19,7 @@ from megamoe.train.routing_replay import RunRouting
 from tests.tiny import tiny, tiny_model
 
 END = 0
-DIRECTION = Translated("en", "de", "none", None)
+DIRECTION = TranslationDirection("en", "de", "none", None)
 SOURCES = [[5, 7, 11, 2, END], [4, END], [3, 9, 2, 13, 3, 9, 2, 13, END], [6, 6, 6, END]]
 
 

@@ -96,6 +96,26 @@ def test_early_stopping_and_the_limit() -> None:
     assert len(hurried.sizes) == 2 < len(patient.sizes)
 
 
+# With two beams two hypotheses have finished after the second token: `$` and `a$`, while `ab` goes on.
+LATER = {"a": {"$": 0.5, "b": 0.5}, "ab": {"c": 1.0}}  # `ab` is as good as `a$` now, and better at its end
+SOONER = {"a": {"$": 0.3, "b": 0.7}}  # `ab` is better than `a$` at once
+
+
+@pytest.mark.parametrize(
+    ("stopping", "table", "best"),
+    [
+        ("yes", SOONER, [0]),
+        ("no", SOONER, [1, 2, 0]),
+        ("no", LATER, [0]),
+        ("never", LATER, [1, 2, 3, 0]),
+    ],
+)
+def test_when_a_search_ends(stopping: str, table: dict[str, dict[str, float]], best: list[int]) -> None:
+    options = {"beams": 2, "early_stopping": stopping, "min_length": 0}
+    ((found,),) = search(Table({"": {"$": 0.5, "a": 0.5}, **table}), [8], **options)
+    assert found.tokens == best
+
+
 def test_what_has_ended_leaves_the_batch() -> None:
     table = Table({"": {"$": 0.9, "a": 0.1}, "a": {"$": 1.0}})
     table.texts = ["", "b", ""]

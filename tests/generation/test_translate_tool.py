@@ -83,7 +83,7 @@ def by_sacrebleu(references: Path, hypotheses: Path) -> dict[str, tuple[float, s
 
 def test_what_it_writes_and_scores(pool: Pool, runs: Path) -> None:
     files = {name: runs / name for name in ("hypotheses", "references", "all.json")}
-    (runs / "lines").write_text("123\n\n77\n")
+    (runs / "lines").write_text("\ufeff123\n\n77\n", encoding="utf-8")  # a mark of the byte order is no text
     calls = [
         [
             "pairs",
@@ -96,8 +96,16 @@ def test_what_it_writes_and_scores(pool: Pool, runs: Path) -> None:
             f"--json={files['all.json']}",
         ],
         ["pairs", *DIRECTION, f"--input={runs / 'lines'}", "--beams=1", "--max-extra=3"],
+        [
+            "pairs",
+            *DIRECTION,
+            f"--input={runs / 'lines'}",
+            "--early-stopping=never",
+            "--max-extra=3",
+            f"--json={runs / 'beams.json'}",
+        ],
     ]
-    ((scored, lines),) = pool.run(called, runs, calls, ranks=1)
+    ((scored, lines, beams),) = pool.run(called, runs, calls, ranks=1)
     assert scored[0] == lines[0] == 0, scored[2] + lines[2]
     found = json.loads(files["all.json"].read_text())
     rows = found["sentences"]
@@ -114,6 +122,14 @@ def test_what_it_writes_and_scores(pool: Pool, runs: Path) -> None:
         )
         assert ours["signature"] in scored[1]
     assert found["scores"]["copy"]["chrF"]["score"] == 0 < found["scores"]["translation"]["chrF"]["score"]
+    drawn = {"temperature": 1.0, "top_k": 8, "seed": 1234, "min_length": 1, "n_best": 1}
+    assert found["search"] == {**drawn, "sample": True, "max_extra": 50}
+    assert beams[0] == 0, beams[2]
+    searched = json.loads((runs / "beams.json").read_text())
+    assert [row["source"] for row in searched["sentences"]] == ["123", "", "77"]
+    given = {"early_stopping": "never", "max_extra": 3}
+    defaults = {"beams": 4, "length_penalty": 1.0, "min_length": 1, "n_best": 1, "sample": False}
+    assert searched["search"] == {**defaults, **given}
     assert lines[1].count("\n") == 3 and lines[1].splitlines()[1] == ""
 
 
@@ -123,7 +139,7 @@ def test_scores_of_known_texts() -> None:
     assert all(score.score == pytest.approx(100) for score in found["translation"].values())
     assert all(score.score < 20 for score in found["copy"].values())
     assert found["translation"]["chrF++"].signature.startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:2|")
-    assert [default_tokenize(code) for code in ("de", "zh_CN", "ja")] == ["13a", "zh", "char"]
+    assert [default_tokenize(code) for code in ("de", "zh_CN", "zh-tw", "JA")] == ["13a", "zh", "zh", "char"]
 
 
 @pytest.mark.full
@@ -192,11 +208,17 @@ def test_mistakes_are_lines(pool: Pool, runs: Path) -> None:
         (["--beams=0"], "--beams: found 0, expected 1"),
         (["--n-best=9"], "--n-best: found 9, expected 1 to --beams 4"),
         (["--sample", "--beams=2"], "--sample: found with --beams"),
+        (["--sample", "--length-penalty=1"], "--sample: found with --length-penalty, which is for the beam"),
+        (["--sample", "--early-stopping=no"], "--sample: found with --early-stopping"),
+        (["--tokenize=zh"], "--tokenize: is for BLEU; add --score"),
+        (["--input=none.txt", "--split=valid"], "--split: is for pairs, but --input names lines"),
+        (["--output=a", "--json=./a"], "--json: a is also the file of --output; name another one"),
+        (["--min-length=5", "--max-length=4"], "--min-length: found 5, more than --max-length 4"),
         (["--top-p=0.5"], "--top-p: is for draws; add --sample"),
         (["--sample", "--temperature=0"], "--temperature: found 0, expected above 0"),
         (["--input=none.txt"], "--input: none.txt: No such file or directory"),
         (["--input=none.txt", "--score"], "--score: --input has no references"),
-        (["--input=none.txt", "--pairs=data"], "--input: translates lines, which --pairs"),
+        (["--input=none.txt", "--pairs=data"], "--pairs: is for pairs, but --input names lines"),
         (["--reference=none.txt"], "--reference: is for --input"),
         (["--score", "--tokenize=words"], "--tokenize: found 'words', expected 13a, zh"),
         (["--max-length=0"], "--max-length: found 0"),

@@ -82,6 +82,24 @@ def test_greedy_tokens_are_those_of_transformers(kind: str, number: int, tmp_pat
     assert [result.tokens for result in found] == expected
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", CONFIGS)
+@torch.no_grad()
+def test_in_bf16_logits_are_as_near_as_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Both are compared with transformers' logits from the same rounded weights in fp32."""
+    theirs = make(kind, tmp_path / "fp32").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
+    ours = opened(tmp_path / "run")
+    assert ours.precision == "bf16"
+    tokens_BS = tokens()
+    position_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    logits = ours.decoder.logits(tokens_BS, position_BS).float(), theirs(tokens_BS).logits.float()
+    exact = theirs.float()(tokens_BS).logits
+    mine, others = (float((found - exact).square().mean().sqrt() / exact.std()) for found in logits)
+    assert 0 < mine < 1.5 * others < 0.3
+
+
 def greedy(model: Any, prompt: list[int]) -> list[int]:
     tokens_BS = torch.tensor([prompt])
     found_BS: Tensor = model.generate(

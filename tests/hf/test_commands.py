@@ -1,5 +1,6 @@
 """The commands of README and docs/huggingface.md, one after the other, as a reader would run them."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,8 @@ from tests.hf.models import make
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
-TEXT = "The river runs to the sea, and the sea runs to no one. " * 400
+TEXT = "The river runs to the sea, and the sea runs to no one. " * 20
+DOCUMENTS = 100
 
 
 def commands_of(page: str) -> list[str]:
@@ -38,7 +40,7 @@ def run(command: str, folder: Path) -> str:
     """Run a command in a folder that has no clone: the scripts and the text stand for those of the page."""
     program, script, *arguments = command.split()
     assert program == "python"
-    arguments = ["text.txt" if argument == "--stdlib" else argument for argument in arguments]
+    arguments = ["text.jsonl" if argument == "--stdlib" else argument for argument in arguments]
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
         cwd=folder,
@@ -61,7 +63,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
     make("qwen3_moe", tmp_path / "models/small")
     with_tokenizer(tmp_path / "models/small")
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "text.jsonl").write_text(f"{json.dumps({'text': TEXT})}\n" * DOCUMENTS, encoding="utf-8")
     for command in commands_of("docs/huggingface.md"):
         output = run(command, tmp_path)
         assert "perplexity" in output or "evaluate" not in command

@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     "index leads away": (index_of_another_place, ["'../model.safetensors' is no safetensors file"]),
     "index": (index_without_a_tensor, ["is not in model.safetensors.index.json"]),
     "pickled": (pickled, ["only pytorch_model.bin, which is pickled and not read"]),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), ["config.json: missing or damaged"]),  # type: ignore[dict-item, return-value]
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), ["config.json: missing or damaged"]),  # type: ignore[dict-item]
 }
 
 
@@ -196,3 +196,19 @@ def test_a_damaged_checkpoint_is_not_exported(
     code = main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     assert "shard_00001.safetensors: damaged" in one_line(code, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_like_names_a_folder(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its class does not matter if --class names another: it may hold a tokenizer alone."""
+    main = main_of_tool()
+    assert main(["import", str(mixtral), str(tmp_path / "run")]) == 0
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like/tokenizer.json").write_text("{}")
+    (tmp_path / "like/config.json").write_text('{"model_type": "gpt2"}')
+    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    assert main([*arguments, "--like", str(tmp_path / "like")]) == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "mixtral"
+    capsys.readouterr()
+    code = main(["export", str(tmp_path / "run"), str(tmp_path / "no"), "--like", str(tmp_path / "nothing")])
+    assert "--like: " in one_line(code, capsys)

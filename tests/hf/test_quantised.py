@@ -72,7 +72,8 @@ def quantised_deepseek(folder: Path) -> dict[str, Tensor]:
     tensors that it stands for.
     """
     make("deepseek_v3", folder)
-    expected, stored = {}, {}
+    expected: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         is_linear = "_proj" in name
         if is_linear:
@@ -90,7 +91,8 @@ def quantised_deepseek(folder: Path) -> dict[str, Tensor]:
 def quantised_gpt_oss(folder: Path) -> dict[str, Tensor]:
     """A gpt-oss in MXFP4, as it is released; return the tensors that it stands for."""
     make("gpt_oss", folder, intermediate_size=32)
-    expected, stored = {}, {}
+    expected: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith(("gate_up_proj", "experts.down_proj")):
             experts, columns, rows = tensor.shape
@@ -116,6 +118,9 @@ def test_a_quantised_folder_is_the_folder_that_it_stands_for(make_folder: Any, t
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
     assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
+    like = {"like": tmp_path / "hf", "report": lines.append}
+    export_run(tmp_path / "run", tmp_path / "again", **like)  # type: ignore[arg-type]
+    assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
     if make_folder is quantised_deepseek:
         assert any("model.layers.2.eh_proj.weight" in line and "left out" in line for line in lines)
 

@@ -1,4 +1,4 @@
-"""A dense model of a Hugging Face folder becomes an MoE model: the same function, or with noise."""
+"""A dense model of a folder becomes an MoE model: the same function, or with noise as asked for."""
 
 from pathlib import Path
 from typing import Any

@@ -76,7 +76,7 @@ def test_losses_and_gradients_are_the_formulas(one_rank: None, case: str) -> Non
     changed_norms(model)
     expected = by_formula(model, TOKENS)
     model(TOKENS[:, :S], POSITIONS, TOKENS[:, 1:])
-    losses_DBS = model.take_losses_ahead()
+    losses_DBS = model.take_multi_token_losses()
     assert losses_DBS is not None and losses_DBS.dtype == torch.float32
     masks_DBS = prediction_masks(torch.ones(2, S), POSITIONS, DEPTH)[1:]
     assert masks_DBS.sum() == len(expected) == 2 * (7 + 6 + 5)
@@ -97,12 +97,12 @@ def test_no_token_sees_its_own_future(one_rank: None) -> None:
     model = tiny_gpt(tiny(*WIDE))
     labels_BS = TOKENS[:, 1:]
     model(TOKENS[:, :S], POSITIONS, labels_BS)
-    before_DBS = model.take_losses_ahead()
+    before_DBS = model.take_multi_token_losses()
     changed_BS = TOKENS[:, :S].clone()
     changed_BS[:, 5:] += 1
     changed_BS %= VOCABULARY
     model(changed_BS, POSITIONS, labels_BS)
-    after_DBS = model.take_losses_ahead()
+    after_DBS = model.take_multi_token_losses()
     assert before_DBS is not None and after_DBS is not None
     for k in range(1, DEPTH + 1):
         seen = 5 - k  # the first position that reads token 5
@@ -134,9 +134,9 @@ def test_documents_do_not_meet(one_rank: None) -> None:
     starts_BS = torch.tensor([[0, 0, 0, 0, 0, 5, 5, 5]])
     positions_BS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
     model(TOKENS[:1, :S], positions_BS, TOKENS[:1, 1:], Documents.of(starts_BS, torch.device("cpu")))
-    packed_DBS = model.take_losses_ahead()
+    packed_DBS = model.take_multi_token_losses()
     model(TOKENS[:1, :5], positions_BS[:, :5], TOKENS[:1, 1:6])
-    alone_DBS = model.take_losses_ahead()
+    alone_DBS = model.take_multi_token_losses()
     assert packed_DBS is not None and alone_DBS is not None
     for k in range(1, DEPTH + 1):
         torch.testing.assert_close(packed_DBS[k - 1, 0, : 4 - k], alone_DBS[k - 1, 0, : 4 - k])
@@ -146,5 +146,5 @@ def test_generation_and_the_main_loss_know_nothing_of_it(one_rank: None) -> None
     model, plain = tiny_gpt(tiny(*WIDE)), tiny_gpt(tiny("model.init_std=0.3"))
     inputs = TOKENS[:, :S], POSITIONS
     assert torch.equal(model.whole_logits(*inputs), plain.whole_logits(*inputs))
-    assert model.take_losses_ahead() is None
+    assert model.take_multi_token_losses() is None
     assert torch.equal(model(*inputs, TOKENS[:, 1:]), plain(*inputs, TOKENS[:, 1:]))

@@ -38,6 +38,10 @@ def tool() -> Any:
         ("classification", {"seeds": [1, 1]}, r"seeds: found \[1, 1\], expected each once"),
         ("classification", {"metrics": ["bleu"]}, "metrics: 'bleu' is none of classification; it has acc"),
         ("classification", {"metrics": []}, "metrics: found none, expected some of accuracy"),
+        ("classification", {"metrics": ["accuracy"] * 2}, "metrics: found .* expected each once"),
+        ("classification", {"labels": ["no", ""]}, "labels: found .* of which one is empty"),
+        ("classification", {"labels": [True, False]}, "labels.0: .*found true; yes, no, on .* in quotes"),
+        ("classification", {"test": {"valid": "x.jsonl"}}, "test: 'valid' is the name of the validation set"),
         ("classification", {"metrics": ["f1_binary"]}, "positive: the label of which f1_binary is the F1"),
         ("classification", {"labels": ["no"]}, "labels: found .* expected at least 2, each once"),
         ("regression", {"labels": ["a", "b"]}, "labels: regression has none; leave them out"),
@@ -70,6 +74,9 @@ WORDS = {"words": ["a", "b"], "tags": ["A", "B"]}
         ("classification", {"languages": ["de", "xx"]}, "", [], "languages: 'xx' has no data: no file .*xx."),
         ("classification", {"test": {"de": "none.jsonl"}}, "", [], "'none.jsonl' cannot be read: No such"),
         ("classification", {"test": "none.*.jsonl"}, "", [], "test: 'none.*.jsonl' names no file"),
+        ("classification", {"test": "{}/*.jsonl"}, "", [], "test: .* finds .*/valid.jsonl', but valid is"),
+        ("classification", {}, "train", [LINE, {**LINE, "label": " "}], "line 2: a label is empty"),
+        ("classification", {}, "test.de", [{**LINE, "text": "\ud800"}], "line 1: half of a surrogate pair"),
         ("classification", {"train": "a.txt"}, "", [], "'a.txt' cannot be read|expected a file that ends in"),
         ("classification", {"columns": {"text": "body"}}, "", [],
          "line 1: no column 'body'; there is text, label: name yours as columns.text"),
@@ -79,6 +86,9 @@ WORDS = {"words": ["a", "b"], "tags": ["A", "B"]}
         ("classification", {"positive": "no no", "metrics": ["f1_binary"]}, "", [], "positive: 'no no' is"),
         ("regression", {}, "train", [{"text": "a", "label": "b"}], "label 'b', expected a number"),
         ("regression", {}, "train", [{"text": "a", "label": float("inf")}], "label 'inf', expected a finite"),
+        ("regression", {}, "train", [{"text": "a", "label": 10**400}], "label '1000.*, expected a finite"),
+        ("regression", {}, "train", [{"text": "a", "label": 1e39}], "label '1e.39', expected a finite"),
+        ("tagging", {}, "train", [WORDS, {**WORDS, "tags": ["A", ""]}], "line 2: a label is empty"),
         ("tagging", {}, "train", [{"words": ["a", "b"], "tags": ["A"]}], "line 1: 2 words and 1 tags"),
         ("tagging", {}, "train", [{"words": ["a", " "], "tags": ["A", "B"]}], "line 1: word 2 is empty"),
         ("tagging", {}, "train", [WORDS, {"words": [], "tags": []}], "line 2: expected ."),
@@ -93,6 +103,8 @@ WORDS = {"words": ["a", "b"], "tags": ["A", "B"]}
 def test_examples_with_a_mistake(
     tmp_path: Path, name: str, changes: dict[str, Any], file: str, rows: list[Any], message: str
 ) -> None:
+    if isinstance(test := changes.get("test"), str):
+        changes = {**changes, "test": test.replace("{}", str(tmp_path / name))}
     path = make_task(tmp_path, name, **changes)
     if file:
         write_jsonl(tmp_path / name / f"{file}.jsonl", rows)

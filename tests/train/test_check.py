@@ -53,6 +53,11 @@ REFUSALS = {
         1,
         "model.rotary.low_frequency_factor: found 4.*, expected less than high_frequency_factor 1",
     ),
+    "YaRN's bounds the wrong way round": (
+        ["model.rotary={scaling: yarn, factor: 8, original_length: 16, beta_slow: 32}"],
+        1,
+        "model.rotary.beta_fast: found 32, expected more than beta_slow 32",
+    ),
     "rotary keys without rotary positions": (
         ["model.position=learned", "model.rotary.interleaved=true"],
         1,

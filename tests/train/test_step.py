@@ -234,7 +234,7 @@ def test_losses_of_tokens_ahead_are_means_of_their_own(one_rank: None) -> None:
     lm_sum, tokens, sums_D, counts_D = (torch.zeros(()), torch.zeros(()), torch.zeros(2), torch.zeros(2))
     for batch in BATCHES:
         losses_BS, mask_BS = model(**model_inputs(batch)), batch.loss_mask_BS
-        ahead_DBS = model.take_losses_ahead()
+        ahead_DBS = model.take_multi_token_losses()
         assert ahead_DBS is not None
         lm_sum, tokens = lm_sum + (losses_BS * mask_BS).sum(), tokens + mask_BS.sum()
         for k in (1, 2):  # position i predicts token i + 1 + k, whose mask stands at i + k

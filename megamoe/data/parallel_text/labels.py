@@ -6,13 +6,13 @@ with `text`, `label` and `language`, and `labels.json` with the labels' names in
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megamoe import __version__
 from megamoe.data.card import save_checked
 from megamoe.data.parallel_text.pair import Pair
-from megamoe.data.parallel_text.select import in_split
+from megamoe.data.parallel_text.select import in_split, uniform
 from megamoe.data.write import file_card
 
 LABELS_FILE = "labels.json"
@@ -20,13 +20,21 @@ LEAST_LABELS = 2
 
 
 def write_labels(
-    pairs: Sequence[Pair], splits: Sequence[str], source_language: str, min_examples: int, folder: Path
+    pairs: Sequence[Pair],
+    splits: Sequence[str],
+    source_language: str,
+    min_examples: int,
+    folder: Path,
+    most: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Write train.jsonl, valid.jsonl and test.LANGUAGE.jsonl; return the labels, sorted.
 
     Training and validation texts are the sources, in the source language. The test sets are the test split's
     sources, and for each language their translations. A text with several labels is left out, and so is a
     label with fewer than `min_examples` training texts. Nothing is written for fewer than two labels.
+
+    most: by split, how many texts of a label are kept in each of its sets; None: all. They are drawn by a
+    hash of the source, so that the sets of all languages have the same messages.
     """
     labels_of: dict[str, set[str]] = defaultdict(set)
     for pair in pairs:
@@ -47,6 +55,13 @@ def write_labels(
         if pair.source in unique:
             sets.setdefault(f"test.{pair.language}", {})[pair.target] = unique[pair.source]
     content = {}
+    if most is not None:
+        source_of = {pair.target: pair.source for pair in in_split(pairs, splits, "test")}
+        sets = {
+            name: _at_most(most[name.partition(".")[0]], label_of, source_of)
+            for name, label_of in sets.items()
+        }
+        counts = Counter(sets["train"].values())
     for name, label_of in sets.items():
         language = name.partition(".")[2] or source_language
         lines = [
@@ -70,6 +85,15 @@ def write_labels(
         folder / LABELS_FILE,
     )
     return labels
+
+
+def _at_most(number: int, label_of: dict[str, str], source_of: Mapping[str, str]) -> dict[str, str]:
+    """Return so many texts of each label, in their order."""
+    drawn: dict[str, list[str]] = defaultdict(list)
+    for text in sorted(label_of, key=lambda text: uniform(source_of.get(text, text))):
+        drawn[label_of[text]].append(text)
+    kept = {text for texts in drawn.values() for text in texts[:number]}
+    return {text: label for text, label in label_of.items() if text in kept}
 
 
 def _sources(pairs: Iterable[Pair], unique: dict[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ Design choices:
 - pairs are held in memory, as messages of all languages must be compared to split them.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -55,7 +56,9 @@ class PairPreparation:
     languages: list[str] = field(default_factory=list)  # empty: all
     min_words: int = 1
     min_pairs: int = 1
+    max_overlap: float = 1.0  # the most of a source's words that its target may have
     min_label: int = 20
+    max_label: int | None = None  # training texts of a label; None: all
     split: list[float] = field(default_factory=lambda: [0.9, 0.05, 0.05])
     tokenizer: str = TRAIN
     vocab_size: int = 8192  # of a tokenizer that is trained
@@ -116,6 +119,7 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
         languages=preparation.languages,
         min_words=preparation.min_words,
         min_pairs=preparation.min_pairs,
+        max_overlap=preparation.max_overlap,
     )
     splits = split_pairs(pairs, preparation.split)
     if "train" not in splits:
@@ -140,6 +144,12 @@ def _check(preparation: PairPreparation, output: Path) -> None:
     for name in ("min_words", "min_pairs", "min_label"):
         if getattr(preparation, name) < 1:
             raise UserError(f"{name} {getattr(preparation, name)}: expected at least 1")
+    if not 0 <= preparation.max_overlap <= 1:
+        raise UserError(f"max_overlap {preparation.max_overlap}: expected a share from 0 to 1, such as 0.3")
+    if preparation.max_label is not None and preparation.max_label < preparation.min_label:
+        raise UserError(
+            f"max_label {preparation.max_label}: expected at least min_label, {preparation.min_label}"
+        )
     if preparation.vocab_size > LARGEST_VOCABULARY:
         raise UserError(f"vocab_size {preparation.vocab_size}: expected at most {LARGEST_VOCABULARY:,}")
     if not output.name:
@@ -226,6 +236,7 @@ class _Writer:
             self._source_language,
             self._preparation.min_label,
             self._folder / "labels",
+            self._most_texts(),
         )
         summary = PairsSummary(
             megamoe=__version__,
@@ -242,6 +253,15 @@ class _Writer:
         )
         save_checked(asdict(summary), self._folder / CARD_FILE)
         return summary
+
+    def _most_texts(self) -> dict[str, int] | None:
+        """Return how many texts of a label each split's sets may have: `max_label` in proportion to it."""
+        most, shares = self._preparation.max_label, self._preparation.split
+        if most is None:
+            return None
+        return {
+            split: math.ceil(most * share / shares[0]) for split, share in zip(SPLITS, shares, strict=True)
+        }
 
     def _find_tokenizer(self, counts: Counts) -> Tokenizer:
         """Return the tokenizer: trained on the training texts of all languages, or the one that is named."""

@@ -11,6 +11,7 @@ from megamoe.data.parallel_text.pair import Counts, Pair
 from megamoe.errors import UserError
 
 SPLITS = ("train", "valid", "test")
+WORD = re.compile(r"\w+")
 NOT_WORD = re.compile(r"[\W_]+")
 
 
@@ -22,19 +23,21 @@ def keep_pairs(
     languages: Sequence[str] = (),
     min_words: int = 1,
     min_pairs: int = 1,
+    max_overlap: float = 1.0,
 ) -> list[Pair]:
     """Return the pairs that are kept, sorted by language, in the order in which they were read.
 
     Left out: pairs into the source language, pairs of a source with fewer than `min_words` words, pairs
-    whose target is the source itself, the second and later of equal pairs, and languages with fewer than
-    `min_pairs` of the remaining pairs. `languages`: the only ones to keep; empty: all.
+    whose target is the source itself, pairs whose target has more than the share `max_overlap` of the
+    source's words, the second and later of equal pairs, and languages with fewer than `min_pairs` of the
+    remaining pairs. `languages`: the only ones to keep; empty: all.
 
     Raises:
         UserError: if nothing remains, or if a wanted language does not occur.
     """
     by_language: dict[str, dict[tuple[str, str], Pair]] = {}
     for pair in pairs:
-        reason = _why_not(pair, source_language, min_words)
+        reason = _why_not(pair, source_language, min_words, max_overlap)
         kept = by_language.setdefault(pair.language, {})
         if reason is None and (pair.source, pair.target) in kept:
             reason = "equal to another pair"
@@ -59,14 +62,23 @@ def keep_pairs(
     return result
 
 
-def _why_not(pair: Pair, source_language: str, min_words: int) -> str | None:
+def _why_not(pair: Pair, source_language: str, min_words: int, max_overlap: float) -> str | None:
     if pair.language == source_language:
         return "into the source language"
     if len(pair.source.split()) < min_words:
         return f"of fewer than {min_words} words"
     if pair.source == pair.target:
         return "not translated: target and source are equal"
+    if max_overlap < 1 and overlap(pair) > max_overlap:
+        return f"whose target has more than {max_overlap:g} of the source's words"
     return None
+
+
+def overlap(pair: Pair) -> float:
+    """Return the share of the source's words that the target has too, whatever their case; 0 to 1."""
+    words = WORD.findall(pair.source.casefold())
+    others = set(WORD.findall(pair.target.casefold()))
+    return sum(word in others for word in words) / len(words) if words else 1.0
 
 
 def split_pairs(pairs: Sequence[Pair], shares: Sequence[float]) -> list[str]:
@@ -96,7 +108,7 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float]) -> list[str]:
     for pair in pairs:
         name = groups.name_of(_key(pair.source))
         if name not in found:
-            number = _uniform(name)
+            number = uniform(name)
             found[name] = next(
                 (split for split, bound in zip(SPLITS, bounds, strict=True) if number < bound), SPLITS[0]
             )
@@ -109,7 +121,7 @@ def _key(text: str) -> str:
     return NOT_WORD.sub("", text.casefold()) or text
 
 
-def _uniform(name: str) -> float:
+def uniform(name: str) -> float:
     """Return a number of [0, 1) that depends on a text alone."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

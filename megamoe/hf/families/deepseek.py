@@ -1,5 +1,6 @@
 """DeepSeek-V2 and DeepSeek-V3: latent attention, dense first blocks, shared experts."""
 
+from megamoe.config import RunConfig
 from megamoe.hf.families.common import (
     BIAS,
     DENSE_FFN,
@@ -48,6 +49,24 @@ def same_heads() -> Entry:
     return Entry(defaults, read, lambda config: {"num_key_value_heads": config.model.num_attention_heads})
 
 
+def greedy_or_limited() -> Entry:
+    """The groups of experts of DeepSeek-V2, which its other method does not read (topk_method)."""
+    limit = group_limit(None, None, {"score": "max"})
+
+    def read(given: Json) -> Json:
+        if given["topk_method"] not in METHODS:
+            raise unsupported("topk_method", given["topk_method"], METHODS)
+        return limit.read(given) if given["topk_method"] == METHODS[1] else {}
+
+    def write(config: RunConfig) -> Json:
+        if not config.moe.router.masks:
+            return {"topk_method": METHODS[0], "n_group": None, "topk_group": None}
+        return {**limit.write(config), "topk_method": METHODS[1]}
+
+    return Entry({**limit.defaults, "topk_method": METHODS[0]}, read, write)
+
+
+METHODS = ("greedy", "group_limited_greedy")
 LATENT_KEYS = (
     same("q_lora_rank", "model.latent.query_rank", 1536),
     same("kv_lora_rank", "model.latent.key_value_rank", 512),
@@ -75,8 +94,7 @@ DEEPSEEK_V2 = Family(
             moe__router__selector__weights="raw",
         ),
         dense_first(0),
-        group_limit(None, None, {"score": "max"}),
-        only("topk_method", "greedy", "group_limited_greedy", default="greedy", written=False),
+        greedy_or_limited(),
         only("scoring_func", "softmax", default="softmax", written=False),
         only("norm_topk_prob", False, default=False),
         scaled(1.0),

@@ -18,7 +18,7 @@ from megamoe.hf.families.common import (
 )
 from megamoe.hf.families.routers import TOP_K, every_block, loss_weight
 from megamoe.hf.family import Family
-from megamoe.hf.keys import Entry, Json, fixed, ignored, only, same, unsupported
+from megamoe.hf.keys import REQUIRED, Entry, Json, fixed, ignored, only, same, unsupported
 from megamoe.hf.rules import (
     COLUMNS,
     EXPERT_BIAS,
@@ -53,7 +53,7 @@ def windows() -> Entry:
         kinds = [WHOLE if window is None else WINDOW for window in found]
         return {"sliding_window": model.attention.window, "layer_types": kinds}
 
-    return Entry({"sliding_window": 128, "layer_types": None, "num_hidden_layers": 0}, read, write)
+    return Entry({"sliding_window": 128, "layer_types": None, "num_hidden_layers": REQUIRED}, read, write)
 
 
 # That of the released models' rotary positions.

@@ -2,7 +2,7 @@
 
 from megamoe.config import RunConfig
 from megamoe.config.shapes import moe_block_numbers
-from megamoe.hf.keys import Entry, Json, fixed, same, unsupported
+from megamoe.hf.keys import REQUIRED, Entry, Json, fixed, same, unsupported
 
 LINEAR_TOP_K = fixed(
     moe__router__scorer__name="linear",
@@ -58,7 +58,9 @@ def sparse_steps() -> Entry:
         dense = [block for block in range(config.model.num_layers) if block + 1 not in blocks]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
-    return Entry({"decoder_sparse_step": 1, "mlp_only_layers": None, "num_hidden_layers": 0}, read, write)
+    return Entry(
+        {"decoder_sparse_step": 1, "mlp_only_layers": None, "num_hidden_layers": REQUIRED}, read, write
+    )
 
 
 def dense_first(default: int) -> Entry:
@@ -71,7 +73,7 @@ def dense_first(default: int) -> Entry:
     def write(config: RunConfig) -> Json:
         return {name: min(moe_block_numbers(config), default=config.model.num_layers + 1) - 1}
 
-    return Entry({name: default, "num_hidden_layers": 0}, read, write)
+    return Entry({name: default, "num_hidden_layers": REQUIRED}, read, write)
 
 
 def normalised(default: bool) -> Entry:

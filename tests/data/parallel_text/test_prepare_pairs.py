@@ -239,6 +239,11 @@ BAD = {
     "split": (["--tsv", "de", "2.tsv", "--split", "0,1,1"], "expected three shares"),
     "words": (["--tsv", "de", "2.tsv", "--min-words", "9"], "no pairs are left (2 of fewer than 9 words)"),
     "zero": (["--tsv", "de", "2.tsv", "--min-pairs", "0"], "min_pairs 0: expected at least 1"),
+    "overlap": (["--tsv", "de", "2.tsv", "--max-overlap", "25"], "max_overlap 25.0: expected a share"),
+    "max label": (
+        ["--tsv", "de", "2.tsv", "--max-label", "5"],
+        "max_label 5: expected at least min_label, 20",
+    ),
     "special": (["--tsv", "de", "2.tsv", "--special", "masks"], "special 'masks': expected pad, mask"),
     "vocabulary": (["--tsv", "de", "2.tsv", "--vocab-size", "100"], "a byte-level BPE needs at least"),
     "tokenizer": (

@@ -41,6 +41,20 @@ def test_pairs_that_are_left_out() -> None:
         keep_pairs(pairs, Counts(), source_language="en", min_words=9)
 
 
+def test_pairs_that_are_mostly_copies_are_left_out() -> None:
+    pairs = [
+        Pair("The file {name} is gone", "Datei {name} fehlt", "de"),  # 1 of 5 words
+        Pair("Version of the file", "Version der Datei", "de"),  # 1 of 4
+        Pair("Django version 5", "Django-Version 5", "de"),  # all
+        Pair("%s: %s", "%s - %s", "de"),  # all
+    ]
+    counts = Counts()
+    assert keep_pairs(pairs, counts, source_language="en", max_overlap=0.2) == pairs[:1]
+    assert counts.left_out == {"whose target has more than 0.2 of the source's words": 3}
+    assert keep_pairs(pairs, Counts(), source_language="en", max_overlap=0.25) == pairs[:2]
+    assert keep_pairs(pairs, Counts(), source_language="en") == pairs
+
+
 def test_no_message_is_in_two_splits() -> None:
     rng = random.Random(0)
     pairs = []
@@ -105,3 +119,27 @@ def test_labels(tmp_path: Path) -> None:
         assert all(one["label"] in one["text"] and one["language"] == language for one in examples)
     assert write_labels(pairs, splits, "en", 1000, tmp_path / "none") == []
     assert not (tmp_path / "none").exists()
+
+
+def test_at_most_so_many_texts_of_a_label(tmp_path: Path) -> None:
+    """The same messages in all languages; a label with fewer keeps all."""
+    pairs, splits = [], []
+    for language in ("de", "fr"):
+        for number in range(60):
+            label = "shop" if number % 6 else "blog"
+            pairs.append(Pair(f"message {number}", f"{language} {number}", language, label))
+            splits.append("train" if number < 30 else "test")
+    most = {"train": 8, "valid": 1, "test": 7}
+    assert write_labels(pairs, splits, "en", 5, tmp_path / "labels", most) == ["blog", "shop"]
+
+    def numbers(name: str) -> dict[str, list[str]]:
+        lines = map(json.loads, (tmp_path / "labels" / f"{name}.jsonl").read_text().splitlines())
+        found: dict[str, list[str]] = {}
+        for line in lines:
+            found.setdefault(line["label"], []).append(line["text"].split()[1])
+        return found
+
+    assert {label: len(found) for label, found in numbers("train").items()} == {"blog": 5, "shop": 8}
+    assert {label: len(found) for label, found in numbers("test.en").items()} == {"blog": 5, "shop": 7}
+    assert numbers("test.en") == numbers("test.de") == numbers("test.fr")
+    assert json.loads((tmp_path / "labels" / "labels.json").read_text())["train"] == {"blog": 5, "shop": 8}

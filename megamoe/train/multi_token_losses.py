@@ -10,7 +10,7 @@ from megamoe.model.multi_token_prediction import prediction_masks
 from megamoe.zero.engine import Engine
 
 
-class LossesAhead:
+class MultiTokenLosses:
     """The losses of a model's D depths beside its own; a model without them has D = 0.
 
     weight: of each depth's mean loss: DeepSeek-V3's lambda / D (2412.19437, equation 25).
@@ -40,7 +40,7 @@ class LossesAhead:
 
         rollouts: how often the batch holds each sequence. None for a model without depths.
         """
-        losses_DBS = self.model.take_losses_ahead()
+        losses_DBS = self.model.take_multi_token_losses()
         if losses_DBS is None:
             return None
         masks_DBS = self._masks(batch)[1:]
