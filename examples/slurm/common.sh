@@ -36,8 +36,8 @@ open_logs() {
     echo "arguments: $*"
     echo "commit: $(git rev-parse HEAD 2>&1) $(git status --porcelain 2> /dev/null | wc -l) changed files"
     "$python" --version
-    "$python" -m pip list --disable-pip-version-check 2> /dev/null \
-      | grep -iE '^(torch|numpy|megatron|deepspeed|transformer|triton|nvidia)' || true
+    "$python" -c 'from importlib.metadata import distributions
+for one in sorted({f"{it.name}=={it.version}" for it in distributions()}): print(one)'
     nvidia-smi 2> /dev/null || echo 'nvidia-smi: not found'
     ulimit -a
     env | grep -E '^(SLURM|NCCL|GLOO|CUDA|OMP|TORCH|MASTER|MEGAMOE)' | sort

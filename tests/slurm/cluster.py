@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/slurm/cluster.sh"
 NOT_INSTALLED = 3
-PATIENCE_S = 240.0  # a start of two ranks takes 10 s on an idle machine, and a minute on a busy one
+PATIENCE_S = 400.0  # a start of two ranks takes 10 s on an idle machine, and a minute on a busy one
 LINKS = ("examples", "tools", "megamoe", "ds_configs", "pretrain_gpt_moe.py")
 RUN = """
 name: small
@@ -157,6 +157,19 @@ class Cluster:
     def node(self, verb: str, name: str) -> None:
         """Kill or revive a node."""
         subprocess.run([SCRIPT, verb, self.folder, name], check=True, timeout=60)
+
+    @contextmanager
+    def disk(self, name: str, path: Path, options: str) -> Iterator[None]:
+        """Context in which a node has an empty disk of its own in the place of a folder."""
+        command: list[str | Path] = [SCRIPT, "disk", self.folder, name, path]
+        done = subprocess.run([*command, options], capture_output=True, text=True, timeout=60)
+        if done.returncode == NOT_INSTALLED:
+            pytest.skip(done.stderr.strip())
+        assert done.returncode == 0, done.stderr
+        try:
+            yield
+        finally:
+            subprocess.run([*command, "off"], timeout=60)
 
 
 def logs_of(home: Path) -> Mapping[str, str]:

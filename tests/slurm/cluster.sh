@@ -6,6 +6,8 @@
 #   cluster.sh stop FOLDER     end the jobs and the daemons
 #   cluster.sh kill FOLDER n2  end one node's daemon and jobs at once, as a power failure would
 #   cluster.sh revive FOLDER n2
+#   cluster.sh disk FOLDER n2 PATH OPTIONS   mount an empty file system over PATH that only that node sees: ro, size=1m
+#   cluster.sh disk FOLDER n2 PATH off       unmount it (exit code 3 if this machine does not allow to mount)
 #
 # The daemons have keys, sockets, ports and process files of their own, so that they do not disturb a Slurm or a munge
 # that the machine already has. Both nodes are at 127.0.0.1; their CPUs are made up (config_overrides).
@@ -113,8 +115,28 @@ start() {
   write_conf "$folder"
   export SLURM_CONF=$folder/slurm.conf
   slurmctld -f "$SLURM_CONF"
-  for node in "${NODES[@]}"; do slurmd -N "$node" -f "$SLURM_CONF"; done
+  for node in "${NODES[@]}"; do start_node "$node"; done
   wait_for_nodes "$folder" "${#NODES[@]}"
+}
+
+# With mounts of its own where that is allowed, so that a disk of one node can fail.
+start_node() {
+  if unshare -m true 2> /dev/null; then
+    unshare -m slurmd -N "$1" -f "$SLURM_CONF"
+  else
+    slurmd -N "$1" -f "$SLURM_CONF"
+  fi
+}
+
+change_disk() {
+  local folder=$1 node=$2 path=$3 options=$4 enter
+  enter=(nsenter -t "$(cat "$folder/pids/$node")" -m)
+  if [ "$options" = off ]; then
+    "${enter[@]}" umount "$path"
+  elif ! unshare -m true || ! "${enter[@]}" mount -t tmpfs -o "$options" none "$path"; then
+    echo 'slurm: this machine does not allow to mount' >&2
+    exit 3
+  fi
 }
 
 wait_for_nodes() {
@@ -163,7 +185,7 @@ stop() {
 }
 
 usage() {
-  sed -n '2,9p' "$0" | sed 's/^# \{0,1\}//'
+  sed -n '2,11p' "$0" | sed 's/^# \{0,1\}//'
   exit 2
 }
 
@@ -172,6 +194,7 @@ case ${1:-} in
   start) [ $# = 2 ] || usage; start "$2" ;;
   stop) [ $# = 2 ] || usage; stop "$2" ;;
   kill) [ $# = 3 ] || usage; kill_node "$2" "$3" ;;
-  revive) [ $# = 3 ] || usage; export SLURM_CONF=$2/slurm.conf; slurmd -N "$3" -f "$SLURM_CONF" ;;
+  revive) [ $# = 3 ] || usage; export SLURM_CONF=$2/slurm.conf; start_node "$3" ;;
+  disk) [ $# = 5 ] || usage; change_disk "$2" "$3" "$4" "$5" ;;
   *) usage ;;
 esac
