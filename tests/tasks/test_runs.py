@@ -84,7 +84,7 @@ def test_tensor_parallel_ranks_share_a_batch(tmp_path: Path, ranks: int, size: i
 
 def test_nothing_of_a_dense_model_is_frozen(tmp_path: Path) -> None:
     """So a task file serves for the dense baseline too."""
-    frozen = {"frozen": ["router", "experts"]}
+    frozen: dict[str, Any] = {"frozen": ["router", "experts"]}
     assert run_of(tmp_path, **frozen).moe.frozen == ["router", "experts"]
     assert run_of(tmp_path, model=["moe.layers={at: []}"], **frozen).moe.frozen == []
 
