@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     verb = verbs.add_parser("export", help="a checkpoint, saved at any layout, to a Hugging Face folder")
     verb.add_argument("path", type=Path, metavar="RUN", help="a run's folder, or a step_* folder")
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that does not exist")
-    verb.add_argument("--class", dest="model_class", metavar="TYPE", help="a model_type; default: what fits")
+    verb.add_argument(
+        "--class", dest="model_class", metavar="TYPE", help="a model_type, or custom; default: what fits"
+    )
     verb.add_argument("--like", type=Path, metavar="FOLDER", help="keep its tokenizer and remaining keys")
     verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of parameters (default: as saved)")
     verb.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of a file (default: 5)")

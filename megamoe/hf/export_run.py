@@ -20,6 +20,7 @@ from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.config import RunConfig
 from megamoe.config.load import configure
 from megamoe.errors import UserError
+from megamoe.hf.custom.export import CUSTOM, custom_family, custom_files
 from megamoe.hf.families import FAMILIES
 from megamoe.hf.family import Family, as_config, differences
 from megamoe.hf.folder import (
@@ -42,7 +43,9 @@ from megamoe.hf.tokenizer import tokenizer_files
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The state of losses, and multi-token prediction: no model of transformers has them.
-OF_TRAINING = re.compile(r".*\.layer\.losses\..*|prediction\..*")
+OF_TRAINING = re.compile(
+    r".*\.layer\.(losses\..*|router\.scorer\.(noise|group_noise|old|reference)_weight)|prediction\..*"
+)
 METADATA = {"format": "pt"}  # transformers asks for it
 SHOWN_KEYS = 5
 
@@ -109,16 +112,22 @@ def _target(
     reader: CheckpointReader, like: Path | None, model_class: str | None, overrides: Sequence[str]
 ) -> Target:
     config = _configuration(reader, overrides)
-    if model_class is not None and model_class not in FAMILIES:
-        raise UserError(f"--class: found {shown(model_class)}, expected one of {', '.join(FAMILIES)}")
+    if model_class is not None and model_class not in (CUSTOM, *FAMILIES):
+        known = ", ".join((*FAMILIES, CUSTOM))
+        raise UserError(f"--class: found {shown(model_class)}, expected one of {known}")
     kept = like or _kept(reader)
     if like is not None and not like.is_dir():
         raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
     given = portable(read_object(kept / CONFIG)) if kept is not None and (kept / CONFIG).exists() else {}
-    family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
+    if model_class == CUSTOM:
+        family = custom_family(reader.path, config)
+    else:
+        family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
     words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
     others = read_other_files(kept) if kept is not None else tokenizer_files(config)
-    same_class = given.get("model_type") == family.model_type
+    if model_class == CUSTOM:
+        others = {**others, **custom_files(config)}
+    same_class = model_class != CUSTOM and given.get("model_type") == family.model_type
     return Target(family, config, family.rules(config, words), given if same_class else {}, others)
 
 
@@ -162,7 +171,7 @@ def _family(path: Path, config: RunConfig, named: str | None, like: Family | Non
     which = f"--class {nearest}" if named else f"no class fits; the nearest, {nearest}"
     raise UserError(
         f"{path}: {which}: it cannot express {', '.join(obstacles[:SHOWN_KEYS])}{more}; name another "
-        "--class, or override keys that do not matter to you"
+        f"--class, such as {CUSTOM}, or override keys that do not matter to you"
     )
 
 

@@ -1,0 +1,1 @@
+"""The export of decoders that no class of transformers expresses: a class of their own, in plain PyTorch."""
