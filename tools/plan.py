@@ -1,7 +1,7 @@
 """Plan a run on a cluster without any GPU: memory, traffic between GPUs, and the time of a step.
 
 python tools/plan.py --config benchmarks/rooflines/models/moe_1b.yaml --nodes 1 --gpus-per-node 8 --gpu h100
-python tools/plan.py --config FILE --nodes 2 --gpus-per-node 8 --gpu h200 --search
+python tools/plan.py --config FILE --nodes 2 --gpus-per-node 8 --gpu h200 --json plan.json parallel.expert=16
 
 One rank's shard of the real model trains two steps on tensors without data, by the code of training. What
 training would refuse is refused here, with the same line and exit code 2. Times are a model's: every
@@ -31,8 +31,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu", default="h100", help="h100, h200, b200, a100, mi300x, or a JSON file")
     parser.add_argument("--load", type=float, default=1.0, help="rows of the fullest rank over the mean")
     parser.add_argument("--disk", type=float, default=1.0, help="GB/s that a node writes (1)")
-    parser.add_argument("--search", action="store_true", help="rank layouts that fit")
-    parser.add_argument("--seconds", type=int, default=45, help="time of a search after which it stops (45)")
     parser.add_argument("--all-blocks", action="store_true", help="simulate every block of a deep model")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="SVG of the memory by phase")
@@ -49,7 +47,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     check_positive("--nodes", options.nodes)
     check_positive("--gpus-per-node", options.gpus_per_node)
-    check_positive("--seconds", options.seconds)
     if not 0 < options.disk < 1e6:
         raise UserError(f"--disk: found {options.disk:g}, expected GB/s above 0")
     check_writable("--json", options.json)

@@ -73,14 +73,16 @@ class Counts:
 class CostCounter(TorchDispatchMode):
     """Counts what runs on fake CUDA tensors; enter it inside a FakeTensorMode.
 
-    phase: forward, backward or optimizer, set by the caller. A read of a fake scalar gives 1.0, of an integer
-    or bool 0.
+    phase: forward, backward or optimizer, set by the caller. kept: the share of a mask's entries that are
+    true, where a tensor-parallel rank takes the pairs of its own tokens; None: no mask's share is known.
+    A read of a fake scalar gives 1.0, of an integer or bool 0.
     """
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self.parts = parts
         self.phase = "step"
+        self.kept: float | None = None
         self.counts = Counts()
         self.memory = MemoryTimeline()
 
@@ -95,7 +97,11 @@ class CostCounter(TorchDispatchMode):
             return self._read(args[0], part)
         if name == "aten::record_stream":
             return None
-        result = function(*args, **kwargs)
+        if name == "aten::nonzero" and self.kept is not None and args[0].dim() == 1 and args[0].is_cuda:
+            result = args[0].new_empty((round(self.kept * len(args[0])), 1), dtype=torch.int64)
+            self.counts.syncs[part] += 1
+        else:
+            result = function(*args, **kwargs)
         if name.startswith("c10d::"):
             self._count_collective(function, args, kwargs, part)
         else:

@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from megamoe.config import RunConfig
 from megamoe.config.schema import LayersConfig
@@ -66,4 +67,8 @@ def extrapolated(config: RunConfig, simulate: Callable[[RunConfig], Figures]) ->
     """Return the figures of the whole model, and the numbers of blocks of the models that were simulated."""
     terms = fewer_blocks(config)
     found = [(factor, simulate(with_blocks(config, blocks))) for factor, blocks in terms]
-    return combined(found), [len(blocks) for _, blocks in terms]
+    whole = combined(found)
+    # The moments of the peaks may differ a little between the models.
+    peaks = {key: max(0.0, size) for key, size in whole.peaks.items()}
+    kept = {key: max(0.0, size) for key, size in whole.kept.items()}
+    return replace(whole, peaks=peaks, kept=kept), [len(blocks) for _, blocks in terms]

@@ -21,7 +21,7 @@ class Figures:
 
     numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `passed` and `beside` (in
     seconds, see `roofline.beside_seconds`). states: bytes between two steps, by category. seconds: by part.
-    calls, bytes: of collectives. peaks: by (phase, category), bytes when the phase holds most. kept: activations at
+    calls, bytes: of collectives. peaks: by (phase, category), bytes when it holds most. kept: activations at
     the peak by (phase, part).
     """
 

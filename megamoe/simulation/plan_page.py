@@ -64,10 +64,8 @@ def _way_out(plan: Plan) -> str:
     if largest in ("activations", "temporary"):
         ways = "model.recompute=full" if plan.config.model.recompute != "full" else "parallel.tensor"
         smaller = " or a smaller train.micro_batch_size" if plan.config.train.micro_batch_size > 1 else ""
-        return f"most of it is {largest}; set {ways}{smaller}, or try --search"
-    return (
-        f"most of it is {largest}; raise parallel.expert, parallel.tensor or the ZeRO stage, or try --search"
-    )
+        return f"most of it is {largest}; set {ways}{smaller}"
+    return f"most of it is {largest}; raise parallel.expert, parallel.tensor or the ZeRO stage"
 
 
 def _collectives(plan: Plan) -> list[str]:

@@ -155,6 +155,9 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
         for _, layer in model.moe_layers():
             layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[arg-type]
         counter = CostCounter(parts)
+        router = config.moe.router
+        if config.parallel.tensor > 1 and not router.masks and router.capacity.name == "none":
+            counter.kept = 1 / config.parallel.tensor
         stack.enter_context(parts.followed())
         stack.enter_context(counter)
         return _count(config, run, world, model, context, counter, micro_batches, load)
@@ -193,7 +196,11 @@ def _count(
             counter.counts = Counts()
             memory.start()
         train_step(
-            engine, context, [batch] * micro_batches, config.optimizer.lr, config.train.label_smoothing
+            engine,
+            context,
+            [batch] * micro_batches,
+            config.optimizer.lr,
+            config.train.label_smoothing,
         )
         if engine.step_skipped:
             raise RuntimeError("the simulated step was skipped, so its update of the weights is not counted")
