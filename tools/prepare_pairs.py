@@ -54,7 +54,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--max-overlap",
         type=float,
         metavar="SHARE",
-        help="leave out pairs whose target has more than this share of the source's words (default 1)",
+        help="leave pairs out of pairs/valid and pairs/test whose target has more than this share of the "
+        "source's words (default 1)",
+    )
+    add(
+        "--bilingual",
+        action="store_true",
+        help="also write bilingual/LANGUAGE, a corpus whose documents are a source and its target",
     )
     add("--min-label", type=int, help="leave out labels with fewer training texts (default 20)")
     add("--max-label", type=int, help="keep at most so many training texts of a label (default all)")

@@ -21,7 +21,14 @@ from megamoe.data.parallel_text.files import check_language, read_aligned, read_
 from megamoe.data.parallel_text.find import find_catalogues
 from megamoe.data.parallel_text.labels import write_labels
 from megamoe.data.parallel_text.pair import Counts, Pair
-from megamoe.data.parallel_text.select import SPLITS, count_languages, in_split, keep_pairs, split_pairs
+from megamoe.data.parallel_text.select import (
+    SPLITS,
+    count_languages,
+    in_split,
+    keep_pairs,
+    overlap,
+    split_pairs,
+)
 from megamoe.data.special import expand, language_tag
 from megamoe.data.tokenizers import (
     ByteTokenizer,
@@ -56,7 +63,8 @@ class PairPreparation:
     languages: list[str] = field(default_factory=list)  # empty: all
     min_words: int = 1
     min_pairs: int = 1
-    max_overlap: float = 1.0  # the most of a source's words that its target may have
+    max_overlap: float = 1.0  # in pairs/valid and pairs/test: share of a source's words in its target
+    bilingual: bool = False  # also corpora of pairs
     min_label: int = 20
     max_label: int | None = None  # training texts of a label; None: all
     split: list[float] = field(default_factory=lambda: [0.9, 0.05, 0.05])
@@ -119,7 +127,6 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
         languages=preparation.languages,
         min_words=preparation.min_words,
         min_pairs=preparation.min_pairs,
-        max_overlap=preparation.max_overlap,
     )
     splits = split_pairs(pairs, preparation.split)
     if "train" not in splits:
@@ -228,7 +235,7 @@ class _Writer:
         is_outside = is_bytes(reference) or Path(reference).is_absolute()
         self._reference = reference if is_outside else f"../{reference}"
         for split in SPLITS:
-            self._write_pairs(split)
+            self._write_pairs(split, counts)
         tokens = self._write_corpora()
         labels = write_labels(
             self._pairs,
@@ -285,9 +292,15 @@ class _Writer:
             )
         return tokenizer
 
-    def _write_pairs(self, split: str) -> None:
+    def _write_pairs(self, split: str, counts: Counts) -> None:
         """Write both sides of a split, and their card; nothing if the split is empty."""
-        pairs = list(in_split(self._pairs, self._splits, split))
+        pairs, most = list(in_split(self._pairs, self._splits, split)), self._preparation.max_overlap
+        if split != SPLITS[0]:
+            few = [pair for pair in pairs if overlap(pair) <= most]
+            if len(few) < len(pairs):
+                reason = f"out of pairs/{split}, whose target has more than {most:g} of the source's words"
+                counts.left_out[reason] += len(pairs) - len(few)
+            pairs = few
         if not pairs:
             return
         files = PairFiles(self._folder / "pairs" / split)
@@ -318,6 +331,12 @@ class _Writer:
         folder, tokens = self._folder / "mono", {}
         for language, texts in self._corpora("train").items():
             tokens[language] = self._write_dataset(DataFiles(folder / language), texts).tokens
+        if self._preparation.bilingual:
+            pairs_of: dict[str, list[str]] = {}
+            for pair in in_split(self._pairs, self._splits, "train"):
+                pairs_of.setdefault(pair.language, []).append(f"{pair.source}\n{pair.target}")
+            for language, texts in pairs_of.items():
+                self._write_dataset(DataFiles(self._folder / "bilingual" / language), texts)
         for split in SPLITS[1:]:
             texts = [text for texts in self._corpora(split).values() for text in texts]
             if texts:

@@ -23,21 +23,19 @@ def keep_pairs(
     languages: Sequence[str] = (),
     min_words: int = 1,
     min_pairs: int = 1,
-    max_overlap: float = 1.0,
 ) -> list[Pair]:
     """Return the pairs that are kept, sorted by language, in the order in which they were read.
 
     Left out: pairs into the source language, pairs of a source with fewer than `min_words` words, pairs
-    whose target is the source itself, pairs whose target has more than the share `max_overlap` of the
-    source's words, the second and later of equal pairs, and languages with fewer than `min_pairs` of the
-    remaining pairs. `languages`: the only ones to keep; empty: all.
+    whose target is the source itself, the second and later of equal pairs, and languages with fewer than
+    `min_pairs` of the remaining pairs. `languages`: the only ones to keep; empty: all.
 
     Raises:
         UserError: if nothing remains, or if a wanted language does not occur.
     """
     by_language: dict[str, dict[tuple[str, str], Pair]] = {}
     for pair in pairs:
-        reason = _why_not(pair, source_language, min_words, max_overlap)
+        reason = _why_not(pair, source_language, min_words)
         kept = by_language.setdefault(pair.language, {})
         if reason is None and (pair.source, pair.target) in kept:
             reason = "equal to another pair"
@@ -62,15 +60,13 @@ def keep_pairs(
     return result
 
 
-def _why_not(pair: Pair, source_language: str, min_words: int, max_overlap: float) -> str | None:
+def _why_not(pair: Pair, source_language: str, min_words: int) -> str | None:
     if pair.language == source_language:
         return "into the source language"
     if len(pair.source.split()) < min_words:
         return f"of fewer than {min_words} words"
     if pair.source == pair.target:
         return "not translated: target and source are equal"
-    if max_overlap < 1 and overlap(pair) > max_overlap:
-        return f"whose target has more than {max_overlap:g} of the source's words"
     return None
 
 

@@ -113,6 +113,29 @@ def test_summary_and_labels(prepared: Path) -> None:
     assert (prepared / "labels" / "test.pt_BR.jsonl").exists()
 
 
+def test_copies_are_left_out_of_valid_and_test_pairs(tool: Any, tmp_path: Path) -> None:
+    """And the bilingual corpora hold the training pairs of their language."""
+    lines = [f"copied words {n} now\t{'copied words' if n % 2 else 'andere'} {n}\n" for n in range(100)]
+    (tmp_path / "de.tsv").write_text("".join(lines))
+    options = ["--max-overlap", "0.5", "--bilingual", "--split", "0.5,0.25,0.25", "--tokenizer", "bytes"]
+    out = tmp_path / "out"
+    assert tool.main(["--tsv", "de", str(tmp_path / "de.tsv"), "--output", str(out), *options]) == 0
+    summary = json.loads((out / "card.json").read_text())
+    numbers = {}
+    for split in ("train", "valid", "test"):
+        indexed = IndexedDataset(str(out / "pairs" / f"{split}.target"))
+        texts = [bytes(token for token in indexed[n] if token < 256).decode() for n in range(len(indexed))]
+        numbers[split] = len(texts), sum(text.startswith("copied") for text in texts)
+    assert numbers["train"][1] > 0 and numbers["valid"][1] == numbers["test"][1] == 0
+    left_out = sum(number for reason, number in summary["left_out"].items() if "out of pairs/" in reason)
+    assert left_out == 100 - sum(number for number, _ in numbers.values()) > 0
+    both = IndexedDataset(str(out / "bilingual" / "de"))
+    assert len(both) == numbers["train"][0]
+    first = bytes(token for token in both[0] if token < 256).decode()
+    source, target = first.split("\n")
+    assert source.startswith("copied words") and target.split()[-1] == source.split()[-2]
+
+
 def test_other_inputs_give_the_same_pairs(tool: Any, tmp_path: Path) -> None:
     lines = [(f"source {number}", f"target {number}") for number in range(20)]
     (tmp_path / "a.en").write_text("".join(f"{source}\n" for source, _ in lines))

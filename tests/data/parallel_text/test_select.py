@@ -9,7 +9,7 @@ import pytest
 
 from megamoe.data.parallel_text.labels import write_labels
 from megamoe.data.parallel_text.pair import Counts, Pair
-from megamoe.data.parallel_text.select import SPLITS, keep_pairs, split_pairs
+from megamoe.data.parallel_text.select import SPLITS, keep_pairs, overlap, split_pairs
 from megamoe.errors import UserError
 
 
@@ -41,18 +41,11 @@ def test_pairs_that_are_left_out() -> None:
         keep_pairs(pairs, Counts(), source_language="en", min_words=9)
 
 
-def test_pairs_that_are_mostly_copies_are_left_out() -> None:
-    pairs = [
-        Pair("The file {name} is gone", "Datei {name} fehlt", "de"),  # 1 of 5 words
-        Pair("Version of the file", "Version der Datei", "de"),  # 1 of 4
-        Pair("Django version 5", "Django-Version 5", "de"),  # all
-        Pair("%s: %s", "%s - %s", "de"),  # all
-    ]
-    counts = Counts()
-    assert keep_pairs(pairs, counts, source_language="en", max_overlap=0.2) == pairs[:1]
-    assert counts.left_out == {"whose target has more than 0.2 of the source's words": 3}
-    assert keep_pairs(pairs, Counts(), source_language="en", max_overlap=0.25) == pairs[:2]
-    assert keep_pairs(pairs, Counts(), source_language="en") == pairs
+def test_overlap_is_the_share_of_the_sources_words() -> None:
+    assert overlap(Pair("The file {name} is gone", "Datei {name} fehlt", "de")) == 1 / 5
+    assert overlap(Pair("Django version 5", "django-Version 5", "de")) == 1
+    assert overlap(Pair("one two two", "TWO", "de")) == 2 / 3
+    assert overlap(Pair("%: %", "% - %", "de")) == 1  # no words: a copy
 
 
 def test_no_message_is_in_two_splits() -> None:
