@@ -77,7 +77,7 @@ def test_overrides_come_last_and_a_batch_is_divided_over_the_ranks(tmp_path: Pat
 
 def test_nothing_of_a_dense_model_is_frozen(tmp_path: Path) -> None:
     """So a task file serves for the dense baseline too."""
-    frozen = {"frozen": ["router", "experts"]}
+    frozen: dict[str, Any] = {"frozen": ["router", "experts"]}
     assert run_of(tmp_path, **frozen).moe.frozen == ["router", "experts"]
     assert run_of(tmp_path, model=["moe.layers={at: []}"], **frozen).moe.frozen == []
 
