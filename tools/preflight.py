@@ -37,9 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--slow", type=float, default=0.5, metavar="F", help="a slow node has below F x the median bandwidth"
     )
     options = parser.parse_intermixed_args(arguments)
-    timer = threading.Timer(LIMIT_S, _give_up)
-    timer.daemon = True
-    timer.start()
     try:
         return _run(options)
     except UserError as error:
@@ -49,8 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
         text = " ".join(str(error).split())[:200]
         print(f"error: {_master()} cannot be reached from {socket.gethostname()}: {text}", file=sys.stderr)
         return ExitCode.UNEXPECTED
-    finally:
-        timer.cancel()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -61,6 +56,9 @@ def _run(options: argparse.Namespace) -> int:
     from megamoe.resilience.preflight import Preflight
     from megamoe.train.rank_facts import facts_of_start
 
+    timer = threading.Timer(LIMIT_S, _give_up)  # from here: the imports may be slow on a busy file system
+    timer.daemon = True
+    timer.start()
     config = load_config(options.config, options.overrides)
     if options.rounds < 0:
         raise UserError(f"--rounds: found {options.rounds}, expected 0 or more")

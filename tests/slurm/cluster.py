@@ -115,7 +115,7 @@ class Cluster:
         """Run one of Slurm's commands; return what it prints."""
         environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **variables}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert done.returncode == 0, f"{command}: code {done.returncode}: {done.stdout} {done.stderr}"
         return done.stdout.strip()
 
     def options(self, home: Path) -> list[str]:
