@@ -168,7 +168,10 @@ steps_of() {
 
 kill_node() {
   local folder=$1 node=$2 pid
-  kill -9 "$(cat "$folder/pids/$node")" 2> /dev/null || true
+  pid=$(cat "$folder/pids/$node" 2> /dev/null || true)
+  # A killed daemon leaves its file, and its number may by then be another process'.
+  [ "$(cat "/proc/${pid:-0}/comm" 2> /dev/null)" != slurmd ] || kill -9 "$pid" || true
+  rm -f "$folder/pids/$node"
   for pid in $(steps_of "$folder/$node.log"); do kill_tree "$pid"; done
 }
 
@@ -180,7 +183,9 @@ stop() {
   done
   for file in "$folder"/pids/*; do
     pid=$(cat "$file" 2> /dev/null || true)
-    [ -z "$pid" ] || kill "$pid" 2> /dev/null || true
+    case $(cat "/proc/${pid:-0}/comm" 2> /dev/null || true) in
+      slurmctld | munged) kill "$pid" 2> /dev/null || true ;;
+    esac
   done
 }
 
