@@ -45,6 +45,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--jsonl", nargs="+", action="extend", metavar="FILE", help="JSON objects a line (--keys)")
     add("--keys", type=_words, help="of source, target and language (default source,target,language)")
+    _add_output_options(parser)
+    return parser.parse_args(argv)
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which pairs are kept, and what is written."""
+    add = parser.add_argument
     add("--output", required=True, metavar="FOLDER", help="the new folder")
     add("--source-language", metavar="CODE", help="default en")
     add("--languages", type=_words, help="keep these target languages, such as de,pt_BR (default all)")
@@ -80,7 +87,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--skip-broken", action="store_true", help="leave broken catalogues out, with a warning")
     add("--overwrite", action="store_true", help="replace a folder of prepared pairs")
-    return parser.parse_args(argv)
 
 
 def _words(text: str) -> list[str]:

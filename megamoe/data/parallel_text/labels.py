@@ -40,21 +40,12 @@ def write_labels(
     for pair in pairs:
         labels_of[pair.source].add(pair.label)
     unique = {source: min(labels) for source, labels in labels_of.items() if len(labels) == 1}
-    train = _sources(in_split(pairs, splits, "train"), unique)
-    counts = Counter(train.values())
+    counts = Counter(_sources(in_split(pairs, splits, "train"), unique).values())
     labels = sorted(label for label, number in counts.items() if label and number >= min_examples)
     if len(labels) < LEAST_LABELS:
         return []
     folder.mkdir()
-    sets: dict[str, dict[str, str]] = {
-        "train": train,
-        "valid": _sources(in_split(pairs, splits, "valid"), unique),
-        f"test.{source_language}": _sources(in_split(pairs, splits, "test"), unique),
-    }
-    for pair in in_split(pairs, splits, "test"):
-        if pair.source in unique:
-            sets.setdefault(f"test.{pair.language}", {})[pair.target] = unique[pair.source]
-    content = {}
+    sets = _sets(pairs, splits, source_language, unique)
     if most is not None:
         source_of = {pair.target: pair.source for pair in in_split(pairs, splits, "test")}
         sets = {
@@ -62,6 +53,7 @@ def write_labels(
             for name, label_of in sets.items()
         }
         counts = Counter(sets["train"].values())
+    content = {}
     for name, label_of in sets.items():
         language = name.partition(".")[2] or source_language
         lines = [
@@ -85,6 +77,21 @@ def write_labels(
         folder / LABELS_FILE,
     )
     return labels
+
+
+def _sets(
+    pairs: Sequence[Pair], splits: Sequence[str], source_language: str, unique: dict[str, str]
+) -> dict[str, dict[str, str]]:
+    """Return the label of each text, by set."""
+    sets: dict[str, dict[str, str]] = {
+        "train": _sources(in_split(pairs, splits, "train"), unique),
+        "valid": _sources(in_split(pairs, splits, "valid"), unique),
+        f"test.{source_language}": _sources(in_split(pairs, splits, "test"), unique),
+    }
+    for pair in in_split(pairs, splits, "test"):
+        if pair.source in unique:
+            sets.setdefault(f"test.{pair.language}", {})[pair.target] = unique[pair.source]
+    return sets
 
 
 def _at_most(number: int, label_of: dict[str, str], source_of: Mapping[str, str]) -> dict[str, str]:

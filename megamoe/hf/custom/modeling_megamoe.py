@@ -386,9 +386,8 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         config, model = self.config, self.model
         layer = model.embedding.word_embeddings if config.tie_word_embeddings else model.output_layer
         logits_BSV = functional.linear(hidden_BSH * config.logit_scale, layer.weight).float()
-        if config.logit_soft_cap is None:
-            return logits_BSV
-        return torch.tanh(logits_BSV / config.logit_soft_cap) * config.logit_soft_cap
+        cap = config.logit_soft_cap
+        return logits_BSV if cap is None else torch.tanh(logits_BSV / cap) * cap
 
 
 def _tokens(attention_mask: Tensor | None, input_ids: Tensor, before: int) -> Tensor:
