@@ -13,7 +13,7 @@ from megamoe.train.schedule import BatchSchedule
 from megamoe.zero.deepspeed_config import fill_in, resolve_parallel
 
 ROOT = Path(__file__).parents[1]
-NO_RUNS = ("wandb", "tasks", "shared")  # folders of other YAML files
+NO_RUNS = ("wandb", "tasks", "shared", "lm_eval")  # folders of other YAML files
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name not in NO_RUNS)
 DEMO_VOCABULARY = 4096
 

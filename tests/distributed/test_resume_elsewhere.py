@@ -33,7 +33,8 @@ EP2, TP2, CUT_TWICE = {"expert": 2}, {"tensor": 2}, {"tensor": 2, "expert_tensor
 TP2_EP2, EVERY_WAY = {"tensor": 2, "expert": 2}, {"tensor": 2, "expert": 2, "expert_tensor": 2}
 DROPOUT: Run = {"model__hidden_dropout": 0.1}
 LATENT: Run = {
-    "model__latent": {"query_rank": 8, "key_value_rank": 6, "nope_size": 4, "rope_size": 2, "value_size": 5}
+    "model__latent": {"query_rank": 8, "key_value_rank": 6, "nope_size": 4, "rope_size": 2, "value_size": 5},
+    "model__attention": {"sinks": True, "window": 5},  # without the norms and biases that it refuses
 }
 SCALE = 13  # of fp16: 2^13 is not the files' first one
 # (ranks, layout, DeepSpeed file, what else)
