@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -189,14 +190,22 @@ def shut_down_loader(iterator: Any) -> None:
 
     Reason: the multi-process iterator has no public end before the last batch.
     Seen with: torch 2.13 and 2.15.
-    Without it: the processes of a closed loader live on until the garbage collector finds the iterator.
-    Canary: test_torch.py::test_loader_processes
+    Without it: the processes of a closed loader live on until the garbage collector finds the iterator. A
+        process that was killed may also have held the lock of the iterator's event, for which PyTorch waits
+        forever; the event is replaced then.
+    Canary: test_torch.py::test_loader_processes, test_a_killed_loader_process_may_have_held_the_lock
     """
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is None:
         return
+    processes = loader_processes(iterator)
+    if any(not process.is_alive() for process in processes):
+        for process in processes:
+            process.kill()
+            process.join(1)
+        iterator._workers_done_event = get_context("fork").Event()
     shut_down()
-    for process in loader_processes(iterator):  # one that hangs has been told to end, and does not listen
+    for process in processes:  # one that hangs has been told to end, and does not listen
         if process.is_alive():
             process.kill()
             process.join(1)

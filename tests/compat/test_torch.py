@@ -130,6 +130,17 @@ def test_sgemm_address() -> None:
     assert sgemm_address(), "libtorch_cpu.so shows no sgemm_ any more"
 
 
+def test_a_killed_loader_process_may_have_held_the_lock() -> None:
+    """PyTorch's own end of the iterator would wait for the lock forever."""
+    with loader_deaths_raise():
+        iterator: Any = iter(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="fork"))
+    loader_processes(iterator)[0].kill()
+    loader_processes(iterator)[0].join()
+    iterator._workers_done_event._cond.acquire()
+    shut_down_loader(iterator)
+    assert not any(process.is_alive() for process in loader_processes(iterator))
+
+
 def test_loader_processes() -> None:
     with loader_deaths_raise():
         iterator = iter(DataLoader(NUMBERS, num_workers=1, multiprocessing_context="fork"))
