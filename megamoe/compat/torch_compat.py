@@ -193,7 +193,7 @@ def shut_down_loader(iterator: Any) -> None:
     Without it: the processes of a closed loader live on until the garbage collector finds the iterator. A
         process that was killed may also have held the lock of the iterator's event, for which PyTorch waits
         forever; the event is replaced then.
-    Canary: test_torch.py::test_loader_processes, test_a_killed_loader_process_may_have_held_the_lock
+    Canary: test_torch.py::test_loader_processes
     """
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is None:
