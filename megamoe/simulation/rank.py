@@ -22,8 +22,8 @@ from megamoe.compat.fake_cuda import (
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
-from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
 from megamoe.parallel.groups import data_group, start_groups
