@@ -22,9 +22,9 @@ from megamoe.compat.fake_cuda import (
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
-from megamoe.kernels.rotary import angles
+from megamoe.kernels.attention.rotary import angles
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
-from megamoe.model.language_model import LanguageModel
 from megamoe.moe.layer import device_scalar
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import tokens_and_choices
