@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels.documents import Documents
-from megamoe.model.gpt import GPT
-from megamoe.model.multi_token_prediction import prediction_masks
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.architectures.decoder import GPT
+from megamoe.model.heads.multi_token_prediction import prediction_masks
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 S, DEPTH = 8, 3

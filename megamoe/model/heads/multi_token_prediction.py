@@ -21,9 +21,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
-from megamoe.kernels.documents import Documents
-from megamoe.model.attention import BlockConfig
-from megamoe.model.loss import token_losses
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.attention.core import BlockConfig
+from megamoe.model.heads.loss import token_losses
 
 
 class PredictionDepth(nn.Module):
