@@ -24,9 +24,12 @@ from megamoe.compat.fake_cuda import (
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
+from megamoe.kernels.attention.rotary import angles
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
-from megamoe.model.language_model import LanguageModel
+from megamoe.moe.layer import device_scalar
 from megamoe.moe.part import StepContext
+from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.simulation.counter import CostCounter, Counts
@@ -139,6 +142,8 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
         raise UserError(f"load: found {load:g}, expected {most}: one of them cannot have more than all rows")
     sample = sample_batch(run)
     join_fake_group(0, ranks)
+    for cached in (angles, tokens_and_choices, device_scalar):
+        cached.cache_clear()  # what an earlier simulation has left there would not be counted here
     with ExitStack() as stack:
         stack.enter_context(unknown_sizes_raise(UserError(UNKNOWN_SIZES)))
         # In this thread, whose settings for fakes the threads of the autograd engine do not have.
@@ -216,7 +221,7 @@ def _count(
         train_step(
             engine,
             context,
-            [batch] * micro_batches,
+            [batch] * (micro_batches if number == 2 else 1),
             config.optimizer.lr,
             config.train.label_smoothing,
         )
