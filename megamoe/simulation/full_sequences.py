@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.data.batches import Batch
-from megamoe.kernels.documents import Documents, SourceLengths
+from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.moe.padding import Padding
 from megamoe.train.resolved import ResolvedRun
 
