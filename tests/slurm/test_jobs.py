@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.analysis.run_status import read_status
-from tests.slurm.cluster import ROOT, Cluster, logs_of, losses, steps_done, undisturbed
+from tests.slurm.cluster import Cluster, logs_of, losses, steps_done, undisturbed
 
 pytestmark = pytest.mark.full
 
@@ -68,16 +68,8 @@ def test_one_node_with_a_task_for_each_rank(cluster: Cluster, home: Path) -> Non
     assert {"rank-0.out", "rank-1.out"} <= {name.split("/")[-1] for name in logs_of(home)}
 
 
-def chain(cluster: Cluster, home: Path, links: int, *arguments: str, **more: str) -> list[str]:
-    """Submit a chain; return the ids of its jobs."""
-    command = [str(ROOT / "examples/slurm/chain.sh"), str(links), *cluster.options(home), "--"]
-    variables = {"MEGAMOE_HOME": str(home), "PREFLIGHT": "0", "STEP_S": "0", **more}
-    told = cluster.call(*command, "run.yaml", *arguments, **variables)
-    return [line.split()[-1] for line in told.splitlines()]
-
-
 def test_a_chain_with_progress_ends_when_the_run_is_complete(cluster: Cluster, home: Path) -> None:
-    jobs = chain(cluster, home, 4, "train.exit_after_steps=20")
+    jobs = cluster.chain(home, 4, "train.exit_after_steps=20")
     assert [cluster.wait_for_end(job) for job in jobs] == 4 * ["COMPLETED"], logs_of(home)
     assert losses(home / "runs/small") == undisturbed(home)
     launches = (home / "runs/small/launches.jsonl").read_text().splitlines()
@@ -88,7 +80,7 @@ def test_a_chain_with_progress_ends_when_the_run_is_complete(cluster: Cluster, h
 
 def test_a_chain_without_progress_is_stopped(cluster: Cluster, home: Path) -> None:
     """The configuration crashes each time; only the first link tries."""
-    jobs = chain(cluster, home, 3, CRASH="1")
+    jobs = cluster.chain(home, 3, CRASH="1")
     assert [cluster.wait_for_end(job) for job in jobs] == 3 * ["FAILED"]
     logs = logs_of(home)
     assert [any(name.startswith(f"logs/{job}.0/node") for name in logs) for job in jobs] == [
