@@ -65,6 +65,7 @@ class DataConfig:
     sequence_length: Length = 256  # tokens
     tokenizer: PathText | None = None  # default: the one named in the data card
     document_aware: bool = False  # attention, positions and loss stop at document boundaries
+    order: Literal["documents", "samples"] = "documents"  # what is shuffled; `samples` needs no index
     cache: PathText | None = None  # folder of the sample index; default: beside the data
     verify: Literal["full", "structure"] = "full"  # full: every byte, once per version of a file
     workers: Annotated[int, Field(ge=0, le=512)] = 1  # loader processes per rank

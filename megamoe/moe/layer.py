@@ -250,12 +250,14 @@ class _AttachLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = ctx.context.aux_scale
-        sent = [_scalar(scale, weight, *kind) for weight, kind in zip(ctx.weights, ctx.kinds, strict=True)]
+        sent = [
+            device_scalar(scale, weight, *kind) for weight, kind in zip(ctx.weights, ctx.kinds, strict=True)
+        ]
         return gradients[0], None, None, *sent
 
 
 @functools.lru_cache(maxsize=64)
-def _scalar(scale: float, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def device_scalar(scale: float, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return scale * weight as a product of numbers of that dtype, on the device; shared by all layers."""
     product = (
         float(numpy.float32(scale) * numpy.float32(weight)) if dtype == torch.float32 else scale * weight

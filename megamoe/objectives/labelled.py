@@ -1,6 +1,6 @@
 """What the objectives have in common that read examples of a task and predict labels, numbers or spans."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -62,7 +62,7 @@ class Reading:
     labels: tuple[str, ...]
 
 
-class Labelled(TrainingObjective):
+class Labelled(TrainingObjective, ABC):
     """Predicts what a file of JSON lines says of each example, with a head of `model.predicts`.
 
     `data.sources` names the training file. If `data.split` has a share for validation, the file `valid.jsonl`
@@ -125,6 +125,8 @@ class Labelled(TrainingObjective):
         data = config.data
         if data.mock:
             raise ValueError("needs texts with labels; set data.mock to false, and data.sources to them")
+        if data.order != "documents":
+            raise ValueError("texts are shuffled one by one; leave data.order out")
         if data.document_aware:
             raise ValueError("a text is one document; set data.document_aware to false")
         if data.sampling_exponent is not None:

@@ -8,7 +8,7 @@ from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.size import mean_choices
 from megamoe.registry import get_part
 
-FIXED = ("top_k", "hierarchical_top_k")
+FIXED = ("top_k", "hierarchical_top_k", "table", "sample")  # experts of a token
 
 
 def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megamoe.data.batches import Batch
 from megamoe.data.pairs import positions
-from megamoe.kernels.documents import Documents, SourceLengths
-from megamoe.model.language_model import LanguageModel
+from megamoe.kernels.attention.documents import Documents, SourceLengths
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.padding import Padding, SourceTokens
 from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective

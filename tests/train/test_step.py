@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
 from megamoe.train.step import evaluate, model_inputs, set_context, train_step

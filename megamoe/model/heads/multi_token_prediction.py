@@ -21,9 +21,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
-from megamoe.kernels.documents import Documents
-from megamoe.model.attention import BlockConfig
-from megamoe.model.loss import token_losses
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.attention.core import BlockConfig
+from megamoe.model.heads.loss import token_losses
 
 
 class PredictionDepth(nn.Module):
@@ -63,7 +63,8 @@ class PredictionDepth(nn.Module):
         projected_SBH = self.projection(torch.cat(both, dim=-1))
         state_SBH: Tensor = self.blocks(projected_SBH, attention_mask=documents, rotary_pos_emb=rotary)
         # Read here: ZeRO 3 gathers a tied weight for the module that reads it, and frees it after others.
-        words = model.shared_embedding_or_output_weight()
+        tied = model.share_embeddings_and_output_weights
+        words = model.shared_embedding_or_output_weight() if tied else None
         logits_SBV, _ = model.output_layer(state_SBH, weight=words)
         labels_SB = inputs.labels_BS.transpose(0, 1).contiguous()
         losses_SB = token_losses(logits_SBV, labels_SB, inputs.label_smoothing, model.config.kernels)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamoe.kernels.attention.rotary import Rotary, turn_heads_at
+from megamoe.kernels.attention.variants import Variant, masked_attention
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.rotary import Rotary, turn_heads_at
-from megamoe.kernels.variants import Variant, masked_attention
 
 
 class KeyValueCache:

@@ -11,8 +11,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.kernels.block import rms_norm
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
+from megamoe.kernels.rms_norm import rms_norm
 
 
 def norm_of_each_head(norm: Callable[..., nn.Module]) -> type:

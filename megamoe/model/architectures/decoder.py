@@ -6,11 +6,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from megamoe.kernels.documents import Documents
-from megamoe.model.key_value_cache import KeyValueCache
-from megamoe.model.language_model import LanguageModel, problem_of_attention
-from megamoe.model.loss import token_losses
-from megamoe.model.multi_token_prediction import DepthInputs, MultiTokenPrediction
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.architectures.language_model import LanguageModel, problem_of_attention
+from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.heads.loss import token_losses
+from megamoe.model.heads.multi_token_prediction import DepthInputs, MultiTokenPrediction
 
 
 class Decoder(GPTModel):

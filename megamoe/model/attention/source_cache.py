@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.attention import CrossAttention
 from torch import Tensor, nn
 
-from megamoe.kernels.documents import SourceLengths
+from megamoe.kernels.attention.documents import SourceLengths
 
 Sides = tuple[Tensor, Tensor]
 

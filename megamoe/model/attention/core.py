@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import head_norm
-from megamoe.kernels.attention import (
+from megamoe.kernels.attention.core import (
     attend,
     bidirectional_attention,
     causal_attention,
@@ -21,11 +21,11 @@ from megamoe.kernels.attention import (
     rotated,
     split_heads,
 )
+from megamoe.kernels.attention.documents import Documents, SourceLengths
+from megamoe.kernels.attention.rotary import Rotary
+from megamoe.kernels.attention.variants import Variant
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.kernels.documents import Documents, SourceLengths
-from megamoe.kernels.rotary import Rotary
-from megamoe.kernels.variants import Variant
-from megamoe.model.key_value_cache import KeyValueCache
+from megamoe.model.attention.key_value_cache import KeyValueCache
 
 
 @dataclass

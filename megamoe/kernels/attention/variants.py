@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megamoe.kernels.documents import Documents
+from megamoe.kernels.attention.documents import Documents
 
 CHUNK = 256  # queries
 

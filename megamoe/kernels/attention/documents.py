@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megamoe.kernels.attention.rotary import Rotary, turn_heads_at
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.rotary import Rotary, turn_heads_at
 
 RUN = 256  # tokens: shorter documents are taken together, by a mask of at most this size
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megamoe.kernels.choice import Kernels, RowKernels
-from megamoe.kernels.products import blas_of, checked_ends, grouped_product, product_library
-from megamoe.kernels.rows import swiglu
+from megamoe.kernels.experts.grouped_gemm import blas_of, checked_ends, grouped_product, product_library
+from megamoe.kernels.experts.rows import swiglu
 
 
 def swiglu_experts(

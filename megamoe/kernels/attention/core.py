@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megamoe.kernels.attention.documents import Documents, Run, SourceLengths, turn_in_documents
+from megamoe.kernels.attention.rotary import Rotary, angles_of, gradients_of, turn_heads, turn_sides
+from megamoe.kernels.attention.variants import PLAIN, Variant, varied_attention
+from megamoe.kernels.attention.varlen import fits_varlen, varlen_attention
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.documents import Documents, Run, SourceLengths, turn_in_documents
 from megamoe.kernels.library import Library
-from megamoe.kernels.rotary import Rotary, angles_of, gradients_of, turn_heads, turn_sides
-from megamoe.kernels.variants import PLAIN, Variant, varied_attention
-from megamoe.kernels.varlen import fits_varlen, varlen_attention
 
 
 def causal_attention(

@@ -6,8 +6,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 
 from megamoe.config.model_schema import ModelConfig, RotaryConfig
-from megamoe.kernels.rotary import Rotary
-from megamoe.kernels.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from megamoe.kernels.attention.rotary import Rotary
+from megamoe.kernels.attention.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from megamoe.model.modules import Modules
 
 

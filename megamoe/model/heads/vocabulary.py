@@ -6,8 +6,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from torch import Tensor, nn
 
 from megamoe.config.schema import ModelConfig
-from megamoe.model.attention import BlockConfig
-from megamoe.model.loss import token_losses
+from megamoe.model.attention.core import BlockConfig
+from megamoe.model.heads.loss import token_losses
 from megamoe.model.norm import Norm
 from megamoe.model.scales import change_logits
 from megamoe.moe.experts.activations import pointwise

@@ -5,11 +5,11 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
-from megamoe.kernels.documents import Documents, SourceLengths
-from megamoe.model.head import Head
-from megamoe.model.key_value_cache import KeyValueCache
-from megamoe.model.language_model import LanguageModel, problem_of_attention
-from megamoe.model.source_cache import SourceCache
+from megamoe.kernels.attention.documents import Documents, SourceLengths
+from megamoe.model.architectures.language_model import LanguageModel, problem_of_attention
+from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.attention.source_cache import SourceCache
+from megamoe.model.heads.vocabulary import Head
 
 
 class EncoderDecoder(LanguageModel):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from megamoe.kernels.documents import Documents
+from megamoe.kernels.attention.documents import Documents
 
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_COLUMNS, COLUMNS_MULTIPLE = 256, 8

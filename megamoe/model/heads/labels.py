@@ -1,17 +1,19 @@
 """Heads that predict labels from an encoder's hidden states: of a whole text, of its tokens, or a span."""
 
+from abc import ABC, abstractmethod
+
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.config.schema import ModelConfig
-from megamoe.kernels.documents import Documents
-from megamoe.model.attention import BlockConfig
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.attention.core import BlockConfig
 
 SIDES = 2  # of a span: its first and its last token
 
 
-class LabelHead(nn.Module):
+class LabelHead(nn.Module, ABC):
     """The linear output layer on states, and its losses.
 
     The weights are whole on every rank, and so are their gradients: under sequence parallelism the hidden
@@ -45,9 +47,10 @@ class LabelHead(nn.Module):
         self.logits = None if self.training else logits
         return logits
 
-    def _logits(self, hidden_SBH: Tensor, documents: Documents | None) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _logits(self, hidden_SBH: Tensor, documents: Documents | None) -> Tensor: ...
 
+    @abstractmethod
     def losses(
         self, hidden_SBH: Tensor, labels_BS: Tensor, documents: Documents | None, label_smoothing: float
     ) -> Tensor:
@@ -55,7 +58,6 @@ class LabelHead(nn.Module):
 
         label_smoothing: the share that the other labels get.
         """
-        raise NotImplementedError
 
 
 class Classifier(LabelHead):
@@ -125,8 +127,9 @@ class SpanHead(LabelHead):
 
 def label_head(model: ModelConfig, transformer: BlockConfig) -> LabelHead:
     """Return the head that `model.predicts` names."""
-    heads = {"label": Classifier, "number": Classifier, "tags": TokenClassifier, "span": SpanHead}
-    return heads[model.predicts](model, transformer)
+    if model.predicts == "span":
+        return SpanHead(model, transformer)
+    return (TokenClassifier if model.predicts == "tags" else Classifier)(model, transformer)
 
 
 def _cross_entropy(logits_XC: Tensor, labels_X: Tensor, label_smoothing: float) -> Tensor:

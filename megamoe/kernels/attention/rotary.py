@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megamoe.kernels.attention.rotary_scaling import Scaling
 from megamoe.kernels.choice import Kernels, RowKernels
-from megamoe.kernels.rotary_scaling import Scaling
 
 
 @dataclass(frozen=True)

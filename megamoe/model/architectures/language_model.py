@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megamoe.model.attention import SDPAttention
-from megamoe.model.block import Block
+from megamoe.model.attention.core import SDPAttention
+from megamoe.model.moe_block import Block
 from megamoe.moe.layer import MoELayer
 
 

@@ -5,10 +5,10 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
-from megamoe.kernels.documents import Documents
-from megamoe.model.classifier import LabelHead
-from megamoe.model.head import Head
-from megamoe.model.language_model import LanguageModel
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.heads.labels import LabelHead
+from megamoe.model.heads.vocabulary import Head
 
 
 class Encoder(LanguageModel):

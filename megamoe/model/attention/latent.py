@@ -28,13 +28,13 @@ from torch.nn import functional
 
 from megamoe.compat.megatron_compat import NormsAsSpecified, allow_latent_attention
 from megamoe.config.model_schema import ModelConfig
-from megamoe.kernels.attention import rotated
-from megamoe.kernels.documents import Documents
-from megamoe.kernels.rotary import Rotary
-from megamoe.model.attention import BlockConfig, SDPAttention
-from megamoe.model.key_value_cache import KeyValueCache
+from megamoe.kernels.attention.core import rotated
+from megamoe.kernels.attention.documents import Documents
+from megamoe.kernels.attention.rotary import Rotary
+from megamoe.model.attention.core import BlockConfig, SDPAttention
+from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.attention.rotary import rotary_of
 from megamoe.model.modules import Modules
-from megamoe.model.rotary import rotary_of
 
 Sides = tuple[Tensor, Tensor, Tensor]
 PLAIN_ROTARY = Rotary(10000.0)
