@@ -20,10 +20,10 @@ import torch
 from common.command import parser_of, positive
 from common.machine import cpu_model, settle_process
 from common.rounds import Ratio, in_turn
-from megamoe.kernels.attention import causal_attention
+from megamoe.kernels.attention.core import causal_attention
+from megamoe.kernels.attention.rotary import Rotary
+from megamoe.kernels.attention.variants import PLAIN, Variant
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.rotary import Rotary
-from megamoe.kernels.variants import PLAIN, Variant
 
 ROTARY = Rotary(10000.0)
 WARM_UP_ROUNDS = 1

@@ -34,12 +34,12 @@ from common.command import parser_of, positive, user_errors_exit_2
 from common.machine import settle_process, versions
 from common.rounds import Ratio, in_turn
 from megamoe.errors import UserError
-from megamoe.kernels.block import rms_norm
+from megamoe.kernels.attention.rotary import Rotary, angles_of, plain_turned, turn_heads
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.experts.rows import RowTokens, combine, plain_combine, plain_swiglu, swiglu
 from megamoe.kernels.library import find_library
-from megamoe.kernels.rotary import Rotary, angles_of, plain_turned, turn_heads
+from megamoe.kernels.rms_norm import rms_norm
 from megamoe.kernels.router import masked
-from megamoe.kernels.rows import RowTokens, combine, plain_combine, plain_swiglu, swiglu
 from megamoe.moe import rng
 from steps.shapes import SHAPES, Shape
 

@@ -32,10 +32,10 @@ import torch
 from common.command import parser_of, positive
 from common.machine import cpu_model, settle_process
 from common.rounds import Ratio, in_turn
-from megamoe.kernels.attention import causal_attention
+from megamoe.kernels.attention.core import causal_attention
+from megamoe.kernels.attention.documents import Documents
+from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.documents import Documents
-from megamoe.kernels.rotary import Rotary
 
 BAR = 1.1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

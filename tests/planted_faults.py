@@ -282,7 +282,7 @@ FAULTS = (
         "documents",
         "attention does not see another document of the sequence",
         "backends.md",
-        "megamoe/kernels/documents.py",
+        "megamoe/kernels/attention/documents.py",
         "return ((place_L >= start_BL[..., None]) & (place_L <= place_L[:, None]))[:, None]",
         "return (place_L <= place_L[:, None]).expand(*start_BL.shape, -1)[:, None]",
         ("tests/kernels/test_documents.py",),

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 
 from megamoe.config import RunConfig, load_config
+from megamoe.model.architectures.decoder import GPT
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
-from megamoe.model.gpt import GPT
-from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups

@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     verb.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and safetensors files")
     verb.add_argument("run", type=Path, metavar="RUN", help="a run's folder that does not exist, runs/<name>")
+    verb.add_argument(
+        "--multi-token-prediction", action="store_true", help="keep its blocks (DeepSeek-V3, GLM-4.5)"
+    )
     verb.set_defaults(work=_import)
 
     verb = verbs.add_parser("export", help="a checkpoint, saved at any layout, to a Hugging Face folder")
@@ -65,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _import(options: argparse.Namespace) -> None:
     from megamoe.hf.import_folder import import_folder
 
-    import_folder(options.source, options.run)
+    import_folder(options.source, options.run, further=options.multi_token_prediction)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ python tools/report.py runs/first --live
 import argparse
 import io
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -116,6 +117,11 @@ def _write(folders: list[Path], output: Path | None) -> None:
 
 
 def _serve(folders: list[Path], port: int) -> None:
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a shell starts what it puts into the background without SIGINT
+        signal.signal(number, signal.default_int_handler)
     with LiveServer(folders, port) as server, suppress(KeyboardInterrupt):
         print(f"{server.url} (Ctrl+C ends it)", flush=True)
         server.serve_forever()

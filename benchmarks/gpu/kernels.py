@@ -10,12 +10,12 @@ from torch import Tensor
 
 from gpu.findings import Machine, Section
 from gpu.rates import seconds_of, uneven_counts
-from megamoe.kernels.block import rms_norm, summed_rms_norm
+from megamoe.kernels.attention.rotary import Rotary, turn_heads, turn_sides
 from megamoe.kernels.choice import Kernels, triton_problem
-from megamoe.kernels.experts import swiglu_experts
-from megamoe.kernels.rotary import Rotary, turn_heads, turn_sides
+from megamoe.kernels.experts.ffn import swiglu_experts
+from megamoe.kernels.experts.rows import RowTokens, combine, gather, group_pairs, swiglu
+from megamoe.kernels.rms_norm import rms_norm, summed_rms_norm
 from megamoe.kernels.router_sums import balance, gate_sums, mean_squared_log_sum
-from megamoe.kernels.rows import RowTokens, combine, gather, group_pairs, swiglu
 
 PLAIN = Kernels(compiled=False, triton=False)
 ROTARY = Rotary(10000.0)

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from common.timers import Timers, clock
 from megamoe.config import RunConfig
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.train.trainer import Trainer
 from steps.candidate import StepTime
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from common.timers import Timers, clock
-from megamoe.model.block import MoEBlock
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
+from megamoe.model.moe_block import MoEBlock
 
 # In the order of the table; the second level is inside what stands before it.
 FORWARD = (

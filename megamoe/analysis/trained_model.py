@@ -20,9 +20,9 @@ from megamoe.config import RunConfig, configure
 from megamoe.config.schema import ParallelConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
+from megamoe.model.architectures.decoder import GPT
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
-from megamoe.model.gpt import GPT
-from megamoe.model.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel import launch

@@ -65,6 +65,7 @@ class DataConfig:
     sequence_length: Length = 256  # tokens
     tokenizer: PathText | None = None  # default: the one named in the data card
     document_aware: bool = False  # attention, positions and loss stop at document boundaries
+    order: Literal["documents", "samples"] = "documents"  # what is shuffled; `samples` needs no index
     cache: PathText | None = None  # folder of the sample index; default: beside the data
     verify: Literal["full", "structure"] = "full"  # full: every byte, once per version of a file
     workers: Annotated[int, Field(ge=0, le=512)] = 1  # loader processes per rank
@@ -313,6 +314,9 @@ class LogConfig:
     gradient_shares_every: NonNegativeInt = 0  # steps; 0: never
     timers: bool = False  # the time of each stage of the MoE layers
     peak_tflops: PositiveFloat | None = None  # of one rank, for perf/mfu; default: of known GPUs
+    straggler_factor: Annotated[float, Field(gt=1)] | None = (
+        1.5  # a rank's own time over the median; null: off
+    )
     heat_map_every: NonNegativeInt = 100  # steps; pictures for W&B and TensorBoard; 0: none
 
 

@@ -6,26 +6,29 @@ Design choices:
   under the same name never meets an old index, and is verified when it is read (`index_cache.py`);
 - every rank raises the same error for a user's mistake.
 
-Note on resuming: the order of samples depends on the number of epochs that `train_samples` asks for;
-a run that is extended into a further epoch sees another order.
+Note on resuming: with `data.order: documents` the order of samples depends on the number of epochs that
+`train_samples` asks for; a run that is extended into a further epoch sees another order. With `samples` it
+does not (`sample_order.py`).
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
+from megamoe.data.card import DataFiles
 from megamoe.data.epochs import blend_weights
 from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
+from megamoe.data.index_file import read_header, tokens_before
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.data.mock import MockDataset
 from megamoe.data.ranks import raise_any_error, rank
+from megamoe.data.sample_order import SampleOrder
 from megamoe.data.verify import cache_folder, verify_sources
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
@@ -159,9 +162,26 @@ def _build(
     ]
     for path in paths:
         _check_room(path, config)
+    eod = vocabulary.eod if data.document_aware else None
+    if data.order == "samples":
+        named = [(path, identities[path], weight) for path, weight in zip(paths, weights, strict=True)]
+        return [
+            None
+            if share is None
+            else SampleOrder(
+                named,
+                name,
+                share,
+                size,
+                sequence_length=data.sequence_length,
+                vocab_size=vocabulary.size,
+                eod=eod,
+                seed=seed,
+            )
+            for name, share, size in zip(SPLIT_NAMES, config.split_matrix, sizes, strict=True)
+        ]
     raise_any_error(_index_problem(paths, weights, config, sizes) if rank() == 0 else None)
     built = build_cached(config, sizes, cache_folder(data, paths[0]))
-    eod = vocabulary.eod if data.document_aware else None
     return [None if dataset is None else CheckedDataset(dataset, vocabulary.size, eod) for dataset in built]
 
 
@@ -180,12 +200,12 @@ def _wanted_splits(path: str, config: GPTDatasetConfig) -> Iterator[tuple[str, i
     """Return (name, index, its documents, all documents, its tokens), split as Megatron-Core splits
     documents.
     """
-    indexed = IndexedDataset(path)
+    idx = DataFiles(Path(path)).idx
+    of = read_header(idx)[0].num_sequences
     for place, (name, share) in enumerate(zip(SPLIT_NAMES, config.split_matrix, strict=True)):
         if share is not None:
-            first, last = (round(bound * len(indexed)) for bound in share)
-            tokens = int(indexed.sequence_lengths[first:last].sum(dtype=np.int64))
-            yield name, place, last - first, len(indexed), tokens
+            first, last = (round(bound * of) for bound in share)
+            yield name, place, last - first, of, tokens_before(idx, last) - tokens_before(idx, first)
 
 
 def _index_problem(paths: list[str], weights: list[float], config: GPTDatasetConfig, sizes: list[int]) -> str:
@@ -209,7 +229,7 @@ def _index_problem(paths: list[str], weights: list[float], config: GPTDatasetCon
             if available is not None and needed > available:
                 return (
                     f"{asked}, whose index needs {needed >> 20:,} MiB of memory; {available >> 20:,} MiB are "
-                    "available: lower them"
+                    "available: lower them, or set data.order: samples, which needs no index"
                 )
     return ""
 

@@ -1,6 +1,24 @@
-"""Where the documents of a sample begin, read off the tokens that end them."""
+"""The items of a sample, and where its documents begin, read off the tokens that end them."""
 
 import torch
+
+
+def sample_items(text: torch.Tensor, eod: int | None) -> dict[str, torch.Tensor]:
+    """Return the items of a sample, like those of Megatron-Core's GPTDataset.
+
+    Args:
+        text: the tokens and the one after the last, int64 [S + 1].
+        eod: the token that ends a document, for the items of `document_items`; None: no such items.
+    """
+    tokens_S, labels_S = text[:-1].contiguous(), text[1:].contiguous()
+    if eod is not None:
+        return {"tokens": tokens_S, "labels": labels_S, **document_items(tokens_S, eod)}
+    return {
+        "tokens": tokens_S,
+        "labels": labels_S,
+        "position_ids": torch.arange(len(tokens_S)),
+        "loss_mask": torch.ones(len(tokens_S)),
+    }
 
 
 def document_items(tokens_S: torch.Tensor, eod: int) -> dict[str, torch.Tensor]:

@@ -70,11 +70,16 @@ _worker: tuple[Tokenizer, type[np.number]]
 
 def _start_worker(reference: str, dtype: type[np.number]) -> None:
     global _worker
+    start_worker()
+    _worker = (load_tokenizer(reference), dtype)
+
+
+def start_worker() -> None:
+    """Prepare this process, which was spawned to tokenize."""
     # The workers already use all cores; the parent alone handles Ctrl-C.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
-    _worker = (load_tokenizer(reference), dtype)
 
 
 def _follow_parent() -> None:

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe.data.card import DataFiles, load_card
-from megamoe.data.index_file import check_arithmetic
+from megamoe.data.index_file import read_header, tokens_before
 
 if TYPE_CHECKING:
     from megamoe.config.schema import DataConfig, SourceConfig
@@ -30,10 +28,8 @@ def samples_per_epoch(data: "DataConfig") -> int:
     total = 0
     for source in data.sources:
         files = DataFiles(Path(source.path))
-        check_arithmetic(files.idx, files.bin.stat().st_size)  # a damaged index is one line, not a traceback
-        indexed = IndexedDataset(source.path)
-        documents = round(train_end * len(indexed))
-        tokens = int(indexed.sequence_lengths[:documents].sum(dtype=np.int64))
+        documents = round(train_end * read_header(files.idx)[0].num_sequences)
+        tokens = tokens_before(files.idx, documents)
         total += max(tokens - 1, 0) // data.sequence_length
     return total
 
@@ -60,5 +56,5 @@ def _tokens(path: str) -> int:
     card = load_card(path)
     if card is not None:
         return card.tokens
-    indexed = IndexedDataset(path)  # must live while its lengths are summed: they are unmapped with it
-    return int(indexed.sequence_lengths.sum(dtype=np.int64))
+    idx = DataFiles(Path(path)).idx
+    return tokens_before(idx, read_header(idx)[0].num_sequences)

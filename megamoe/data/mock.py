@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from megamoe.data.documents import document_items
+from megamoe.data.documents import sample_items
 
 STRIDE = 7
 NOISE = 0.1
@@ -52,12 +52,4 @@ class MockDataset(Dataset[dict[str, torch.Tensor]]):
         )
         steps[0] = generator.integers(0, self._vocab_size)
         text = torch.from_numpy(np.cumsum(steps) % self._vocab_size)
-        tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
-        if self._eod is None:
-            return {
-                "tokens": tokens,
-                "labels": labels,
-                "position_ids": torch.arange(len(tokens)),
-                "loss_mask": torch.ones(len(tokens)),
-            }
-        return {"tokens": tokens, "labels": labels, **document_items(tokens, self._eod)}
+        return sample_items(text, self._eod)

@@ -3,21 +3,28 @@ PREFIX.tokenizer.json.
 
 Design choices:
 - everything is written in a hidden folder beside the destination and renamed at the end, the card last:
-  a killed run leaves nothing that looks finished, and the next run deletes what it left;
+  a killed run leaves nothing that looks finished;
+- large input is written in parts (`parts.py`): the same command goes on where a killed run stopped;
 - a lock in that folder keeps two runs from writing the same output;
 - what is written depends on the sources, their order and the tokenizer, not on the number of workers.
 """
 
+import hashlib
+import json
 import os
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from megamoe.data.card import DataCard, DataFiles, SourceCard
+from megamoe.data.index_file import token_dtype
+from megamoe.data.parts import FOLDER, RECORDS, Part, Record, cut, join_parts, unfinished, write_parts
 from megamoe.data.sources import Source, Tap, find_sources, read_documents
 from megamoe.data.special import expand
 from megamoe.data.tokenizers import (
@@ -33,6 +40,8 @@ from megamoe.errors import UserError
 TRAIN = "train"
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
+PART_BYTES = 1 << 26  # of sources; less is written in one piece
+PARTS_VERSION = 1  # part of a part's key
 MOST_WORKERS, LARGEST_VOCABULARY = 512, 10**8
 
 
@@ -59,7 +68,8 @@ def prepare(preparation: Preparation) -> DataCard:
 
     Raises:
         UserError: for input that is missing, broken or empty, an output that exists or cannot be
-            written, or a broken tokenizer. Nothing that looks finished is left then.
+            written, or a broken tokenizer. Nothing that looks finished is left then; finished parts are,
+            for the next run.
     """
     files = DataFiles(Path(preparation.output))
     _check(preparation, files)
@@ -67,14 +77,20 @@ def prepare(preparation: Preparation) -> DataCard:
     if preparation.shuffle_files is not None:
         random.Random(preparation.shuffle_files).shuffle(sources)
     try:
-        with locked_folder(files.partial, str(files.prefix)):
-            partial = DataFiles(files.partial / files.prefix.name)
-            tokenizer = _tokenizer(preparation, sources, partial)
-            corpus = _Corpus(sources, preparation, "tokenize")
-            counts_V = write_tokens(corpus.batches(), tokenizer, partial, preparation.workers)
-            reference = reference_of(tokenizer, files.prefix.parent, partial.tokenizer, files.tokenizer)
-            card = write_card(corpus.counts, tokenizer, reference, partial, counts_V)
-            _publish(partial, files)
+        new = DataFiles(files.partial / files.prefix.name)
+        with locked_folder(files.partial, str(files.prefix), kept=(FOLDER, new.bin.name), worth=RECORDS):
+            tokenizer = _tokenizer(preparation, sources, new)
+            groups = [tuple(sources)] if preparation.max_documents else cut(sources, PART_BYTES)
+            if len(groups) == 1:
+                corpus = _Corpus(sources, preparation, "tokenize")
+                counts = corpus.counts
+                counts_V = write_tokens(corpus.batches(), tokenizer, new, preparation.workers)
+            else:
+                parts = _parts(groups, preparation, tokenizer, files.partial / FOLDER)
+                counts, counts_V = _write_in_parts(parts, preparation, tokenizer, new)
+            reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
+            card = write_card(counts, tokenizer, reference, new, counts_V)
+            _publish(new, files)
     except OSError as error:
         raise UserError(
             f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
@@ -111,6 +127,11 @@ class _Corpus:
         self.counts = TextCounts()
 
     def __iter__(self) -> Iterator[str]:
+        """Yield `texts`, of which there must be one."""
+        yield from self.texts()
+        self.counts.check(len(self._sources))
+
+    def texts(self) -> Iterator[str]:
         """Yield each document that is not blank, up to `max_documents`.
 
         A source is counted when it is finished.
@@ -123,11 +144,6 @@ class _Corpus:
                 if self._is_full():
                     break
                 yield from self._documents_of(source, bar.update)
-        if not self.counts.documents:
-            raise UserError(
-                f"no text in {len(self._sources)} files ({self.counts.empty_documents} empty documents); "
-                "name others"
-            )
 
     def _documents_of(self, source: Source, advance: Callable[[int], Any]) -> Iterator[str]:
         before = self.counts.documents
@@ -156,36 +172,96 @@ class _Corpus:
 
     def batches(self) -> Iterator[list[str]]:
         """Yield the documents in batches that are large enough for a worker."""
-        batch: list[str] = []
-        characters = 0
-        for text in self:
-            batch.append(text)
-            characters += len(text)
-            if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
-                yield batch
-                batch, characters = [], 0
-        if batch:
+        return _batches(self)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
             yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
-def _tokenizer(preparation: Preparation, sources: list[Source], partial: DataFiles) -> Tokenizer:
+def _parts(
+    groups: list[tuple[Source, ...]], preparation: Preparation, tokenizer: Tokenizer, folder: Path
+) -> list[Part]:
+    """Return the parts of the groups of sources; a part's key changes with its sources and its options."""
+    folder.mkdir(exist_ok=True)
+    parts = []
+    for number, group in enumerate(groups):
+        states = [(source.path.resolve(), source.path.stat()) for source in group]
+        facts = [
+            *(PARTS_VERSION, tokenizer.fingerprint, tokenizer.eod, tokenizer.vocab_size, preparation.key),
+            [(str(path), state.st_size, state.st_mtime_ns) for path, state in states],
+        ]
+        key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        parts.append(Part(DataFiles(folder / f"{number:05}"), group, key))
+    return parts
+
+
+def _write_in_parts(
+    parts: list[Part], preparation: Preparation, tokenizer: Tokenizer, new: DataFiles
+) -> tuple[TextCounts, np.ndarray]:
+    """Write the parts that no earlier run has finished, and join all; return what they hold."""
+    missing = unfinished(parts, new.bin)
+    silent = replace(preparation, progress=False)
+    total = sum(source.path.stat().st_size for part in missing for source in part.sources)
+    with tqdm(
+        total=total, desc="tokenize", unit="B", unit_scale=True, disable=not preparation.progress
+    ) as bar:
+
+        def advance(part: Part) -> None:
+            bar.update(sum(source.path.stat().st_size for source in part.sources))
+
+        # With fewer parts than workers, the workers share one part at a time.
+        shared = len(missing) < preparation.workers
+        write = partial(_write_part, silent, tokenizer.name, preparation.workers if shared else 1)
+        write_parts(missing, write, 1 if shared else preparation.workers, advance)
+    counts = TextCounts()
+    for part in parts:
+        record = part.read()
+        assert record is not None, "every part is finished"
+        counts.add(record["facts"])
+    counts.check(sum(len(part.sources) for part in parts))
+    return counts, join_parts(parts, new, token_dtype(tokenizer.vocab_size))
+
+
+def _write_part(preparation: Preparation, reference: str, workers: int, part: Part) -> Record:
+    corpus = _Corpus(list(part.sources), preparation, "")
+    write_tokens(_batches(corpus.texts()), _loaded(reference), part.files, workers)
+    return asdict(corpus.counts)
+
+
+@cache
+def _loaded(reference: str) -> Tokenizer:
+    """Return a tokenizer, which a process loads once for all of its parts."""
+    return load_tokenizer(reference)
+
+
+def _tokenizer(preparation: Preparation, sources: list[Source], new: DataFiles) -> Tokenizer:
     if preparation.tokenizer != TRAIN:
         return load_with_special(preparation.tokenizer, preparation.special)
     texts = _Corpus(sources, preparation, "train tokenizer")
-    train_bpe(texts, preparation.vocab_size, partial.tokenizer, expand(preparation.special))
-    return load_tokenizer(str(partial.tokenizer))
+    train_bpe(texts, preparation.vocab_size, new.tokenizer, expand(preparation.special))
+    return load_tokenizer(str(new.tokenizer))
 
 
-def _publish(partial: DataFiles, files: DataFiles) -> None:
+def _publish(new: DataFiles, files: DataFiles) -> None:
     """Rename the files to their final names. The old card is deleted first, the new one comes last."""
     files.card.unlink(missing_ok=True)
     files.tokenizer.unlink(missing_ok=True)
     for source, target in (
-        (partial.tokenizer, files.tokenizer),
-        (partial.bin, files.bin),
-        (partial.idx, files.idx),
-        (partial.counts, files.counts),
-        (partial.card, files.card),
+        (new.tokenizer, files.tokenizer),
+        (new.bin, files.bin),
+        (new.idx, files.idx),
+        (new.counts, files.counts),
+        (new.card, files.card),
     ):
         if source.exists():
             with open(source, "rb") as file:

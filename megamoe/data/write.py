@@ -4,15 +4,17 @@ import contextlib
 import fcntl
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megamoe import __version__
 from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard
 from megamoe.data.encode import encode_batches
+from megamoe.data.index_file import read_lengths, token_dtype, write_index
 from megamoe.data.tokenizers import Tokenizer, is_bytes
 from megamoe.errors import UserError
 
@@ -28,29 +30,42 @@ class TextCounts:
     text_bytes: int = 0  # of the documents, as UTF-8
     sources: list[SourceCard] = field(default_factory=list)
 
+    def add(self, part: dict[str, Any]) -> None:
+        """Add the counts of the documents that follow; part: as `dataclasses.asdict` gives them."""
+        self.documents += part["documents"]
+        self.empty_documents += part["empty_documents"]
+        self.text_bytes += part["text_bytes"]
+        self.sources += [SourceCard(**source) for source in part["sources"]]
+
+    def check(self, num_sources: int) -> None:
+        """Raise a UserError if no document was found in so many files."""
+        if not self.documents:
+            raise UserError(
+                f"no text in {num_sources} files ({self.empty_documents} empty documents); name others"
+            )
+
 
 def write_tokens(
     batches: Iterable[list[str]], tokenizer: Tokenizer, files: DataFiles, workers: int = 1
 ) -> np.ndarray:
     """Write .bin, .idx and the counts of documents, each ended by the end-of-document token.
 
+    The memory that is used does not grow with the number of documents.
+
     Returns:
         Each token's count, int64 [vocabulary], end-of-document tokens included.
     """
-    # Megatron-Core takes seconds to import, and the workers import this file.
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    builder = IndexedDatasetBuilder(str(files.bin), dtype=dtype)
+    dtype = token_dtype(tokenizer.vocab_size)
     counts_V = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    with contextlib.closing(builder.data_file):
-        for tokens, lengths in encode_batches(batches, tokenizer, dtype, workers):
-            counts_V += np.bincount(tokens, minlength=tokenizer.vocab_size)
-            start = 0
-            for length in lengths.tolist():
-                builder.add_document(tokens[start : start + length], [length])
-                start += length
-        builder.finalize(str(files.idx))
+
+    def written() -> Iterator[np.ndarray]:
+        with open(files.bin, "wb") as out:
+            for tokens, lengths in encode_batches(batches, tokenizer, dtype, workers):
+                out.write(tokens.tobytes())
+                np.add(counts_V, np.bincount(tokens, minlength=tokenizer.vocab_size), out=counts_V)
+                yield lengths
+
+    write_index(files.idx, dtype, written())
     np.save(files.counts, counts_V, allow_pickle=False)
     return counts_V
 
@@ -59,17 +74,14 @@ def write_card(
     counts: TextCounts, tokenizer: Tokenizer, reference: str, files: DataFiles, counts_V: np.ndarray
 ) -> DataCard:
     """Write and return the card of .bin and .idx; reference: of the tokenizer, as the card shall have it."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    indexed = IndexedDataset(str(files.prefix))
     hashes = "\n".join(source.sha256 for source in counts.sources)
     card = DataCard(
         megamoe=__version__,
         documents=counts.documents,
         empty_documents=counts.empty_documents,
-        tokens=int(indexed.sequence_lengths.sum(dtype="int64")),
+        tokens=int(counts_V.sum()),
         text_bytes=counts.text_bytes,
-        dtype=indexed.index.dtype.__name__,
+        dtype=token_dtype(tokenizer.vocab_size).__name__,
         tokenizer=TokenizerCard(
             reference=reference,
             vocab_size=tokenizer.vocab_size,
@@ -90,11 +102,7 @@ def write_card(
 
 def lengths_of(files: DataFiles) -> np.ndarray:
     """Return the number of tokens of each document, int32 [documents]."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    indexed = IndexedDataset(str(files.prefix))  # must live while its lengths are copied
-    lengths: np.ndarray = indexed.sequence_lengths.copy()
-    return lengths
+    return np.concatenate(list(read_lengths(files.idx)))
 
 
 def reference_of(tokenizer: Tokenizer, folder: Path, made: Path, published: Path) -> str:
@@ -110,8 +118,12 @@ def reference_of(tokenizer: Tokenizer, folder: Path, made: Path, published: Path
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path, output: str) -> Iterator[None]:
+def locked_folder(folder: Path, output: str, kept: Sequence[str] = (), worth: str = "") -> Iterator[None]:
     """Make a folder, lock it, and remove it at the end, also after an error. What lay in it is deleted.
+
+    Args:
+        kept: names in the folder that are not deleted at the start.
+        worth: a glob; if a file matches it after an error, the folder is not removed.
 
     Raises:
         UserError: if another process has locked it: `output` is being written.
@@ -122,15 +134,20 @@ def locked_folder(folder: Path, output: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"output {output!r} is being written by another run") from error
+        done = False
         try:
             for path in folder.iterdir():
+                if path.name in (LOCK, *kept):
+                    continue
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
-                elif path.name != LOCK:
+                else:
                     path.unlink()
             yield
+            done = True
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if done or not worth or not any(folder.glob(worth)):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def file_card(path: Path) -> FileCard:

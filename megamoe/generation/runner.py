@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.errors import UserError
-from megamoe.model.key_value_cache import KeyValueCache
+from megamoe.model.attention.key_value_cache import KeyValueCache
 from megamoe.moe.alternatives import capabilities
 from megamoe.moe.part import Part
 

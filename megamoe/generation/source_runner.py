@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.data.pairs import filled, positions
-from megamoe.model.encoder_decoder import EncoderDecoder
-from megamoe.model.key_value_cache import KeyValueCache
-from megamoe.model.source_cache import SourceCache
+from megamoe.model.architectures.encoder_decoder import EncoderDecoder
+from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.attention.source_cache import SourceCache
 from megamoe.moe.padding import Padding, SourceTokens
 
 

@@ -10,22 +10,23 @@ import torch
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.hf.families import FAMILIES
-from megamoe.hf.family import Family, as_config
+from megamoe.hf.family import HEAD, WORDS, Family, as_config
 from megamoe.hf.folder import CONFIG, Folder, shown
 from megamoe.hf.keys import Json
 from megamoe.hf.quantised import FLOATS, Weights, weights_of
 from megamoe.hf.rules import Rule
 from megamoe.hf.tensor_files import Shape
 
-HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
+INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+FURTHER_OPTION = "--multi-token-prediction"
 
 
 @dataclass(frozen=True)
 class Source:
     """An open folder with what it says.
 
-    tree: `model` and `moe` of our configuration. rules: in groups, see `Family.rules`. words: the rows of its
-    embedding.
+    tree: `model` and `moe` of our configuration. rules: in groups, see `Family.rules`. unused: the tensors
+    that are left out, by the reason.
     """
 
     folder: Weights
@@ -33,7 +34,7 @@ class Source:
     tree: Json
     config: RunConfig
     rules: list[list[Rule]]
-    unused: list[str]
+    unused: dict[str, list[str]]
 
     @property
     def words(self) -> int:
@@ -55,8 +56,10 @@ def family_of(config: Json, where: Path) -> Family:
     return FAMILIES[found]
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, further: bool = False) -> Source:
     """Open a folder and check that every tensor that its class has is there, and no other.
+
+    further: with the blocks of multi-token prediction; otherwise they may be there and are left out.
 
     Raises:
         UserError: naming the first file, key or tensor that is missing, damaged, unknown or of another shape.
@@ -65,13 +68,27 @@ def open_source(path: Path) -> Source:
     family = family_of(folder.config, path / CONFIG)
     tree = family.read(folder.config, str(path / CONFIG))
     config = as_config(tree, str(path / CONFIG))
+    depth = family.depth(config)
+    if further and not depth:
+        raise UserError(
+            f"{path / CONFIG}: {family.architecture} has no multi-token prediction here; leave out "
+            f"{FURTHER_OPTION}"
+        )
+    if not further:
+        tree["model"].pop("multi_token_prediction", None)
+        config = as_config(tree, str(path / CONFIG))
     rules = family.rules(config, int(config.model.vocab_size or 0))
-    unused = _check_tensors(folder, family, config, rules)
+    unused = _check_tensors(folder, family, config, rules, 0 if further else depth)
     return Source(folder, family, tree, config, rules, unused)
 
 
-def _check_tensors(folder: Weights, family: Family, config: RunConfig, groups: list[list[Rule]]) -> list[str]:
-    """Check that the folder has the tensors of the rules; return those of no rule that may be left out."""
+def _check_tensors(
+    folder: Weights, family: Family, config: RunConfig, groups: list[list[Rule]], left_out: int
+) -> dict[str, list[str]]:
+    """Check that the folder has the tensors of the rules; return those that may be left out, by the reason.
+
+    left_out: the blocks of multi-token prediction that may be there without a rule.
+    """
     expected = {name: shape for rule in _flat(groups) for name, shape in rule.source_shapes().items()}
     for name, shape in expected.items():
         _check_tensor(folder, name, shape, family)
@@ -82,13 +99,17 @@ def _check_tensors(folder: Weights, family: Family, config: RunConfig, groups: l
                 f"{folder.path}: {shown(rule.sources[0])} and the tensors that belong to it have dtypes "
                 f"{' and '.join(dtypes)}, expected one"
             )
-    unused = []
+    copies = family.copies(config) | ({HEAD: WORDS} if config.model.tie_embeddings else {})
+    last = config.model.num_layers
+    blocks = tuple(f"model.layers.{block}." for block in range(last, last + left_out))
+    unused: dict[str, list[str]] = {}
     for name in sorted(folder.tensors.keys() - expected.keys()):
-        patterns = [pattern.replace("{L}", str(config.model.num_layers)) for pattern in family.ignored]
-        if name == HEAD and config.model.tie_embeddings:
-            _check_tied(folder)
-        elif any(re.fullmatch(pattern, name) for pattern in patterns):
-            unused.append(name)
+        if name in copies:
+            _check_copy(folder, name, copies[name])
+        elif INVERSE_FREQUENCIES.fullmatch(name):
+            unused.setdefault("for they follow from the configuration", []).append(name)
+        elif name.startswith(blocks):
+            unused.setdefault(f"for want of {FURTHER_OPTION}", []).append(name)
         else:
             raise UserError(
                 f"{folder.path}: {shown(name)} has no place in {family.architecture} as {CONFIG} describes it"
@@ -113,12 +134,11 @@ def _check_tensor(folder: Weights, name: str, shape: Shape, family: Family) -> N
         )
 
 
-def _check_tied(folder: Weights) -> None:
-    """A folder may hold the output layer beside the embedding whose weights it has."""
-    if folder.tensors[HEAD].shape != folder.tensors[WORDS].shape or not torch.equal(
-        folder.read(HEAD), folder.read(WORDS)
-    ):
-        raise UserError(f"{folder.path}: {HEAD} is not {WORDS}, but {CONFIG} says tie_word_embeddings: true")
+def _check_copy(folder: Weights, name: str, main: str) -> None:
+    """Check that a tensor is the same as another, which the model has once: a tied weight."""
+    same_shape = folder.tensors[name].shape == folder.tensors[main].shape
+    if not same_shape or not torch.equal(folder.read(name), folder.read(main)):
+        raise UserError(f"{folder.path}: {shown(name)} is not {main}, of which it must be a copy")
 
 
 def _flat(groups: Iterable[Iterable[Rule]]) -> list[Rule]:

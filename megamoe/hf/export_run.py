@@ -36,13 +36,13 @@ from megamoe.hf.folder import (
     shown,
 )
 from megamoe.hf.import_folder import KEPT
-from megamoe.hf.keys import Json
+from megamoe.hf.keys import NUM_FURTHER, Json
 from megamoe.hf.rules import Rule
 from megamoe.hf.tensor_files import Stored, TensorWriter
 from megamoe.hf.tokenizer import tokenizer_files
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The state of losses, and multi-token prediction: no model of transformers has them.
+# The state of losses; and multi-token prediction, where the class has no names for it.
 OF_TRAINING = re.compile(
     r".*\.layer\.(losses\..*|router\.scorer\.(noise|group_noise|old|reference)_weight)|prediction\..*"
 )
@@ -128,7 +128,19 @@ def _target(
     if model_class == CUSTOM:
         others = {**others, **custom_files(config)}
     same_class = model_class != CUSTOM and given.get("model_type") == family.model_type
-    return Target(family, config, family.rules(config, words), given if same_class else {}, others)
+    return Target(family, config, _rules(family, config, words), given if same_class else {}, others)
+
+
+def _rules(family: Family, config: RunConfig, words: int) -> list[list[Rule]]:
+    """Return the rules, with the copies of embedding and output layer that the hub's folders hold."""
+    copies = family.copies(config)
+    found = []
+    for group in family.rules(config, words):
+        names = [[name for name, main in copies.items() if (main,) == rule.sources] for rule in group]
+        found.append(
+            [rule.with_copies(each) if each else rule for rule, each in zip(group, names, strict=True)]
+        )
+    return found
 
 
 def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunConfig:
@@ -275,7 +287,8 @@ def _config(target: Target, stored: dict[str, Stored]) -> Json:
         and like.get("vocab_size") == words
         and not differences(target.config, as_config(family.read(like)))
     ):
-        return {**like, **dtype}
+        depth = family.depth(target.config)
+        return {**like, **dtype, **({NUM_FURTHER: depth} if depth else {})}
     longest = {"max_position_embeddings": target.config.data.sequence_length}
     written = {**family.write(target.config), "vocab_size": words, **dtype}
     return {**longest, **{name: value for name, value in like.items() if name in KEPT_KEYS}, **written}

@@ -25,10 +25,7 @@ from megamoe.hf.folder import CONFIG, shown
 from megamoe.hf.keys import IRRELEVANT, REQUIRED, Entry, Json
 from megamoe.hf.rules import Line, Rule, expand
 
-INVERSE_FREQUENCIES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-# The block after the last one predicts the token after the next (multi-token prediction); transformers has
-# no module for it.
-NEXT_TOKENS = r"model\.layers\.{L}\..*"
+HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
 # Keys that change how a model is trained or computed, and not what it computes once it is trained.
 OF_TRAINING = frozenset(
     {
@@ -84,17 +81,12 @@ FILLED_IN = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors.
-
-    ignored: patterns of tensors that may be in a folder and have no part in the model's function; {L} is the
-    number of blocks.
-    """
+    """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors."""
 
     model_type: str
     architecture: str
     keys: tuple[Entry, ...]
     table: tuple[Line, ...]
-    ignored: tuple[str, ...] = (INVERSE_FREQUENCIES,)
 
     def read(self, given: Json, where: str = CONFIG) -> Json:
         """Return the keys of ours that a config.json says, as a tree with `model` and `moe`.
@@ -151,8 +143,26 @@ class Family:
         """Return the rules in groups: those that stand once, then those of each block."""
         moe_blocks = frozenset(number - 1 for number in moe_block_numbers(config))
         return expand(
-            self.table, dims_of(config, num_words), facts_of(config), moe_blocks, config.model.num_layers
+            self.table,
+            dims_of(config, num_words),
+            facts_of(config),
+            moe_blocks,
+            config.model.num_layers,
+            self.depth(config),
         )
+
+    def depth(self, config: RunConfig) -> int:
+        """Return the number of blocks of multi-token prediction that a folder of the class has."""
+        has_them = any(line.blocks == "further" for line in self.table)
+        return config.model.multi_token_prediction.depth if has_them else 0
+
+    def copies(self, config: RunConfig) -> dict[str, str]:
+        """Return the tensors of those blocks that repeat another of the folder, with the other's name."""
+        first = config.model.num_layers
+        head = WORDS if config.model.tie_embeddings else HEAD
+        repeated = {"embed_tokens.weight": WORDS, "shared_head.head.weight": head}
+        blocks = range(first, first + self.depth(config))
+        return {f"model.layers.{block}.{name}": it for block in blocks for name, it in repeated.items()}
 
 
 def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:

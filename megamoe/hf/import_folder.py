@@ -37,13 +37,17 @@ LONGEST = 4096  # tokens of a sequence in the run's YAML, where the model allows
 VOCABULARY_MULTIPLE = 64  # the embedding is not padded: its rows are divided by a divisor of this
 
 
-def import_folder(source: Path, run: Path, report: Callable[[str], None] = print) -> None:
+def import_folder(
+    source: Path, run: Path, *, further: bool = False, report: Callable[[str], None] = print
+) -> None:
     """Write a run's folder from a Hugging Face folder, whole or not at all.
+
+    further: with the blocks of multi-token prediction.
 
     Raises:
         UserError: if `run` exists, or the folder cannot be converted; see `open_source`.
     """
-    opened = open_source(source)
+    opened = open_source(source, further)
     kept = read_other_files(source)
     with new_tree(run, source) as folder:
         checkpoint = folder / CHECKPOINTS / STEP
@@ -58,9 +62,8 @@ def import_folder(source: Path, run: Path, report: Callable[[str], None] = print
             (folder / KEPT / name).write_bytes(content)
         (folder / RUN_YAML).write_text(_run_yaml(opened, source, run, tokenizer), encoding="utf-8")
     report(f"{source}: {opened.family.architecture}, {_size(opened)}")
-    if opened.unused:
-        first, count = opened.unused[0], len(opened.unused)
-        report(f"left out, for no module here has them: {count} tensors, the first of them {shown(first)}")
+    for why, names in opened.unused.items():
+        report(f"left out {why}: {len(names)} tensors, the first of them {shown(names[0])}")
     report(f"{run / CHECKPOINTS / STEP}: the checkpoint; {run / RUN_YAML}: a run that continues it")
 
 

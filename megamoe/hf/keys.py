@@ -13,6 +13,7 @@ from megamoe.config.shapes import expert_ffn_size, ffn_size, shared_ffn_size
 from megamoe.errors import printable
 
 Json = dict[str, Any]
+NUM_FURTHER = "num_nextn_predict_layers"  # blocks of multi-token prediction
 REQUIRED = object()  # as a default: the key must be given
 # Keys that say nothing about the function that the model computes, or nothing to us.
 IRRELEVANT = frozenset(

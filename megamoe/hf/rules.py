@@ -6,8 +6,8 @@ copies them out; so both directions are the same line.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,12 +19,13 @@ from megamoe.hf.tensor_files import Shape
 Dims = Mapping[str, int]  # sizes by letter: V words, H hidden, F dense FFN, E experts, X expert FFN, ...
 View = tuple[Tensor, Shape]  # a view of our tensor, and the shape in which the folder holds its elements
 Split = Callable[[Tensor, Dims], list[View]]
-Blocks = Literal["once", "all", "dense", "moe"]
+Blocks = Literal["once", "all", "dense", "moe", "further"]
 
 WHOLE = Sharding()
 COLUMNS, ROWS, GATED = Sharding(tensor=(0, 1)), Sharding(tensor=(1, 1)), Sharding(tensor=(0, 2))
 EXPERT_UP, EXPERT_DOWN = Sharding(expert=True, slices=(1, 2)), Sharding(expert=True, slices=(2, 1))
 EXPERT_BIAS = Sharding(expert=True, slices=(1, 1))  # of the second linear layer
+BLOCK, FURTHER_BLOCK = "model.decoder.layers.{b}.", "prediction.depths.{k}.blocks.layers.0."
 TERM = re.compile(r"(\d*)([A-Za-z]*)\Z")
 
 
@@ -84,10 +85,11 @@ def of_each_expert(split: Split) -> Split:
 class Line:
     """A line of a class's table.
 
-    ours: the name of our tensor; {b} is the block, from 0. shape: its dimensions in letters, such as "2F H"
-    or "Q+2K H". sources: the names in the folder; {e} is the expert. cut: how layouts shard it. blocks: which
-    blocks have it, or `once`. needs: the fact that the configuration must have, see `facts_of`; None:
-    always. is_buffer: it is no parameter.
+    ours: the name of our tensor; {b} is the block, from 0, and {k} the place of a block of multi-token
+    prediction, from 0. shape: its dimensions in letters, such as "2F H" or "Q+2K H". sources: the names in
+    the folder; {e} is the expert. cut: how layouts shard it. blocks: which blocks have it (`further`: those
+    of multi-token prediction), or `once`. needs: the fact that the configuration must have, see `facts_of`;
+    None: always. is_buffer: it is no parameter.
     """
 
     ours: str
@@ -121,6 +123,11 @@ class Rule:
         empty = torch.empty(self.shape, device="meta")
         return {name: shape for name, (_, shape) in self.views(empty).items()}
 
+    def with_copies(self, names: Sequence[str]) -> "Rule":
+        """Return the rule of a tensor that a folder holds as it is, under further names too."""
+        sources = (*self.sources, *names)
+        return replace(self, sources=sources, split=lambda ours, dims: whole(ours, dims) * len(sources))
+
 
 def shape_of(letters: str, dims: Dims) -> Shape:
     """Return the shape that letters stand for: "Q+2K H" with the sizes of Q, K and H."""
@@ -134,26 +141,39 @@ def _term(term: str, dims: Dims) -> int:
 
 
 def expand(
-    table: tuple[Line, ...], dims: Dims, facts: frozenset[str], moe_blocks: frozenset[int], num_blocks: int
+    table: tuple[Line, ...],
+    dims: Dims,
+    facts: frozenset[str],
+    moe_blocks: frozenset[int],
+    num_blocks: int,
+    depth: int,
 ) -> list[list[Rule]]:
     """Return the rules in groups: those that stand once, then those of each block.
 
-    moe_blocks: the blocks with an MoE layer, from 0.
+    moe_blocks: the blocks with an MoE layer, from 0. depth: the blocks of multi-token prediction, which are
+    of the kind of the last block and follow it in the folder.
     """
     table = tuple(line for line in table if line.needs is None or line.needs in facts)
     groups = [[_rule(line, dims, None) for line in table if line.blocks == "once"]]
     for block in range(num_blocks):
         kinds = {"all", "moe" if block in moe_blocks else "dense"}
         groups.append([_rule(line, dims, block) for line in table if line.blocks in kinds])
+    for place in range(depth):
+        kinds = {"all", "further", "moe" if num_blocks - 1 in moe_blocks else "dense"}
+        lines = [line for line in table if line.blocks in kinds]
+        groups.append([_rule(line, dims, num_blocks + place, place) for line in lines])
     return groups
 
 
-def _rule(line: Line, dims: Dims, block: int | None) -> Rule:
+def _rule(line: Line, dims: Dims, block: int | None, place: int | None = None) -> Rule:
+    ours = line.ours
+    if place is not None:
+        ours = ours.replace(BLOCK, FURTHER_BLOCK).replace("{k}", str(place))
     patterns = (line.sources,) if isinstance(line.sources, str) else line.sources
     experts = range(dims["E"]) if any("{e}" in pattern for pattern in patterns) else range(1)
     sources = tuple(pattern.format(b=block, e=expert) for expert in experts for pattern in patterns)
     return Rule(
-        line.ours.format(b=block),
+        ours.format(b=block),
         shape_of(line.shape, dims),
         sources,
         line.split,

@@ -11,19 +11,19 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megamoe.compat.megatron_compat import stand_in_for_cuda
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import Stack, padded_vocab_size, stacks
-from megamoe.model.attention import BlockConfig
-from megamoe.model.blocks import BlockMaker, MoEFactory, init_methods
-from megamoe.model.classifier import label_head
+from megamoe.model.architectures.decoder import GPT, Decoder
+from megamoe.model.architectures.encoder import Encoder
+from megamoe.model.architectures.encoder_decoder import EncoderDecoder
+from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.attention.core import BlockConfig
+from megamoe.model.attention.rotary import let_megatron_turn, rotary_of
+from megamoe.model.block_specs import BlockMaker, MoEFactory, init_methods
 from megamoe.model.embedding import adapt_embedding, build_embedding, megatron_position
-from megamoe.model.encoder import Encoder
-from megamoe.model.encoder_decoder import EncoderDecoder
-from megamoe.model.gpt import GPT, Decoder
-from megamoe.model.head import Head
-from megamoe.model.language_model import LanguageModel
+from megamoe.model.heads.labels import label_head
+from megamoe.model.heads.multi_token_prediction import MultiTokenPrediction, PredictionDepth
+from megamoe.model.heads.vocabulary import Head
 from megamoe.model.modules import choose_modules
-from megamoe.model.multi_token_prediction import MultiTokenPrediction, PredictionDepth
 from megamoe.model.random_streams import use_one_stream
-from megamoe.model.rotary import let_megatron_turn, rotary_of
 from megamoe.model.scales import change_logits
 from megamoe.model.units import Built, embedding_first
 

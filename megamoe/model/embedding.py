@@ -8,7 +8,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from torch import Tensor, nn
 
 from megamoe.config.schema import ModelConfig, RunConfig
-from megamoe.model.attention import BlockConfig
+from megamoe.model.attention.core import BlockConfig
 from megamoe.model.scales import scale_words
 
 # Megatron-Core's names. Its table of learned positions makes room for the sinusoidal ones.

@@ -15,7 +15,7 @@ from megamoe.config.shapes import (
     stacks,
     window_of,
 )
-from megamoe.model.latent_size import latent_scores, latent_weights
+from megamoe.model.attention.latent_size import latent_scores, latent_weights
 from megamoe.moe.experts.activations import up_width
 
 PASSES = 3  # forward, and in backward the gradients of the inputs and of the weights

@@ -17,7 +17,8 @@ from megamoe.compat.megatron_compat import ffn_submodules
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import has_input_bias, has_output_bias
 from megamoe.kernels.choice import Kernels
-from megamoe.model.attention import SDPAttention, SplittingSelfAttention
+from megamoe.model.attention.core import SDPAttention, SplittingSelfAttention
+from megamoe.model.attention.head_norms import NormOfAllKeys, NormOfAllQueries, norm_of_each_head
 from megamoe.model.backends import (
     engine_attends,
     fp8_format,
@@ -25,7 +26,6 @@ from megamoe.model.backends import (
     uses_apex_norms,
     uses_transformer_engine,
 )
-from megamoe.model.head_norms import NormOfAllKeys, NormOfAllQueries, norm_of_each_head
 from megamoe.model.norm import Norm
 from megamoe.model.transformer_engine_grouped_linear import transformer_engine_grouped_linear
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.kernels.block import rms_norm, summed_rms_norm
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
+from megamoe.kernels.rms_norm import rms_norm, summed_rms_norm
 
 
 class Norm(nn.Module):

@@ -23,7 +23,7 @@ from megamoe.config.shapes import (
     shared_ffn_size,
     stacks,
 )
-from megamoe.model.latent_size import latent_norms, latent_weights
+from megamoe.model.attention.latent_size import latent_norms, latent_weights
 from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
 from megamoe.moe.router import Router, build_part

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megamoe.compat.torch_compat import assert_on_device
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.kernels.rows import Order, RowTokens, combine, gather, group_pairs, permute
+from megamoe.kernels.experts.rows import Order, RowTokens, combine, gather, group_pairs, permute
 from megamoe.moe.process_groups import rank_in, size_of
 from megamoe.moe.routing import Routing
 

@@ -118,6 +118,9 @@ class MoELayer(nn.Module):
             routing = self.router(hidden_TH, context)
             own = self.spread.own(routing, context)
         shared_TH = None if self.shared is None else self.shared(hidden_TH)
+        own_time = self.context.own_time
+        if own_time is not None:
+            own_time.pause()
         with self._stage("dispatch"):
             rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, own)
         with self._stage("experts"):
@@ -129,7 +132,10 @@ class MoELayer(nn.Module):
             output_TH = self.dispatcher.combine(rows_NH, plan)
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
-        return self._with_losses(output_TH, routing, context)
+        output_TH = self._with_losses(output_TH, routing, context)
+        if own_time is not None:
+            own_time.resume()
+        return output_TH
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         """Return the context that measures a stage, if it is to be measured (`log.timers`)."""
@@ -250,12 +256,14 @@ class _AttachLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = ctx.context.aux_scale
-        sent = [_scalar(scale, weight, *kind) for weight, kind in zip(ctx.weights, ctx.kinds, strict=True)]
+        sent = [
+            device_scalar(scale, weight, *kind) for weight, kind in zip(ctx.weights, ctx.kinds, strict=True)
+        ]
         return gradients[0], None, None, *sent
 
 
 @functools.lru_cache(maxsize=64)
-def _scalar(scale: float, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def device_scalar(scale: float, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return scale * weight as a product of numbers of that dtype, on the device; shared by all layers."""
     product = (
         float(numpy.float32(scale) * numpy.float32(weight)) if dtype == torch.float32 else scale * weight

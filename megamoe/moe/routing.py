@@ -30,7 +30,7 @@ def count(index_N: Tensor, size: int, weight_N: Tensor | None = None) -> Tensor:
 
 
 @lru_cache(maxsize=2)  # with padded sequences the number of tokens differs in each micro batch
-def _tokens_and_choices(num_tokens: int, num_choices: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def tokens_and_choices(num_tokens: int, num_choices: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return token_N and choice_N of pairs in which every token has all its choices; shared by all layers."""
     token_T, choice_K = torch.arange(num_tokens, device=device), torch.arange(num_choices, device=device)
     return token_T.repeat_interleave(num_choices), choice_K.repeat(num_tokens)
@@ -55,7 +55,7 @@ class Pairs:
         """Build the pairs from each token's experts in order of choice; `valid_TK`, bool: which of them are
         pairs.
         """
-        token_N, choice_N = _tokens_and_choices(*expert_TK.shape, expert_TK.device)
+        token_N, choice_N = tokens_and_choices(*expert_TK.shape, expert_TK.device)
         pairs = cls(token_N, expert_TK.reshape(-1), weight_TK.reshape(-1), choice_N)
         return pairs if valid_TK is None else pairs.keep(valid_TK.reshape(-1))
 

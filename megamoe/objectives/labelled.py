@@ -125,6 +125,8 @@ class Labelled(TrainingObjective, ABC):
         data = config.data
         if data.mock:
             raise ValueError("needs texts with labels; set data.mock to false, and data.sources to them")
+        if data.order != "documents":
+            raise ValueError("texts are shuffled one by one; leave data.order out")
         if data.document_aware:
             raise ValueError("a text is one document; set data.document_aware to false")
         if data.sampling_exponent is not None:

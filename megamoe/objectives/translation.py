@@ -75,6 +75,8 @@ class Translation(TrainingObjective):
             )
         if data.mock:
             raise ValueError("needs pairs of texts; set data.mock to false, and data.sources to pairs")
+        if data.order != "documents":
+            raise ValueError("pairs are shuffled in buckets; leave data.order out")
         if data.document_aware:
             raise ValueError("a pair is one document; set data.document_aware to false")
         if len(data.sources) > 1:

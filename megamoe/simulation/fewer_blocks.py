@@ -11,7 +11,7 @@ from megamoe.config.shapes import stacks, window_of
 from megamoe.simulation.figures import Figures, combined
 
 Kind = tuple[bool, bool, int | None]  # an MoE layer as FFN, one inserted behind, the window of attention
-SIMULATED = 2  # blocks of each kind
+SIMULATED = 1  # blocks of each kind
 
 
 def kinds(config: RunConfig) -> list[Kind]:
@@ -45,7 +45,7 @@ def with_blocks(config: RunConfig, blocks: list[int]) -> RunConfig:
 def fewer_blocks(config: RunConfig) -> list[tuple[int, list[int]]]:
     """Return sets of blocks whose costs, each times its factor, sum to the costs of all.
 
-    The first set has two blocks of each kind, and the others one more of a kind. The last block is in all.
+    The first set has one block of each kind, and the others one more of a kind. The last block is in all.
     """
     all_kinds = kinds(config)
     places: dict[Kind, list[int]] = {}

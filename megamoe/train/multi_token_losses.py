@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.data.batches import Batch
-from megamoe.model.language_model import LanguageModel
-from megamoe.model.multi_token_prediction import prediction_masks
+from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.heads.multi_token_prediction import prediction_masks
 from megamoe.zero.engine import Engine
 
 

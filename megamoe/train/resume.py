@@ -34,7 +34,7 @@ SAME = {
         "frozen",
     ),
     "train": ("objective",),
-    "data": ("sources", "sampling_exponent", "split", "mock", "sequence_length", "document_aware"),
+    "data": ("sources", "sampling_exponent", "split", "order", "mock", "sequence_length", "document_aware"),
 }
 SECTIONS = (("model",), ("data",), ("train",), ("moe", "router", "scorer"), ("moe", "losses"))
 FREE = (

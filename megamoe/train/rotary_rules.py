@@ -3,7 +3,7 @@
 from megamoe.config.model_schema import LatentConfig, ModelConfig, RotaryConfig
 from megamoe.config.shapes import has_input_bias, head_size
 from megamoe.errors import UserError
-from megamoe.kernels.rotary_scaling import YarnScaling
+from megamoe.kernels.attention.rotary_scaling import YarnScaling
 
 # The keys that each scaling needs, and those that it may have.
 NEEDED = {

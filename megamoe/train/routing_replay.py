@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
-from megamoe.model.language_model import LanguageModel
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.parallel.consensus import raise_any_error_fast

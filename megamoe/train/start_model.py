@@ -13,9 +13,9 @@ from megamoe.checkpoint.state import SavedWeights
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import ModelConfig
 from megamoe.config.shapes import moe_layer_numbers
-from megamoe.model.blocks import MoEFactory
+from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
-from megamoe.model.language_model import LanguageModel
 from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.train.resolved import ResolvedRun
 from megamoe.zero.partition import Partition

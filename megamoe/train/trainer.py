@@ -16,7 +16,7 @@ from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
 from megamoe.metrics import check_record
-from megamoe.model.language_model import LanguageModel
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.timers import StageTimers

@@ -15,7 +15,7 @@ from torch.nn import functional
 from megamoe.checkpoint.init_from import InitialWeights
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.layer import MoELayer
 from megamoe.parallel.layout import Layout
 from tests.checkpoint_files import Tensors, grid, read_index, rewrite, seal, write_checkpoint

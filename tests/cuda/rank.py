@@ -91,7 +91,7 @@ def main() -> None:
     settle_vendors()
     torch.set_num_threads(1)
 
-    from megamoe.kernels import attention
+    from megamoe.kernels.attention import core as attention
     from tests.cuda.training import run_tree, watch_engines, watch_steps
 
     # The device runs the CPU's kernels, among which there is no FlashAttention of packed documents.

@@ -16,8 +16,8 @@ from torch import Tensor
 from megamoe.config import RunConfig
 from megamoe.data.batches import BatchStream
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
-from megamoe.model.language_model import LanguageModel
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import Part, StepContext

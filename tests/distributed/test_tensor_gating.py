@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import stand_in_for_cuda
 from megamoe.kernels.choice import DEFAULT_KERNELS
-from megamoe.model.attention import SDPAttention
-from megamoe.model.loss import narrow_token_losses, whole_token_losses
+from megamoe.model.attention.core import SDPAttention
+from megamoe.model.heads.loss import narrow_token_losses, whole_token_losses
 from megamoe.model.random_streams import OneStream, use_one_stream
 from megamoe.moe.process_groups import TokenSpread
 from megamoe.parallel import launch

@@ -10,7 +10,7 @@ from megamoe.analysis.trained_model import TrainedModel
 from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.generation.languages import Sentences, TranslationDirection
-from megamoe.model.encoder_decoder import EncoderDecoder
+from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.moe.part import StepContext
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout

@@ -1,5 +1,6 @@
 """Small random models of transformers, of each class that can be converted, in folders as it saves them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 WORDS = 48
+TEXT = "The river runs to the sea, and the sea runs to no one. " * 20
 LENGTH = 64
 SHAPE: dict[str, Any] = {
     "vocab_size": WORDS,
@@ -198,3 +200,17 @@ def randomise(model: Any) -> None:
 def tokens(count: int = 3, length: int = LENGTH) -> Tensor:
     """Random words, int64 [count, length]."""
     return torch.randint(WORDS, (count, length), generator=torch.Generator().manual_seed(3))
+
+
+def with_tokenizer(folder: Path) -> None:
+    """A tokenizer of 48 words at most, as transformers saves one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted(set(re.findall(r"\w+|[^\w\s]", TEXT)))
+    backend = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["<eos>", "<unk>", *words])}, "<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder)

@@ -10,7 +10,7 @@ import torch
 from megamoe.config import parse_config
 from megamoe.hf.export_run import export_run
 from megamoe.hf.tokenizer import tokenizer_files
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool

@@ -3,8 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from megamoe.kernels import adamw, attention, block, documents, experts, products, rotary, router, rows
+from megamoe.kernels import adamw, router
+from megamoe.kernels import rms_norm as block
+from megamoe.kernels.attention import core as attention
+from megamoe.kernels.attention import documents, rotary
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.experts import ffn as experts
+from megamoe.kernels.experts import grouped_gemm as products
+from megamoe.kernels.experts import rows
 from megamoe.moe import rng
 
 _chosen = [Kernels()]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels import attention
-from megamoe.kernels.attention import split_heads
+from megamoe.kernels.attention import core as attention
+from megamoe.kernels.attention.core import split_heads
+from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.library import Library
-from megamoe.kernels.rotary import Rotary
 from tests.kernels.chosen import causal_attention, kernels, plain_causal_attention, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 

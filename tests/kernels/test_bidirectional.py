@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.attention import bidirectional_attention, cross_attention, rotated
+from megamoe.kernels.attention.core import bidirectional_attention, cross_attention, rotated
+from megamoe.kernels.attention.documents import Documents, SourceLengths
+from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.documents import Documents, SourceLengths
-from megamoe.kernels.rotary import Rotary
 
 PLAIN = Kernels.of("plain", "plain")
 HEADS, GROUPS, SIZE = 4, 2, 8

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megamoe.kernels.rotary import Rotary, angles, plain_turned
+from megamoe.kernels.attention.rotary import Rotary, angles, plain_turned
 from tests.kernels.chosen import rms_norm, turn_heads, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 

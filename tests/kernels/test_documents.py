@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels import attention, varlen
-from megamoe.kernels.attention import attend
-from megamoe.kernels.documents import Documents, Run
+from megamoe.kernels.attention import core as attention
+from megamoe.kernels.attention import varlen
+from megamoe.kernels.attention.core import attend
+from megamoe.kernels.attention.documents import Documents, Run
+from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.library import Library
-from megamoe.kernels.rotary import Rotary
 from tests.kernels.chosen import (
     causal_attention,
     plain_causal_attention,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megamoe.kernels.experts.grouped_gemm import takes_any_count
 from megamoe.kernels.library import Library
-from megamoe.kernels.products import takes_any_count
 from tests.kernels.chosen import grouped_product, kernels, use_compiled
 
 # Rows of each expert, input and output sizes.

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.documents import Documents
-from megamoe.kernels.rotary import Rotary, angles
-from megamoe.kernels.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from megamoe.kernels.attention.documents import Documents
+from megamoe.kernels.attention.rotary import Rotary, angles
+from megamoe.kernels.attention.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from tests.kernels.chosen import causal_attention, turn_heads, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 from tests.kernels.test_attention import each, make

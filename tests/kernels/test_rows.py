@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.kernels.experts.rows import permute
 from megamoe.kernels.library import Library
-from megamoe.kernels.rows import permute
 from tests.kernels.chosen import combine, gather, order_by_key, row_tokens, swiglu, use_compiled
 
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamoe.kernels import attention, variants, varlen
-from megamoe.kernels.documents import Documents
+from megamoe.kernels.attention import core as attention
+from megamoe.kernels.attention import variants, varlen
+from megamoe.kernels.attention.documents import Documents
+from megamoe.kernels.attention.variants import Variant, varied_attention
 from megamoe.kernels.library import Library
-from megamoe.kernels.variants import Variant, varied_attention
 from tests.kernels.chosen import causal_attention, use_compiled
 from tests.kernels.drawn import assert_close_to, draw
 from tests.kernels.test_attention import ROTARY, Sides, each, make

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megamoe.kernels.attention import split_heads
-from megamoe.kernels.block import rms_norm, summed_rms_norm
+from megamoe.kernels.attention.core import split_heads
+from megamoe.kernels.attention.rotary import Rotary, turn_heads, turn_sides
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.cross_entropy import (
     Sums,
@@ -20,8 +20,8 @@ from megamoe.kernels.cross_entropy import (
     statistics,
     write_gradient,
 )
-from megamoe.kernels.rotary import Rotary, turn_heads, turn_sides
-from megamoe.kernels.rows import Order, RowTokens, combine
+from megamoe.kernels.experts.rows import Order, RowTokens, combine
+from megamoe.kernels.rms_norm import rms_norm, summed_rms_norm
 from tests.kernels.drawn import assert_close_to, assert_one_rounding, draw
 from tests.kernels.interpreted import ON_TRITON, PLAIN, TOLERANCES
 

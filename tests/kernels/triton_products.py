@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamoe.kernels.experts import swiglu_experts
-from megamoe.kernels.products import grouped_product
+from megamoe.kernels.experts.ffn import swiglu_experts
+from megamoe.kernels.experts.grouped_gemm import grouped_product
 from tests.kernels.drawn import assert_close_to, assert_one_rounding, draw
 from tests.kernels.interpreted import ON_TRITON, TOLERANCES, programs_from, sparse
 
@@ -114,7 +114,7 @@ def check_experts_are_the_three_steps() -> None:
     counts = [5, 0, 40]
     sides = [draw(45, 24), draw(3, 32, 24, seed=1), draw(3, 24, 16, seed=2)]
     rows, up, down = (side.bfloat16() for side in sides)
-    from megamoe.kernels.experts import plain_swiglu_experts
+    from megamoe.kernels.experts.ffn import plain_swiglu_experts
 
     found = swiglu_experts(rows, up, down, torch.tensor(counts), ON_TRITON)
     assert torch.equal(found, plain_swiglu_experts(rows, up, down, torch.tensor(counts), ON_TRITON))

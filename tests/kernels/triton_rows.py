@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels import choice, router, router_sums, rows
+from megamoe.kernels import choice, router, router_sums
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.experts import rows
 from tests.kernels import chosen as passes
 from tests.kernels import test_rows
 from tests.kernels.drawn import assert_one_rounding

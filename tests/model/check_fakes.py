@@ -16,7 +16,7 @@ from torch import Tensor
 from megamoe.checkpoint.state import weight_chunks
 from megamoe.errors import UserError
 from megamoe.model import backends
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.model.transformer_engine_grouped_linear import EngineProduct, transformer_engine_grouped_linear
 from megamoe.moe.experts import grouped
 from megamoe.moe.experts.grouped import GroupedExperts, Products

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config import RunConfig
-from megamoe.model.block import Block
-from megamoe.model.encoder import Encoder
-from megamoe.model.encoder_decoder import EncoderDecoder
+from megamoe.model.architectures.encoder import Encoder
+from megamoe.model.architectures.encoder_decoder import EncoderDecoder
+from megamoe.model.moe_block import Block
 
 Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 

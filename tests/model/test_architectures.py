@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.config import RunConfig
-from megamoe.kernels.documents import Documents, SourceLengths
-from megamoe.model.encoder import Encoder
-from megamoe.model.encoder_decoder import EncoderDecoder
-from megamoe.model.language_model import LanguageModel
+from megamoe.kernels.attention.documents import Documents, SourceLengths
+from megamoe.model.architectures.encoder import Encoder
+from megamoe.model.architectures.encoder_decoder import EncoderDecoder
+from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.size import model_size
 from tests.model.plain import embedded, plain_decoder, plain_encoder, sinusoids
 from tests.tiny import VOCABULARY, tiny, tiny_model

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.documents import Documents
-from megamoe.model.attention import SDPAttention
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.attention.core import SDPAttention
 from megamoe.model.random_streams import use_one_stream
 
 S, B, HEADS, D = 7, 2, 4, 6

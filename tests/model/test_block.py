@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.part import StepContext
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 

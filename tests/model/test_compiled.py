@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.documents import Documents
+from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import Library, find_library
-from megamoe.model.attention import SplittingSelfAttention
+from megamoe.model.attention.core import SplittingSelfAttention
 from megamoe.model.random_streams import use_one_stream
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 

@@ -14,7 +14,7 @@ from megamoe.checkpoint.placements import shardings
 from megamoe.config.schema import Activation
 from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size
 from megamoe.data.documents import document_items
-from megamoe.kernels.documents import Documents
+from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import find_library
 from megamoe.model.size import mean_choices, model_size
 from megamoe.moe.part import Dims, Part

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.data.documents import document_items
-from megamoe.kernels.documents import Documents
+from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import find_library
-from megamoe.model.encoder import Encoder
-from megamoe.model.key_value_cache import KeyValueCache
+from megamoe.model.architectures.encoder import Encoder
+from megamoe.model.attention.key_value_cache import KeyValueCache
 from tests.model.test_attention_of_transformers import same_gradient
 from tests.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 

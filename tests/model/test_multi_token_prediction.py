@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels.documents import Documents
-from megamoe.model.gpt import GPT
-from megamoe.model.multi_token_prediction import prediction_masks
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.architectures.decoder import GPT
+from megamoe.model.heads.multi_token_prediction import prediction_masks
 from tests.tiny import VOCABULARY, tiny, tiny_gpt
 
 S, DEPTH = 8, 3
@@ -62,7 +62,8 @@ def by_formula(model: GPT, tokens_BS: Tensor) -> dict[tuple[int, int, int], Tens
                 )
                 rows[i, b] = depth.projection.weight @ torch.cat([word_H, state_H])
         hidden_SBH = depth.blocks(rows, attention_mask=None)
-        words = model.model.shared_embedding_or_output_weight()
+        tied = model.model.share_embeddings_and_output_weights
+        words = (model.model.embedding.word_embeddings if tied else model.model.output_layer).weight
         logits_SBV = model.model.output_layer(hidden_SBH, weight=words)[0]
         for b in range(len(tokens_BS)):
             for i in range(S - k):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe import registry
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megamoe.model import modules
-from megamoe.model.key_value_cache import KeyValueCache
+from megamoe.model.attention.key_value_cache import KeyValueCache
 from tests.model.test_gpt import POSITIONS, S, text
 from tests.tiny import tiny, tiny_gpt
 

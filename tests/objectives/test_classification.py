@@ -12,9 +12,9 @@ from torch.nn import functional
 from megamoe.config import RunConfig, to_dict
 from megamoe.data.batches import Batch, BatchStream
 from megamoe.errors import UserError
-from megamoe.model.classifier import Classifier
-from megamoe.model.encoder import Encoder
+from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.flops import model_flops
+from megamoe.model.heads.labels import Classifier
 from megamoe.model.size import model_size
 from megamoe.moe.part import StepContext
 from megamoe.train.objective import token_shares

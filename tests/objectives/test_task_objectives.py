@@ -13,9 +13,9 @@ from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.data.tokenizers import load_tokenizer, train_bpe, train_sentencepiece
 from megamoe.errors import UserError
-from megamoe.model.classifier import LabelHead
-from megamoe.model.encoder import Encoder
+from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.flops import model_flops
+from megamoe.model.heads.labels import LabelHead
 from megamoe.model.size import model_size
 from megamoe.objectives.labelled import Labelled
 from megamoe.train.resolved import resolve_run

@@ -46,6 +46,11 @@ class SlowFirstStart(Callback):
     def on_step_begin(self, trainer):
         if "SLURM_JOB_ID" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
             time.sleep(float(os.environ.get("STEP_S", "0.5")))
+
+    def on_train_end(self, trainer):
+        if "DAMAGE" in os.environ and trainer.world.is_first:
+            for path in trainer.folder.path.glob("checkpoints/*/*.safetensors"):
+                path.write_bytes(path.read_bytes()[:-1])
 """
 
 
@@ -74,12 +79,12 @@ def steps_done(run: Path) -> int:
         return 0
 
 
-def undisturbed(home: Path, steps: int = 40) -> list[tuple[int, float]]:
+def undisturbed(home: Path, *overrides: str) -> list[tuple[int, float]]:
     """Return the losses of the same run on two ranks of this machine, without Slurm."""
     drop = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["pretrain_gpt_moe.py", "--config", "run.yaml", "name=undisturbed", f"train.steps={steps}"]
+    command += ["pretrain_gpt_moe.py", "--config", "run.yaml", "name=undisturbed", *overrides]
     done = subprocess.run(
         command,
         cwd=home,
@@ -129,6 +134,13 @@ class Cluster:
         variables = {"MEGAMOE_HOME": str(home), "PREFLIGHT": "0", **variables}
         path = str(ROOT / "examples/slurm" / script)
         return self.call("sbatch", "--parsable", *self.options(home), *options, path, *arguments, **variables)
+
+    def chain(self, home: Path, links: int, *arguments: str, **variables: str) -> list[str]:
+        """Submit a chain of jobs; return their ids."""
+        command = [str(ROOT / "examples/slurm/chain.sh"), str(links), *self.options(home), "--"]
+        variables = {"MEGAMOE_HOME": str(home), "PREFLIGHT": "0", "STEP_S": "0", **variables}
+        told = self.call(*command, "run.yaml", *arguments, **variables)
+        return [line.split()[-1] for line in told.splitlines()]
 
     def state(self, job: str) -> str:
         """Return the state of a job: PENDING, RUNNING, COMPLETED, FAILED, ..."""

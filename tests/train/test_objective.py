@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from megamoe.train.step import evaluate, model_inputs, num_rollouts, set_context, train_step

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megamoe.errors import UserError
-from megamoe.model.gpt import GPT
+from megamoe.model.architectures.decoder import GPT
 from megamoe.parallel.launch import World
 from megamoe.zero.deepspeed_config import ParallelPlan, fill_in
 from megamoe.zero.engine import Engine, _build_optimizer

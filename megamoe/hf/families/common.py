@@ -4,8 +4,20 @@ from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.config.shapes import has_input_bias, head_size
-from megamoe.hf.keys import REQUIRED, Entry, Json, fixed, ignored, mapped, only, same, unsupported
+from megamoe.hf.keys import (
+    NUM_FURTHER,
+    REQUIRED,
+    Entry,
+    Json,
+    fixed,
+    ignored,
+    mapped,
+    only,
+    same,
+    unsupported,
+)
 from megamoe.hf.rules import (
+    BLOCK,
     COLUMNS,
     GATED,
     ROWS,
@@ -14,7 +26,7 @@ from megamoe.hf.rules import (
     query_key_value,
 )
 
-BLOCK, THEIRS = "model.decoder.layers.{b}.", "model.layers.{b}."
+THEIRS = "model.layers.{b}."
 ATTENTION, THEIR_ATTENTION = f"{BLOCK}self_attention.", f"{THEIRS}self_attn."
 LAYER = f"{BLOCK}mlp.layer."
 
@@ -126,6 +138,16 @@ LATENT_ATTENTION = (
     Line(f"{LATENT}kv_up_proj.weight", "U C", f"{THEIR_ATTENTION}kv_b_proj.weight", cut=COLUMNS),
     Line(f"{LATENT}proj.weight", "H O", f"{THEIR_ATTENTION}o_proj.weight", cut=ROWS),
 )
+DEPTH = "prediction.depths.{k}."
+# Multi-token prediction (DeepSeek-V3). transformers has no module for it; the names are those of the hub.
+FURTHER = (
+    Line(f"{DEPTH}embedding_norm.weight", "H", f"{THEIRS}enorm.weight", blocks="further"),
+    Line(f"{DEPTH}hidden_norm.weight", "H", f"{THEIRS}hnorm.weight", blocks="further"),
+    Line(f"{DEPTH}projection.weight", "H 2H", f"{THEIRS}eh_proj.weight", blocks="further"),
+    Line(f"{DEPTH}blocks.final_layernorm.weight", "H", f"{THEIRS}shared_head.norm.weight", blocks="further"),
+)
+# transformers writes 1 whether or not the folder has such blocks, and is so the default.
+FURTHER_KEY = same(NUM_FURTHER, "model.multi_token_prediction.depth", 1, alias="num_mtp_layers")
 DECODER = (*ENDS, *NORMS, *QUERY_KEY_VALUE, INPUT_BIAS, OUTPUT_BIAS)
 
 # Every class has RMSNorm before its sub-layers and rotary positions.

@@ -5,6 +5,8 @@ from megamoe.hf.families.common import (
     BIAS,
     DENSE_FFN,
     ENDS,
+    FURTHER,
+    FURTHER_KEY,
     LATENT_ATTENTION,
     NORMS,
     SHARED,
@@ -21,7 +23,7 @@ from megamoe.hf.families.routers import (
     normalised,
     scaled,
 )
-from megamoe.hf.family import INVERSE_FREQUENCIES, NEXT_TOKENS, Family
+from megamoe.hf.family import Family
 from megamoe.hf.keys import Entry, Json, fixed, ignored, mapped, only, same, unsupported
 
 # The norms of compressed states have this epsilon in transformers, whatever rms_norm_eps says; here all norms
@@ -129,13 +131,12 @@ DEEPSEEK_V3 = Family(
         same("n_shared_experts", "moe.num_shared_experts", 1),
         same("num_experts_per_tok", "moe.router.selector.k", 8),
         same("rope_interleave", "model.rotary.interleaved", True),
-        ignored("num_nextn_predict_layers", "num_mtp_layers"),
+        FURTHER_KEY,
         EPS,
         rotary(),
         tied(False),
     ),
-    table=(*TABLE, BIAS),
-    ignored=(INVERSE_FREQUENCIES, NEXT_TOKENS),
+    table=(*TABLE, BIAS, *FURTHER),
 )
 
 FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3)

@@ -4,6 +4,8 @@ from megamoe.hf.families.common import (
     BIAS,
     DECODER,
     DENSE_FFN,
+    FURTHER,
+    FURTHER_KEY,
     HEAD_NORMS,
     LAYER,
     SHARED,
@@ -29,7 +31,7 @@ from megamoe.hf.families.routers import (
     scaled,
     sparse_steps,
 )
-from megamoe.hf.family import INVERSE_FREQUENCIES, NEXT_TOKENS, Family
+from megamoe.hf.family import Family
 from megamoe.hf.keys import fixed, ignored, mapped, only, same
 from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, row, whole
 
@@ -118,7 +120,8 @@ GLM4_MOE = Family(
         same("n_shared_experts", "moe.num_shared_experts", 1),
         same("num_experts_per_tok", "moe.router.selector.k", 8),
         mapped("use_qk_norm", "model.attention.query_key_norm", [(False, "none"), (True, "head")], False),
-        ignored("num_nextn_predict_layers", "num_mtp_layers", "router_aux_loss_coef"),
+        FURTHER_KEY,
+        ignored("router_aux_loss_coef"),
         groups(8),
         heads(),
         norm_eps(1e-5),
@@ -126,8 +129,7 @@ GLM4_MOE = Family(
         tied(False),
         biases("attention_bias", False, output=False),
     ),
-    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
-    ignored=(INVERSE_FREQUENCIES, NEXT_TOKENS),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED, *FURTHER),
 )
 
 SHARED_EXPERT = f"{THEIRS}mlp.shared_expert."

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS
-from megamoe.kernels.products import grouped_product
+from megamoe.kernels.experts.grouped_gemm import grouped_product
 from megamoe.moe.experts.activations import is_gated
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import (

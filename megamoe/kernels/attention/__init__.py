@@ -1,0 +1,1 @@
+"""Attention: causal, with variants, within documents; rotary positions."""

@@ -1,0 +1,212 @@
+"""Rotary positions: what turns the heads of queries and keys, and the passes that turn them.
+
+Source: Su et al. 2021 (RoFormer), section 3.2.2. Sizes: S positions, B sequences, heads of D columns, R of
+which turn.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megamoe.kernels.attention.rotary_scaling import Scaling
+from megamoe.kernels.choice import Kernels, RowKernels
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How heads turn with their position: column pair i at position s by the angle s * base^(-2i / R).
+
+    share: of a head's columns, from the first, that turn: R = int(share * D); the others stay as they are.
+    interleaved: a pair is the columns 2i and 2i + 1; else i and i + R/2. An interleaved pair is written to
+    the columns i and i + R/2: queries and keys are permuted alike, and their products do not change.
+    scaling: of the frequencies, for longer sequences.
+    """
+
+    base: float
+    share: float = 1.0
+    interleaved: bool = False
+    scaling: Scaling | None = None
+
+    def columns(self, size: int) -> int:
+        """Return R for heads of `size` columns; ValueError if it is odd."""
+        columns = int(size * self.share)
+        if columns % 2:
+            of = "" if columns == size else f", of which {columns} turn"
+            raise ValueError(f"rotary positions turn columns in pairs: found heads of {size}{of}")
+        return columns
+
+    def turns_halves(self, size: int) -> bool:
+        """Whether all columns turn, each with the one half a head away: the kernels' form."""
+        return not self.interleaved and self.columns(size) == size
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of cosine and sine, and so of each turned query and key; 1 but for YaRN."""
+        return 1.0 if self.scaling is None else self.scaling.concentration
+
+    def inverse_frequencies(self, size: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return the angle of each pair at position 1, fp32 [R / 2], for heads of `size` columns."""
+        columns = self.columns(size)
+        powers = torch.arange(0, columns, 2, device=device, dtype=torch.float32) / columns
+        frequency_R = 1.0 / float(self.base) ** powers
+        return frequency_R if self.scaling is None else self.scaling.scaled(frequency_R, float(self.base))
+
+
+def turn_heads(heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
+    """Turn queries or keys by their positions 0 .. S-1; [S, B, heads, D] to the same shape.
+
+    Angles and arithmetic are fp32. A kernel's result is a view of memory in the order [B, heads, S, D].
+
+    Raises:
+        ValueError: if the number of columns that turn is odd.
+    """
+    return _turn(heads_SBND, rotary, angles_of(heads_SBND, len(heads_SBND), rotary), kernels)
+
+
+def turn_heads_at(
+    heads_SBND: Tensor, place_SB: Tensor, longest: int, rotary: Rotary, kernels: Kernels
+) -> Tensor:
+    """Turn heads as `turn_heads`, each by its own position. place_SB: integers below `longest`."""
+    length, batch, heads, size = heads_SBND.shape
+    tables = angles_of(heads_SBND, longest, rotary)
+    cosine_TR, sine_TR = (table_SR[place_SB.flatten()] for table_SR in tables)
+    one_sequence = heads_SBND.reshape(length * batch, 1, heads, size)
+    turned_T1ND = _turn(one_sequence, rotary, (cosine_TR, sine_TR), kernels)
+    return turned_T1ND.reshape(length, batch, heads, size)
+
+
+def turn_sides(
+    query_SBND: Tensor, key_SBND: Tensor, value_SBND: Tensor, rotary: Rotary, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn queries and keys as `turn_heads` does; return them and the values.
+
+    By Triton's kernels the turned heads are contiguous, and for sides of one shape the three gradients are
+    slices of one tensor [S, B, heads, 3 D], so that `split_heads` need not copy them together.
+    """
+    library = kernels.rows_on(query_SBND.device) if kernels.uses_triton(query_SBND.device) else None
+    alike = query_SBND.dtype == key_SBND.dtype and rotary.turns_halves(query_SBND.shape[-1])
+    if library is None or query_SBND.dtype not in library.dtypes or not alike:
+        return turn_heads(query_SBND, rotary, kernels), turn_heads(key_SBND, rotary, kernels), value_SBND
+    tables = angles_of(query_SBND, len(query_SBND), rotary)
+    sides: tuple[Tensor, Tensor, Tensor] = _TurnSides.apply(
+        query_SBND, key_SBND, value_SBND, *tables, library
+    )
+    return sides
+
+
+def angles_of(heads: Tensor, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Return `angles` for heads [..., D] at positions below `length`."""
+    return angles(length, heads.shape[-1], rotary, heads.device)
+
+
+@lru_cache(maxsize=8)
+def angles(length: int, size: int, rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine times `rotary.attention_factor`, fp32 [S, R / 2] each.
+
+    Raises:
+        ValueError: if the number of columns that turn is odd.
+    """
+    position_S = torch.arange(length, device=device, dtype=torch.float32)
+    angle_SR = torch.outer(position_S, rotary.inverse_frequencies(size, device))
+    cosine_SR, sine_SR, factor = angle_SR.cos(), angle_SR.sin(), rotary.attention_factor
+    return (cosine_SR, sine_SR) if factor == 1.0 else (cosine_SR * factor, sine_SR * factor)
+
+
+def _turn(heads_SBND: Tensor, rotary: Rotary, tables: tuple[Tensor, Tensor], kernels: Kernels) -> Tensor:
+    size = heads_SBND.shape[-1]
+    if rotary.turns_halves(size):
+        return turned(heads_SBND, *tables, kernels)
+    columns = rotary.columns(size)
+    turning, staying = heads_SBND[..., :columns], heads_SBND[..., columns:]
+    if rotary.interleaved:
+        turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((turned(turning, *tables, kernels), staying), dim=-1)
+
+
+def turned(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels: Kernels) -> Tensor:
+    """Turn the halves of heads by the given angles, fp32 [S, D / 2]."""
+    library = kernels.rows_on(heads_SBND.device)
+    if library is None or heads_SBND.dtype not in library.dtypes:
+        return plain_turned(heads_SBND, cosine_SD, sine_SD)
+    turned_SBND: Tensor = _Turned.apply(heads_SBND, cosine_SD, sine_SD, library)
+    return turned_SBND
+
+
+def plain_turned(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tensor:
+    """Compute `turned` by PyTorch's operators."""
+    wide = torch.promote_types(heads_SBND.dtype, torch.float32)
+    first, second = heads_SBND.to(wide).chunk(2, dim=-1)
+    cosine, sine = cosine_SD[:, None, None], sine_SD[:, None, None]
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.to(heads_SBND.dtype)
+
+
+class _TurnSides(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosine_SD: Tensor,
+        sine_SD: Tensor,
+        library: RowKernels,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.angles, ctx.library = (cosine_SD, sine_SD), library
+        query, key = (
+            _rotate(side, side.new_empty(side.shape), ctx.angles, 1.0, library) for side in (query, key)
+        )
+        return query, key, value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *sent: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = gradients_of(*sent)
+        for side, gradient in ((query, sent[0]), (key, sent[1])):
+            _rotate(gradient, side, ctx.angles, -1.0, ctx.library)
+        return query, key, value.copy_(sent[2]), None, None, None
+
+
+def gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors for the gradients of heads [S, B, heads, D].
+
+    For equal shapes they are adjacent in memory, as one projection's heads are.
+    """
+    if query.shape != key.shape:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    to_query, to_key, to_value = query.new_empty(*query.shape[:3], 3 * query.shape[3]).chunk(3, dim=-1)
+    return to_query, to_key, to_value
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: RowKernels
+    ) -> Tensor:
+        ctx.angles, ctx.library = (cosine_SD, sine_SD), library
+        length, batch, heads, size = heads_SBND.shape
+        turned_BNSD = heads_SBND.new_empty(batch, heads, length, size)
+        return _rotate(heads_SBND, turned_BNSD.permute(2, 0, 1, 3), ctx.angles, 1.0, library)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_SBND: Tensor) -> tuple[Tensor, None, None, None]:
+        output_SBND = gradient_SBND.new_empty(gradient_SBND.shape)
+        return _rotate(gradient_SBND, output_SBND, ctx.angles, -1.0, ctx.library), None, None, None
+
+
+def _rotate(
+    heads_SBND: Tensor, output_SBND: Tensor, angles: tuple[Tensor, Tensor], turn: float, library: RowKernels
+) -> Tensor:
+    if heads_SBND.stride(-1) != 1:
+        heads_SBND = heads_SBND.contiguous()
+    length, batch, heads, size = heads_SBND.shape
+    sizes = (length, batch, heads, size // 2)
+    (from_s, from_b, from_n, _), (to_s, to_b, to_n, _) = heads_SBND.stride(), output_SBND.stride()
+    sides = (heads_SBND, from_s, from_b, from_n, output_SBND, to_s, to_b, to_n)
+    library.call("rotate", heads_SBND.dtype, *sides, *sizes, *angles, turn)
+    return output_SBND

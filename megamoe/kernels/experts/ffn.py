@@ -1,0 +1,101 @@
+"""The experts' FFNs as one operation over rows grouped by expert: linear, SwiGLU, linear.
+
+They are computed by `grouped_product` and `swiglu`, or by kernels that activate a product's result before it
+leaves the cache: the compiled library on the CPU, Triton's on CUDA. These save the first product alone for
+the backward pass, and write its gradient over it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megamoe.kernels.choice import Kernels, RowKernels
+from megamoe.kernels.experts.grouped_gemm import blas_of, checked_ends, grouped_product, product_library
+from megamoe.kernels.experts.rows import swiglu
+
+
+def swiglu_experts(
+    rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor, kernels: Kernels
+) -> Tensor:
+    """Apply its expert to each row: down * SwiGLU(up * row), [N, H] to [N, H]; G = 2F, gate over value.
+
+    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0.
+
+    Raises:
+        ValueError: if the weights do not fit the rows or each other, or the counts do not fit the rows, as in
+            `grouped_product`.
+    """
+    rows_NH = rows_NH.contiguous()
+    library = _library_for(rows_NH, up_EGH, down_EHF, kernels)
+    if library is None:
+        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels)
+    ends_E = checked_ends(rows_NH, up_EGH, counts_E)
+    output_NH: Tensor = _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, library, kernels)
+    return output_NH
+
+
+def plain_swiglu_experts(
+    rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor, kernels: Kernels
+) -> Tensor:
+    """Compute `swiglu_experts` in its three steps."""
+    rows_NF = swiglu(grouped_product(rows_NH, up_EGH, counts_E, kernels), kernels)
+    return grouped_product(rows_NF, down_EHF, counts_E, kernels)
+
+
+class _Experts(torch.autograd.Function):
+    """The kernels' forward and backward pass. It saves the weights themselves, for the reason of
+    `_GroupedProduct`.
+
+    The backward pass overwrites the first product. A second one (retain_graph) computes it again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        up: Tensor,
+        down: Tensor,
+        ends: Tensor,
+        library: RowKernels,
+        kernels: Kernels,
+    ) -> Tensor:
+        hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
+        blas = blas_of(library, rows.dtype)  # with it, the activated rows need no memory
+        sides = (*blas, rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
+        active = () if blas else (rows.new_empty(len(rows), down.shape[2]),)
+        library.call("experts", rows.dtype, *sides, hidden, *active, output)
+        ctx.save_for_backward(rows, up, down, ends, hidden)
+        ctx.library, ctx.kernels, ctx.was_written = library, kernels, False
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, up, down, ends, hidden = ctx.saved_tensors
+        library: RowKernels = ctx.library
+        if ctx.was_written:
+            counts = torch.diff(ends, prepend=ends.new_zeros(1))
+            hidden = grouped_product(rows, up, counts, ctx.kernels)
+        ctx.was_written = True
+        active = rows.new_empty(len(rows), down.shape[2])
+        wanted = zip((rows, up, down), ctx.needs_input_grad, strict=False)
+        gradients = [torch.empty_like(side) if needed else None for side, needed in wanted]
+        sides = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
+        arguments = (*sides, ends, *_sizes(down), hidden.data, active, *gradients)
+        library.call("experts_backward", rows.dtype, *blas_of(library, rows.dtype), *arguments)
+        return *gradients, None, None, None
+
+
+def _sizes(down: Tensor) -> tuple[int, int, int]:
+    experts, hidden_size, ffn_size = down.shape
+    return experts, hidden_size, ffn_size
+
+
+def _library_for(rows: Tensor, up: Tensor, down: Tensor, kernels: Kernels) -> RowKernels | None:
+    """Return the kernels that support these tensors, else None."""
+    alike = rows.dtype == up.dtype == down.dtype
+    fits = alike and up.shape == (len(down), 2 * down.shape[2], down.shape[1])
+    library = product_library(rows, up.shape, kernels)
+    return library if fits and product_library(rows, down.shape, kernels) is not None else None

@@ -1,0 +1,117 @@
+"""The decoder: Megatron-Core's GPTModel with our loss of each token."""
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from megamoe.kernels.attention.documents import Documents
+from megamoe.model.architectures.language_model import LanguageModel, problem_of_attention
+from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.heads.loss import token_losses
+from megamoe.model.heads.multi_token_prediction import DepthInputs, MultiTokenPrediction
+
+
+class Decoder(GPTModel):
+    """Megatron-Core's model with our loss on the logits [S, B, this rank's vocabulary slice].
+
+    label_smoothing: of the next forward pass.
+    """
+
+    label_smoothing = 0.0
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """int64 [B, S] and [S, B, vocabulary slice] -> fp32 [B, S]; may write into the logits."""
+        labels_SB = labels.transpose(0, 1).contiguous()
+        losses_SB = token_losses(logits, labels_SB, self.label_smoothing, self.config.kernels)
+        return losses_SB.transpose(0, 1)
+
+
+class GPT(LanguageModel):
+    """A decoder-only language model that returns the loss of each token."""
+
+    def __init__(self, model: Decoder, prediction: MultiTokenPrediction | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.prediction = prediction
+        self._last: list[tuple[Tensor, Any]] | None = None  # state and rotary positions, if wanted
+        self._ahead_DBS: Tensor | None = None
+        if prediction is not None:
+            model.decoder.register_forward_hook(self._keep, with_kwargs=True)
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        position_ids_BS: Tensor,
+        labels_BS: Tensor,
+        documents: Documents | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
+
+        documents: attention is causal within each of them; None: within each sequence. Label smoothing gives
+        a share of the target to all the other words evenly, as Megatron-Core does.
+        """
+        self.model.label_smoothing = label_smoothing
+        self._last = [] if self.prediction is not None else None
+        # Megatron-Core hands its argument `attention_mask` on to the core attention as it is (SDPAttention).
+        losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, documents, labels=labels_BS)
+        if self.prediction is not None and self._last is not None:
+            ((hidden_SBH, rotary),) = self._last
+            inputs = DepthInputs(tokens_BS, position_ids_BS, labels_BS, label_smoothing)
+            self._ahead_DBS = self.prediction(self.model, hidden_SBH, inputs, documents, rotary)
+        self._last = None
+        return losses_BS
+
+    def _keep(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], hidden_SBH: Tensor) -> None:
+        if self._last is not None:
+            self._last.append((hidden_SBH, kwargs.get("rotary_pos_emb")))
+
+    @property
+    def depth(self) -> int:
+        """See `LanguageModel`."""
+        return 0 if self.prediction is None else len(self.prediction.depths)
+
+    @property
+    def depth_weight(self) -> float:
+        """See `LanguageModel`."""
+        return 0.0 if self.prediction is None else self.prediction.weight
+
+    def take_multi_token_losses(self) -> Tensor | None:
+        """See `LanguageModel`."""
+        found, self._ahead_DBS = self._ahead_DBS, None
+        return found
+
+    def logits(
+        self, tokens_BS: Tensor, position_ids_BS: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """int64 [B, S] -> [B, S, padded vocabulary]; under tensor parallelism, this rank's part of it."""
+        output: Tensor = self.model(tokens_BS, position_ids_BS, documents)
+        return output
+
+    def whole_logits(
+        self, tokens_BS: Tensor, position_ids_BS: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """int64 [B, S] -> fp32 [B, S, padded vocabulary] on every tensor-parallel rank.
+
+        cache: the tokens continue those that it holds; None: they are whole sequences.
+        """
+        output: Tensor = self.model(tokens_BS, position_ids_BS, cache)
+        whole: Tensor = gather_from_tensor_model_parallel_region(output)
+        return whole.float()
+
+    def problem_with_cache(self) -> str | None:
+        """See `LanguageModel`."""
+        if problem := problem_of_attention(self.model.decoder.layers):
+            return problem
+        if self.model.position_embedding_type == "rope":
+            return "Megatron-Core applies the rotary positions, from 0 in each forward pass"
+        return None
+
+    def stacks(self) -> list[nn.ModuleList]:
+        """Return the decoder's blocks, then those of multi-token prediction."""
+        found = [self.model.decoder.layers]
+        if self.prediction is not None:
+            found += [depth.get_submodule("blocks.layers") for depth in self.prediction.depths]
+        return found

@@ -1,0 +1,72 @@
+"""What all architectures have in common: a model that returns the loss of each label, with MoE layers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from megamoe.model.attention.core import SDPAttention
+from megamoe.model.moe_block import Block
+from megamoe.moe.layer import MoELayer
+
+
+class LanguageModel(nn.Module, ABC):
+    """A transformer that returns the cross entropy of each label, fp32 [B, S], in nats.
+
+    `stacks` are its stacks of blocks, in the order of their blocks' numbers. forward takes the keyword
+    arguments of `megamoe.train.step.model_inputs`, and label_smoothing: a share of the target that all the
+    other words get evenly.
+    """
+
+    @abstractmethod
+    def stacks(self) -> list[nn.ModuleList]:
+        """Return the stacks of blocks, in the order of the numbers of their blocks."""
+
+    @property
+    def depth(self) -> int:
+        """The number of tokens after the next one that multi-token prediction predicts."""
+        return 0
+
+    @property
+    def depth_weight(self) -> float:
+        """The weight of the mean of the losses of multi-token prediction."""
+        return 0.0
+
+    def take_multi_token_losses(self) -> Tensor | None:
+        """Return the losses of multi-token prediction of the last forward pass, once, fp32 [depth, B, S].
+
+        Those that count are in `prediction_masks`. None if there are none.
+        """
+        return None
+
+    def label_logits(self) -> Tensor | None:
+        """Return the logits of the last forward pass in evaluation mode, fp32; see `LabelHead`.
+
+        None for a model that predicts tokens.
+        """
+        return None
+
+    def problem_with_cache(self) -> str | None:
+        """Return why this model cannot use a `KeyValueCache`, as the end of a sentence; None if it can."""
+        return "its attention also looks at later tokens"
+
+    def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
+        """Yield (number, layer) of every MoE layer.
+
+        The number is that of its block, or of the block before it. Blocks are counted from 1 through all
+        stacks.
+        """
+        blocks = [block for stack in self.stacks() for block in stack]
+        for number, block in enumerate(blocks, 1):
+            assert isinstance(block, Block)
+            for layer in block.moe_layers():
+                yield number, layer
+
+
+def problem_of_attention(blocks: nn.ModuleList) -> str | None:
+    """Return why a decoder's attention cannot use a cache, as the end of a sentence; None if it can."""
+    attentions: list[Any] = [block.self_attention for block in blocks]
+    if any(not isinstance(attention.core_attention, SDPAttention) for attention in attentions):
+        return "model.backend: transformer_engine computes the attention"
+    return None

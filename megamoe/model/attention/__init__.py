@@ -1,0 +1,1 @@
+"""Attention of the blocks: its core, rotary positions, norms, latent attention, caches of keys and values."""

@@ -1,0 +1,172 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1), of Megatron-Core's modules.
+
+Keys and values are linear in a compressed state, which has a norm; so are queries where they are compressed.
+The last columns of queries and keys turn with the position, and all key heads share them.
+
+Sizes: S positions, B sequences, N heads of this rank, D columns of queries and keys, R of them turning, V
+columns of values, C columns of a compressed state.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.compat.megatron_compat import NormsAsSpecified, allow_latent_attention
+from megamoe.config.model_schema import ModelConfig
+from megamoe.kernels.attention.core import rotated
+from megamoe.kernels.attention.documents import Documents
+from megamoe.kernels.attention.rotary import Rotary
+from megamoe.model.attention.core import BlockConfig, SDPAttention
+from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.attention.rotary import rotary_of
+from megamoe.model.modules import Modules
+
+Sides = tuple[Tensor, Tensor, Tensor]
+PLAIN_ROTARY = Rotary(10000.0)
+
+
+@dataclass
+class LatentBlockConfig(MLATransformerConfig, BlockConfig):
+    """Megatron-Core's configuration of blocks with latent attention.
+
+    latent_rotary: turns the last columns of queries and keys.
+    """
+
+    latent_rotary: Rotary = PLAIN_ROTARY
+
+
+def latent_options(model: ModelConfig) -> dict[str, Any]:
+    """Return keyword arguments for `LatentBlockConfig`; none for standard attention."""
+    latent, rotary = model.latent, model.rotary
+    if latent is None:
+        return {}
+    return {
+        "latent_rotary": rotary_of(model),
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.nope_size,
+        "qk_pos_emb_head_dim": latent.rope_size,
+        "v_head_dim": latent.value_size,
+        # By these two Megatron-Core scales the logits, as DeepSeek-V3 does.
+        "rotary_scaling_factor": rotary.factor or 1.0,
+        "mscale_all_dim": rotary.mscale_all_dim or 0.0,
+        "rope_type": "rope",  # its own module of rotary positions is not used
+    }
+
+
+def latent_attention(attention: ModuleSpec, modules: Modules) -> ModuleSpec:
+    """Return the specification of latent attention with the classes of standard attention's."""
+    own, norm = attention.submodules, modules.norm
+    column = ColumnParallelLinear if modules.linears is None else modules.linears[0]
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=column,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=column,
+        linear_kv_up_proj=column,
+        core_attention=own.core_attention,
+        linear_proj=own.linear_proj,
+        q_layernorm=norm,
+        kv_layernorm=norm,
+    )
+    return replace(attention, module=LatentAttention, submodules=submodules)
+
+
+class LatentAttention(NormsAsSpecified, MLASelfAttention):
+    """Megatron-Core's latent attention with a pass of its own.
+
+    Megatron-Core's pass turns by the positions in the sequence, not in the documents, and does not sum the
+    gradients of the shared columns over tensor-parallel ranks without Transformer Engine.
+    """
+
+    config: LatentBlockConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        allow_latent_attention()
+        super().__init__(*args, **kwargs)
+        del self.rotary_pos_emb  # it has no parameters, and may be on another device
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, B, hidden] -> ([S, B, hidden], bias); under sequence parallelism S is cut in both.
+
+        attention_mask: the documents or the cache, as in `SDPAttention`. The cache holds whole keys and
+        values, not the compressed state.
+        """
+        sides = self.sides(hidden_states, attention_mask)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(self._attended(*sides, attention_mask))
+        return output
+
+    def sides(self, hidden: Tensor, documents: Documents | KeyValueCache | None) -> Sides:
+        """Return queries and keys [S, B, N, D], turned, and values [S, B, N, V]."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
+        query = self._queries(hidden).unflatten(-1, (heads, nope + rope))
+        whole_SBC = self._whole(self.linear_kv_down_proj, hidden)
+        state, shared = whole_SBC.split([config.kv_lora_rank, rope], dim=-1)
+        state = self.kv_layernorm(self._own_positions(state))
+        both = self.linear_kv_up_proj(state)[0].unflatten(-1, (heads, nope + config.v_head_dim))
+        fixed, value = both.split([nope, config.v_head_dim], dim=-1)
+        # Every rank's heads send a gradient to the shared columns: backward sums them.
+        shared_SB1R = copy_to_tensor_model_parallel_region(shared)[:, :, None]
+        shared_SBNR = self._turned(shared_SB1R, documents).expand(-1, -1, heads, -1)
+        own, turning = query.split([nope, rope], dim=-1)
+        query = torch.cat((own, self._turned(turning, documents)), dim=-1)
+        return query, torch.cat((fixed, shared_SBNR), dim=-1), value
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        if self.config.q_lora_rank is None:
+            return self.linear_q_proj(hidden)[0]
+        state = self._own_positions(self._whole(self.linear_q_down_proj, hidden))
+        return self.linear_q_up_proj(self.q_layernorm(state))[0]
+
+    def _whole(self, linear: nn.Module, hidden: Tensor) -> Tensor:
+        """Return all columns of a column-parallel layer's output, at all positions."""
+        whole: Tensor = gather_from_tensor_model_parallel_region(linear(hidden)[0])
+        return whole
+
+    def _own_positions(self, state: Tensor) -> Tensor:
+        """Return this rank's positions under sequence parallelism; the next layer gathers them."""
+        if not self.config.sequence_parallel:
+            return state
+        part: Tensor = scatter_to_sequence_parallel_region(state)
+        return part
+
+    def _turned(self, heads_SBNR: Tensor, documents: Documents | KeyValueCache | None) -> Tensor:
+        rotary, kernels = self.config.latent_rotary, self.config.kernels
+        if isinstance(documents, KeyValueCache):
+            return documents.turned(heads_SBNR, rotary, kernels)
+        return rotated(heads_SBNR, rotary, documents, kernels)
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
+        """Return the core attention's output, [S, B, N * V].
+
+        The kernels of ours and of PyTorch take heads of one size: the narrower ones are filled up with zeros.
+        """
+        width, columns = query.shape[-1], value.shape[-1]
+        fills = isinstance(self.core_attention, SDPAttention) and not isinstance(documents, KeyValueCache)
+        if fills and columns < width:
+            value = functional.pad(value, (0, width - columns))
+        elif fills and columns > width:
+            query, key = (functional.pad(side, (0, columns - width)) for side in (query, key))
+        mask_type = self.attn_mask_type
+        output: Tensor = self.core_attention(query, key, value, documents, attn_mask_type=mask_type)
+        if value.shape[-1] == columns:
+            return output
+        return output.unflatten(-1, (-1, width))[..., :columns].flatten(-2)

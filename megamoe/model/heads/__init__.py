@@ -1,0 +1,1 @@
+"""What stands on the last hidden states: logits, labels, further predictions, and their losses."""
