@@ -1,6 +1,6 @@
 """Classification and regression: an encoder reads a text, or two, and predicts a label or a number."""
 
-from dataclasses import dataclass
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,18 @@ class TextObjective(Labelled):
     expected = '{"text": ..., "label": ...}'
 
     @classmethod
+    @abstractmethod
     def label(cls, line: Line) -> Any:
-        """Return the label that a line has."""
-        raise NotImplementedError
+        """Return the label that a line has.
+
+        Raises:
+            UserError: naming the line, if it has none.
+        """
 
     @classmethod
+    @abstractmethod
     def number(cls, line: Line, reading: Reading) -> np.ndarray:
         """Return what the model predicts of a line, [1]."""
-        raise NotImplementedError
 
     @classmethod
     def verify(cls, line: Line) -> None:
@@ -105,10 +109,6 @@ class Classification(TextObjective):
 
     predicts = "label"
 
-    @dataclass
-    class Config(Labelled.Config):
-        __doc__ = Labelled.Config.__doc__
-
     @classmethod
     def label(cls, line: Line) -> str:
         label = line.content.get("label")
@@ -145,10 +145,6 @@ class Regression(TextObjective):
     has_names, outputs, smooths = False, 1, False
     metrics = ("squared_error",)
     expected = '{"text": ..., "label": ...}'
-
-    @dataclass
-    class Config(Labelled.Config):
-        __doc__ = Labelled.Config.__doc__
 
     @classmethod
     def label(cls, line: Line) -> float:

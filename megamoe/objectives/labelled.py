@@ -1,6 +1,6 @@
 """What the objectives have in common that read examples of a task and predict labels, numbers or spans."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -62,7 +62,7 @@ class Reading:
     labels: tuple[str, ...]
 
 
-class Labelled(TrainingObjective):
+class Labelled(TrainingObjective, ABC):
     """Predicts what a file of JSON lines says of each example, with a head of `model.predicts`.
 
     `data.sources` names the training file. If `data.split` has a share for validation, the file `valid.jsonl`

@@ -55,8 +55,9 @@ class Span(Labelled):
         room = reading.most - first - 1
         if room < 1:
             raise UserError(
-                f"{line.where}: the question has {len(asked)} tokens, which leave none of "
-                f"data.sequence_length {reading.most} for the context; raise it"
+                f"{line.where}: the question has {len(asked)} tokens, which leave none of sequence_length "
+                f"{reading.most} for the context, and only contexts are cut; raise it to at least "
+                f"{first + 2}, or shorten the question"
             )
         kept = ids[:room]
         inside = [place for place, (low, high) in enumerate(spans) if high > start and low < end]

@@ -1,7 +1,6 @@
 """Tagging: an encoder reads the words of a sentence and predicts the tag of each."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,6 @@ class Tagging(Labelled):
     """
 
     predicts = "tags"
-
-    @dataclass
-    class Config(Labelled.Config):
-        __doc__ = Labelled.Config.__doc__
 
     @classmethod
     def verify(cls, line: Line) -> None:

@@ -1,16 +1,18 @@
 """One rank of a training run on fake tensors: the real model, engine and step, counted."""
 
 import copy
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megamoe.compat.deepspeed_zero import held_tensors, ranks_agree, whole_shape
 from megamoe.compat.fake_cuda import (
     FakeCudaMode,
     fake_torch_cuda,
@@ -32,14 +34,16 @@ from megamoe.parallel import launch
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.simulation.counter import CostCounter, Counts
 from megamoe.simulation.expert_load import CountedDispatch
+from megamoe.simulation.full_sequences import full_sequences, sample_batch, without_values
 from megamoe.simulation.memory import GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY, Peak
 from megamoe.simulation.operators import tensors_in
 from megamoe.simulation.parts import GRADIENTS as PART_OF_GRADIENTS
 from megamoe.simulation.parts import Parts
-from megamoe.train.resolved import resolve_run
+from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.step import train_step
 from megamoe.zero.engine import Engine
 from megamoe.zero.expert_host import hosted_layer_factory
+from megamoe.zero.partition import Partition
 
 UNKNOWN_SIZES = (
     "simulation: the router's number of pairs depends on the tokens, which have no values here; take a "
@@ -51,7 +55,9 @@ UNKNOWN_SIZES = (
 class StepCosts:
     """Of one optimiser step on one rank, after the first. Bytes of states are those between two steps.
 
-    parameters: their number on this rank. tokens: of this rank's micro batches. load: see `simulate_step`.
+    parameters: their number on this rank. gradient_bytes: what the backward pass has left when it ends.
+    buffer_bytes: what of that is left after the update. tokens: of this rank's micro batches. load: see
+    `simulate_step`.
     peaks: by phase. middle: counts of the step up to the end of its first micro batch, and of its second one,
     if it has three or more.
     """
@@ -64,6 +70,7 @@ class StepCosts:
     parameter_bytes: int
     optimizer_bytes: int
     gradient_bytes: int
+    buffer_bytes: int
     tokens: int
     load: float
 
@@ -73,6 +80,7 @@ class CountedEngine(Engine):
 
     counter: CostCounter
     before: list[Counts]  # each micro batch of this step
+    gradient_bytes: int  # at the end of the last backward pass
 
     def forward(self, last: bool, **inputs: Any) -> Any:
         """See `Engine`."""
@@ -88,6 +96,7 @@ class CountedEngine(Engine):
             super().backward(loss)
         # What a backward pass leaves are gradients, under whatever name DeepSpeed holds them.
         self.counter.memory.name_rest(GRADIENTS, of=TEMPORARY)
+        self.gradient_bytes = self.counter.memory.live_bytes(GRADIENTS)
 
     def step(self, lr: float, rest: bool = False) -> float:
         """See `Engine`."""
@@ -101,7 +110,7 @@ class CountedEngine(Engine):
         masters = [tensor for shard in self.optimizer_shards() for tensor in shard.tensors]
         moments = tensors_in(list(self.inner_optimizer.state.values()))
         memory.name((tensor.detach() for tensor in [*masters, *moments]), OPTIMIZER)
-        memory.name((tensor.data for tensor in self.model.parameters()), PARAMETERS)
+        memory.name(weights_of(self.model), PARAMETERS)
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
@@ -128,18 +137,10 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
     config.model.cpu_kernels = "plain"
     with fake_torch_cuda():
         run = resolve_run(config, ranks)
-    if config.model.architecture != "decoder":
-        raise UserError(
-            f"model.architecture: found {config.model.architecture}; the simulation counts decoders only"
-        )
-    if run.plan.stage == 3 or run.plan.offload.optimizer != "none":
-        raise UserError(
-            f"parallel.deepspeed: found {config.parallel.deepspeed}; the simulation counts "
-            "ZeRO 0 to 2 without offload; docs/plan.md says why"
-        )
     if load != 1 and not 1 < load <= run.plan.layout.expert:
         most = f"1 to {run.plan.layout.expert}, the ranks of parallel.expert"
         raise UserError(f"load: found {load:g}, expected {most}: one of them cannot have more than all rows")
+    sample = sample_batch(run)
     join_fake_group(0, ranks)
     for cached in (angles, tokens_and_choices, device_scalar):
         cached.cache_clear()  # what an earlier simulation has left there would not be counted here
@@ -147,7 +148,9 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
         stack.enter_context(unknown_sizes_raise(UserError(UNKNOWN_SIZES)))
         # In this thread, whose settings for fakes the threads of the autograd engine do not have.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for each in (fake_torch_cuda(), modules_move_fakes(), fused_operators(), fake_mode()):
+        patches = (fake_torch_cuda(), modules_move_fakes(), fused_operators(), ranks_agree(), fake_mode())
+        stack.enter_context(full_sequences())
+        for each in patches:
             stack.enter_context(each)
         stack.callback(launch.stop)
         launch.start(world, config.parallel.timeout_minutes)
@@ -155,7 +158,7 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
         with torch.device("cuda"):
-            model = build_model(config, run.vocabulary.size, factory)
+            model = build_model(config, run.vocabulary.size, factory, _partition(run))
         parts = Parts(model)
         for _, layer in model.moe_layers():
             layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[arg-type]
@@ -165,7 +168,21 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
             counter.kept = 1 / config.parallel.tensor
         stack.enter_context(parts.followed())
         stack.enter_context(counter)
-        return _count(config, run, world, model, context, counter, micro_batches, load)
+        return _count(config, run, sample, world, model, context, counter, micro_batches, load)
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """Return what this rank holds of a model's parameters, and its buffers."""
+    held = [tensor for parameter in model.parameters() for tensor in held_tensors(parameter)]
+    return [*held, *model.buffers()]
+
+
+def _partition(run: ResolvedRun) -> Callable[[str, nn.Module], None] | None:
+    """Return what cuts each part of a model as soon as it is built, at ZeRO 3."""
+    if run.plan.stage < 3:
+        return None
+    cut = Partition(run.filled, run.plan.precision)
+    return lambda prefix, module: cut(module)
 
 
 @cache
@@ -177,6 +194,7 @@ def fake_mode() -> FakeCudaMode:
 def _count(
     config: RunConfig,
     run: Any,
+    sample: Batch,
     world: launch.World,
     model: LanguageModel,
     context: StepContext,
@@ -185,15 +203,16 @@ def _count(
     load: float,
 ) -> StepCosts:
     memory = counter.memory
-    for tensor in [*model.parameters(), *model.buffers()]:
-        memory.add(tensor.data, PARAMETERS, "model")
+    for tensor in weights_of(model):
+        if tensor.is_cuda:
+            memory.add(tensor, PARAMETERS, "model")
     counter.phase = "start"
     engine = CountedEngine(config, model, world, run.plan, run.filled)
     engine.counter = counter
     engine.train(True)
     counter.phase = "step"
     memory.begin_phase("step")
-    batch = _batch(config)
+    batch = without_values(sample)
     for number in (1, 2):
         context.step = number
         engine.before = []
@@ -210,25 +229,17 @@ def _count(
         if engine.step_skipped:
             raise RuntimeError("the simulated step was skipped, so its update of the weights is not counted")
         engine.name_states()
-    parameters = list(model.parameters())
     peaks = memory.peaks_by_phase()
     return StepCosts(
         counter.counts,
         max(peaks.values(), key=lambda peak: peak.bytes),
         peaks,
         (engine.before[1], engine.before[2]) if micro_batches > 2 else None,
-        sum(parameter.numel() for parameter in parameters),
+        sum(math.prod(whole_shape(parameter)) for parameter in model.parameters()),
         memory.live_bytes(PARAMETERS),
         memory.live_bytes(OPTIMIZER),
+        engine.gradient_bytes,
         memory.live_bytes(GRADIENTS),
         micro_batches * batch.tokens_BS.numel(),
         load,
     )
-
-
-def _batch(config: RunConfig) -> Batch:
-    """Full sequences: the documents and the padding of real ones depend on the data."""
-    shape = config.train.micro_batch_size, config.data.sequence_length
-    tokens_BS = torch.zeros(shape, dtype=torch.int64)
-    sample_B = torch.zeros(shape[0], dtype=torch.int64)
-    return Batch(tokens_BS, tokens_BS, tokens_BS, torch.ones(shape), None, sample_B)

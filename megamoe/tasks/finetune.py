@@ -112,7 +112,7 @@ class _Work:
         checkpoint = session.verified(options.checkpoint)
         meta = read_meta(checkpoint, "--checkpoint")
         pretrained = pretrained_config(meta, checkpoint, options.overrides)
-        tokenizer = tokenizer_of(task, pretrained)
+        tokenizer = tokenizer_of(task, pretrained, meta["vocabulary"])
         name = str(meta["config"].get("name") or checkpoint.name)
         output = options.output or Path("runs") / task.name / name
         if task.frozen and not has_moe(pretrained):

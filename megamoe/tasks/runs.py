@@ -11,11 +11,13 @@ from megamoe.checkpoint.format.meta import Meta
 from megamoe.config import RunConfig, configure, to_dict
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.labels import ENDING
+from megamoe.data.tokenizers import Tokenizer, load_tokenizer
+from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.parallel.layout import Layout
 from megamoe.tasks.files import TRAIN, Examples
 from megamoe.tasks.schema import VALID, Task
-from megamoe.train.objective import data_vocabulary
+from megamoe.train.objective import data_vocabulary, num_added_ids
 
 ENCODER = "encoder"
 PROGRESS_LINES = 20  # about as many of a run
@@ -39,13 +41,16 @@ def pretrained_config(meta: Meta, checkpoint: Path, overrides: Sequence[str]) ->
     return config
 
 
-def tokenizer_of(task: Task, pretrained: RunConfig) -> str:
+def tokenizer_of(task: Task, pretrained: RunConfig, vocabulary: int) -> str:
     """Return the task's tokenizer, or that of the pretraining data.
 
+    vocabulary: the size of the pretrained model's, with the ids that its objective added.
+
     Raises:
-        UserError: if there is none.
+        UserError: if there is none, or the task's is another one than the pretrained model's.
     """
     if task.tokenizer is not None:
+        _check_tokenizer(load_tokenizer(task.tokenizer), pretrained, vocabulary)
         return task.tokenizer
     try:
         tokenizer = data_vocabulary(pretrained).tokenizer
@@ -56,6 +61,29 @@ def tokenizer_of(task: Task, pretrained: RunConfig) -> str:
     if tokenizer is None:
         raise UserError("the pretraining data names no tokenizer; give tokenizer in the task file")
     return tokenizer.name
+
+
+def _check_tokenizer(tokenizer: Tokenizer, pretrained: RunConfig, vocabulary: int) -> None:
+    """Raise a UserError if a tokenizer is not that of the pretraining data, or, without this data, if its
+    vocabulary has another size than the model's.
+    """
+    try:
+        known = data_vocabulary(pretrained).tokenizer
+    except UserError:
+        known = None
+    found = Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer, tokenizer.special)
+    size = found.size + num_added_ids(pretrained, found)
+    if known is not None:
+        other = known.fingerprint != tokenizer.fingerprint
+    else:
+        # A configured size may be larger than the vocabulary.
+        other = size > vocabulary if pretrained.model.vocab_size else size != vocabulary
+    if other:
+        expected = f"{known.name!r}" if known is not None else f"one of {vocabulary} ids"
+        raise UserError(
+            f"tokenizer: {tokenizer.name!r} has {size} ids and is not that of the pretrained model; "
+            f"expected {expected}: correct it, or leave it out"
+        )
 
 
 def run_config(

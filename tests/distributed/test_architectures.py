@@ -121,7 +121,8 @@ LAYOUTS = [
 ]
 NAMES = [*MODELS, "translation"]
 # Attention to the encoder is cut by tensor parallelism too. `make test-full` has all layouts of each model.
-QUICK = [("encoder_decoder", LAYOUTS[0]), ("encoder", LAYOUTS[1]), ("translation", LAYOUTS[1])]
+QUICK = [("encoder_decoder", LAYOUTS[0])]
+QUICK_OF_TWO_RANKS = [(name, Layout(2, 1, 2, 3)) for name in ("encoder", "translation")]
 OTHERS = [(name, layout) for layout in LAYOUTS for name in NAMES if (name, layout) not in QUICK]
 
 
@@ -187,6 +188,7 @@ def test_quick_layouts_train_as_one_rank(
     pool: Pool, pairs: Path, alone: dict[tuple[str, Layout], Any]
 ) -> None:
     assert_all_as_alone(pool, pairs, alone, QUICK)
+    assert_all_as_alone(pool, pairs, alone, QUICK_OF_TWO_RANKS)
 
 
 @pytest.mark.full

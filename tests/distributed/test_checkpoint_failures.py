@@ -103,6 +103,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
+@pytest.mark.full
 def test_a_full_disk(pool: Pool, small_disk: Path) -> None:
     resume = {**LAYOUT, "output": small_disk, "checkpoint__resume": "auto"}
     pool.run(run_steps, 1, True, **resume, ranks=2)

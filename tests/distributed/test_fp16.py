@@ -83,12 +83,12 @@ def test_a_static_scale_stays(pool: Pool, tmp_path: Path) -> None:
 
 def test_the_scale_is_resumed(pool: Pool, tmp_path: Path) -> None:
     """Unless it has become a static one, which is the file's."""
-    path = _path(tmp_path, 2, initial_scale_power=24, hysteresis=1)
+    path = _path(tmp_path, 2, initial_scale_power=20, hysteresis=1)
     run = {**RUN, "parallel__deepspeed": path}
-    whole = pool.run(scaled_steps, 14, **run, output=tmp_path / "whole", ranks=2)[0]
+    whole = pool.run(scaled_steps, 8, **run, output=tmp_path / "whole", ranks=2)[0]
     cut = {**run, "output": tmp_path / "cut", "checkpoint__resume": "auto"}
     first = pool.run(scaled_steps, 4, True, **cut, ranks=2)[0]
-    second = pool.run(scaled_steps, 10, **cut, ranks=2)[0]
+    second = pool.run(scaled_steps, 4, **cut, ranks=2)[0]
     for word in ("lm_loss", "grad_norm", "loss_scale", "skipped_steps"):
         assert first[word] + second[word] == whole[word], word
     assert whole["skipped_steps"][3] == 4

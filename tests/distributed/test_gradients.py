@@ -26,9 +26,9 @@ RUN = {
 LAYOUTS: dict[tuple[Layout, bool, int], int | None] = {
     (Layout(1), False, 1): 0,
     (Layout(1), False, 4): 1,
-    (Layout(2), False, 4): 1,
+    (Layout(2), False, 4): None,
     (Layout(2, expert=2), False, 2): 0,
-    (Layout(2, expert=2), False, 4): 2,
+    (Layout(2, expert=2), False, 4): None,
     (Layout(4, expert=2), False, 2): 1,
     (Layout(4, expert=4), False, 1): 2,
     (Layout(2, expert_tensor=2), False, 4): None,

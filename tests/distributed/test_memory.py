@@ -26,7 +26,7 @@ BUCKET = 40_000  # elements; the largest parameter has 32,768
 MODEL: dict[str, Any] = {
     "data__sequence_length": 8,
     "model__num_attention_heads": 4,
-    "model__num_layers": 12,
+    "model__num_layers": 8,
     "model__hidden_size": 64,
     "model__ffn_hidden_size": 64,
     "moe__expert_ffn_hidden_size": 64,

@@ -91,7 +91,9 @@ def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, An
     """By part: (the results of one rank, the results of four ranks)."""
     layout = LAYOUTS[request.param]
     data = RANKS // layout.get("tensor", 1)
-    size = {"train__global_batch_size": data}  # each data-parallel rank has one micro batch a step
+    size: dict[str, Any] = {"train__global_batch_size": data}  # each data-parallel rank has one micro batch
+    if request.param == QUICK:
+        size |= {"model__num_layers": 1, "moe__layers": {"at": [1]}}
     one = [{**on_one_rank(*parts[0], data), **size} for parts in DISTINCT.values()]
     many = [run_of(*parts[0], parallel=layout, **size) for parts in DISTINCT.values()]
     (alone,) = pool.run(several_runs, one, STEPS, ranks=1, timeout_s=300)

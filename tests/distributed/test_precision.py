@@ -42,10 +42,8 @@ def test_a_deepspeed_file_trains(
         assert trained[file][0]["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [file if file == "zero2_bf16_offload" else pytest.param(file, marks=pytest.mark.full) for file in FILES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("file", FILES)
 def test_a_longer_run_learns(pool: Pool, file: str) -> None:
     """The mock chain's next word is the same nine times out of ten."""
     path = ds_config(file)

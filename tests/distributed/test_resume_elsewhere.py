@@ -49,28 +49,32 @@ SOURCES: dict[str, Place] = {
     "cut fp32": (4, EVERY_WAY, "zero3_fp32", {}),
     "bf16 at ZeRO 3": (2, EP2, "zero3_bf16", {}),
 }
-MOVES: list[tuple[str, Place]] = [
+Moves = list[tuple[str, Place]]
+QUICK: Moves = [
     ("fp32", (4, EVERY_WAY, "zero1_fp32", {})),
     ("cut fp32", (2, {"tensor": 2, "sequence": True, "expert": 2}, "zero0_fp32", {})),
-    # Precision, to and from each of ZeRO 0, 2 and 3.
+    # Precision.
     ("fp32", (1, {}, "zero2_bf16", {})),
+    ("bf16", (2, EP2, "zero3_fp32", {})),
+    ("bf16 at ZeRO 3", (1, {}, "zero0_bf16", {})),
+    ("fp16", (2, TP2, "zero3_fp16", {})),
+    ("bf16", (2, {}, "zero1_fp16", {})),
+    # The weights of latent attention.
+    ("latent", (1, {}, "zero0_fp32", LATENT)),
+    # Random states.
+    ("dropout", (4, {}, "zero0_fp32", DROPOUT)),
+]
+OTHERS: Moves = [
     ("fp32", (2, TP2, "zero0_bf16", {})),
     ("fp32", (2, {}, "zero3_bf16", {})),
     ("bf16", (1, {}, "zero0_fp32", {})),
-    ("bf16", (2, EP2, "zero3_fp32", {})),
     ("bf16 of one", (2, CUT_TWICE, "zero3_bf16", {})),
     ("bf16 at ZeRO 3", (1, {}, "zero0_fp32", {})),
     ("fp16", (1, {}, "zero1_fp16", {})),
     ("fp16", (2, EP2, "zero2_bf16", {})),
-    ("fp16", (2, TP2, "zero3_fp16", {})),
-    ("bf16", (2, {}, "zero1_fp16", {})),
-    # The weights of latent attention.
     ("latent", (4, EVERY_WAY, "zero3_fp32", LATENT)),
-    ("latent", (1, {}, "zero0_fp32", LATENT)),
-    # Random states.
     ("dropout", (1, {}, "zero0_fp32", DROPOUT)),
     ("dropout", (4, TP2_EP2, "zero2_fp32", DROPOUT)),
-    ("dropout", (4, {}, "zero0_fp32", DROPOUT)),
 ]
 
 
@@ -143,7 +147,7 @@ def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 
 def move_all(
-    pool: Pool, sources: dict[str, tuple[Path, list[Found]]], moves: list[tuple[str, Place]], folder: Path
+    pool: Pool, sources: dict[str, tuple[Path, list[Found]]], moves: Moves, folder: Path
 ) -> list[tuple[Path, list[Found]]]:
     """Resume each checkpoint, save it at once, and continue."""
     runs = [
@@ -201,26 +205,16 @@ def random_of(tensors: Tensors, rank: int) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-@pytest.fixture(scope="module")
-def moved(
-    pool: Pool, sources: dict[str, tuple[Path, list[Found]]], tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[Path, list[Found]]]:
-    return move_all(pool, sources, MOVES, tmp_path_factory.mktemp("moved"))
-
-
-@pytest.mark.parametrize("number", range(len(MOVES)), ids=[str(move) for move in MOVES])
+@pytest.mark.parametrize(
+    "moves", [pytest.param(QUICK, id="quick"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)]
+)
 def test_a_run_resumes_at_another_layout(
-    sources: dict[str, tuple[Path, list[Found]]], moved: list[tuple[Path, list[Found]]], number: int
+    pool: Pool, sources: dict[str, tuple[Path, list[Found]]], tmp_path: Path, moves: Moves
 ) -> None:
-    source, place = MOVES[number]
-    assert_moved(source, place, sources[source], moved[number])
-
-
-def test_the_loss_scale_goes_on_in_fp16_and_begins_where_there_was_none(
-    moved: list[tuple[Path, list[Found]]],
-) -> None:
-    for (source, place), (_, found) in zip(MOVES, moved, strict=True):
-        scales = {rank["scale"] for rank in found}
+    """The loss scale goes on in fp16, and begins where there was none."""
+    for (source, place), moved in zip(moves, move_all(pool, sources, moves, tmp_path), strict=True):
+        assert_moved(source, place, sources[source], moved)
+        scales = {rank["scale"] for rank in moved[1]}
         if not place[2].endswith("fp16"):
             assert scales == {1.0}
         else:
@@ -249,9 +243,7 @@ def test_every_layout_and_file(
 ) -> None:
     saved = ("fp32", "cut fp32", "bf16")
     ranks, changes = layout
-    moves: list[tuple[str, Place]] = [
-        (source, (ranks, changes, file, {})) for source in saved for file in PLAIN_FILES
-    ]
+    moves: Moves = [(source, (ranks, changes, file, {})) for source in saved for file in PLAIN_FILES]
     found = move_all(pool, sources, moves, tmp_path)
     for (source, place), after in zip(moves, found, strict=True):
         assert_moved(source, place, sources[source], after)

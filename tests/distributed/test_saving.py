@@ -83,7 +83,7 @@ def _names(trainer: Trainer) -> list[str]:
     return sorted(path.name for path in trainer.folder.checkpoints.iterdir())
 
 
-@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("slow_rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_training_goes_on_and_the_checkpoint_appears_when_all_have_written(
     pool: Pool, tmp_path: Path, slow_rank: int
 ) -> None:

@@ -142,7 +142,10 @@ def test_a_grown_record_names_the_line_of_the_whole_file(tmp_path: Path) -> None
 def test_the_command_serves_until_it_is_interrupted(folder: Path, number: signal.Signals) -> None:
     (folder / "metrics.jsonl").write_text(line(1))
     command = [sys.executable, str(TOOL), str(folder), "--live", "--port=0"]
+    # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, handler)
         assert process.stdout is not None and process.stderr is not None
         url: Any = process.stdout.readline().split(" ")[0]
         assert url.startswith("http://127.0.0.1:")

@@ -160,8 +160,11 @@ def test_an_answer_is_marked_by_its_tokens(tmp_path: Path) -> None:
     )
     assert len(cut.tokens_S) == 20 and not len(cut.labels_P)
     assert batch_of(objective, [cut]).loss_mask_BS.sum() == 0
-    with pytest.raises(UserError, match="the question has 2 tokens, which leave none"):
+    with pytest.raises(
+        UserError, match="the question has 2 tokens, which leave none.* raise it to at least 7"
+    ):
         opened(config_of(tmp_path, "span", [row], "data.sequence_length=6", too_long="truncate"))
+    opened(config_of(tmp_path, "span", [row], "data.sequence_length=7", too_long="truncate"))
 
 
 def test_the_best_span_is_that_of_a_search(tmp_path: Path) -> None:

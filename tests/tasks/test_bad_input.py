@@ -148,6 +148,11 @@ def test_the_command_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
     assert "step_00000001: saved with model.architecture decoder; tasks need an encoder" in said()
     assert "no checkpoint and no run's folder" in said(checkpoint=tmp_path / "none")
+    config = to_dict(tiny("model.architecture=encoder", "train.objective=masked", "model.vocab_size=null"))
+    encoder = write_checkpoint(tmp_path / "step_00000002", {}, vocabulary=1025, config=config)
+    assert "tokenizer: 'bytes' has 258 ids and is not that of the pretrained model" in said(
+        checkpoint=encoder
+    )
     assert "unknown key 'lr'" in said("task.lr=1")
     assert "expected section.key=value" in said("task.learning_rate")
     tree = yaml.safe_load(task.read_text())

@@ -40,14 +40,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def pretrained(pool: Pool, folder: Path, name: str, **more: Any) -> Path:
-    """Train a masked model for a step at a layout; return the run's folder."""
+def layout(folder: Path, name: str) -> tuple[int, dict[str, Any]]:
+    """Return the ranks and the changes of a layout, with its DeepSpeed file."""
     ranks, changes = LAYOUTS[name]
-    changes = {**MODEL, **changes, **more, "output": str(folder / name)}
+    changes = dict(changes)
     zero = changes.pop("zero", 0)
     file = f"zero{zero}_fp32"
     deepspeed = ds_variant(folder, file, zero_optimization=CUT_ALL) if zero == 3 else ds_config(file)
-    pool.run(pretrain, {**changes, "parallel__deepspeed": deepspeed}, ranks=ranks, timeout_s=300)
+    return ranks, {**changes, "parallel__deepspeed": deepspeed}
+
+
+def pretrained(pool: Pool, folder: Path, name: str) -> Path:
+    """Train a masked model for a step at a layout; return the run's folder."""
+    ranks, changes = layout(folder, name)
+    pool.run(pretrain, {**MODEL, **changes, "output": str(folder / name)}, ranks=ranks, timeout_s=300)
     return folder / name / "mlm"
 
 
@@ -157,12 +163,12 @@ def test_checkpoints_of_all_layouts_give_the_same(
 
 
 def check_layouts(pool: Pool, tuned: Path, tasks: list[Path], folder: Path, names: list[str]) -> None:
-    """Save at each layout, and tune there too; ZeRO 3 is tuned without, as it is the runs' DeepSpeed file."""
+    """Save at each layout, and tune there too."""
     for name in names:
-        ranks, changes = LAYOUTS[name]
+        ranks, changes = layout(folder, name)
         checkpoint = pretrained(pool, folder, name)
-        layout = [f"{key.replace('__', '.')}={value}" for key, value in changes.items() if key != "zero"]
-        pool.run(tune, tasks, checkpoint, folder / f"{name}_tuned", layout, ranks=ranks, timeout_s=600)
+        overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
+        pool.run(tune, tasks, checkpoint, folder / f"{name}_tuned", overrides, ranks=ranks, timeout_s=600)
         for path in tasks:
             mine, one = folder / f"{name}_tuned" / path.parent.name, tuned / path.parent.name
             assert_close(losses(mine), losses(one))
