@@ -20,7 +20,6 @@ from megamoe.parallel import launch
 from megamoe.train import trainer as trainer_module
 from megamoe.train.trainer import Trainer
 from megamoe.zero.engine import Engine
-
 from tests.simulation.planned_states import forget_constants
 
 
