@@ -21,6 +21,8 @@ from megamoe.train import trainer as trainer_module
 from megamoe.train.trainer import Trainer
 from megamoe.zero.engine import Engine
 
+from tests.simulation.planned_states import forget_constants
+
 
 class Watch(TorchDispatchMode):
     """Storages that operators make, by the phase in which they are made, and bytes of collectives.
@@ -135,6 +137,7 @@ def measure(runs: Sequence[RunConfig]) -> list[dict[str, Any]]:
 
 
 def _measured(config: RunConfig) -> dict[str, Any]:
+    forget_constants()
     watch = Watch()
     engine_class = type("Watched", (WatchedEngine,), {"watch": watch})
     with patch.object(trainer_module, "Engine", engine_class), watch:

@@ -34,6 +34,7 @@ QUICK = [
     "step_of_expert_parallel_ranks",
     "evenly",
     "bad_input_is_told",
+    "three_examples_are_planned",
 ]
 FULL = ["states_of_a_layout", "recomputation_is_counted"]
 
