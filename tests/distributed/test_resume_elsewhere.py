@@ -243,9 +243,7 @@ def test_every_layout_and_file(
 ) -> None:
     saved = ("fp32", "cut fp32", "bf16")
     ranks, changes = layout
-    moves: Moves = [
-        (source, (ranks, changes, file, {})) for source in saved for file in PLAIN_FILES
-    ]
+    moves: Moves = [(source, (ranks, changes, file, {})) for source in saved for file in PLAIN_FILES]
     found = move_all(pool, sources, moves, tmp_path)
     for (source, place), after in zip(moves, found, strict=True):
         assert_moved(source, place, sources[source], after)
