@@ -64,6 +64,8 @@ def train_step(
         losses_BS = engine.forward(
             last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
         )
+        if context.own_time is not None:
+            context.own_time.end()  # of the first micro batch
         masked_BS = losses_BS * batch.loss_mask_BS
         lm_sum = masked_BS.sum() / rollouts
         loss = lm_sum * scale_K[0]
@@ -78,7 +80,8 @@ def train_step(
         judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
         tick()
     with engine.gathered(measured_parameters(model)):
-        record = sums.record(engine.layout.tensor, own_numbers(model))
+        own_seconds = 0.0 if context.own_time is None else context.own_time.seconds
+        record = sums.record(engine.layout.tensor, own_numbers(model), own_seconds)
     record.weight_ahead = ahead.weight
     if not math.isfinite(record.lm_sum):
         record.not_finite = _samples_not_finite(judged, batches, rollouts)

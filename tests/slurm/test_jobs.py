@@ -1,5 +1,6 @@
 """What can happen to a job: a node dies, the time limit, scancel, an array, a chain of jobs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,32 @@ def test_a_chain_without_progress_is_stopped(cluster: Cluster, home: Path) -> No
     ]
     for job in jobs[1:]:
         assert "saved no checkpoint (newest: none); not started again" in logs[f"slurm-megamoe-{job}.out"]
+
+
+def test_a_chain_whose_checkpoints_are_damaged_is_stopped(cluster: Cluster, home: Path) -> None:
+    """The second link tells, and the third does not start."""
+    jobs = cluster.chain(home, 3, "train.exit_after_steps=10", DAMAGE="1")
+    assert [cluster.wait_for_end(job) for job in jobs] == ["COMPLETED", "FAILED", "FAILED"]
+    logs = logs_of(home)
+    second = "".join(text for name, text in logs.items() if name.startswith(f"logs/{jobs[1]}.0"))
+    assert "no intact checkpoint is left to go on from" in second
+    assert not any(name.startswith(f"logs/{jobs[2]}.0/node") for name in logs)
+    line = "saved no checkpoint (newest: step_00000010 "
+    assert line in logs[f"slurm-megamoe-{jobs[2]}.out"]
+    assert losses(home / "runs/small")[-1][0] == 10
+
+
+def test_a_preempted_job_saves_and_goes_on_bit_for_bit(cluster: Cluster, home: Path) -> None:
+    """A job of a partition with a higher priority takes the nodes, and Slurm sends SIGTERM."""
+    run = home / "runs/small"
+    job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
+    expected = undisturbed(home)
+    cluster.wait(lambda: steps_done(run) >= 3, "three steps")
+    options = ("--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    urgent = cluster.call("sbatch", *options, "--wrap=sleep 2")
+    assert cluster.wait_for_end(urgent) == "COMPLETED"
+    assert steps_done(run) < 40 and cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
+    assert losses(run) == expected
+    first, second = (json.loads(line) for line in (run / "launches.jsonl").read_text().splitlines())
+    assert (first["job"], second["job"]) == (f"{job}.0", f"{job}.1")
+    assert second["from_step"] >= 3, "the checkpoint that SIGTERM made"
