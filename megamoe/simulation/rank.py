@@ -204,7 +204,8 @@ def _count(
 ) -> StepCosts:
     memory = counter.memory
     for tensor in weights_of(model):
-        memory.add(tensor, PARAMETERS, "model")
+        if tensor.is_cuda:
+            memory.add(tensor, PARAMETERS, "model")
     counter.phase = "start"
     engine = CountedEngine(config, model, world, run.plan, run.filled)
     engine.counter = counter

@@ -20,6 +20,7 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
     fused_operators,
     join_fake_group,
     modules_move_fakes,
+    on_cuda,
     ranks_of_collective,
     running_node,
     schema_of,
@@ -132,6 +133,14 @@ def check_storage_key() -> None:
     with FakeTensorMode():
         tensor = torch.empty(4)
         assert storage_key(tensor) == storage_key(tensor[1:]) != storage_key(tensor.clone())
+
+
+def check_on_cuda() -> None:
+    with fake_torch_cuda(), FakeCudaMode():
+        for device in ("cpu", "cuda"):
+            tensor = torch.empty(2, device=device)
+            assert on_cuda(tensor) == tensor.is_cuda == (device == "cuda")
+    assert not on_cuda(torch.empty(2))
 
 
 def check_unknown_sizes_raise() -> None:

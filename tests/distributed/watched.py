@@ -20,6 +20,7 @@ from megamoe.parallel import launch
 from megamoe.train import trainer as trainer_module
 from megamoe.train.trainer import Trainer
 from megamoe.zero.engine import Engine
+from tests.simulation.planned_states import forget_constants
 
 
 class Watch(TorchDispatchMode):
@@ -135,6 +136,7 @@ def measure(runs: Sequence[RunConfig]) -> list[dict[str, Any]]:
 
 
 def _measured(config: RunConfig) -> dict[str, Any]:
+    forget_constants()
     watch = Watch()
     engine_class = type("Watched", (WatchedEngine,), {"watch": watch})
     with patch.object(trainer_module, "Engine", engine_class), watch:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.simulation.one_rank import ONE_RANK
 from torch import Tensor
 
 from megamoe.config import load_config
 from megamoe.model.size import model_size
 from megamoe.train.trainer import Trainer
-from tests.simulation.one_rank import ONE_RANK
 
 ROOT = Path(__file__).parents[2]
 QUICK = [
@@ -34,6 +34,7 @@ QUICK = [
     "step_of_expert_parallel_ranks",
     "evenly",
     "bad_input_is_told",
+    "three_examples_are_planned",
 ]
 FULL = ["states_of_a_layout", "recomputation_is_counted"]
 
