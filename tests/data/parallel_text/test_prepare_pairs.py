@@ -113,6 +113,18 @@ def test_summary_and_labels(prepared: Path) -> None:
     assert (prepared / "labels" / "test.pt_BR.jsonl").exists()
 
 
+def test_labels_by_application(tool: Any, tmp_path: Path) -> None:
+    """The first name of each module."""
+    for name in ("app", "other"):
+        for module in ("one", "two"):
+            entries = [entry(f"{name} {module} {n} text", f"ein {name} {module} {n}") for n in range(20)]
+            write_po(tmp_path / name / module / "locale/de/LC_MESSAGES/django.po", *entries)
+    folders = [str(tmp_path / name) for name in ("app", "other")]
+    options = ["--label-by", "application", "--min-label", "5", "--tokenizer", "bytes"]
+    assert tool.main(["--catalogues", *folders, "--output", str(tmp_path / "out"), *options]) == 0
+    assert json.loads((tmp_path / "out/labels/labels.json").read_text())["labels"] == ["app", "other"]
+
+
 def test_copies_are_left_out_of_valid_and_test_pairs(tool: Any, tmp_path: Path) -> None:
     """And the bilingual corpora hold the training pairs of their language."""
     lines = [f"copied words {n} now\t{'copied words' if n % 2 else 'andere'} {n}\n" for n in range(100)]
