@@ -1,6 +1,7 @@
 """Finds this process' rank: under torchrun, the deepspeed launcher, SLURM, or alone."""
 
 import os
+import random
 import socket
 import sys
 import threading
@@ -287,10 +288,19 @@ def _export(world: World) -> None:
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port()) if world.size == 1 else "29500"
+        os.environ["MASTER_PORT"] = str(free_port()) if world.size == 1 else "29500"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Return a TCP port without a listener, below the range from which Linux gives ports to connections.
+
+    A port of that range may be a connection's before the store listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port

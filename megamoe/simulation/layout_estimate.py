@@ -130,8 +130,9 @@ def _micro_batch(
             width=2,
         )
         rows = traffic.rows / _bandwidth(layout.expert, layout.expert_tensor, gpu, gpus_per_node, ring=False)
-        beside = (traffic.total - traffic.rows) / (gpu.nvlink * ASSUMED.link)
-        seconds += again * layers * (rows + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)
+        slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
+        beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
+        seconds += again * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)
     return seconds
 
 

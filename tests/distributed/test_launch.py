@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megamoe.parallel.launch import free_port
 from tests.checkpoint_files import read_index
-from tests.distributed.pool import free_port
 from tests.distributed.runs import ROOT
 
 STEPS = 3
