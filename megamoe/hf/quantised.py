@@ -59,9 +59,9 @@ class Dequantised:
         self._made: dict[str, Quantised] = {}
         options = folder.config[KEY]
         self.dtype = _dtype_of(folder)
-        method = options.get("quant_method") if isinstance(options, dict) else None
+        method = options.get("quant_method") if isinstance(options, dict) else options
         kinds: dict[Any, Callable[[Json], None]] = {"fp8": self._find_fp8, "mxfp4": self._find_mxfp4}
-        if method not in kinds:
+        if not isinstance(options, dict) or not isinstance(method, str) or method not in kinds:
             raise UserError(
                 f"{self.path / CONFIG}: {KEY}: found {shown(str(method))}, expected one of {', '.join(kinds)}"
             )

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.analysis.trained_model import Session
 from megamoe.config import load_config, to_dict
 from megamoe.errors import UserError
 from megamoe.hf.export_run import export_run
 from megamoe.moe.part import StepContext
+from megamoe.parallel.launch import find_world
 from tests.checkpoint_files import write_checkpoint
 from tests.tiny import tiny_gpt
 
@@ -205,3 +207,22 @@ def test_the_files_need_neither_megamoe_nor_more_than_the_folder(tmp_path: Path)
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_megamoe.MegamoeForCausalLM"
     assert config["vocab_size"] == WORDS and config["dtype"] == "bfloat16"
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preset", ["hash", "x_moe_hypersphere"])
+@torch.no_grad()
+def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) -> None:
+    """Both are compared with the class in fp32 on the same rounded weights."""
+    step = tmp_path / "step_00000001"
+    saved(step, preset, NO_CAPACITY)
+    export_run(step, tmp_path / "out", model_class="custom", dtype="bf16", report=lambda line: None)
+    exact = loaded(tmp_path / "out")
+    theirs = type(exact).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    trained = Session(find_world(), (), precision="bf16", _is_started=True).open(step)
+    tokens_BS = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    expected_BSV = exact(tokens_BS).logits
+    found = theirs(tokens_BS).logits.float(), ours(trained.decoder, trained.context, tokens_BS).float()
+    assert theirs.dtype == torch.bfloat16
+    errors = [float((each - expected_BSV).square().mean().sqrt() / expected_BSV.std()) for each in found]
+    assert 0 < errors[0] < 1.5 * errors[1] < 0.3, errors

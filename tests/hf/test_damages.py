@@ -132,6 +132,10 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         keys(quantization_config={"quant_method": "gptq"}),
         ["quantization_config: found gptq, expected one of fp8, mxfp4"],
     ),
+    "quantisation of another kind": (
+        keys(quantization_config={"quant_method": ["fp8"]}),
+        ["quantization_config: found ['fp8'], expected one of fp8, mxfp4"],
+    ),
     "index leads away": (index_of_another_place, ["'../model.safetensors' is no safetensors file"]),
     "index": (index_without_a_tensor, ["is not in model.safetensors.index.json"]),
     "pickled": (pickled, ["only pytorch_model.bin, which is pickled and not read"]),
