@@ -327,7 +327,7 @@ def check_bad_input_is_told() -> None:
 
 def check_three_examples_are_planned() -> None:
     """The others are full tests, see tests/test_recipes.py."""
-    for name in ("demo", "own_parts", "recipes/xmoe_323m"):
+    for name in ("demo", "own_parts", "papers/sgmoe_lm_256_h_small"):
         assert not plan_of_example(Path(f"examples/{name}.yaml")), name
 
 
