@@ -92,6 +92,16 @@ class OwnTime:
         self._marks.append(event)
 
 
+@contextmanager
+def paused(own_time: OwnTime | None) -> Iterator[None]:
+    """Leave out what runs inside: a wait for other ranks."""
+    if own_time is not None:
+        own_time.pause()
+    yield
+    if own_time is not None:
+        own_time.resume()
+
+
 def _between(begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
     """Return the seconds between two marks."""
     if isinstance(begin, float) or isinstance(end, float):
