@@ -121,13 +121,15 @@ def variants(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
     moe, train, model = bool(moe_layer_numbers(config)), config.train, config.model
     precision = resolve_precision(config, _content(config.parallel.deepspeed))
     files = [f"ds_configs/{name}.json" for name in ZERO_FILES[precision]]
-    files = [*dict.fromkeys([config.parallel.deepspeed, *(each for each in files if Path(each).is_file())])]
+    there: list[str | None] = [each for each in files if Path(each).is_file()]
+    own = config.parallel.deepspeed
+    chosen = [own, *(each for each in there if each != own)]
     tensors = _divisors(cluster.gpus_per_node)
     experts = _divisors(config.moe.num_experts) if moe else [1]
     for tensor, expert, cut in product(tensors, experts, SLICES if moe else [1]):
         if expert * cut > cluster.ranks:
             continue
-        for file, sequence in product(files, [False, True] if tensor > 1 else [False]):
+        for file, sequence in product(chosen, [False, True] if tensor > 1 else [False]):
             parallel = replace(
                 config.parallel,
                 tensor=tensor,
@@ -140,7 +142,7 @@ def variants(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
                 yield replace(
                     config,
                     parallel=parallel,
-                    model=replace(model, recompute=recompute),
+                    model=replace(model, recompute=recompute),  # type: ignore[arg-type]
                     train=replace(train, micro_batch_size=micro),
                 )
 
@@ -152,8 +154,8 @@ def legal_ones(configs: list[RunConfig], ranks: int) -> list[RunConfig]:
     with fake_torch_cuda():
         for config in configs:
             parallel = config.parallel
-            key = parallel.tensor, parallel.sequence, parallel.expert, parallel.expert_tensor
-            key = *key, config.train.micro_batch_size
+            sizes = parallel.tensor, parallel.sequence, parallel.expert, parallel.expert_tensor
+            key = *sizes, config.train.micro_batch_size
             if key not in verdicts:
                 verdicts[key] = _is_legal(config, ranks)
             if verdicts[key]:

@@ -32,7 +32,7 @@ MODEL = (
     "parallel.deepspeed=ds_configs/zero1_bf16_cuda.json",
 )
 CLUSTER = Cluster(2, 2, GPUS["h100"])
-FEWER = {"RECOMPUTE": ("none",), "SLICES": (1, 2, 4), "ZERO_FILES": {"bf16": []}}
+FEWER: dict[str, Any] = {"RECOMPUTE": ("none",), "SLICES": (1, 2), "ZERO_FILES": {"bf16": []}}
 
 
 def searched(simulated: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from tests.simulation.one_rank import ONE_RANK  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -36,6 +35,7 @@ from megamoe.simulation.rank import StepCosts, fake_mode, simulate_step  # noqa:
 from megamoe.simulation.roofline import roofline  # noqa: E402
 from tests.in_subprocess import checks_of, run_checks  # noqa: E402
 from tests.simulation.check_plans import plan_of_example  # noqa: E402
+from tests.simulation.one_rank import ONE_RANK  # noqa: E402
 from tests.tiny import VOCABULARY, tiny  # noqa: E402
 
 SMALL = (
@@ -327,7 +327,7 @@ def check_bad_input_is_told() -> None:
 
 def check_three_examples_are_planned() -> None:
     """The others are full tests, see tests/test_recipes.py."""
-    for name in ("demo", "own_parts", "recipes/xmoe_323m"):
+    for name in ("demo", "own_parts", "papers/sgmoe_lm_256_h_small"):
         assert not plan_of_example(Path(f"examples/{name}.yaml")), name
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.simulation.one_rank import ONE_RANK
 from torch import Tensor
 
 from megamoe.config import load_config
 from megamoe.model.size import model_size
 from megamoe.train.trainer import Trainer
+from tests.simulation.one_rank import ONE_RANK
 
 ROOT = Path(__file__).parents[2]
 QUICK = [
