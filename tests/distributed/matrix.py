@@ -16,7 +16,7 @@ from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.layout_rules import layout_problems
 from megamoe.train.trainer import Trainer
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, recorded_steps, small_run
+from tests.distributed.runs import ds_file, in_order, recorded_steps, small_run
 
 T = TypeVar("T")
 WORDS = ("lm_loss", "loss", "grad_norm")
@@ -107,8 +107,7 @@ class Case:
 
     def changes(self, folder: Path) -> dict[str, Any]:
         """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
-        file = f"zero{self.zero}_{self.precision}"
-        path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
+        path = ds_file(folder, f"zero{self.zero}_{self.precision}")
         return {
             **SIZES,
             **SYSTEMS[self.preset],

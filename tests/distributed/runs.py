@@ -88,6 +88,11 @@ def ds_variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
     return str(path)
 
 
+def ds_file(folder: Path, name: str) -> str:
+    """Return the path of a file of ds_configs/; at ZeRO 3, of a copy in `folder` by which all is cut."""
+    return ds_variant(folder, name, zero_optimization=CUT_ALL) if "zero3" in name else ds_config(name)
+
+
 def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:
     """Job: return the results of each step on this rank; with `save`, write a checkpoint after the last.
 

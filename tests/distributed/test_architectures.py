@@ -16,15 +16,7 @@ from megamoe.train.trainer import Trainer
 from tests.checkpoint_files import assert_same_bits, read_tensors
 from tests.data.parallel_text.pairs import make_pairs
 from tests.distributed.pool import Pool
-from tests.distributed.runs import (
-    CUT_ALL,
-    ds_config,
-    ds_variant,
-    in_order,
-    recorded_steps,
-    run_each,
-    small_run,
-)
+from tests.distributed.runs import ds_file, in_order, recorded_steps, run_each, small_run
 
 STEPS = 3
 SIZES: dict[str, Any] = {
@@ -88,8 +80,7 @@ class Layout:
     recompute: str = "none"
 
     def changes(self, folder: Path) -> dict[str, Any]:
-        file = f"zero{self.zero}_fp32"
-        path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
+        path = ds_file(folder, f"zero{self.zero}_fp32")
         return {
             "parallel__tensor": self.tensor,
             "parallel__expert": self.expert,

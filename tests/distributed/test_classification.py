@@ -15,7 +15,7 @@ from megamoe.train.trainer import Trainer
 from tests.checkpoint_files import assert_same_bits, read_tensors
 from tests.data.labelled import make_labels
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, in_order, recorded_steps, small_run
+from tests.distributed.runs import ds_file, in_order, recorded_steps, small_run
 
 STEPS = 4
 MODEL: dict[str, Any] = {
@@ -55,8 +55,7 @@ def tuned(labels: Path, **changes: Any) -> dict[str, Any]:
 def with_stage(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Replace `zero` by the path of a DeepSpeed file."""
     stage = changes.get("zero", 0)
-    file = f"zero{stage}_fp32"
-    path = ds_variant(folder, file, zero_optimization=CUT_ALL) if stage == 3 else ds_config(file)
+    path = ds_file(folder, f"zero{stage}_fp32")
     rest = {key: value for key, value in changes.items() if key != "zero"}
     return {**rest, "parallel__deepspeed": path}
 

@@ -12,7 +12,7 @@ import pytest
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, recorded_steps, small_run
+from tests.distributed.runs import ds_file, recorded_steps, small_run
 
 BEFORE, AFTER = 2, 2  # steps
 WORDS = ("lm_loss", "loss", "grad_norm")
@@ -48,8 +48,7 @@ class Place:
 
     def changes(self, folder: Path) -> dict[str, Any]:
         """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
-        file = f"zero{self.zero}_fp32"
-        path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
+        path = ds_file(folder, f"zero{self.zero}_fp32")
         return {**RUN, **LAYOUTS[self.layout][1], "parallel__deepspeed": path}
 
     @property

@@ -10,7 +10,7 @@ import pytest
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, recorded_steps, run_each, small_run
+from tests.distributed.runs import ds_file, recorded_steps, run_each, small_run
 
 STEPS = 3
 WORDS = ("lm_loss", "loss", "grad_norm")
@@ -70,8 +70,7 @@ class Layout:
 
     def changes(self, folder: Path) -> dict[str, Any]:
         """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
-        file = f"zero{self.zero}_fp32"
-        path = ds_variant(folder, file, zero_optimization=CUT_ALL) if self.zero == 3 else ds_config(file)
+        path = ds_file(folder, f"zero{self.zero}_fp32")
         return {
             "parallel__tensor": self.tensor,
             "parallel__expert": self.expert,

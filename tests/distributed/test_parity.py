@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, SMALL_RUN, ds_config, ds_variant, in_order, run_steps
+from tests.distributed.runs import SMALL_RUN, ds_config, ds_file, in_order, run_steps
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -49,8 +49,7 @@ def test_the_run_can_detect_a_difference(one_rank: dict[str, Any]) -> None:
 def test_a_layout_trains_as_one_rank_does(
     pool: Pool, one_rank: dict[str, Any], tmp_path: Path, ranks: int, expert: int, stage: int
 ) -> None:
-    file = f"zero{stage}_fp32"
-    path = ds_variant(tmp_path, file, zero_optimization=CUT_ALL) if stage == 3 else ds_config(file)
+    path = ds_file(tmp_path, f"zero{stage}_fp32")
     found = pool.run(run_steps, STEPS, parallel__expert=expert, parallel__deepspeed=path, ranks=ranks)
     for step in range(STEPS):
         together = in_order([rank["chosen"][step] for rank in found])
