@@ -106,7 +106,7 @@ papers-data: $(STAMP) $(PAPERS_DATA)/card.json
 # English and the 21 languages that have most texts in the classification task of `make catalogues`.
 $(PAPERS_DATA)/card.json: constraints/catalogues.txt | $(STAMP) $(WHEELS)/.complete
 	$(PY) tools/prepare_pairs.py --catalogues $(WHEELS)/*.whl --min-words 3 --vocab-size 8192 \
-	  --bilingual --max-overlap 0.1 --max-label 300 --split 0.85,0.03,0.12 \
+	  --bilingual --max-overlap 0.1 --label-by application --max-label 400 --split 0.85,0.03,0.12 \
 	  --languages nl,gl,fr,it,de,pt_BR,ru,es,ca,uk,pl,ja,tr,fi,ro,cs,sv,hu,ta,pt,da --output $(PAPERS_DATA) --overwrite
 
 papers-small: $(STAMP) $(PAPERS_DATA)/card.json

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OWN_PARTS = Path(__file__).parents[1] / "examples/own_parts.py"
 # The folders with the files that take longest. They run first: near the end, a long one leaves a core idle.
-FIRST = ("cuda", "distributed", "simulation", "train", "metrics")
+FIRST = ("cuda", "distributed", "simulation", "tasks", "kernels", "model", "train", "metrics", "generation")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -217,6 +217,7 @@ def test_old_checkpoints_are_deleted(tool: Tool, run: Path) -> None:
     assert not (run / "checkpoints" / "step_00000008").exists()
 
 
+@pytest.mark.full
 def test_a_closed_pipe_and_a_quiet_start(run: Path) -> None:
     """`| head`: no traceback; and no word of any library."""
     index = run / "checkpoints" / "step_00000007"

@@ -23,12 +23,16 @@ RUN = (
     "log.peak_tflops=1.5",
     "log.gradient_shares_every=2",
 )
-# Only of fp16, of a skipped step, of expert parallelism, and of labels.
+# Only of fp16, of a skipped step, of several ranks, and of labels.
 ELSEWHERE = {
     "train/loss_scale",
     "train/skipped_steps",
     "val/<set>/accuracy",
     "val/<set>/squared_error",
+    "perf/own_s",
+    "perf/slowest_own_s",
+    "perf/slowest_rank",
+    "perf/stragglers",
     "rank_load",
     "rank_imbalance",
     "rank_overload",

@@ -1,6 +1,13 @@
-"""The recipes of examples/recipes have the published numbers of parameters; no weights are built."""
+"""The recipes of examples/recipes have the published numbers of parameters, and fit on the cluster that each
+names; and every run in examples can be planned.
+"""
 
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,8 +15,10 @@ import pytest
 from megamoe.config import load_config
 from megamoe.config.shapes import padded_vocab_size
 from megamoe.model.size import model_size
+from tests.simulation.test_layout_search import run_in_process
+from tests.test_examples import EXAMPLES, ROOT
 
-RECIPES = Path(__file__).parents[1] / "examples/recipes"
+RECIPES = ROOT / "examples/recipes"
 PUBLISHED = json.loads((RECIPES / "published.json").read_text())
 
 
@@ -18,6 +27,8 @@ def test_every_recipe_names_a_source_and_its_numbers() -> None:
     for path in RECIPES.glob("*.yaml"):
         comment = path.read_text().split("\nname:")[0]
         assert " et al. 20" in comment or "DeepSeek-AI 2024" in comment, path
+        assert PUBLISHED[path.stem]["source"], path
+        assert len(plan_command(path.stem)) > 1, path
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -35,3 +46,44 @@ def test_parameters_are_the_published_ones(name: str) -> None:
         input_words = padded_vocab_size(words, config.model.vocab_multiple) * config.model.hidden_size
         active = size.active - (input_words if published.get("without_input_embedding") else 0)
         assert abs(active - published["active"]) <= max(published["active"] / 100, published["active_unit"])
+
+
+def plan_command(name: str) -> list[str]:
+    """Return the command of the recipe's first comment, without `python`."""
+    comment = (RECIPES / f"{name}.yaml").read_text().split("\nname:")[0]
+    found = re.search(r"^#   python (tools/plan\.py --config examples/recipes/\S+ .*)$", comment, flags=re.M)
+    assert found is not None and f"/{name}.yaml" in found[1], name
+    return shlex.split(found[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_recipe_fits_on_its_cluster(name: str, tmp_path: Path) -> None:
+    """Planned by its own command, in 60 s of CPU time, within 8 GiB."""
+    arguments = [*plan_command(name), "--json", str(tmp_path / "plan.json")]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["fits"]
+    assert used.ru_utime + used.ru_stime < 60
+    assert used.ru_maxrss < 8 << 20  # KiB
+
+
+@pytest.mark.full
+def test_every_example_can_be_planned() -> None:
+    """But those that learn from labels or pairs of texts, for which mock data cannot stand.
+
+    Three are planned by the quick tests, see tests/simulation.
+    """
+    paths = [str(path.relative_to(ROOT)) for path in EXAMPLES if path.parent.name != "recipes"]
+    verdicts = run_in_process("tests.simulation.check_plans", *paths)
+    refused = {name: verdict for name, verdict in verdicts.items() if verdict}
+    assert {
+        name: verdict for name, verdict in refused.items() if "set data.mock to false" not in verdict
+    } == {}
+    assert all(any(word in name for word in ("label", "glue", "translation", "wmt")) for name in refused)
+    assert verdicts.keys() == set(paths)

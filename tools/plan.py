@@ -2,6 +2,7 @@
 
 python tools/plan.py --config benchmarks/rooflines/models/moe_1b.yaml --nodes 1 --gpus-per-node 8 --gpu h100
 python tools/plan.py --config FILE --nodes 2 --gpus-per-node 8 --gpu h200 --json plan.json parallel.expert=16
+python tools/plan.py --config FILE --nodes 2 --gpus-per-node 8 --search     # which layout is the fastest?
 
 One rank's shard of the real model trains two steps on tensors without data, by the code of training. What
 training would refuse is refused here, with the same line and exit code 2. Times are a model's: every
@@ -31,6 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu", default="h100", help="h100, h200, b200, a100, mi300x, or a JSON file")
     parser.add_argument("--load", type=float, default=1.0, help="rows of the fullest rank over the mean")
     parser.add_argument("--disk", type=float, default=1.0, help="GB/s that a node writes (1)")
+    parser.add_argument(
+        "--search", action="store_true", help="rank the layouts that fit, then plan the first"
+    )
+    parser.add_argument("--simulate", type=int, default=8, metavar="N", help="layouts of a search (8)")
     parser.add_argument("--all-blocks", action="store_true", help="simulate every block of a deep model")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="SVG of the memory by phase")
@@ -47,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     check_positive("--nodes", options.nodes)
     check_positive("--gpus-per-node", options.gpus_per_node)
+    check_positive("--simulate", options.simulate)
     if not 0 < options.disk < 1e6:
         raise UserError(f"--disk: found {options.disk:g}, expected GB/s above 0")
     check_writable("--json", options.json)
@@ -55,15 +61,22 @@ def _run(options: argparse.Namespace) -> None:
 
     gpu = gpu_of(options.gpu)
     from megamoe.config import load_config
+    from megamoe.simulation.layout_search import search, search_record, table
     from megamoe.simulation.plan import Cluster, make_plan
     from megamoe.simulation.plan_page import page, picture, record
 
     config = load_config(options.config, options.overrides)
     cluster = Cluster(options.nodes, options.gpus_per_node, gpu, options.disk * 1e9)
-    plan = make_plan(config, cluster, options.load, options.all_blocks)
+    if options.search:
+        found = search(config, cluster, options.load, options.simulate)
+        plan, shown = found.plans[0][1], search_record(found)
+        print(f"{table(found)}\n\nthe first of them:\n")
+    else:
+        plan = make_plan(config, cluster, options.load, options.all_blocks)
+        shown = record(plan)
     print(page(plan))
     if options.json:
-        write_text("--json", options.json, json.dumps(record(plan), indent=1) + "\n")
+        write_text("--json", options.json, json.dumps(shown, indent=1) + "\n")
     if options.picture:
         write_text("--picture", options.picture, picture(plan))
 

@@ -71,6 +71,12 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--min-label", type=int, help="leave out labels with fewer training texts (default 20)")
     add("--max-label", type=int, help="keep at most so many training texts of a label (default all)")
+    add(
+        "--label-by",
+        choices=("module", "application"),
+        help="what the labels are: modules such as django.contrib.admin (default), or their applications, "
+        "such as django",
+    )
     add("--split", type=_shares, help="shares of train, valid and test, by message (default 0.9,0.05,0.05)")
     add(
         "--tokenizer",

@@ -5,11 +5,13 @@ python tools/status.py runs/demo --watch
 python tools/status.py --config examples/demo.yaml name=first
 
 Any machine that has the folder can do it. Exit code: 0 if the run is running or has ended as intended, 1 if
-it hangs, failed or crashed, 2 for a mistake.
+it hangs, failed or crashed, 2 for a mistake. --watch goes on until the last step is done or Ctrl-C: a run
+that has stopped or failed may be started again.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -23,6 +25,7 @@ from megamoe.config import load_config
 from megamoe.errors import UserError
 
 MISTAKE, INTERRUPTED = 2, 130
+LONGEST_S = 86400
 CLEAR = "\033[H\033[2J"
 
 
@@ -36,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
         return MISTAKE
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # its reader, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--every", type=float, default=10.0, metavar="S", help="seconds between two (default 10)"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="as JSON, with --watch a line each")
     parser.add_argument(
         "--checkpoint",
         action="store_true",
@@ -61,14 +67,18 @@ def _run(options: argparse.Namespace) -> int:
     if options.checkpoint:
         print("complete" if is_complete(folder) else newest_checkpoint(folder))
         return 0
-    if options.every <= 0:
-        raise UserError(f"--every: found {options.every:g}, expected more than 0 seconds")
+    if not 0 < options.every <= LONGEST_S:
+        raise UserError(
+            f"--every: found {options.every:g}, expected seconds, above 0 and at most {LONGEST_S}"
+        )
     while True:
         report = read_status(folder)
         if options.json:
-            print(json.dumps(asdict(report), default=str, indent=1))
+            print(json.dumps(asdict(report), default=str, indent=None if options.watch else 1), flush=True)
+        elif options.watch:
+            print(f"{CLEAR if sys.stdout.isatty() else ''}{as_text(report)}\n", flush=True)
         else:
-            print(f"{CLEAR if options.watch and sys.stdout.isatty() else ''}{as_text(report)}", flush=True)
+            print(as_text(report))
         if not options.watch or report.verdict == "finished":
             return 0 if report.is_well else 1
         time.sleep(options.every)

@@ -58,28 +58,32 @@ preflight() {
 # The newest checkpoint and the time of its saving: what shows whether a start has made progress.
 newest_checkpoint() { "$python" tools/status.py --config "$config" "$@" --checkpoint; }
 
-# End the job, or the whole chain of jobs, if the start before this one has not saved a checkpoint. The same would
-# happen again: a damaged checkpoint, or a configuration that always crashes.
+# End the job, or the whole chain of jobs, if the start before this one ended by itself without a new checkpoint. The
+# same would happen again: a damaged checkpoint, or a configuration that always crashes. A start that Slurm ended
+# (preemption, a lost node) may be repeated, but the third without a new checkpoint is the last: the run may be the cause.
 # Usage: stop_without_progress NAME ARGUMENTS; NAME is the same for all starts that go on with each other's work.
+# logs/NAME.progress has a line for each start, the newest checkpoint before it, and `ended` if it ended by itself.
 stop_without_progress() {
-  local name=$1 now before
+  local name=$1
   shift
   seen=logs/$name.progress
-  now=$(newest_checkpoint "$@") || exit
+  at_start=$(newest_checkpoint "$@") || exit
   if [ -e "$seen" ]; then
-    if [ "$now" = complete ]; then
+    if [ "$at_start" = complete ]; then
       echo "$name: the run is complete"
       exit 0
     fi
-    before=$(cat "$seen")
-    if [ "$now" = "$before" ]; then
-      echo "error: the last start of $name saved no checkpoint (newest: $now); not started again: read its logs in" \
+    if [ "$(tail -n 1 "$seen")" = "$at_start ended" ] || [ "$(grep -cxF "$at_start" "$seen")" -ge 3 ]; then
+      echo "error: the last start of $name saved no checkpoint (newest: $at_start); not started again: read its logs in" \
         "logs/, and remove $seen to start it nevertheless" >&2
       exit 1
     fi
   fi
-  echo "$now" > "$seen"
+  echo "$at_start" >> "$seen"
 }
+
+# Whether Slurm is about to give the nodes to a job of a higher priority. The ranks get SIGTERM from it.
+preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; }
 
 # When Slurm warns (--signal), the ranks get the signal, save and stop.
 warned=
@@ -99,12 +103,18 @@ wait_for_step() {
     code=0
     wait "$1" || code=$?
   fi
+  preempted || echo "$at_start ended" >> "$seen"
 }
 
-# Put the job back into the queue after a warning, if the run has saved since this start.
+# Put the job back into the queue after a preemption, or after a warning if the run has saved since this start.
 requeue_if_warned() {
+  if preempted; then
+    echo "preempted; back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    return
+  fi
   [ -n "$warned" ] || return 0
-  if [ "$(newest_checkpoint "$@")" = "$(cat "$seen")" ]; then
+  if [ "$(newest_checkpoint "$@")" = "$at_start" ]; then
     echo "error: this start saved no checkpoint before the time limit; not put back into the queue: make --time" \
       "longer, or --signal earlier" >&2
     exit 1

@@ -12,6 +12,7 @@ from megamoe.errors import UserError, printable
 from megamoe.metrics.formats import format_count, format_duration
 from megamoe.plain_files import open_plain, read_plain
 from megamoe.resilience.run_status import FAILURES, HEARTBEAT, INTERVAL_S, LAUNCHES, STACKS
+from megamoe.resilience.stragglers import STRAGGLERS
 
 Verdict = Literal["running", "hung", "finished", "stopped", "failed", "crashed", "not started"]
 GONE_S = 6 * INTERVAL_S  # without a heartbeat the process is taken to be gone
@@ -26,6 +27,7 @@ class RunReport:
     """How a run is.
 
     checkpoint: the name of the one that a resume tries first; ages in seconds. failures: of the last launch.
+    stragglers: slow ranks, each with `rank`, `host`, and its time as `times` the median.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class RunReport:
     skipped_steps: int = 0
     launches: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
+    stragglers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_well(self) -> bool:
@@ -66,6 +69,8 @@ def read_status(folder: Path, now: float | None = None) -> RunReport:
     found = [_read_json(path) for path in sorted((folder / FAILURES).glob("rank_*.json"))]
     failures = [it for it in found if it.get("time", 0) >= since]
     report = RunReport(folder, "not started", launches=launches, failures=failures)
+    slow = _read_json(folder / STRAGGLERS).get("ranks")
+    report.stragglers = [it for it in slow if isinstance(it, dict)] if isinstance(slow, list) else []
     _add_metrics(report, _lines(folder / "metrics.jsonl"))
     _add_checkpoint(report, now)
     if beat:
@@ -107,6 +112,13 @@ def as_text(report: RunReport) -> str:
             str(max(0, len(report.launches) - 1)) + (f", the last at step {started}" if last else ""),
         ),
         ("rank 0", ", ".join(f"{key} {last[key]}" for key in ("host", "pid", "job") if last.get(key))),
+    ]
+    rows += [
+        (
+            "straggler",
+            printable(f"rank {it.get('rank')} on {it.get('host')}: {it.get('times')} times the median"),
+        )
+        for it in report.stragglers
     ]
     rows += [
         ("failure", printable(f"rank {it.get('rank')} on {it.get('host')}: {it.get('reason')}"))

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 
 @dataclass(frozen=True)
@@ -270,6 +270,17 @@ def storage_key(tensor: torch.Tensor) -> int:
     Canary: test_fake_cuda.py::test_storage_key
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Return `tensor.is_cuda`, without a call of the active modes.
+
+    Reason: a mode is called for each `is_cuda` of a fake tensor, which is a third of all its calls.
+    Seen with: torch 2.13.
+    Without it: a simulation takes a tenth longer.
+    Canary: test_fake_cuda.py::test_on_cuda
+    """
+    return tensor.fake_device.type == "cuda" if isinstance(tensor, FakeTensor) else tensor.is_cuda
 
 
 def schema_of(function: Any) -> Any:

@@ -314,6 +314,9 @@ class LogConfig:
     gradient_shares_every: NonNegativeInt = 0  # steps; 0: never
     timers: bool = False  # the time of each stage of the MoE layers
     peak_tflops: PositiveFloat | None = None  # of one rank, for perf/mfu; default: of known GPUs
+    straggler_factor: Annotated[float, Field(gt=1)] | None = (
+        1.5  # a rank's own time over the median; null: off
+    )
     heat_map_every: NonNegativeInt = 100  # steps; pictures for W&B and TensorBoard; 0: none
 
 

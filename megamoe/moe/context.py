@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.moe import rng
 from megamoe.moe.padding import Padding, SourceTokens
-from megamoe.moe.timers import StageTimers
+from megamoe.moe.timers import OwnTime, StageTimers
 
 
 @dataclass
@@ -22,8 +22,9 @@ class StepContext:
     int64, each token's index in the data of the whole run, the key of every random draw; None: tokens are
     numbered from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each
     sequence; None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary
-    losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. micro_batch:
-    its number in the run; data-parallel ranks take micro batches in turn.
+    losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. own_time:
+    of this rank's own work; None: not measured. micro_batch: its number in the run; data-parallel ranks take
+    micro batches in turn.
     num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
     rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
     alone. source: the tokens of an encoder_decoder's encoder; the other fields are the decoder's.
@@ -44,6 +45,7 @@ class StepContext:
     data_group: dist.ProcessGroup | None = None
     measure_gradients: bool = False
     timers: StageTimers | None = None
+    own_time: OwnTime | None = None
     padding: Padding | None = None
     source: SourceTokens | None = None
     sequence_T: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The time of the stages of the MoE layers' forward passes, without a wait of the host on a GPU."""
+"""Times of training on this rank, without a wait of the host on a GPU: of stages, and of its own work."""
 
 import time
 from collections.abc import Iterator
@@ -42,3 +42,69 @@ class StageTimers:
         self._events.clear()
         found, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)
         return found
+
+
+class OwnTime:
+    """The time that this rank takes for its own work at the beginning of a step.
+
+    It goes from `begin` to `end`, which is the end of the first micro batch's forward pass, without the parts
+    between `pause` and `resume`: there the MoE layers send rows and counts to other ranks and wait for
+    theirs, and compute the experts, whose time depends on the router. What is left is the same work on every
+    rank: reading data, attention, dense and shared FFNs, routers, the head. The collectives in it, of tensor
+    parallelism and ZeRO 3, even out the times of the ranks that wait for each other.
+
+    On CUDA the parts lie between events on the current stream. They are read at the next `begin`, when the
+    host has waited for the step's sums.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []  # begins and ends of the parts, in turn
+        self._active = False
+        self.seconds = 0.0  # of the last step that is over; 0: none was measured
+
+    def begin(self) -> None:
+        """Begin a step."""
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
+        self.seconds = sum(_between(begin, end) for begin, end in pairs)
+        self._marks.clear()
+        self._active = True
+        self._mark()
+
+    def pause(self) -> None:
+        """Stop until `resume`; nothing after `end`."""
+        if self._active:
+            self._mark()
+
+    resume = pause
+
+    def end(self) -> None:
+        """End the measurement of this step; nothing if it has ended."""
+        self.pause()
+        self._active = False
+
+    def _mark(self) -> None:
+        if not self._on_cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+
+@contextmanager
+def paused(own_time: OwnTime | None) -> Iterator[None]:
+    """Leave out what runs inside: a wait for other ranks."""
+    if own_time is not None:
+        own_time.pause()
+    yield
+    if own_time is not None:
+        own_time.resume()
+
+
+def _between(begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
+    """Return the seconds between two marks."""
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float)
+        return end - begin
+    return begin.elapsed_time(end) / 1000

@@ -1,13 +1,14 @@
 """Finds this process' rank: under torchrun, the deepspeed launcher, SLURM, or alone."""
 
 import os
+import random
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import Empty, Queue
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megamoe.errors import UserError
 from megamoe.parallel.parent_death import end_with_launcher
 
 LATE_S = 30.0  # without rank 0, after which a rank tells what it waits for
+SILENT_S = 5.0  # beyond its timeout, after which PyTorch's client is taken to wait for ever
 
 _store: Store | None = None  # of the rendezvous
 _backend: str | None = None  # of the present world's collectives on the device
@@ -106,29 +108,24 @@ def open_store(world: World, timeout_s: float) -> Store:
     It waits for its host only, while `dist.rendezvous` waits for all ranks.
 
     Raises:
-        UserError: if MASTER_PORT is not a number or is in use on its host; if MASTER_ADDR does not resolve.
+        UserError: if MASTER_PORT is not a number, is in use on its host, or does not answer; if MASTER_ADDR
+            does not resolve.
         RuntimeError: if the host does not answer within `timeout_s`.
     """
     global _store
     if _store is None:
         _export(world)
         (port,) = _numbers("MASTER_PORT")
-        with _told_if_late(world, os.environ["MASTER_ADDR"], port):
-            store = TCPStore(
-                os.environ["MASTER_ADDR"],
-                port,
-                is_master=hosts_store(world),
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,  # the process group's, later, is the same
-            )
+        store = _connect(world, os.environ["MASTER_ADDR"], port, timeout_s)
         _store = PrefixStore(f"megamoe/attempt_{_attempt()}", store)
     return _store
 
 
-@contextmanager
-def _told_if_late(world: World, address: str, port: int) -> Iterator[None]:
-    """Context in which the store is opened: it refuses wrong addresses, and tells of a long wait."""
+def _connect(world: World, address: str, port: int, timeout_s: float) -> Store:
+    """Open the store; refuse wrong addresses, and tell of a long wait.
+
+    In a thread: PyTorch waits without a limit for a program that accepts the connection and is silent.
+    """
     me = socket.gethostname()
     try:
         socket.getaddrinfo(address, port)
@@ -137,21 +134,47 @@ def _told_if_late(world: World, address: str, port: int) -> Iterator[None]:
             f"MASTER_ADDR: {address[:80]!r} does not resolve on {me} ({error.strerror}); name the first node "
             "by an address that all nodes know"
         ) from None
-    line = (
-        f"rank {world.rank} ({me}) has waited {LATE_S:.0f} s for rank 0 at {address}:{port}: has it started, "
-        "and can this machine reach it (MASTER_ADDR, MASTER_PORT)?\n"
-    )
-    timer = threading.Timer(LATE_S, lambda: sys.stderr.write(line))
-    timer.daemon = True
-    timer.start()
+    opened: Queue[Store | Exception] = Queue()
+    arguments = (world, address, port, timeout_s, opened)
+    threading.Thread(target=_open, args=arguments, name="store", daemon=True).start()
     try:
-        yield
-    except DistNetworkError as error:
-        if not hosts_store(world) or "EADDRINUSE" not in str(error):
-            raise
+        found = opened.get(timeout=LATE_S)
+    except Empty:
+        sys.stderr.write(
+            f"rank {world.rank} ({me}) has waited {LATE_S:.0f} s for rank 0 at {address}:{port}: has it "
+            "started, and can this machine reach it (MASTER_ADDR, MASTER_PORT)?\n"
+        )
+        try:
+            found = opened.get(timeout=max(0, timeout_s - LATE_S) + SILENT_S)
+        except Empty:
+            raise UserError(
+                f"MASTER_PORT: {address}:{port} accepts the connection of rank {world.rank} ({me}) and does "
+                "not answer: another program has the port, or rank 0 hangs; choose another port"
+            ) from None
+    if isinstance(found, DistNetworkError) and hosts_store(world) and "EADDRINUSE" in str(found):
         raise UserError(f"MASTER_PORT: {port} is in use on {me}; choose another one") from None
-    finally:
-        timer.cancel()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _open(
+    world: World, address: str, port: int, timeout_s: float, opened: "Queue[Store | Exception]"
+) -> None:
+    """Put the store, or the error that opening it raised, into `opened`."""
+    try:
+        store = TCPStore(
+            address,
+            port,
+            is_master=hosts_store(world),
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,  # the process group's, later, is the same
+        )
+    except Exception as error:
+        opened.put(error)
+    else:
+        opened.put(store)
 
 
 def start(world: World, timeout_minutes: float, select_device: bool = True) -> None:
@@ -265,10 +288,19 @@ def _export(world: World) -> None:
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port()) if world.size == 1 else "29500"
+        os.environ["MASTER_PORT"] = str(free_port()) if world.size == 1 else "29500"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Return a TCP port without a listener, below the range from which Linux gives ports to connections.
+
+    A port of that range may be a connection's before the store listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port

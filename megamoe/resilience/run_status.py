@@ -105,10 +105,15 @@ class RunStatus:
 
 def _process() -> dict[str, Any]:
     return {
-        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "host": host_name(),
         "pid": os.getpid(),
         "job": _job(),
     }
+
+
+def host_name() -> str:
+    """Return the name of this host, as Slurm names it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _job() -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamoe.compat.fake_cuda import ranks_of_collective, schema_of
+from megamoe.compat.fake_cuda import on_cuda, ranks_of_collective, schema_of
 from megamoe.simulation.memory import ACTIVATIONS, BATCH, TEMPORARY, MemoryTimeline
 from megamoe.simulation.operators import dtype_of, name_of, operator_cost, tensor_bytes, tensors_in
 from megamoe.simulation.parts import Parts
@@ -95,7 +95,7 @@ class CostCounter(TorchDispatchMode):
         part = self.parts.current()
         if name == "aten::_local_scalar_dense":
             return self._read(args[0], part)
-        if name == "aten::nonzero" and self.kept is not None and args[0].dim() == 1 and args[0].is_cuda:
+        if name == "aten::nonzero" and self.kept is not None and args[0].dim() == 1 and on_cuda(args[0]):
             result = args[0].new_empty((round(self.kept * len(args[0])), 1), dtype=torch.int64)
             self.counts.syncs[part] += 1
         else:
@@ -106,12 +106,12 @@ class CostCounter(TorchDispatchMode):
             self._count(function, args, kwargs, result, part)
         for tensor in tensors_in(result):
             if not tensor.is_meta:
-                memory = self.memory if tensor.is_cuda else self.host
+                memory = self.memory if on_cuda(tensor) else self.host
                 memory.add(tensor, CATEGORY_OF_PHASE.get(self.phase, TEMPORARY), part)
         return result
 
     def _read(self, tensor: Tensor, part: str) -> float | int | bool:
-        if tensor.is_cuda:
+        if on_cuda(tensor):
             self.counts.syncs[part] += 1
         if tensor.dtype == torch.bool:
             return False
@@ -119,12 +119,12 @@ class CostCounter(TorchDispatchMode):
 
     def _count(self, function: Any, args: Any, kwargs: Any, result: Any, part: str) -> None:
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(result))
-        on_device = [tensor.is_cuda for tensor in [*given, *made]]
+        on_device = [on_cuda(tensor) for tensor in [*given, *made]]
         if not any(on_device):
             return
         name = name_of(function)
         if name in ("aten::_to_copy", "aten::copy_") and not all(
-            tensor.is_cuda for tensor in [*given[:2], *made]
+            on_cuda(tensor) for tensor in [*given[:2], *made]
         ):
             self._count_copy(given, made, kwargs, args, part)
         cost = operator_cost(function, args, kwargs, result)
@@ -142,7 +142,7 @@ class CostCounter(TorchDispatchMode):
         """A copy between host and device. The host waits for one from the device."""
         target = made[0] if made else given[0]
         blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
-        if not target.is_cuda:
+        if not on_cuda(target):
             self.counts.syncs[part] += 1
         elif blocking:
             self.counts.uploads[part] += 1

@@ -1,4 +1,4 @@
-"""Batches of full sequences: what of a batch is padding, and where documents begin, depends on the data."""
+"""Batches of full sequences. What of a real batch is padding or a document's start depends on the data."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

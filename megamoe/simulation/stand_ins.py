@@ -40,7 +40,9 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
             f"moe.router.selector: {router.selector.name} chooses by value; counted as top_k with k={chosen}"
         )
         part = get_part("selector", "top_k")
-        router.selector = PartChoice("selector", "top_k", part.Config(k=chosen))
+        # One expert has the weight 1 after renormalisation, and its router no gradient.
+        weights = {"weights": "raw"} if chosen == 1 else {}
+        router.selector = PartChoice("selector", "top_k", part.Config(k=chosen, **weights))
         lines.append(line)
     if router.capacity.name != "none":
         name = router.capacity.name

@@ -10,14 +10,16 @@ import torch.distributed as dist
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import ExitCode
 from megamoe.metrics import ProgressLine, Recorder, print_summary, write_report
+from megamoe.moe.timers import OwnTime
 from megamoe.parallel import launch
-from megamoe.parallel.consensus import CollectiveError, catch_error, raise_any_error
+from megamoe.parallel.consensus import CollectiveError, catch_error, gather_from_ranks, raise_any_error
 from megamoe.resilience.error_reporting import closing
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.restarts import Launch
 from megamoe.resilience.run_lock import locked
-from megamoe.resilience.run_status import RunStatus
+from megamoe.resilience.run_status import RunStatus, host_name
 from megamoe.resilience.stopping import StopRule
+from megamoe.resilience.stragglers import Stragglers
 from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.profile import ProfilerWindow
 from megamoe.train.run_folder import prepare_run_folder
@@ -54,6 +56,7 @@ class Loop:
         self.save_is_due = False
         self.recorder: Recorder | None = None
         self.line: ProgressLine | None = None
+        self.stragglers: Stragglers | None = None
         self.stopped_by_signal = False  # by a signal, to any rank
 
     def run(self) -> ExitCode:
@@ -83,12 +86,17 @@ class Loop:
         """Take the steps and save; return why the launch stops before the last step, or None."""
         trainer, folder = self.trainer, self.trainer.folder
         profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
+        own_time = trainer.context.own_time = OwnTime(trainer.world.device)
+        hosts, log = gather_from_ranks(host_name()), self.config.log
+        if self.is_first and log.straggler_factor is not None:
+            self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, folder.path)
         trainer.callbacks.call("on_train_begin", trainer)
         if self.config.evaluation.at_start and trainer.progress.step == 0:
             self._record({"step": 0, "tokens": 0, **self._evaluate()})
         reason = None
         try:
             while trainer.progress.step < trainer.run.steps and reason is None:
+                own_time.begin()
                 trainer.callbacks.call("on_step_begin", trainer)
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
@@ -135,6 +143,10 @@ class Loop:
         tick()
         if step_record.message:
             self._say(step_record.message)
+        if self.stragglers is not None:
+            for line in self.stragglers.add(step_record.own_seconds_R):
+                self._say(line)
+            metrics |= self.stragglers.metrics
         trainer.callbacks.call("on_step_end", trainer, metrics)
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == trainer.run.steps

@@ -36,7 +36,8 @@ class StepRecord:
     weight * loss over all of them. problem: why the step was not applied. not_finite: of this rank's micro
     batches, by their places, the samples whose lm loss is not finite. message: printed by the loop.
     wanted_on_device: `wanted_E` of every layer, on the device. ahead: the mean cross entropy of each depth of
-    multi-token prediction; weight_ahead: of each of them in the loss.
+    multi-token prediction; weight_ahead: of each of them in the loss. own_seconds_R: of each rank, its own
+    time in the step before (`OwnTime`); 0: not measured.
     """
 
     lm_sum: float = 0.0
@@ -53,6 +54,7 @@ class StepRecord:
     problem: Problem | None = None
     not_finite: dict[int, list[int]] = field(default_factory=dict)
     message: str = ""
+    own_seconds_R: list[float] = field(default_factory=list)
 
     @property
     def lm_loss(self) -> float:

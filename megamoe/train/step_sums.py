@@ -84,11 +84,14 @@ class StepSums:
         nothing = found[WHOLE].new_full((), float("nan"))
         return [found.get(name, nothing) for name in (WHOLE, *self._names)]
 
-    def record(self, copies: int, own_numbers: dict[str, Tensor] | None = None) -> StepRecord:
+    def record(
+        self, copies: int, own_numbers: dict[str, Tensor] | None = None, own_seconds: float = 0.0
+    ) -> StepRecord:
         """Sum over all ranks in one collective, so that all know the same to the last bit.
 
         copies: how many ranks have each micro batch. own_numbers: by name, fp64 [layers] on the device, the
-        same on every rank (`Part.metrics`). float64 carries counts exactly up to 2^53.
+        same on every rank (`Part.metrics`). own_seconds: of this rank; each has a place of its own in the
+        sums. float64 carries counts exactly up to 2^53.
         """
         assert self._sums is not None
         device = self._sums.device
@@ -100,7 +103,10 @@ class StepSums:
         squares = self._squares
         if squares is None:
             squares = batches.new_full((len(layers), len(names) + 1), float("nan"))
-        share = copies / dist.get_world_size()
+        world = dist.get_world_size()
+        share = copies / world
+        seconds = batches.new_zeros(world)
+        seconds[dist.get_rank()] = own_seconds * copies
         packed = torch.cat(
             [
                 batches,
@@ -109,13 +115,14 @@ class StepSums:
                 squares.view(-1),
                 *([] if self._ahead is None else [self._ahead]),
                 *(numbers * share for numbers in own.values()),
+                seconds,
                 *([] if self._counts is None else [self._counts.double()]),
             ]
         )
         dist.all_reduce(packed)
         packed = packed / copies
         before = [3 + len(names), values.numel(), squares.numel()]
-        before += [0 if self._ahead is None else len(self._ahead), *[len(layers)] * len(own)]
+        before += [0 if self._ahead is None else len(self._ahead), *[len(layers)] * len(own), world]
         sizes = [*before, *self._sizes.values()]
         parts = iter(packed.cpu().split(sizes))
         micro_batches, lm_sum, tokens, *losses = next(parts).tolist()
@@ -123,6 +130,7 @@ class StepSums:
         of_values, of_squares = (next(parts).view(each.shape).tolist() for each in (values, squares))
         losses_ahead, tokens_ahead = next(parts).view(2, -1).tolist()
         of_parts = {name: next(parts).tolist() for name in own}
+        own_seconds_R = next(parts).tolist()
         records = dict(zip(layers, self._layers(of_values, of_squares, of_parts, parts), strict=True))
         counts_on_device = packed[sum(before) :].long().split(sizes[len(before) :])
         on_device = zip(layers, counts_on_device, strict=True)
@@ -136,6 +144,7 @@ class StepSums:
             layers=records,
             ahead=[loss / max(n, 1.0) for loss, n in zip(losses_ahead, tokens_ahead, strict=True)],
             wanted_on_device={number: _wanted(counts) for number, counts in on_device},
+            own_seconds_R=own_seconds_R,
         )
 
     def _layers(

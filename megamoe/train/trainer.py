@@ -19,7 +19,7 @@ from megamoe.metrics import check_record
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
-from megamoe.moe.timers import StageTimers
+from megamoe.moe.timers import StageTimers, paused
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.consensus import (
     CollectiveError,
@@ -249,7 +249,8 @@ class Trainer:
             batches += itertools.islice(stream, count)
         except UserError as error:
             problem = str(error)
-        raise_any_error_fast(problem, self.world.device)
+        with paused(self.context.own_time):
+            raise_any_error_fast(problem, self.world.device)
         return batches
 
     def save(self) -> Path:

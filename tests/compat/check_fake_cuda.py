@@ -21,6 +21,7 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
     fused_operators,
     join_fake_group,
     modules_move_fakes,
+    on_cuda,
     ranks_of_collective,
     running_node,
     schema_of,
@@ -148,6 +149,14 @@ def check_fakes_are_drawn() -> None:
     except DataDependentOutputException:
         return
     raise AssertionError("trunc_normal_ reads no values now")
+
+
+def check_on_cuda() -> None:
+    with fake_torch_cuda(), FakeCudaMode():
+        for device in ("cpu", "cuda"):
+            tensor = torch.empty(2, device=device)
+            assert on_cuda(tensor) == tensor.is_cuda == (device == "cuda")
+    assert not on_cuda(torch.empty(2))
 
 
 def check_unknown_sizes_raise() -> None:

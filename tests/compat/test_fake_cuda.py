@@ -19,6 +19,7 @@ NAMES = [
     "ranks_of_collective",
     "backward_nodes_are_found",
     "storage_key",
+    "on_cuda",
     "schema",
     "unknown_sizes_raise",
     "fakes_are_drawn",
@@ -69,6 +70,10 @@ def test_backward_nodes_are_found(verdicts: dict[str, str]) -> None:
 
 def test_storage_key(verdicts: dict[str, str]) -> None:
     assert not verdicts["storage_key"]
+
+
+def test_on_cuda(verdicts: dict[str, str]) -> None:
+    assert not verdicts["on_cuda"]
 
 
 def test_schema(verdicts: dict[str, str]) -> None:

@@ -31,7 +31,7 @@ def runs_of_names(folder: Path) -> list[Run]:
     )
     cut = ds_variant(folder, "zero3_fp32", zero_optimization=CUT_ALL)
     more = {"moe__num_shared_experts": 1, "data__workers": 1}
-    two: dict[str, Any] = {"train__global_batch_size": 8, "parallel__expert": 2}
+    two: dict[str, Any] = {"train__global_batch_size": 8, "parallel__expert": 2, "train__steps": 2}
     tensor = {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}
     # The experts of gpt-oss, Granite's factors, DeepSeek-V3's multi-token prediction.
     open_models: dict[str, Any] = {

@@ -298,13 +298,18 @@ def test_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path, point: st
     check_files(str(tmp_path / "out"), load_card(str(tmp_path / "out")))
 
 
-def test_tool_writes_data_and_says_what(tmp_path: Path) -> None:
+def tool() -> Any:
+    module = importlib.util.module_from_spec(TOOL)
+    TOOL.loader.exec_module(module)
+    return module
+
+
+def test_tool_writes_data_and_says_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_bytes(json_lines("abc", ""))
-    command = [sys.executable, "tools/prepare_data.py", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes"]
-    command += ["--output", str(tmp_path / "new" / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "1 documents, 4 tokens" in done.stdout and "1 empty" in done.stdout
+    options = ["--tokenizer", "bytes", "--output", str(tmp_path / "new" / "out")]
+    assert tool().main([str(tmp_path / "in.jsonl"), *options]) == 0
+    out = capsys.readouterr().out
+    assert "1 documents, 4 tokens" in out and "1 empty" in out
     assert documents_of(tmp_path / "new" / "out") == ["abc"]
 
 
@@ -312,16 +317,15 @@ def test_tool_verifies_what_was_prepared(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "in.txt").write_text("abc")
     prefix = str(tmp_path / "out")
     run(tmp_path / "out", tmp_path / "in.txt")
-    tool = importlib.util.module_from_spec(TOOL)
-    TOOL.loader.exec_module(tool)
-    assert tool.main(["--verify", prefix]) == 0
+    main = tool().main
+    assert main(["--verify", prefix]) == 0
     assert capsys.readouterr().out == f"{prefix}: sizes, SHA-256, index and token ids (up to 256) are right\n"
     (tmp_path / "out.bin").write_bytes(bytes((tmp_path / "out.bin").stat().st_size))
-    assert tool.main(["--verify", prefix]) == 2
+    assert main(["--verify", prefix]) == 2
     assert capsys.readouterr().err.startswith(f"error: data file '{prefix}.bin' is damaged")
     for wrong in (["--verify", prefix, "--output", prefix], ["--output", prefix], []):
         with pytest.raises(SystemExit, match="2"):
-            tool.main(wrong)
+            main(wrong)
         assert "--verify" in capsys.readouterr().err
 
 
@@ -332,10 +336,9 @@ def test_tool_on_a_full_disk_is_an_error_without_traceback(tmp_path: Path) -> No
     def fill_the_disk() -> None:
         sys.dont_write_bytecode = True  # Python 3.11 would leave a module's cache cut short for good
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        tool = importlib.util.module_from_spec(TOOL)
-        TOOL.loader.exec_module(tool)
+        main = tool().main
         with open(tmp_path / "errors", "w") as errors, contextlib.redirect_stderr(errors):
-            code = tool.main(
+            code = main(
                 [str(tmp_path / "in.txt"), "--tokenizer=bytes", f"--output={tmp_path / 'to' / 'out'}"]
             )
         sys.exit(code)

@@ -11,9 +11,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import random
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -24,6 +22,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from megamoe.parallel.launch import free_port
 
 PRELOAD = "tests.distributed.preload"
 # After one rank has failed, most others find their connection closed; the rest hang.
@@ -144,15 +144,3 @@ def _die_with_parent(log: str) -> None:
     wait([parent.sentinel])
     Path(log).unlink(missing_ok=True)
     os._exit(1)
-
-
-def free_port() -> int:
-    """Return a TCP port without a listener, below the range from which Linux assigns ports."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        return port

@@ -148,6 +148,20 @@ def recorded_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
     return found
 
 
+def trained_on_bytes(output: Path, models: dict[str, dict[str, Any]]) -> None:
+    """Job: a step and a checkpoint of each model, whose tokens are bytes, by the name of its run."""
+    try:
+        for name, changes in models.items():
+            data = {"data__tokenizer": "bytes", "model__vocab_size": None, "train__global_batch_size": 4}
+            trainer = Trainer(small_run(output, **data, **changes, name=name))
+            trainer.step()
+            trainer.save()
+            trainer._stream.close()
+            trainer.checkpoints.close()
+    finally:
+        launch.stop()
+
+
 def in_order(rows: list[Tensor]) -> Tensor:
     """Return the rows of several ranks, sorted, so that two layouts can be compared."""
     together = torch.cat(rows)

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from megamoe.parallel.launch import free_port
 from tests.checkpoint_files import read_index
-from tests.distributed.pool import free_port
 from tests.distributed.runs import ROOT
 
 STEPS = 3
@@ -104,6 +105,46 @@ def test_the_deepspeed_launcher(script: list[str], tmp_path: Path) -> None:
     code, output = _finish(_start([*deepspeed, *script, "parallel.expert=2"], environment, tmp_path))
     assert code == 0, output
     _assert_trained(tmp_path, ranks=2)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="this launcher shows its ranks the devices again")
+def test_the_deepspeed_launcher_with_a_hostfile(script: list[str], tmp_path: Path) -> None:
+    """Two local ranks; --no_ssh takes only the number of ranks from the hostfile."""
+    (tmp_path / "hostfile").write_text("localhost slots=2\n")
+    deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--no_ssh"]
+    deepspeed += ["--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    environment = _environment(DS_ACCELERATOR="cpu")
+    code, output = _finish(_start([*deepspeed, *script, "parallel.expert=2"], environment, tmp_path))
+    assert code == 0, output
+    _assert_trained(tmp_path, ranks=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("option", "programs", "line"),
+    [
+        ([], [], "FileNotFoundError: [Errno 2] No such file or directory: 'ssh'"),
+        ([], ["ssh"], "host=node1.invalid was not reachable via ssh"),
+        (["--no_ssh_check"], ["ssh"], "RuntimeError: launcher 'pdsh' not installed."),
+    ],
+)
+def test_the_deepspeed_launcher_without_ssh_or_pdsh(
+    option: list[str], programs: list[str], line: str, script: list[str], tmp_path: Path
+) -> None:
+    """It is DeepSpeed that tells: its last line is quoted in examples/slurm/README.md."""
+    (tmp_path / "hostfile").write_text("node1.invalid slots=2\nnode2.invalid slots=2\n")
+    (tmp_path / "bin").mkdir()
+    for program in programs:
+        (tmp_path / "bin" / program).write_text("#!/bin/sh\nexit 255\n")
+        (tmp_path / "bin" / program).chmod(0o755)
+    deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", *option]
+    deepspeed += ["--master_addr", "127.0.0.1", "--no_local_rank"]
+    environment = _environment(DS_ACCELERATOR="cpu", PATH=str(tmp_path / "bin"))
+    started = time.monotonic()
+    code, output = _finish(_start([*deepspeed, *script], environment, tmp_path))
+    assert code != 0 and line in output.strip().splitlines()[-1], output
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.full

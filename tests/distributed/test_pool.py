@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megamoe.parallel import launch
-from tests.distributed.pool import Pool, RankError, free_port
+from megamoe.parallel.launch import free_port
+from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import ROOT
 
 

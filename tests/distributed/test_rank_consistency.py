@@ -13,9 +13,10 @@ from megamoe.config import dump_yaml
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 from megamoe.parallel import launch, rank_consistency
+from megamoe.parallel.launch import free_port
 from megamoe.parallel.rank_consistency import check_same, refusing_together
 from tests.distributed.entry_script import run_entry_script
-from tests.distributed.pool import Pool, free_port
+from tests.distributed.pool import Pool
 from tests.distributed.runs import ROOT
 from tests.tiny import tiny
 

@@ -22,8 +22,8 @@ RUN: dict[str, Any] = {
     "optimizer__warmup_steps": 2,
 }
 OPTIMIZER = ("exp_avg/", "exp_avg_sq/", "step/")
-# ZeRO 1 and 2 have one path, which the test of tensor parallelism takes. Offload on the CPU has none of its own;
-# nor has fp32 beside bf16.
+# ZeRO 1 and 2 have one path, which the test of tensor parallelism takes. Offload on the CPU has none of its
+# own; nor has fp32 beside bf16.
 QUICK = ("zero0_bf16", "zero3_bf16")
 
 

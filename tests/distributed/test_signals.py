@@ -13,9 +13,10 @@ import torch
 
 from megamoe.config import dump_yaml
 from megamoe.errors import ExitCode
+from megamoe.parallel.launch import free_port
 from megamoe.train.trainer import Trainer
 from tests.distributed.entry_script import run_entry_script
-from tests.distributed.pool import Pool, free_port
+from tests.distributed.pool import Pool
 from tests.distributed.runs import ROOT
 from tests.tiny import tiny
 

@@ -132,8 +132,8 @@ CASES = [
     (2, PAIR, "zero1_bf16"),
     *((4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, f"zero{n}_bf16") for n in range(4)),
 ]
-# Not of `make test`. ZeRO 1 and 2 have one path, offload at both another, ZeRO 3 one for all precisions; tensor
-# parallel ranks (PAIR) are shared by ZeRO 0 and 1 in bf16 too.
+# Not of `make test`. ZeRO 1 and 2 have one path, offload at both another, ZeRO 3 one for all precisions; ZeRO
+# 0 and 1 in bf16 run with tensor parallelism (PAIR).
 SPARED = {
     *("zero0_fp32", "zero1_fp32", "zero2_fp32", "zero3_fp32"),
     *("zero1_fp16", "zero2_fp16", "zero3_fp16", "zero2_bf16", "zero1_bf16_offload", "zero3_bf16_offload"),

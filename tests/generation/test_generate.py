@@ -12,12 +12,9 @@ from megamoe.errors import UserError
 from megamoe.generation.generate import Generated, encoded, generate
 from megamoe.generation.runner import CachedRunner, prepare
 from megamoe.generation.sampling import Sampling
-from megamoe.parallel import launch
-from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import small_run
+from tests.distributed.runs import trained_on_bytes
 
-RUN: dict[str, Any] = {"data__tokenizer": "bytes", "model__vocab_size": None, "train__global_batch_size": 4}
 ROTARY = {
     "model__num_attention_heads": 4,
     "model__num_query_groups": 2,
@@ -40,23 +37,11 @@ CHOOSING = {
 PROMPTS = ["a cat", "the quick brown", "o", "the quick brown"]
 
 
-def trained_runs(folder: Path) -> None:
-    """Job: a step and a checkpoint of each kind of model."""
-    try:
-        for name, changes in (("rotary", ROTARY), ("learned", LEARNED), ("choosing", CHOOSING)):
-            trainer = Trainer(small_run(folder, **RUN, **changes, name=name))
-            trainer.step()
-            trainer.save()
-            trainer._stream.close()
-            trainer.checkpoints.close()
-    finally:
-        launch.stop()
-
-
 @pytest.fixture(scope="module")
 def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("generated")
-    pool.run(trained_runs, folder, ranks=1)
+    models: dict[str, dict[str, Any]] = {"rotary": ROTARY, "learned": LEARNED, "choosing": CHOOSING}
+    pool.run(trained_on_bytes, folder, models, ranks=1)
     return folder
 
 

@@ -10,11 +10,9 @@ from megamoe.analysis.trained_model import session
 from megamoe.generation.generate import generate, tokenizer_of
 from megamoe.generation.sampling import Sampling
 from megamoe.harness.scoring import Question
-from megamoe.parallel import launch
-from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import small_run
-from tests.harness.test_scoring import RUN, THRESHOLD, by_perplexity
+from tests.distributed.runs import trained_on_bytes
+from tests.harness.test_scoring import THRESHOLD, by_perplexity
 from tests.test_bad_input_of_tools import tool
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'megamoe[eval]'")
@@ -23,22 +21,10 @@ TASKS = "python_choice,python_text,python_complete"
 LONG = "def f(x):\n    return x\n" * 6  # several windows of the model's 64 tokens
 
 
-def trained_run(folder: Path) -> None:
-    """Job: a checkpoint of a model with a threshold router."""
-    try:
-        trainer = Trainer(small_run(folder, **RUN, **THRESHOLD, name="small", data__sequence_length=64))
-        trainer.step()
-        trainer.save()
-        trainer._stream.close()
-        trainer.checkpoints.close()
-    finally:
-        launch.stop()
-
-
 @pytest.fixture(scope="module")
 def run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("harness")
-    pool.run(trained_run, folder, ranks=1)
+    pool.run(trained_on_bytes, folder, {"small": {**THRESHOLD, "data__sequence_length": 64}}, ranks=1)
     return folder / "small"
 
 

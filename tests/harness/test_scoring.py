@@ -12,13 +12,10 @@ from megamoe.errors import UserError
 from megamoe.generation.generate import tokenizer_of
 from megamoe.generation.runner import neighbours, prepare
 from megamoe.harness.scoring import Question, answers
-from megamoe.parallel import launch
-from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import small_run
+from tests.distributed.runs import trained_on_bytes
 
 LONGEST = 32
-RUN: dict[str, Any] = {"data__tokenizer": "bytes", "model__vocab_size": None, "train__global_batch_size": 4}
 THRESHOLD = {"moe__router": {"selector": {"name": "threshold", "threshold": 0.4}}}
 HASH = {"model__position": "learned", "moe__router": "hash", "moe__losses": {}}
 CAPACITY = {
@@ -30,23 +27,11 @@ CAPACITY = {
 TEXTS = ["a cat", "the quick brown fox jumps over", "o", "the quick brown", "lorem ipsum dolor sit amet."]
 
 
-def trained_runs(folder: Path) -> None:
-    """Job: a step and a checkpoint of each kind of model."""
-    try:
-        for name, changes in (("threshold", THRESHOLD), ("hash", HASH), ("capacity", CAPACITY)):
-            trainer = Trainer(small_run(folder, **RUN, **changes, name=name))
-            trainer.step()
-            trainer.save()
-            trainer._stream.close()
-            trainer.checkpoints.close()
-    finally:
-        launch.stop()
-
-
 @pytest.fixture(scope="module")
 def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("scored")
-    pool.run(trained_runs, folder, ranks=1)
+    models: dict[str, dict[str, Any]] = {"threshold": THRESHOLD, "hash": HASH, "capacity": CAPACITY}
+    pool.run(trained_on_bytes, folder, models, ranks=1)
     return folder
 
 

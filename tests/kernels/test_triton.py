@@ -34,7 +34,6 @@ CHECKS = [
     "rows_of_more_than_two_billion_numbers",
     "what_does_not_fit_is_pytorchs",
     "the_choice",
-    "a_whole_layer",
     "scores_of_a_router",
     "weights_of_chosen_experts",
     "sums_of_a_router",
@@ -42,6 +41,7 @@ CHECKS = [
     "pairs_by_expert",
 ]
 LONG = [
+    "a_whole_layer",
     "a_whole_model",
     "only_the_gradients_that_are_wanted",
     "every_grouped_product",

@@ -109,7 +109,7 @@ def check_gradients_of_heads_are_side_by_side() -> None:
 def check_a_whole_model() -> None:
     """Blocks on Triton's kernels have the loss and all gradients of Megatron-Core's on plain ones."""
     from megamoe.moe.part import StepContext
-    from tests.distributed.pool import free_port
+    from megamoe.parallel.launch import free_port
     from tests.tiny import VOCABULARY, tiny, tiny_gpt, world_of_one
 
     tokens_BS = torch.arange(16).view(2, 8) * 5 % VOCABULARY

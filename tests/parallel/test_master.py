@@ -47,3 +47,16 @@ def test_a_rank_that_waits_tells_for_whom(
         open_store(WAITING, 1)
     told = capsys.readouterr().err
     assert told.startswith("rank 1 (") and f"for rank 0 at 127.0.0.1:{port}: has it started" in told
+
+
+def test_a_program_that_is_silent_at_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own client waits for its answer without a limit."""
+    monkeypatch.setattr(launch, "LATE_S", 0.1)
+    monkeypatch.setattr(launch, "SILENT_S", 0.1)
+    with socket.create_server(("", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(
+            UserError, match=f"MASTER_PORT: 127.0.0.1:{port} accepts the connection of rank 1"
+        ):
+            open_store(WAITING, 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megamoe.parallel.launch import free_port
 from megamoe.parallel.parent_death import may_have_launcher
-from tests.distributed.pool import free_port
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc are Linux's")

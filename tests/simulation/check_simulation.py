@@ -8,6 +8,7 @@ import json  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from contextlib import ExitStack  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
@@ -33,6 +34,7 @@ from megamoe.simulation.parts import Parts  # noqa: E402
 from megamoe.simulation.rank import StepCosts, fake_mode, simulate_step  # noqa: E402
 from megamoe.simulation.roofline import roofline  # noqa: E402
 from tests.in_subprocess import checks_of, run_checks  # noqa: E402
+from tests.simulation.check_plans import plan_of_example  # noqa: E402
 from tests.simulation.planned_states import QUICK, planned  # noqa: E402
 from tests.tiny import VOCABULARY, tiny  # noqa: E402
 
@@ -321,6 +323,12 @@ def check_bad_input_is_told() -> None:
             assert said in str(error), error
         else:
             raise AssertionError(overrides)
+
+
+def check_three_examples_are_planned() -> None:
+    """The others are full tests, see tests/test_recipes.py."""
+    for name in ("demo", "own_parts", "recipes/xmoe_323m"):
+        assert not plan_of_example(Path(f"examples/{name}.yaml")), name
 
 
 if __name__ == "__main__":

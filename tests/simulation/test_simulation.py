@@ -35,12 +35,13 @@ QUICK = [
     "step_of_expert_parallel_ranks",
     "evenly",
     "bad_input_is_told",
+    "three_examples_are_planned",
 ]
 FULL = ["states_of_a_layout", "recomputation_is_counted"]
 
 
 def run_checks(names: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Run checks in a process -> bytes of the simulated states of ONE_RANK, and what each check found."""
+    """Run checks in a process -> bytes of the simulated states of a small run, and what each check found."""
     needs_fake_device()
     command = [sys.executable, "-W", "ignore", "-m", "tests.simulation.check_simulation", *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)

@@ -46,6 +46,11 @@ class SlowFirstStart(Callback):
     def on_step_begin(self, trainer):
         if "SLURM_JOB_ID" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
             time.sleep(float(os.environ.get("STEP_S", "0.5")))
+
+    def on_train_end(self, trainer):
+        if "DAMAGE" in os.environ and trainer.world.is_first:
+            for path in trainer.folder.path.glob("checkpoints/*/*.safetensors"):
+                path.write_bytes(path.read_bytes()[:-1])
 """
 
 

@@ -1,5 +1,6 @@
 """What can happen to a job: a node dies, the time limit, scancel, an array, a chain of jobs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,46 @@ def test_a_chain_without_progress_is_stopped(cluster: Cluster, home: Path) -> No
     ]
     for job in jobs[1:]:
         assert "saved no checkpoint (newest: none); not started again" in logs[f"slurm-megamoe-{job}.out"]
+
+
+def test_a_chain_whose_checkpoints_are_damaged_is_stopped(cluster: Cluster, home: Path) -> None:
+    """The second link tells, and the third does not start."""
+    jobs = cluster.chain(home, 3, "train.exit_after_steps=10", DAMAGE="1")
+    assert [cluster.wait_for_end(job) for job in jobs] == ["COMPLETED", "FAILED", "FAILED"]
+    logs = logs_of(home)
+    second = "".join(text for name, text in logs.items() if name.startswith(f"logs/{jobs[1]}.0"))
+    assert "no intact checkpoint is left to go on from" in second
+    assert not any(name.startswith(f"logs/{jobs[2]}.0/node") for name in logs)
+    line = "saved no checkpoint (newest: step_00000010 "
+    assert line in logs[f"slurm-megamoe-{jobs[2]}.out"]
+    assert losses(home / "runs/small")[-1][0] == 10
+
+
+def preempt(cluster: Cluster) -> None:
+    """Submit a job to a partition with a higher priority, and wait for its end."""
+    options = ("--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    assert cluster.wait_for_end(cluster.call("sbatch", *options, "--wrap=sleep 2")) == "COMPLETED"
+
+
+def test_a_preempted_job_saves_and_goes_on_bit_for_bit(cluster: Cluster, home: Path) -> None:
+    """Slurm sends SIGTERM to the ranks; the script, which outlives them, puts the job back."""
+    run = home / "runs/small"
+    job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
+    expected = undisturbed(home)
+    cluster.wait(lambda: steps_done(run) >= 3, "three steps")
+    preempt(cluster)
+    assert steps_done(run) < 40 and cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
+    assert losses(run) == expected
+    assert "preempted; back into the queue" in logs_of(home)[f"slurm-megamoe-{job}.out"]
+    first, second = (json.loads(line) for line in (run / "launches.jsonl").read_text().splitlines())
+    assert (first["job"], second["job"]) == (f"{job}.0", f"{job}.1")
+    assert second["from_step"] >= 3, "the checkpoint that SIGTERM made"
+
+
+def test_a_job_that_is_preempted_before_its_first_step_starts_again(cluster: Cluster, home: Path) -> None:
+    """It has saved no checkpoint, but not by its own fault."""
+    job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
+    cluster.wait(lambda: any("node-" in name for name in logs_of(home)), "the start of the ranks")
+    preempt(cluster)
+    assert cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
+    assert losses(home / "runs/small")[-1][0] == 40

@@ -146,6 +146,7 @@ def test_every_kind_is_trained_and_scored(tuned: Path) -> None:
     assert accuracy == sum(right) / 7
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_two_ranks_gives_the_same_on_two_ranks(
     pool: Pool, tuned: Path, tasks: list[Path], tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from megamoe.tasks.metrics import exact_match, majority, mean_and_spread, normalised, scores, token_f1
 from megamoe.tasks.schema import Task, load_task
@@ -32,6 +31,8 @@ def f1_by_hand(label: str) -> float:
 
 def test_those_of_labels_are_scikit_learns(tmp_path: Path) -> None:
     """Its functions with their defaults, and F1 by hand; `d` is predicted and never true."""
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
     made = task(tmp_path, "classification", metrics=ALL, positive="a", labels=["a", "b", "c", "d"])
     found = scores(made, labelled(TRUTH), labelled(FOUND))
     assert found == {

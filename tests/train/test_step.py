@@ -91,6 +91,8 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
     ):
         sums.add(SimpleNamespace(moe_layers=layers.items), lm_sum=torch.tensor(2.5), tokens=two)
     tau = {"scorer/temperature": torch.tensor([0.5, 0.25], dtype=torch.float64)}
+    record = sums.record(copies=2, own_numbers=tau, own_seconds=0.5)
+    assert record.own_seconds_R == [0.5] and record.tokens == 2.0  # a rank's own, not one of two copies
     record = sums.record(copies=1, own_numbers=tau)
     assert (record.lm_sum, record.tokens, record.micro_batches) == (5.0, 4.0, 2)
     assert (record.losses, record.weighted) == ({"balance": 15.0}, 7.5)

@@ -9,8 +9,9 @@ Design choices:
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megamoe import __version__
@@ -67,6 +68,7 @@ class PairPreparation:
     bilingual: bool = False  # also corpora of pairs
     min_label: int = 20
     max_label: int | None = None  # training texts of a label; None: all
+    label_by: str = "module"  # or application: its first name alone
     split: list[float] = field(default_factory=lambda: [0.9, 0.05, 0.05])
     tokenizer: str = TRAIN
     vocab_size: int = 8192  # of a tokenizer that is trained
@@ -238,7 +240,7 @@ class _Writer:
             self._write_pairs(split, counts)
         tokens = self._write_corpora()
         labels = write_labels(
-            self._pairs,
+            self._labelled(),
             self._splits,
             self._source_language,
             self._preparation.min_label,
@@ -260,6 +262,12 @@ class _Writer:
         )
         save_checked(asdict(summary), self._folder / CARD_FILE)
         return summary
+
+    def _labelled(self) -> Sequence[Pair]:
+        """Return the pairs with the labels of `label_by`."""
+        if self._preparation.label_by == "module":
+            return self._pairs
+        return [replace(pair, label=re.split("[./]", pair.label)[0]) for pair in self._pairs]
 
     def _most_texts(self) -> dict[str, int] | None:
         """Return how many texts of a label each split's sets may have: `max_label` in proportion to it."""

@@ -6,7 +6,6 @@ from megamoe.hf.families.common import (
     DENSE_FFN,
     ENDS,
     FURTHER,
-    FURTHER_KEY,
     LATENT_ATTENTION,
     NORMS,
     SHARED,
@@ -14,13 +13,11 @@ from megamoe.hf.families.common import (
     rotary,
     tied,
 )
-from megamoe.hf.families.experts import EXPERTS, ROUTER
+from megamoe.hf.families.experts import EXPERTS, ROUTER, biased_keys
 from megamoe.hf.families.routers import (
-    BIASED_TOP_K,
     TOP_K,
     dense_first,
     group_limit,
-    normalised,
     scaled,
 )
 from megamoe.hf.family import Family
@@ -118,20 +115,13 @@ DEEPSEEK_V3 = Family(
     keys=(
         *SHARED_KEYS,
         *LATENT_KEYS,
-        *BIASED_TOP_K,
         dense_first(3),
         group_limit(8, 4, {"score": "sum", "best": 2}),
         only("topk_method", "noaux_tc", default="noaux_tc", written=False),
         only("scoring_func", "sigmoid", default="sigmoid", written=False),
-        normalised(True),
         scaled(2.5),
-        same("intermediate_size", "model.ffn_hidden_size", 18432),
-        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 2048),
-        same("n_routed_experts", "moe.num_experts", 256, alias="num_local_experts"),
-        same("n_shared_experts", "moe.num_shared_experts", 1),
-        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        *biased_keys(dense=18432, expert=2048, experts=256),
         same("rope_interleave", "model.rotary.interleaved", True),
-        FURTHER_KEY,
         EPS,
         rotary(),
         tied(False),

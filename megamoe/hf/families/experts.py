@@ -32,7 +32,7 @@ from megamoe.hf.families.routers import (
     sparse_steps,
 )
 from megamoe.hf.family import Family
-from megamoe.hf.keys import fixed, ignored, mapped, only, same
+from megamoe.hf.keys import Entry, fixed, ignored, mapped, only, same
 from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, row, whole
 
 EXPERT = f"{THEIRS}mlp.experts.{{e}}."
@@ -56,19 +56,41 @@ EXPERTS = (
     ),
 )
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    keys=(
+
+def qwen_keys(dense: int, expert: int, experts: int, chosen: int) -> tuple[Entry, ...]:
+    """Keys of Qwen's MoE models with the class's defaults: FFN sizes, experts, and those of a token."""
+    return (
         *SHARED_KEYS,
         *TOP_K,
         sparse_steps(),
         normalised(False),
-        same("intermediate_size", "model.ffn_hidden_size", 6144),
-        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 768),
-        same("num_experts", "moe.num_experts", 128, alias="num_local_experts"),
-        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        same("intermediate_size", "model.ffn_hidden_size", dense),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", expert),
+        same("num_experts", "moe.num_experts", experts, alias="num_local_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k", chosen),
         loss_weight(0.001),
+    )
+
+
+def biased_keys(dense: int, expert: int, experts: int) -> tuple[Entry, ...]:
+    """Keys of models like DeepSeek-V3 with the class's defaults: FFN sizes, and experts."""
+    return (
+        *BIASED_TOP_K,
+        normalised(True),
+        same("intermediate_size", "model.ffn_hidden_size", dense),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", expert),
+        same("n_routed_experts", "moe.num_experts", experts, alias="num_local_experts"),
+        same("n_shared_experts", "moe.num_shared_experts", 1),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        FURTHER_KEY,
+    )
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    keys=(
+        *qwen_keys(dense=6144, expert=768, experts=128, chosen=8),
         fixed(model__attention__query_key_norm="head"),
         groups(4),
         heads(),
@@ -109,18 +131,11 @@ GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     keys=(
         *SHARED_KEYS,
-        *BIASED_TOP_K,
         dense_first(1),
         group_limit(1, 1, {"score": "sum", "best": 2}),
-        normalised(True),
         scaled(1.0),
-        same("intermediate_size", "model.ffn_hidden_size", 10944),
-        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1408),
-        same("n_routed_experts", "moe.num_experts", 128, alias="num_local_experts"),
-        same("n_shared_experts", "moe.num_shared_experts", 1),
-        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        *biased_keys(dense=10944, expert=1408, experts=128),
         mapped("use_qk_norm", "model.attention.query_key_norm", [(False, "none"), (True, "head")], False),
-        FURTHER_KEY,
         ignored("router_aux_loss_coef"),
         groups(8),
         heads(),
@@ -137,17 +152,9 @@ QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     keys=(
-        *SHARED_KEYS,
-        *TOP_K,
-        sparse_steps(),
-        normalised(False),
-        same("intermediate_size", "model.ffn_hidden_size", 5632),
-        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1408),
+        *qwen_keys(dense=5632, expert=1408, experts=60, chosen=4),
         same("shared_expert_intermediate_size", "moe.shared_expert_ffn_hidden_size", 5632),
         fixed(moe__num_shared_experts=1, moe__shared_expert_mode="gated"),
-        same("num_experts", "moe.num_experts", 60, alias="num_local_experts"),
-        same("num_experts_per_tok", "moe.router.selector.k", 4),
-        loss_weight(0.001),
         groups(16),
         norm_eps(1e-6),
         rotary(),

@@ -1,0 +1,89 @@
+"""Stragglers: ranks that take longer than the others for the same work, named while the run trains.
+
+Each rank measures its own time of a step (`megamoe.moe.timers.OwnTime`), and the sums of the step carry the
+times of all ranks. A rank is named when its median over a window of steps exceeds the ranks' median by a
+factor, in IN_A_ROW windows.
+"""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megamoe.plain_files import replace_file
+
+STRAGGLERS = "stragglers.json"  # in the run's folder, while there are any
+STEPS = 10  # of a window, at least; a multiple of log.every
+IN_A_ROW = 3
+
+
+class Stragglers:
+    """The judgement of the first rank.
+
+    Args:
+        factor: over the median of the ranks.
+        every: steps between two records of the metrics.
+        hosts: of each rank.
+        folder: of the run, for STRAGGLERS.
+    """
+
+    def __init__(self, factor: float, every: int, hosts: list[str], folder: Path) -> None:
+        self._factor, self._hosts, self._path = factor, hosts, folder / STRAGGLERS
+        self._steps = every * -(-STEPS // every)
+        self._seconds_SR: list[list[float]] = []
+        self._slow_windows_R = np.zeros(len(hosts), dtype=np.int64)
+        self._named: list[int] = []
+        self.metrics: dict[str, Any] = {}  # of the last window
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)  # an earlier launch's
+
+    def add(self, seconds_R: list[float]) -> list[str]:
+        """Take in the ranks' own times of a step; return lines that say who is slow, or no longer is.
+
+        Times of 0 were not measured; such a step does not count.
+        """
+        if len(seconds_R) < 2 or min(seconds_R) <= 0:
+            return []
+        self._seconds_SR.append(seconds_R)
+        if len(self._seconds_SR) < self._steps:
+            return []
+        own_R = np.median(self._seconds_SR, axis=0)
+        self._seconds_SR = []
+        middle = float(np.sort(own_R)[(len(own_R) - 1) // 2])  # of two, the faster one
+        slow_R = own_R > self._factor * middle
+        self._slow_windows_R = np.where(slow_R, self._slow_windows_R + 1, 0)
+        before, self._named = self._named, np.flatnonzero(self._slow_windows_R >= IN_A_ROW).tolist()
+        slowest = int(own_R.argmax())
+        self.metrics = {
+            "perf/own_s": middle,
+            "perf/slowest_own_s": float(own_R[slowest]),
+            "perf/slowest_rank": slowest,
+            "perf/stragglers": len(self._named),
+        }
+        if before != self._named:
+            self._write(own_R / middle)
+        ended = sorted(set(before) - set(self._named))
+        return [
+            *(self._line(rank, float(own_R[rank]), middle) for rank in self._named if rank not in before),
+            *(f"rank {rank} on {self._hosts[rank]} is no longer slow" for rank in ended),
+        ]
+
+    def _line(self, rank: int, own_s: float, middle: float) -> str:
+        return (
+            f"straggler: for {IN_A_ROW * self._steps} steps, rank {rank} on {self._hosts[rank]} took "
+            f"{own_s / middle:.1f} times the ranks' median for its own work at the beginning of a step "
+            f"({own_s:.3g} s and {middle:.3g} s)"
+        )
+
+    def _write(self, times_R: "np.ndarray") -> None:
+        found = [
+            {"rank": rank, "host": self._hosts[rank], "times": round(float(times_R[rank]), 2)}
+            for rank in self._named
+        ]
+        with suppress(OSError):  # as of the other files that tell how a launch is
+            if found:
+                replace_file(self._path, json.dumps({"ranks": found}).encode())
+            else:
+                self._path.unlink(missing_ok=True)
