@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from deepspeed.ops.adam import cpu_adam
 from deepspeed.runtime.zero import partitioned_param_coordinator, utils
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from deepspeed.utils import safe_set_local_fp32_param
@@ -74,6 +76,22 @@ def ranks_agree() -> Iterator[None]:
     Canary: test_deepspeed_zero.py::test_ranks_are_compared
     """
     with patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda numbers: None):
+        yield
+
+
+@contextmanager
+def host_adam_without_kernel() -> Iterator[None]:
+    """Inside, DeepSpeed's Adam on the host makes its moments and updates nothing.
+
+    Reason: its kernel is compiled at its first use, and reads addresses, which fake tensors do not have.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: an offloaded optimizer cannot be simulated.
+    Canary: test_deepspeed_zero.py::test_host_adam_without_kernel
+    """
+    names = ("create_adam", "adam_update", "destroy_adam")
+    kernel = SimpleNamespace(**dict.fromkeys(names, lambda *arguments: None))
+    builder = SimpleNamespace(load=lambda: kernel)
+    with patch.object(cpu_adam, "CPUAdamBuilder", lambda: builder):
         yield
 
 

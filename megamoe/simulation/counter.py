@@ -84,7 +84,7 @@ class CostCounter(TorchDispatchMode):
         self.phase = "step"
         self.kept: float | None = None
         self.counts = Counts()
-        self.memory = MemoryTimeline()
+        self.memory, self.host = MemoryTimeline(), MemoryTimeline()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and count one operator."""
@@ -105,8 +105,9 @@ class CostCounter(TorchDispatchMode):
         else:
             self._count(function, args, kwargs, result, part)
         for tensor in tensors_in(result):
-            if on_cuda(tensor):
-                self.memory.add(tensor, CATEGORY_OF_PHASE.get(self.phase, TEMPORARY), part)
+            if not tensor.is_meta:
+                memory = self.memory if on_cuda(tensor) else self.host
+                memory.add(tensor, CATEGORY_OF_PHASE.get(self.phase, TEMPORARY), part)
         return result
 
     def _read(self, tensor: Tensor, part: str) -> float | int | bool:

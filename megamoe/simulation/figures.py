@@ -20,9 +20,9 @@ class Figures:
     """Numbers by name, in each mapping for one step of one rank.
 
     numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `passed` and `beside` (in
-    seconds, see `roofline.beside_seconds`). states: bytes between two steps, by category. seconds: by part.
-    calls, bytes: of collectives. peaks: by (phase, category), bytes when it holds most. kept: activations at
-    the peak by (phase, part).
+    seconds, see `roofline.beside_seconds`). states: bytes by category, gradients as the backward pass
+    leaves them. seconds: by part. calls, bytes: of collectives. peaks: by (phase, category), bytes when it
+    holds most. kept: activations at the peak by (phase, part).
     """
 
     numbers: Mapping[str, float]
@@ -78,6 +78,7 @@ def figures_of(costs: StepCosts, gpu: Gpu, topology: Topology) -> Figures:
             PARAMETERS: costs.parameter_bytes,
             GRADIENTS: costs.gradient_bytes,
             OPTIMIZER: costs.optimizer_bytes,
+            **{f"{name} on the host": size for name, size in costs.host.items()},
         },
         seconds={name: part.total for name, part in times.parts.items()},
         calls={key: total.calls for key, total in many.items()},

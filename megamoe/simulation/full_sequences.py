@@ -32,12 +32,9 @@ def without_values(batch: Batch) -> Batch:
     """Return a batch of the same shapes and dtypes, for the fake mode that is active."""
     values: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
     values["document_start_BS"] = None
-    return Batch(
-        **{
-            name: value if value is None else torch.zeros(value.shape, dtype=value.dtype)
-            for name, value in values.items()
-        }
-    )
+    for name, value in values.items():
+        values[name] = value if value is None else torch.zeros(value.shape, dtype=value.dtype)
+    return Batch(**values)
 
 
 @contextmanager

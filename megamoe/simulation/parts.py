@@ -20,7 +20,10 @@ PART_OF_CLASS = {
     "MLP": "dense FFN",
     "TransformerBlock": "norms and residuals",
     "TransformerLayer": "norms and residuals",
+    "CrossAttention": "attention",
     "GPTModel": "vocabulary and loss",
+    "Encoder": "vocabulary and loss",
+    "EncoderDecoder": "vocabulary and loss",
 }
 REST = "step, rest"
 GRADIENTS = "gradients"  # accumulated, and reduced over ranks

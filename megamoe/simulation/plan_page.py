@@ -48,7 +48,11 @@ def _memory(plan: Plan) -> list[str]:
         sizes = [plan.figures.peaks.get((phase, name), 0.0) for name in names]
         lines.append(f"  {phase:12}" + "".join(f"{size / GB:18.3f}" for size in [*sizes, total]))
     states = ", ".join(f"{name} {size:,.0f}" for name, size in plan.figures.states.items())
-    lines.append(f"  between two steps, bytes: {states}")
+    lines.append(f"  states, bytes: {states}")
+    host = sum(size for name, size in plan.figures.states.items() if name.endswith("on the host"))
+    if host:
+        ranks = plan.cluster.gpus_per_node
+        lines.append(f"  offloaded to the host, GB: {host * ranks / GB:.2f} of the {ranks} ranks of a node")
     kept = {
         part: size for (phase, part), size in plan.figures.kept.items() if phase == plan.figures.peak_phase
     }
@@ -146,6 +150,10 @@ def _assumptions(plan: Plan) -> list[str]:
             f"{plan.blocks} blocks extrapolated: blocks of one kind cost the same "
             "(--all-blocks simulates all)"
         )
+    if plan.run.plan.offload.optimizer != "none":
+        lines.append("  offload: the update on the host and its copies over PCIe take no time")
+    if plan.config.model.architecture != "decoder":
+        lines.append("  batches of full sequences, without padding")
     if plan.micro_batches > 3:
         lines.append(
             f"  3 micro batches were simulated; of the {plan.micro_batches}, the others are as the second"

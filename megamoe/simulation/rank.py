@@ -1,7 +1,6 @@
 """One rank of a training run on fake tensors: the real model, engine and step, counted."""
 
 import copy
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamoe.compat.deepspeed_zero import held_tensors, ranks_agree, whole_shape
 from megamoe.compat.fake_cuda import (
     FakeCudaMode,
     fake_torch_cuda,
+    fakes_are_drawn,
     fused_operators,
     join_fake_group,
     modules_move_fakes,
@@ -44,6 +43,7 @@ from megamoe.train.step import train_step
 from megamoe.zero.engine import Engine
 from megamoe.zero.expert_host import hosted_layer_factory
 from megamoe.zero.partition import Partition
+from megamoe.zero.simulated import num_parameters, weights_of, zero_without_values
 
 UNKNOWN_SIZES = (
     "simulation: the router's number of pairs depends on the tokens, which have no values here; take a "
@@ -56,8 +56,8 @@ class StepCosts:
     """Of one optimiser step on one rank, after the first. Bytes of states are those between two steps.
 
     parameters: their number on this rank. gradient_bytes: what the backward pass has left when it ends.
-    buffer_bytes: what of that is left after the update. tokens: of this rank's micro batches. load: see
-    `simulate_step`.
+    buffer_bytes: what of that is left after the update. host: bytes of offloaded states by category.
+    tokens: of this rank's micro batches. load: see `simulate_step`.
     peaks: by phase. middle: counts of the step up to the end of its first micro batch, and of its second one,
     if it has three or more.
     """
@@ -71,6 +71,7 @@ class StepCosts:
     optimizer_bytes: int
     gradient_bytes: int
     buffer_bytes: int
+    host: dict[str, int]
     tokens: int
     load: float
 
@@ -95,7 +96,8 @@ class CountedEngine(Engine):
         with self._phase("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
             super().backward(loss)
         # What a backward pass leaves are gradients, under whatever name DeepSpeed holds them.
-        self.counter.memory.name_rest(GRADIENTS, of=TEMPORARY)
+        for memory in (self.counter.memory, self.counter.host):
+            memory.name_rest(GRADIENTS, of=TEMPORARY)
         self.gradient_bytes = self.counter.memory.live_bytes(GRADIENTS)
 
     def step(self, lr: float, rest: bool = False) -> float:
@@ -105,12 +107,13 @@ class CountedEngine(Engine):
 
     def name_states(self) -> None:
         """Say what weights, masters and moments are; the other states are buffers of gradients."""
-        memory = self.counter.memory
-        memory.name_rest(GRADIENTS, of=TEMPORARY)
         masters = [tensor for shard in self.optimizer_shards() for tensor in shard.tensors]
         moments = tensors_in(list(self.inner_optimizer.state.values()))
-        memory.name((tensor.detach() for tensor in [*masters, *moments]), OPTIMIZER)
-        memory.name(weights_of(self.model), PARAMETERS)
+        states = [tensor.detach() for tensor in [*masters, *moments]]
+        for memory in (self.counter.memory, self.counter.host):
+            memory.name_rest(GRADIENTS, of=TEMPORARY)
+            memory.name(states, OPTIMIZER)
+            memory.name(weights_of(self.model), PARAMETERS)
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
@@ -148,16 +151,16 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
         stack.enter_context(unknown_sizes_raise(UserError(UNKNOWN_SIZES)))
         # In this thread, whose settings for fakes the threads of the autograd engine do not have.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        patches = (fake_torch_cuda(), modules_move_fakes(), fused_operators(), ranks_agree(), fake_mode())
-        stack.enter_context(full_sequences())
-        for each in patches:
+        for patch in (full_sequences(), zero_without_values()):
+            stack.enter_context(patch)
+        for each in (fake_torch_cuda(), modules_move_fakes(), fused_operators(), fake_mode()):
             stack.enter_context(each)
         stack.callback(launch.stop)
         launch.start(world, config.parallel.timeout_minutes)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
-        with torch.device("cuda"):
+        with torch.device("cuda"), fakes_are_drawn():
             model = build_model(config, run.vocabulary.size, factory, _partition(run))
         parts = Parts(model)
         for _, layer in model.moe_layers():
@@ -171,10 +174,11 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
         return _count(config, run, sample, world, model, context, counter, micro_batches, load)
 
 
-def weights_of(model: nn.Module) -> list[Tensor]:
-    """Return what this rank holds of a model's parameters, and its buffers."""
-    held = [tensor for parameter in model.parameters() for tensor in held_tensors(parameter)]
-    return [*held, *model.buffers()]
+def _offloaded(run: ResolvedRun, counter: CostCounter) -> dict[str, int]:
+    """Return bytes on the host by category; none without offload, when nothing of it is a state."""
+    if run.plan.offload.optimizer == "none":
+        return {}
+    return {name: counter.host.live_bytes(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
 
 
 def _partition(run: ResolvedRun) -> Callable[[str, nn.Module], None] | None:
@@ -193,7 +197,7 @@ def fake_mode() -> FakeCudaMode:
 
 def _count(
     config: RunConfig,
-    run: Any,
+    run: ResolvedRun,
     sample: Batch,
     world: launch.World,
     model: LanguageModel,
@@ -204,8 +208,7 @@ def _count(
 ) -> StepCosts:
     memory = counter.memory
     for tensor in weights_of(model):
-        if tensor.is_cuda:
-            memory.add(tensor, PARAMETERS, "model")
+        (memory if tensor.is_cuda else counter.host).add(tensor, PARAMETERS, "model")
     counter.phase = "start"
     engine = CountedEngine(config, model, world, run.plan, run.filled)
     engine.counter = counter
@@ -235,11 +238,12 @@ def _count(
         max(peaks.values(), key=lambda peak: peak.bytes),
         peaks,
         (engine.before[1], engine.before[2]) if micro_batches > 2 else None,
-        sum(math.prod(whole_shape(parameter)) for parameter in model.parameters()),
+        num_parameters(model),
         memory.live_bytes(PARAMETERS),
         memory.live_bytes(OPTIMIZER),
         engine.gradient_bytes,
         memory.live_bytes(GRADIENTS),
+        _offloaded(run, counter),
         micro_batches * batch.tokens_BS.numel(),
         load,
     )

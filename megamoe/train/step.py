@@ -89,12 +89,17 @@ def train_step(
     if not math.isfinite(record.lm_sum):
         record.not_finite = _samples_not_finite(judged, batches, rollouts)
     record.problem = judge(record.lm_loss, record.loss)
+    _update(engine, record, lr)
+    return record
+
+
+def _update(engine: Engine, record: StepRecord, lr: float) -> None:
+    """Update the weights, unless the record has a problem, and write down what came of it."""
     scale, can_fall = engine.loss_scale, engine.loss_scale_can_fall
     record.grad_norm = engine.step(lr, rest=record.problem is not None)
     if record.problem is None and engine.step_skipped:
         at_scale = f" at loss scale {scale:g}" if engine.precision == "fp16" else ""
         record.problem = Problem(f"train/grad_norm is {record.grad_norm}{at_scale}", counts=not can_fall)
-    return record
 
 
 def _samples_not_finite(

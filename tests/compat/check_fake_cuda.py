@@ -9,7 +9,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -17,6 +17,7 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
     FakeCudaMode,
     FakeProperties,
     fake_torch_cuda,
+    fakes_are_drawn,
     fused_operators,
     join_fake_group,
     modules_move_fakes,
@@ -77,7 +78,11 @@ def check_modules_of_fakes() -> None:
 
 def check_constants_stay_fake() -> None:
     with fake_torch_cuda(), FakeCudaMode():
-        assert torch.tensor(1.0, device="cuda").is_cuda
+        tensor = torch.tensor(1.0, device="cuda")
+        assert tensor.is_cuda
+        tensor.record_stream(torch.cuda.current_stream())
+        pinned = torch.ones(3).pin_memory()
+        assert pinned.shape == (3,) and not pinned.is_cuda
 
 
 def check_operators_are_fused() -> None:
@@ -133,6 +138,17 @@ def check_storage_key() -> None:
     with FakeTensorMode():
         tensor = torch.empty(4)
         assert storage_key(tensor) == storage_key(tensor[1:]) != storage_key(tensor.clone())
+
+
+def check_fakes_are_drawn() -> None:
+    with FakeTensorMode(), fakes_are_drawn():
+        assert nn.init.trunc_normal_(torch.empty(3)).shape == (3,)
+    try:
+        with FakeTensorMode():
+            nn.init.trunc_normal_(torch.empty(3))
+    except DataDependentOutputException:
+        return
+    raise AssertionError("trunc_normal_ reads no values now")
 
 
 def check_on_cuda() -> None:

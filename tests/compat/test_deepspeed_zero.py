@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.runtime.zero import partition_parameters, stage3, utils
+from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
@@ -121,6 +122,28 @@ def test_gradients_have_an_owner(one_rank: None, grad_clip: float) -> None:
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
 
 
+def test_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = partitioned_param_coordinator
+    compared: list[list[int]] = []
+    source = inspect.getsource(coordinator.PartitionedParameterCoordinator.reset_step)
+    assert "assert_ints_same_as_other_ranks([" in source
+    monkeypatch.setattr(coordinator, "assert_ints_same_as_other_ranks", compared.append)
+    with deepspeed_zero.ranks_agree():
+        coordinator.assert_ints_same_as_other_ranks([1])
+    coordinator.assert_ints_same_as_other_ranks([2])
+    assert compared == [[2]]
+
+
+def test_host_adam_without_kernel() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    with deepspeed_zero.host_adam_without_kernel():
+        optimizer = DeepSpeedCPUAdam([weight])
+        optimizer.step()
+    assert set(optimizer.state[weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert weight.eq(1).all()
+
+
 def test_marks_of_experts(one_rank: None) -> None:
     parameter, copies = nn.Parameter(torch.ones(2)), object()
     assert not is_moe_param(parameter) and not is_model_parallel_parameter(parameter)
@@ -141,6 +164,8 @@ def test_parameters_at_zero3(one_rank: None) -> None:
     engine, _ = built("zero3_fp32")
     for parameter in engine.model.parameters():
         assert deepspeed_zero.is_cut(parameter)
+        held = deepspeed_zero.held_tensors(parameter)
+        assert sum(tensor.numel() for tensor in held) >= math.prod(deepspeed_zero.whole_shape(parameter))
         if not deepspeed_zero.is_absent(parameter):  # a small one is kept whole
             continue
         assert parameter.numel() == 0, "ZeRO 3 does not empty what it cuts any more"

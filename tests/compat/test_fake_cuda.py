@@ -22,6 +22,7 @@ NAMES = [
     "on_cuda",
     "schema",
     "unknown_sizes_raise",
+    "fakes_are_drawn",
 ]
 
 
@@ -81,3 +82,7 @@ def test_schema(verdicts: dict[str, str]) -> None:
 
 def test_unknown_sizes_raise(verdicts: dict[str, str]) -> None:
     assert not verdicts["unknown_sizes_raise"]
+
+
+def test_fakes_are_drawn(verdicts: dict[str, str]) -> None:
+    assert not verdicts["fakes_are_drawn"]

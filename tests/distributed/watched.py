@@ -14,13 +14,15 @@ from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megamoe.compat.deepspeed_zero import held_tensors
 from megamoe.config import RunConfig
+from megamoe.kernels.attention.rotary import angles
+from megamoe.moe.layer import device_scalar
+from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
 from megamoe.train import trainer as trainer_module
 from megamoe.train.trainer import Trainer
 from megamoe.zero.engine import Engine
-from tests.simulation.planned_states import forget_constants
+from megamoe.zero.simulated import weights_of
 
 
 class Watch(TorchDispatchMode):
@@ -136,7 +138,8 @@ def measure(runs: Sequence[RunConfig]) -> list[dict[str, Any]]:
 
 
 def _measured(config: RunConfig) -> dict[str, Any]:
-    forget_constants()
+    for cached in (angles, tokens_and_choices, device_scalar):
+        cached.cache_clear()  # what an earlier run has left there would not be seen here
     watch = Watch()
     engine_class = type("Watched", (WatchedEngine,), {"watch": watch})
     with patch.object(trainer_module, "Engine", engine_class), watch:
@@ -155,11 +158,9 @@ def _measured(config: RunConfig) -> dict[str, Any]:
 
 def states_of(engine: Engine) -> dict[str, dict[int, int]]:
     """Bytes by storage: of weights and buffers, and of masters and moments."""
-    model = engine.model
-    weights = [tensor for parameter in model.parameters() for tensor in held_tensors(parameter)]
     masters = [tensor for shard in engine.optimizer_shards() for tensor in shard.tensors]
     moments = tree_leaves(list(engine.inner_optimizer.state.values()))
-    of_parameters = _by_storage([*weights, *model.buffers()])
+    of_parameters = _by_storage(weights_of(engine.model))
     of_optimizer = _by_storage([each for each in [*masters, *moments] if isinstance(each, Tensor)])
     # At ZeRO 0 in fp32 the weights are their own masters.
     return {

@@ -5,6 +5,7 @@ from megamoe.simulation import cuda_device
 cuda_device.load()
 
 import json  # noqa: E402
+import tempfile  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from contextlib import ExitStack  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -21,7 +22,6 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
     join_fake_group,
     modules_move_fakes,
 )
-from megamoe.config import load_config  # noqa: E402
 from megamoe.costs.memory import Share, state_bytes  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
 from megamoe.kernels.operators import kernel_operator  # noqa: E402
@@ -35,7 +35,7 @@ from megamoe.simulation.rank import StepCosts, fake_mode, simulate_step  # noqa:
 from megamoe.simulation.roofline import roofline  # noqa: E402
 from tests.in_subprocess import checks_of, run_checks  # noqa: E402
 from tests.simulation.check_plans import plan_of_example  # noqa: E402
-from tests.simulation.one_rank import ONE_RANK  # noqa: E402
+from tests.simulation.planned_states import QUICK, planned  # noqa: E402
 from tests.tiny import VOCABULARY, tiny  # noqa: E402
 
 SMALL = (
@@ -331,11 +331,7 @@ def check_three_examples_are_planned() -> None:
         assert not plan_of_example(Path(f"examples/{name}.yaml")), name
 
 
-def states_of_one_rank() -> dict[str, int]:
-    costs = simulate_step(load_config(None, [*ONE_RANK]), 1)
-    return {"parameters": costs.parameter_bytes, "optimizer": costs.optimizer_bytes}
-
-
 if __name__ == "__main__":
-    print(json.dumps(states_of_one_rank()))
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(planned(QUICK, folder)))
     print(run_checks(checks_of(globals())))

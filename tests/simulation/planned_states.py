@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig
-from megamoe.moe import layer
 from megamoe.simulation.stand_ins import without_data
 from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, small_run
 from tests.moe.part_layers import moe_tree
@@ -80,16 +79,10 @@ def run_of(number: int, folder: str, **further: Any) -> RunConfig:
     return without_data(small_run(folder, parallel=parallel, **run, **further))[0]
 
 
-def forget_constants() -> None:
-    """Drop the constants on the device that MoE layers keep from one run of a process to the next."""
-    layer.device_scalar.cache_clear()
-
-
 def planned(number: int, folder: str) -> dict[str, Any]:
     """What the simulation says of a case; see `tests.distributed.watched.measure`."""
     from megamoe.simulation.rank import simulate_step
 
-    forget_constants()
     costs = simulate_step(run_of(number, folder), CASES[number][0])
     return {
         "parameters": costs.parameter_bytes,

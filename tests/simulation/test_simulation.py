@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamoe.config import load_config
 from megamoe.model.size import model_size
-from megamoe.train.trainer import Trainer
-from tests.simulation.one_rank import ONE_RANK
+from tests.distributed.pool import Pool
+from tests.distributed.watched import measure
+from tests.simulation.planned_states import CASES, run_of
+from tests.simulation.planned_states import QUICK as QUICK_CASE
 
 ROOT = Path(__file__).parents[2]
 QUICK = [
@@ -40,16 +41,21 @@ FULL = ["states_of_a_layout", "recomputation_is_counted"]
 
 
 def run_checks(names: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Run checks in a process -> bytes of the simulated states of ONE_RANK, and what each check found."""
-    if not shutil.which("g++"):
-        pytest.skip("no g++ to build the fake CUDA device")
-    if torch.version.cuda and not torch.cuda.is_available():
-        pytest.skip("PyTorch is built with CUDA, and there is no CUDA device")
+    """Run checks in a process -> bytes of the simulated states of a small run, and what each check found."""
+    needs_fake_device()
     command = [sys.executable, "-W", "ignore", "-m", "tests.simulation.check_simulation", *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     states, found = done.stdout.splitlines()[-2:]
     return json.loads(states), json.loads(found)
+
+
+def needs_fake_device() -> None:
+    """Skip the test where the fake CUDA device cannot be made."""
+    if not shutil.which("g++"):
+        pytest.skip("no g++ to build the fake CUDA device")
+    if torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("PyTorch is built with CUDA, and there is no CUDA device")
 
 
 @pytest.fixture(scope="module")
@@ -69,32 +75,12 @@ def test_counts_of_layouts() -> None:
 
 
 def test_a_real_rank_holds_the_same_bytes(
-    quick: tuple[dict[str, int], dict[str, str]], tmp_path: Path
+    quick: tuple[dict[str, int], dict[str, str]], pool: Pool, tmp_path: Path
 ) -> None:
-    """Weights, masters and moments after a step of the trainer on the CPU."""
-    trainer = Trainer(load_config(None, [*ONE_RANK, f"output={tmp_path}"]))
-    try:
-        trainer.step()
-        engine = trainer.engine
-        masters = [tensor for shard in engine.optimizer_shards() for tensor in shard.tensors]
-        moments = [
-            value
-            for state in engine.inner_optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        found = {
-            "parameters": storage_bytes(list(engine.model.parameters())),
-            "optimizer": storage_bytes([*masters, *moments]),
-        }
-    finally:
-        trainer.close()
-    assert quick[0] == found
-
-
-def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of memory that tensors share, once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    """Weights, masters and moments, gradients; tests/distributed/test_planned_states.py has more layouts."""
+    ranks = CASES[QUICK_CASE][0]
+    real = pool.run(measure, [run_of(QUICK_CASE, str(tmp_path))], ranks=ranks)[0][0]
+    assert {name: real[name] for name in quick[0]} == quick[0]
 
 
 @pytest.mark.parametrize(
