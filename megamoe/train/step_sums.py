@@ -106,7 +106,7 @@ class StepSums:
         world = dist.get_world_size()
         share = copies / world
         seconds = batches.new_zeros(world)
-        seconds[dist.get_rank()] = own_seconds * copies
+        seconds.narrow(0, dist.get_rank(), 1).fill_(own_seconds * copies)  # an assignment would wait
         packed = torch.cat(
             [
                 batches,

@@ -305,6 +305,24 @@ def check_saves_take_two_pinned_pieces() -> None:
         writer.PIECE_BYTES = plain
 
 
+def check_own_times_do_not_wait() -> None:
+    """The host reads the events of a step at the beginning of the next, and waits for none."""
+    import torch
+
+    from megamoe.moe.timers import OwnTime
+
+    own = OwnTime(torch.device("cuda"))
+
+    def two_steps() -> None:
+        for _ in range(2):
+            own.begin()
+            own.pause()
+            own.resume()
+            own.end()
+
+    assert not found("sync", two_steps) and own.seconds == 0.0
+
+
 CHECKS = checks_of(globals())
 DEVICE: list[pretended.Device] = []
 
