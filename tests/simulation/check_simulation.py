@@ -5,9 +5,11 @@ from megamoe.simulation import cuda_device
 cuda_device.load()
 
 import json  # noqa: E402
+import math  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from contextlib import ExitStack  # noqa: E402
+from dataclasses import asdict  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -31,9 +33,11 @@ from megamoe.simulation.expert_load import evenly  # noqa: E402
 from megamoe.simulation.hardware import GPUS  # noqa: E402
 from megamoe.simulation.memory import ACTIVATIONS, PARAMETERS  # noqa: E402
 from megamoe.simulation.parts import Parts  # noqa: E402
+from megamoe.simulation.plan import Cluster, make_plan  # noqa: E402
 from megamoe.simulation.rank import StepCosts, fake_mode, simulate_step  # noqa: E402
 from megamoe.simulation.roofline import roofline  # noqa: E402
 from tests.in_subprocess import checks_of, run_checks  # noqa: E402
+from tests.simulation import check_command  # noqa: E402
 from tests.simulation.check_plans import plan_of_example  # noqa: E402
 from tests.simulation.planned_states import QUICK, planned  # noqa: E402
 from tests.tiny import VOCABULARY, tiny  # noqa: E402
@@ -325,6 +329,23 @@ def check_bad_input_is_told() -> None:
             raise AssertionError(overrides)
 
 
+def check_an_encoder_decoder_is_extrapolated() -> None:
+    """Its figures are those of a simulation of all blocks: MoE in both stacks, or in the encoder."""
+    stacks = ("model.encoder_layers=5", "model.num_layers=4", "parallel.expert=4", "moe.num_experts=4")
+    objective = ("model.architecture=encoder_decoder", "train.objective=span_corruption")
+    batch = ("train.global_batch_size=16", "data.sequence_length=64")
+    for decoder in ("{every: 1}", "{}"):
+        layers = f"moe.layers={{encoder: {{every: 1}}, decoder: {decoder}}}"
+        config = tiny(*SMALL, *objective, *stacks, "moe.layers.every=null", layers, *batch)
+        fewer, whole = (make_plan(config, Cluster(1, 4, GPUS["h100"]), whole=all_) for all_ in (False, True))
+        assert (fewer.simulated, whole.simulated) == ([2, 3, 3], [9])
+        found, wanted = asdict(fewer.figures), asdict(whole.figures)
+        for name, values in wanted.items():
+            assert found[name].keys() == values.keys(), name
+            for key, value in values.items():
+                assert math.isclose(found[name][key], value, rel_tol=1e-9), (name, key, value)
+
+
 def check_three_examples_are_planned() -> None:
     """The others are full tests, see tests/test_recipes.py."""
     for name in ("demo", "own_parts", "papers/sgmoe_lm_256_h_small"):
@@ -334,4 +355,4 @@ def check_three_examples_are_planned() -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(planned(QUICK, folder)))
-    print(run_checks(checks_of(globals())))
+    print(run_checks(checks_of({**globals(), **vars(check_command)})))

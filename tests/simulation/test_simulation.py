@@ -36,8 +36,15 @@ QUICK = [
     "evenly",
     "bad_input_is_told",
     "three_examples_are_planned",
+    "command_prints_a_plan",
+    "command_tells_mistakes",
 ]
-FULL = ["states_of_a_layout", "recomputation_is_counted"]
+FULL = [
+    "states_of_a_layout",
+    "recomputation_is_counted",
+    "an_encoder_decoder_is_extrapolated",
+    "command_searches",
+]
 
 
 def run_checks(names: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:

@@ -1,0 +1,103 @@
+"""Checks of the command `tools/plan.py`, called in a process where the fake CUDA device is loaded."""
+
+import io
+import json
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from xml.etree import ElementTree
+
+import yaml
+
+from megamoe.simulation import layout_search
+from tools import plan as command
+
+RUN: dict[str, Any] = {
+    "name": "small",
+    "data": {"mock": True, "sequence_length": 64},
+    "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512},
+    "moe": {"layers": {"at": [1]}, "num_experts": 4, "expert_ffn_hidden_size": 96},
+    "train": {"steps": 4, "micro_batch_size": 2, "global_batch_size": 8},
+    "parallel": {"expert": 4, "deepspeed": "ds_configs/zero1_bf16_cuda.json"},
+}
+
+
+def called(folder: str, *options: str) -> tuple[int, str, str]:
+    """Return the exit code of the command on 4 GPUs, and what it prints on standard output and error."""
+    config = Path(folder) / "run.yaml"
+    config.write_text(yaml.safe_dump(RUN))
+    arguments = ["--config", str(config), "--nodes", "1", "--gpus-per-node", "4", *options]
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
+        code = command.main(arguments)
+    return code, printed.getvalue(), errors.getvalue()
+
+
+def check_command_prints_a_plan() -> None:
+    """The page, the JSON file and the picture have the same figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        stored, drawn = Path(folder) / "plan.json", Path(folder) / "plan.svg"
+        code, page, errors = called(folder, "--json", str(stored), "--picture", str(drawn))
+        assert code == 0, errors
+        plan = json.loads(stored.read_text())
+        bars = ElementTree.fromstring(drawn.read_text())
+    lines = page.splitlines()
+    assert lines[0].startswith("small: ") and lines[0].endswith("on 1 x 4 H100 SXM")
+    assert lines[1] == (
+        "tensor 1, sequence off, expert 4, expert_tensor 1, data 4, ZeRO 1, bf16, recompute none"
+    )
+    memory = f"memory of a rank, GB: peak {plan['peak_bytes'] / 1e9:.2f} of {plan['usable_bytes'] / 1e9:.1f}"
+    assert f"{memory} usable; fits: " in page
+    assert plan["fits"] and plan["parameters"] > 0
+    states = ", ".join(f"{name} {size:,.0f}" for name, size in plan["states"].items())
+    assert f"  states, bytes: {states}" in lines
+    seconds = plan["step_seconds"]
+    time = f"time of a step: {seconds * 1e3:,.1f} ms, {plan['tokens_per_second']:,.0f} tokens/s"
+    assert f"{time}, model FLOP utilisation {plan['model_flop_utilisation']:.1%}" in lines
+    assert plan["collectives"]
+    for row in plan["collectives"]:
+        [line] = [line for line in lines if line.startswith(f"  {row['what']} ")]
+        calls, given = line.removeprefix(f"  {row['what']}").split()[1:3]
+        assert (calls, given) == (f"{row['calls']:,}", f"{row['bytes'] / 1e6:,.1f}")
+    assert lines[lines.index("assumed, not measured:") + 1 :] == plan["assumptions"]
+    texts = [text.text or "" for text in bars.iter("{http://www.w3.org/2000/svg}text")]
+    for phase, sizes in plan["phases"].items():
+        assert f"{phase} {sum(sizes.values()) / 1e9:.1f} GB" in texts
+
+
+def check_command_searches() -> None:
+    """The table has the layouts of the JSON file; then comes the page of the first."""
+    fewer = {"RECOMPUTE": ("none",), "SLICES": (1,), "ZERO_FILES": {"bf16": []}}
+    with tempfile.TemporaryDirectory() as folder, patch.multiple(layout_search, **fewer):
+        stored = Path(folder) / "found.json"
+        code, page, errors = called(folder, "--search", "--simulate", "2", "--json", str(stored))
+        assert code == 0, errors
+        found = json.loads(stored.read_text())
+    assert page.startswith(f"{found['considered']:,} layouts considered: {found['illegal']:,} that")
+    table, first = page.split("\n\nthe first of them:\n")
+    assert len(found["layouts"]) == 2
+    rows = table.splitlines()[3:]
+    assert len(rows) == 2
+    for row, layout in zip(rows, found["layouts"], strict=True):
+        assert row.split()[0] == f"{layout['plan']['step_seconds'] * 1e3:,.1f}"
+        assert row.endswith(" ".join(layout["overrides"]))
+    assert f"time of a step: {found['layouts'][0]['plan']['step_seconds'] * 1e3:,.1f} ms" in first
+
+
+def check_command_tells_mistakes() -> None:
+    """Exit code 2, one line on standard error, and no page."""
+    for options, said in (
+        (("--gpu", "h1000"), "h1000"),
+        (("--simulate", "0"), "--simulate: found 0, expected at least 1"),
+        (("--disk", "0"), "--disk: found 0, expected GB/s above 0"),
+        (("--json", "/no/such/folder/plan.json"), "--json"),
+        (("model.num_layer=3",), "num_layer"),
+        (("parallel.expert=3",), "parallel.expert"),
+        (("--load", "5"), "load: found 5, expected 1 to 4"),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            code, page, errors = called(folder, *options)
+        assert (code, page) == (2, ""), (options, code, page)
+        assert errors.startswith("error: ") and said in errors, errors
+        assert len(errors.splitlines()) == 1, errors
