@@ -10,8 +10,12 @@ if __name__ == "__main__":
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
 
 from megamoe.config import RunConfig
 from megamoe.simulation.stand_ins import without_data
@@ -61,6 +65,7 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (4, "zero3_bf16 cut", {"expert": 4}, {"model__latent": LATENT}),
 ]
 QUICK = 7
+STATES = ("parameters", "optimizer", "gradients", "buffers")
 
 
 def run_of(number: int, folder: str, **further: Any) -> RunConfig:
@@ -81,14 +86,31 @@ def run_of(number: int, folder: str, **further: Any) -> RunConfig:
 
 def planned(number: int, folder: str) -> dict[str, Any]:
     """What the simulation says of a case; see `tests.distributed.watched.measure`."""
-    from megamoe.simulation.rank import simulate_step
+    from megamoe.simulation import rank
+    from megamoe.simulation.memory import ACTIVATIONS
 
-    costs = simulate_step(run_of(number, folder), CASES[number][0])
+    class KeepingEngine(rank.CountedEngine):
+        """Tells what the last forward pass has left for the backward pass."""
+
+        def backward(self, loss: Tensor) -> None:
+            nonlocal kept
+            kept = self.counter.memory.live_bytes(ACTIVATIONS)
+            super().backward(loss)
+
+    kept = 0
+    with patch.object(rank, "CountedEngine", KeepingEngine):
+        costs = rank.simulate_step(run_of(number, folder), CASES[number][0])
+    sent: Counter[str] = Counter()
+    for key, total in costs.counts.collectives.items():
+        sent[f"{key.kind} of {len(key.ranks)}"] += total.bytes
     return {
         "parameters": costs.parameter_bytes,
         "optimizer": costs.optimizer_bytes,
         "gradients": costs.gradient_bytes,
         "buffers": costs.buffer_bytes,
+        "kept": kept,
+        "most": costs.peak.bytes - costs.parameter_bytes - costs.optimizer_bytes - costs.buffer_bytes,
+        "sent": dict(sent),
     }
 
 
