@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megamoe.compat.fake_cuda import fake_torch_cuda
 from megamoe.config import RunConfig
 from megamoe.model.size import ModelSize, model_size
-from megamoe.simulation.fewer_blocks import extrapolated
+from megamoe.simulation.fewer_blocks import extrapolated, is_worth_it, kinds
 from megamoe.simulation.figures import Figures, with_micro_batches
 from megamoe.simulation.hardware import Gpu
 from megamoe.simulation.links import Topology
@@ -113,8 +113,8 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
         costs = simulate_step(model, cluster.ranks, load, min(micro_batches, 3))
         return with_micro_batches(costs, cluster.gpu, topology, micro_batches)
 
-    blocks = config.model.num_layers
-    if whole or blocks <= WHOLE or config.model.architecture != "decoder":
+    blocks = len(kinds(config))
+    if whole or blocks <= WHOLE or config.model.architecture == "encoder" or not is_worth_it(config):
         figures, simulated = simulate(config), [blocks]
     else:
         figures, simulated = extrapolated(config, simulate)
