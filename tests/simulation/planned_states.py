@@ -13,9 +13,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
-
-from torch import Tensor
 
 from megamoe.config import RunConfig
 from megamoe.simulation.stand_ins import without_data
@@ -87,19 +84,8 @@ def run_of(number: int, folder: str, **further: Any) -> RunConfig:
 def planned(number: int, folder: str) -> dict[str, Any]:
     """What the simulation says of a case; see `tests.distributed.watched.measure`."""
     from megamoe.simulation import rank
-    from megamoe.simulation.memory import ACTIVATIONS
 
-    class KeepingEngine(rank.CountedEngine):
-        """Tells what the last forward pass has left for the backward pass."""
-
-        def backward(self, loss: Tensor) -> None:
-            nonlocal kept
-            kept = self.counter.memory.live_bytes(ACTIVATIONS)
-            super().backward(loss)
-
-    kept = 0
-    with patch.object(rank, "CountedEngine", KeepingEngine):
-        costs = rank.simulate_step(run_of(number, folder), CASES[number][0])
+    costs = rank.simulate_step(run_of(number, folder), CASES[number][0])
     sent: Counter[str] = Counter()
     for key, total in costs.counts.collectives.items():
         sent[f"{key.kind} of {len(key.ranks)}"] += total.bytes
@@ -108,7 +94,6 @@ def planned(number: int, folder: str) -> dict[str, Any]:
         "optimizer": costs.optimizer_bytes,
         "gradients": costs.gradient_bytes,
         "buffers": costs.buffer_bytes,
-        "kept": kept,
         "most": costs.peak.bytes - costs.parameter_bytes - costs.optimizer_bytes - costs.buffer_bytes,
         "sent": dict(sent),
     }
