@@ -126,7 +126,8 @@ def measure(runs: Sequence[RunConfig]) -> list[dict[str, Any]]:
     """Job: what this rank holds and sends in the second step of each run, one after the other in one world.
 
     parameters: weights and buffers. optimizer: masters and moments. gradients: what else the engine holds
-    when the backward pass ends. buffers: the same after the step. most: beyond what is held when the step begins. sent: of collectives, by kind and ranks.
+    when the backward pass ends. buffers: the same after the step. most: beyond what is held when the step
+    begins. sent: of collectives, by kind and ranks.
     """
     try:
         return [_measured(config) for config in runs]
