@@ -1,6 +1,6 @@
 """What the MoE layers know about the current step and micro batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ class StepContext:
     numbered from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each
     sequence; None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary
     losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. own_time:
-    of this rank's own work; None: not measured. micro_batch: its number in the run; data-parallel ranks take
+    of this rank's own work. micro_batch: its number in the run; data-parallel ranks take
     micro batches in turn.
     num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
     rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
@@ -45,7 +45,7 @@ class StepContext:
     data_group: dist.ProcessGroup | None = None
     measure_gradients: bool = False
     timers: StageTimers | None = None
-    own_time: OwnTime | None = None
+    own_time: OwnTime = field(default_factory=lambda: OwnTime(torch.device("cpu")))
     padding: Padding | None = None
     source: SourceTokens | None = None
     sequence_T: Tensor | None = None

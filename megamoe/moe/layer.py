@@ -118,9 +118,7 @@ class MoELayer(nn.Module):
             routing = self.router(hidden_TH, context)
             own = self.spread.own(routing, context)
         shared_TH = None if self.shared is None else self.shared(hidden_TH)
-        own_time = self.context.own_time
-        if own_time is not None:
-            own_time.pause()
+        self.context.own_time.pause()
         with self._stage("dispatch"):
             rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, own)
         with self._stage("experts"):
@@ -133,8 +131,7 @@ class MoELayer(nn.Module):
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
         output_TH = self._with_losses(output_TH, routing, context)
-        if own_time is not None:
-            own_time.resume()
+        self.context.own_time.resume()
         return output_TH
 
     def _stage(self, name: str) -> AbstractContextManager[None]:

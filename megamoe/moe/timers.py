@@ -54,7 +54,7 @@ class OwnTime:
     parallelism and ZeRO 3, even out the times of the ranks that wait for each other.
 
     On CUDA the parts lie between events on the current stream. They are read at the next `begin`, when the
-    host has waited for the step's sums.
+    host has waited for the step's sums. Before the first `begin` nothing is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,6 +78,13 @@ class OwnTime:
 
     resume = pause
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what runs inside: a wait for other ranks."""
+        self.pause()
+        yield
+        self.resume()
+
     def end(self) -> None:
         """End the measurement of this step; nothing if it has ended."""
         self.pause()
@@ -90,16 +97,6 @@ class OwnTime:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append(event)
-
-
-@contextmanager
-def paused(own_time: OwnTime | None) -> Iterator[None]:
-    """Leave out what runs inside: a wait for other ranks."""
-    if own_time is not None:
-        own_time.pause()
-    yield
-    if own_time is not None:
-        own_time.resume()
 
 
 def _between(begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:

@@ -19,7 +19,6 @@ from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.padding import Padding, SourceTokens
 from megamoe.moe.part import StepContext
-from megamoe.moe.timers import paused
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
@@ -51,8 +50,7 @@ def train_step(
     assert isinstance(model, LanguageModel)
     engine.set_accumulation(len(batches))
     ahead = MultiTokenLosses(model)
-    own_time = context.own_time
-    with paused(own_time):  # the scales count tokens over the ranks
+    with context.own_time.paused():  # the scales count tokens over the ranks
         scale_K = ahead.scales(batches, engine)  # on the device, where they are needed
     # Every tensor-parallel rank works out a micro batch's auxiliary losses, and their gradients are summed.
     share = 1.0 / (len(batches) * engine.layout.tensor)
@@ -67,8 +65,7 @@ def train_step(
         losses_BS = engine.forward(
             last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
         )
-        if own_time is not None:
-            own_time.end()  # of the first micro batch
+        context.own_time.end()  # of the first micro batch
         masked_BS = losses_BS * batch.loss_mask_BS
         lm_sum = masked_BS.sum() / rollouts
         loss = lm_sum * scale_K[0]
@@ -83,8 +80,7 @@ def train_step(
         judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
         tick()
     with engine.gathered(measured_parameters(model)):
-        own_seconds = 0.0 if own_time is None else own_time.seconds
-        record = sums.record(engine.layout.tensor, own_numbers(model), own_seconds)
+        record = sums.record(engine.layout.tensor, own_numbers(model), context.own_time.seconds)
     record.weight_ahead = ahead.weight
     if not math.isfinite(record.lm_sum):
         record.not_finite = _samples_not_finite(judged, batches, rollouts)

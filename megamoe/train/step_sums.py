@@ -104,9 +104,6 @@ class StepSums:
         if squares is None:
             squares = batches.new_full((len(layers), len(names) + 1), float("nan"))
         world = dist.get_world_size()
-        share = copies / world
-        seconds = batches.new_zeros(world)
-        seconds.narrow(0, dist.get_rank(), 1).fill_(own_seconds * copies)  # an assignment would wait
         packed = torch.cat(
             [
                 batches,
@@ -114,8 +111,8 @@ class StepSums:
                 values.view(-1),
                 squares.view(-1),
                 *([] if self._ahead is None else [self._ahead]),
-                *(numbers * share for numbers in own.values()),
-                seconds,
+                *(numbers * (copies / world) for numbers in own.values()),
+                _in_own_place(own_seconds * copies, device),
                 *([] if self._counts is None else [self._counts.double()]),
             ]
         )
@@ -171,6 +168,13 @@ class StepSums:
                 gradient_shares=ratios,
                 own_numbers={name: numbers[place] for name, numbers in parts.items()},
             )
+
+
+def _in_own_place(number: float, device: torch.device) -> Tensor:
+    """Return this rank's number at its place among those of all ranks, fp64 [ranks]; the others are 0."""
+    numbers_R = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    numbers_R.narrow(0, dist.get_rank(), 1).fill_(number)  # an assignment would wait for the device
+    return numbers_R
 
 
 def _sizes(counts: Tensor) -> list[int]:

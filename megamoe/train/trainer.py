@@ -19,7 +19,7 @@ from megamoe.metrics import check_record
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
-from megamoe.moe.timers import StageTimers, paused
+from megamoe.moe.timers import StageTimers
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.consensus import (
     CollectiveError,
@@ -249,7 +249,7 @@ class Trainer:
             batches += itertools.islice(stream, count)
         except UserError as error:
             problem = str(error)
-        with paused(self.context.own_time):
+        with self.context.own_time.paused():
             raise_any_error_fast(problem, self.world.device)
         return batches
 

@@ -88,12 +88,11 @@ class Watch(TorchDispatchMode):
 
 
 class WatchedEngine(Engine):
-    """An engine that tells the watch which phase runs. Of the last micro batch: what the forward pass has
-    left, and what the engine holds beside the states when the backward pass ends.
+    """An engine that tells the watch which phase runs, and what it holds beside the states when the backward
+    pass of the last micro batch ends.
     """
 
     watch: Watch
-    kept: int
     gradients: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -107,7 +106,6 @@ class WatchedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """See `Engine`."""
-        self.kept = sum(self.watch.held("forward").values())
         with self.watch.during("backward"):
             super().backward(loss)
         self.gradients = self.held_beside_states()
@@ -128,8 +126,8 @@ def measure(runs: Sequence[RunConfig]) -> list[dict[str, Any]]:
     """Job: what this rank holds and sends in the second step of each run, one after the other in one world.
 
     parameters: weights and buffers. optimizer: masters and moments. gradients: what else the engine holds
-    when the backward pass ends. buffers: the same after the step. kept: what the forward pass leaves for the
-    backward pass. most: beyond what is held when the step begins. sent: of collectives, by kind and ranks.
+    when the backward pass ends. buffers: the same after the step. most: beyond what is held when the step
+    begins. sent: of collectives, by kind and ranks.
     """
     try:
         return [_measured(config) for config in runs]
@@ -153,7 +151,7 @@ def _measured(config: RunConfig) -> dict[str, Any]:
         found = {**sizes, "gradients": engine.gradients, "buffers": engine.held_beside_states()}
         trainer._stream.close()
         trainer.checkpoints.close()
-    return {**found, "kept": engine.kept, "most": watch.most - before, "sent": dict(watch.sent)}
+    return {**found, "most": watch.most - before, "sent": dict(watch.sent)}
 
 
 def states_of(engine: Engine) -> dict[str, dict[int, int]]:

@@ -13,6 +13,7 @@ from megamoe.config import load_config, to_dict
 from megamoe.errors import UserError
 from megamoe.hf.export_run import export_run
 from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Routing
 from megamoe.parallel.launch import find_world
 from tests.checkpoint_files import write_checkpoint
 from tests.tiny import tiny_gpt
@@ -209,20 +210,55 @@ def test_the_files_need_neither_megamoe_nor_more_than_the_folder(tmp_path: Path)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
+def recorded_choices(model: torch.nn.Module) -> list[Tensor]:
+    """Return a list to which every call of a router in `model` will append its choices, bool [T, E]."""
+    found: list[Tensor] = []
+
+    def record(router: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, Routing):
+            chosen_TE = torch.zeros_like(output.scores_TE, dtype=torch.bool)
+            chosen_TE[output.pairs.token_N, output.pairs.expert_N] = True
+            found.append(chosen_TE)
+        else:
+            found.append(output[0])
+
+    for module in model.modules():
+        if type(module).__name__ == "Router":
+            module.register_forward_hook(record)
+    return found
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("preset", ["hash", "x_moe_hypersphere"])
+@pytest.mark.parametrize("preset", ["deepseek_v3", "hash", "x_moe_hypersphere"])
 @torch.no_grad()
 def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) -> None:
-    """Both are compared with the class in fp32 on the same rounded weights."""
-    step = tmp_path / "step_00000001"
+    """Both are compared with the class in fp32 on the same rounded weights.
+
+    bf16 changes the choice between experts whose scores are nearly equal, and a token with another expert has
+    another output, which later tokens attend to. So the logits are compared at the tokens up to which all
+    three models make the same choices. The numbers of changed choices are compared by themselves.
+    """
+    step, count = tmp_path / "step_00000001", 16
     saved(step, preset, NO_CAPACITY)
     export_run(step, tmp_path / "out", model_class="custom", dtype="bf16", report=lambda line: None)
     exact = loaded(tmp_path / "out")
     theirs = type(exact).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
     trained = Session(find_world(), (), precision="bf16", _is_started=True).open(step)
-    tokens_BS = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    recorded = [recorded_choices(model) for model in (exact, theirs, trained.decoder)]
+    tokens_BS = torch.randint(WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(3))
     expected_BSV = exact(tokens_BS).logits
     found = theirs(tokens_BS).logits.float(), ours(trained.decoder, trained.context, tokens_BS).float()
     assert theirs.dtype == torch.bfloat16
-    errors = [float((each - expected_BSV).square().mean().sqrt() / expected_BSV.std()) for each in found]
-    assert 0 < errors[0] < 1.5 * errors[1] < 0.3, errors
+    layers = len(recorded[0])
+    shape = layers, count, LENGTH, -1
+    right, of_class = (torch.stack(each).view(shape) for each in recorded[:2])
+    of_ours = torch.stack(recorded[2]).view(count, layers, LENGTH, -1).transpose(0, 1)
+    differs = [(each != right).any(-1) for each in (of_class, of_ours)]  # [layers, B, S]
+    shares = [float(each.float().mean()) for each in differs]
+    assert shares[0] <= 1.5 * shares[1] < 0.3, shares
+    agree_BS = ~(differs[0] | differs[1]).any(0).cummax(dim=1).values
+    assert agree_BS.sum() > 50
+    errors = [
+        float((each - expected_BSV)[agree_BS].square().mean().sqrt() / expected_BSV.std()) for each in found
+    ]
+    assert 0 < errors[0] < 1.5 * errors[1] < 0.1, errors

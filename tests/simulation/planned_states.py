@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (4, "zero3_bf16 cut", {"expert": 4}, {"model__latent": LATENT}),
 ]
 QUICK = 7
+STATES = ("parameters", "optimizer", "gradients", "buffers")
 
 
 def run_of(number: int, folder: str, **further: Any) -> RunConfig:
@@ -81,14 +83,19 @@ def run_of(number: int, folder: str, **further: Any) -> RunConfig:
 
 def planned(number: int, folder: str) -> dict[str, Any]:
     """What the simulation says of a case; see `tests.distributed.watched.measure`."""
-    from megamoe.simulation.rank import simulate_step
+    from megamoe.simulation import rank
 
-    costs = simulate_step(run_of(number, folder), CASES[number][0])
+    costs = rank.simulate_step(run_of(number, folder), CASES[number][0])
+    sent: Counter[str] = Counter()
+    for key, total in costs.counts.collectives.items():
+        sent[f"{key.kind} of {len(key.ranks)}"] += total.bytes
     return {
         "parameters": costs.parameter_bytes,
         "optimizer": costs.optimizer_bytes,
         "gradients": costs.gradient_bytes,
         "buffers": costs.buffer_bytes,
+        "most": costs.peak.bytes - costs.parameter_bytes - costs.optimizer_bytes - costs.buffer_bytes,
+        "sent": dict(sent),
     }
 
 

@@ -56,6 +56,8 @@ def test_a_start_reads_the_deepspeed_file_once(tmp_path: Path, monkeypatch: pyte
 def test_each_value_is_computed_in_one_place() -> None:
     calls: dict[str, list[str]] = {name: [] for name in ONCE}
     for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name in ("layout_search.py", "layout_estimate.py"):  # of other layouts than the run's
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in calls:
                 calls[name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
