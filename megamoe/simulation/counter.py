@@ -71,16 +71,18 @@ class Counts:
 
 
 class CostCounter(TorchDispatchMode):
-    """Counts what runs on fake CUDA tensors; enter it inside a FakeTensorMode.
+    """Counts what runs on fake tensors of a device; enter it inside a FakeTensorMode.
 
-    phase: forward, backward or optimizer, set by the caller. kept: the share of a mask's entries that are
-    true, where a tensor-parallel rank takes the pairs of its own tokens; None: no mask's share is known.
-    A read of a fake scalar gives 1.0, of an integer or bool 0.
+    on_cuda: whether the device is a CUDA device with a host beside it, or the CPU. phase: forward, backward
+    or optimizer, set by the caller. kept: the share of a mask's entries that are true, where a
+    tensor-parallel rank takes the pairs of its own tokens; None: no mask's share is known. A read of a fake
+    scalar gives 1.0, of an integer or bool 0.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, on_cuda: bool = True) -> None:
         super().__init__()
         self.parts = parts
+        self._on_cuda = on_cuda
         self.phase = "step"
         self.kept: float | None = None
         self.counts = Counts()
@@ -95,7 +97,7 @@ class CostCounter(TorchDispatchMode):
         part = self.parts.current()
         if name == "aten::_local_scalar_dense":
             return self._read(args[0], part)
-        if name == "aten::nonzero" and self.kept is not None and args[0].dim() == 1 and on_cuda(args[0]):
+        if name == "aten::nonzero" and self.kept is not None and args[0].dim() == 1 and self._here(args[0]):
             result = args[0].new_empty((round(self.kept * len(args[0])), 1), dtype=torch.int64)
             self.counts.syncs[part] += 1
         else:
@@ -106,12 +108,18 @@ class CostCounter(TorchDispatchMode):
             self._count(function, args, kwargs, result, part)
         for tensor in tensors_in(result):
             if not tensor.is_meta:
-                memory = self.memory if on_cuda(tensor) else self.host
-                memory.add(tensor, CATEGORY_OF_PHASE.get(self.phase, TEMPORARY), part)
+                self.memory_of(tensor).add(tensor, CATEGORY_OF_PHASE.get(self.phase, TEMPORARY), part)
         return result
 
+    def memory_of(self, tensor: Tensor) -> MemoryTimeline:
+        """Return the device's memory, or the host's."""
+        return self.memory if self._here(tensor) else self.host
+
+    def _here(self, tensor: Tensor) -> bool:
+        return on_cuda(tensor) == self._on_cuda
+
     def _read(self, tensor: Tensor, part: str) -> float | int | bool:
-        if on_cuda(tensor):
+        if self._here(tensor):
             self.counts.syncs[part] += 1
         if tensor.dtype == torch.bool:
             return False
@@ -119,12 +127,12 @@ class CostCounter(TorchDispatchMode):
 
     def _count(self, function: Any, args: Any, kwargs: Any, result: Any, part: str) -> None:
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(result))
-        on_device = [on_cuda(tensor) for tensor in [*given, *made]]
+        on_device = [self._here(tensor) for tensor in [*given, *made]]
         if not any(on_device):
             return
         name = name_of(function)
         if name in ("aten::_to_copy", "aten::copy_") and not all(
-            on_cuda(tensor) for tensor in [*given[:2], *made]
+            self._here(tensor) for tensor in [*given[:2], *made]
         ):
             self._count_copy(given, made, kwargs, args, part)
         cost = operator_cost(function, args, kwargs, result)
@@ -142,7 +150,7 @@ class CostCounter(TorchDispatchMode):
         """A copy between host and device. The host waits for one from the device."""
         target = made[0] if made else given[0]
         blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
-        if not on_cuda(target):
+        if not self._here(target):
             self.counts.syncs[part] += 1
         elif blocking:
             self.counts.uploads[part] += 1

@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -126,19 +126,23 @@ class CountedEngine(Engine):
             self.counter.memory.begin_phase(before)
 
 
-def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batches: int = 1) -> StepCosts:
-    """Count the second step of rank 0 of so many ranks, on a fake CUDA device.
+def simulate_step(
+    config: RunConfig, ranks: int, load: float = 1.0, micro_batches: int = 1, device: str = "cuda"
+) -> StepCosts:
+    """Count the second step of rank 0 of so many ranks, on a fake device.
 
-    load: rows that the experts of this rank get, over the mean of all ranks. `cuda_device.load` comes first.
+    load: rows that the experts of this rank get, over the mean of all ranks. device: cuda, for which
+    `cuda_device.load` comes first, or cpu, with the operators of a CPU, as real ranks can be compared with.
     The process may not be in a process group.
 
     Raises:
         UserError: for a configuration that training would refuse.
     """
-    world = launch.World(0, ranks, 0, torch.device("cuda", 0), "fake")
+    world = launch.World(0, ranks, 0, torch.device(device, 0 if device == "cuda" else None), "fake")
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     config.model.cpu_kernels = "plain"
-    with fake_torch_cuda():
+    on_cuda = device == "cuda"
+    with fake_torch_cuda() if on_cuda else nullcontext():
         run = resolve_run(config, ranks)
     if load != 1 and not 1 < load <= run.plan.layout.expert:
         most = f"1 to {run.plan.layout.expert}, the ranks of parallel.expert"
@@ -151,21 +155,21 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
         stack.enter_context(unknown_sizes_raise(UserError(UNKNOWN_SIZES)))
         # In this thread, whose settings for fakes the threads of the autograd engine do not have.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for patch in (full_sequences(), zero_without_values()):
+        for patch in (fake_torch_cuda(), fused_operators()) if on_cuda else ():
             stack.enter_context(patch)
-        for each in (fake_torch_cuda(), modules_move_fakes(), fused_operators(), fake_mode()):
+        for each in (full_sequences(), zero_without_values(), modules_move_fakes(), fake_mode()):
             stack.enter_context(each)
         stack.callback(launch.stop)
         launch.start(world, config.parallel.timeout_minutes)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
-        with torch.device("cuda"), fakes_are_drawn():
+        with torch.device(device), fakes_are_drawn():
             model = build_model(config, run.vocabulary.size, factory, _partition(run))
         parts = Parts(model)
         for _, layer in model.moe_layers():
             layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[arg-type]
-        counter = CostCounter(parts)
+        counter = CostCounter(parts, on_cuda)
         router = config.moe.router
         if config.parallel.tensor > 1 and not router.masks and router.capacity.name == "none":
             counter.kept = 1 / config.parallel.tensor
@@ -208,7 +212,7 @@ def _count(
 ) -> StepCosts:
     memory = counter.memory
     for tensor in weights_of(model):
-        (memory if tensor.is_cuda else counter.host).add(tensor, PARAMETERS, "model")
+        counter.memory_of(tensor).add(tensor, PARAMETERS, "model")
     counter.phase = "start"
     engine = CountedEngine(config, model, world, run.plan, run.filled)
     engine.counter = counter

@@ -1,6 +1,7 @@
 """What a real rank holds and sends in its second step, seen at every operator."""
 
 import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamoe.config import RunConfig
 from megamoe.kernels.attention.rotary import angles
+from megamoe.moe import dispatch
 from megamoe.moe.layer import device_scalar
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
@@ -23,6 +25,9 @@ from megamoe.train import trainer as trainer_module
 from megamoe.train.trainer import Trainer
 from megamoe.zero.engine import Engine
 from megamoe.zero.simulated import weights_of
+from tests.simulation.planned_states import rows_are_not_padded
+
+SETTLED = 10  # looks, 20 ms apart, in which nothing was freed
 
 
 class Watch(TorchDispatchMode):
@@ -74,8 +79,20 @@ class Watch(TorchDispatchMode):
 
     def held(self, *phases: str) -> dict[int, int]:
         """Bytes of the live storages that these phases made."""
-        gc.collect()
+        self._settle()
         return {key: size for key, (size, phase) in self.live.items() if phase in phases}
+
+    def _settle(self) -> None:
+        """Wait until nothing is freed any more.
+
+        A thread of gloo may hold the tensors of a collective for a moment after its caller has gone on.
+        """
+        gc.collect()
+        before, unchanged = len(self.live), 0
+        while unchanged < SETTLED:
+            time.sleep(0.02)
+            unchanged = unchanged + 1 if len(self.live) == before else 0
+            before = len(self.live)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -140,18 +157,32 @@ def _measured(config: RunConfig) -> dict[str, Any]:
         cached.cache_clear()  # what an earlier run has left there would not be seen here
     watch = Watch()
     engine_class = type("Watched", (WatchedEngine,), {"watch": watch})
-    with patch.object(trainer_module, "Engine", engine_class), watch:
+    counts: list[list[list[int]]] = []
+
+    def read_counts(vectors: Sequence[Tensor]) -> list[list[int]]:
+        counts.append(read(vectors))
+        return counts[-1]
+
+    read = dispatch.read_counts
+    with (
+        patch.object(trainer_module, "Engine", engine_class),
+        patch.object(dispatch, "read_counts", read_counts),
+        rows_are_not_padded(),
+        watch,
+    ):
         trainer = Trainer(config)
         trainer.step()
+        trainer.step()  # in which ZeRO 3 compares over the ranks, once
         watch.start()
         before = watch.most
+        counts.clear()
         trainer.step()
         engine: Any = trainer.engine
         sizes = {name: sum(part.values()) for name, part in states_of(engine).items()}
         found = {**sizes, "gradients": engine.gradients, "buffers": engine.held_beside_states()}
         trainer._stream.close()
         trainer.checkpoints.close()
-    return {**found, "most": watch.most - before, "sent": dict(watch.sent)}
+    return {**found, "most": watch.most - before, "sent": dict(watch.sent), "counts": counts}
 
 
 def states_of(engine: Engine) -> dict[str, dict[int, int]]:

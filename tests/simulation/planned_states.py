@@ -1,22 +1,33 @@
 """Small runs on 1, 2 and 4 ranks, and what the simulation says that their first rank holds and sends.
 
-Run with a folder and numbers of cases, it prints that as JSON, in a process with the fake CUDA device.
+Run with a device (cuda, cpu), a folder and numbers of cases, it prints that as JSON. The folder may have
+counts.json: by the number of a case, the numbers of rows that a real rank has exchanged in a step.
 """
+
+import sys
 
 from megamoe.simulation import cuda_device
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "cuda":
     cuda_device.load()
 
 import json
-import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
 
 from megamoe.config import RunConfig
+from megamoe.kernels.experts import grouped_gemm
+from megamoe.moe.experts import grouped
 from megamoe.simulation.stand_ins import without_data
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, small_run
+from tests.distributed.runs import CUT_ALL, ds_variant, small_run
 from tests.moe.part_layers import moe_tree
 
 LATENT = {"query_rank": 8, "key_value_rank": 6, "nope_size": 4, "rope_size": 2, "value_size": 5}
@@ -62,6 +73,10 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (4, "zero3_bf16 cut", {"expert": 4}, {"model__latent": LATENT}),
 ]
 QUICK = 7
+# Large enough that activations are most of what a step holds beside the states. DeepSpeed's own sizes of
+# buckets are larger than all of them.
+SIZES = {"data__sequence_length": 128, "train__micro_batch_size": 2}
+BUCKETS = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
 STATES = ("parameters", "optimizer", "gradients", "buffers")
 
 
@@ -69,23 +84,35 @@ def run_of(number: int, folder: str, **further: Any) -> RunConfig:
     """The configuration of a case, with nothing in it that a plan replaces. folder: for a DeepSpeed file."""
     ranks, file, sizes, changes = CASES[number]
     name, *cut = file.split()
-    path = ds_variant(Path(folder), name, zero_optimization=CUT_ALL) if cut else ds_config(name)
+    zero = {**BUCKETS, **(CUT_ALL if cut else {})} if "zero0" not in name else {}
+    path = ds_variant(Path(folder), name, zero_optimization=zero)
     parallel = {**sizes, "deepspeed": path}
     run: dict[str, Any] = {
         "data__document_aware": False,
         "model__cpu_kernels": "plain",
-        "train__global_batch_size": ranks // sizes.get("tensor", 1),
+        "train__global_batch_size": SIZES["train__micro_batch_size"] * ranks // sizes.get("tensor", 1),
         "name": f"run{number}",
+        **SIZES,
         **changes,
     }
     return without_data(small_run(folder, parallel=parallel, **run, **further))[0]
 
 
-def planned(number: int, folder: str) -> dict[str, Any]:
-    """What the simulation says of a case; see `tests.distributed.watched.measure`."""
+def planned(
+    number: int, folder: str, device: str = "cuda", counts: list[list[list[int]]] | None = None
+) -> dict[str, Any]:
+    """What the simulation says of a case; see `tests.distributed.watched.measure`.
+
+    counts: of its exchanges; without them all ranks send and receive alike.
+    """
     from megamoe.simulation import rank
 
-    costs = rank.simulate_step(run_of(number, folder), CASES[number][0])
+    with ExitStack() as stack:
+        if counts:
+            stack.enter_context(exchanged(counts))
+        if device == "cpu":
+            stack.enter_context(counts_are_not_read())
+        costs = rank.simulate_step(run_of(number, folder), CASES[number][0], device=device)
     sent: Counter[str] = Counter()
     for key, total in costs.counts.collectives.items():
         sent[f"{key.kind} of {len(key.ranks)}"] += total.bytes
@@ -99,5 +126,50 @@ def planned(number: int, folder: str) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def exchanged(counts: list[list[list[int]]]) -> Iterator[None]:
+    """Inside, the simulated layers exchange so many rows, one after the other."""
+    from megamoe.simulation.expert_load import CountedDispatch
+
+    in_turn = cycle(counts)
+    with patch.object(CountedDispatch, "_counts", lambda self, vectors: next(in_turn)):
+        yield
+
+
+@contextmanager
+def counts_are_not_read() -> Iterator[None]:
+    """Inside, the experts' products on a CPU read no counts: neither to check them, nor to pad rows in bf16.
+
+    PyTorch's grouped product has a form for fakes in bf16 alone.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(rows_are_not_padded())
+        stack.enter_context(
+            patch.object(grouped_gemm, "checked_ends", lambda rows, weight, counts_E: counts_E)
+        )
+        stack.enter_context(patch.object(grouped_gemm, "_grouped_mm", grouped_result))
+        yield
+
+
+def grouped_result(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
+    """A tensor of the shape of `torch.nn.functional.grouped_mm`, without values."""
+    experts = ends_E.to(torch.int32).shape if right.dim() == 2 else ()
+    return left.new_empty(*experts, left.shape[0], right.shape[-1])
+
+
+@contextmanager
+def rows_are_not_padded() -> Iterator[None]:
+    """Inside, a CPU does not pad the rows of each expert in bf16, which depends on their numbers."""
+    with patch.object(grouped, "PADDED_ROWS", 1):
+        yield
+
+
+def main(device: str, folder: str, *numbers: str) -> None:
+    """Print what the simulation says of cases."""
+    path = Path(folder) / "counts.json"
+    counts = json.loads(path.read_text()) if path.exists() else {}
+    print(json.dumps([planned(int(number), folder, device, counts.get(number)) for number in numbers]))
+
+
 if __name__ == "__main__":
-    print(json.dumps([planned(int(number), sys.argv[1]) for number in sys.argv[2:]]))
+    main(*sys.argv[1:])
