@@ -326,8 +326,8 @@ class Selector(Part):
 
     @classmethod
     def replays(cls, options: Any) -> bool:
-        """Whether `replayed` is defined for these options."""
-        return False
+        """Whether `replayed` is defined for these options; by default, whether the class defines it."""
+        return cls.replayed is not Selector.replayed
 
     def replayed(self, scored: Any, expert_TK: Tensor, count_T: Tensor) -> Any:
         """Return the Pairs of choices made elsewhere, with the weights that `forward` gives to such choices.

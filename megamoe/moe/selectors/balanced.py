@@ -1,20 +1,20 @@
 """`balanced`: in training, tokens are assigned evenly with the largest total score."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.moe.assignment import balanced_assignment
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import valid_TK
+from megamoe.moe.selectors.choices import WeightedByP
 from megamoe.registry import register
 
 
 @register("selector", "balanced")
-class Balanced(Selector):
+class Balanced(WeightedByP):
     """In training a linear assignment: every expert gets T / E tokens, and the sum of their scores is
     maximal.
 
@@ -32,23 +32,19 @@ class Balanced(Selector):
     problem on each; here there is one problem for all tokens.
     """
 
-    @dataclass
-    class Config:
-        """No options."""
-
     @classmethod
-    def provides(cls, options: Config) -> set[str]:
+    def provides(cls, options: Any) -> set[str]:
         return {"assigned", "over_all_ranks", "even_load", "even_first_choices"}
 
     @classmethod
-    def requires(cls, options: Config) -> dict[str, str]:
+    def requires(cls, options: Any) -> dict[str, str]:
         return {
             "elementwise": "since a token is often sent to an expert that is not its best",
             "dropless": "since the loads are even already",
         }
 
     @classmethod
-    def refuses(cls, options: Config) -> dict[str, str]:
+    def refuses(cls, options: Any) -> dict[str, str]:
         return {
             "mask": "but every token must be free to go to every expert for the loads to be even",
             "bias": "but the loads are even already",
@@ -62,14 +58,6 @@ class Balanced(Selector):
             expert_T = scored.ranking_TE.argmax(dim=-1)
         expert_T1 = expert_T[:, None]
         return Pairs.of_choices(expert_T1, scored.probs_TE.gather(1, expert_T1))
-
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
-
-    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
-        """Return the pairs of these choices, weighted with p."""
-        return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK(expert_TK, count_T))
 
 
 def _assign(scores_TE: Tensor, context: StepContext) -> Tensor:

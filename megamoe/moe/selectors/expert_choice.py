@@ -11,14 +11,14 @@ from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.router import masked
 from megamoe.moe.compatibility import refuse_more_than_experts
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
-from megamoe.moe.selectors.choices import first_choices, probs_N
+from megamoe.moe.selectors.choices import WeightedByP, probs_N
 from megamoe.registry import register
 
 
 @register("selector", "expert_choice")
-class ExpertChoice(Selector):
+class ExpertChoice(WeightedByP):
     """Each expert takes its C = ceil(k * T / E) best tokens by p; the weight is p.
 
     The load is even by construction. A token has between 0 and E experts, k on average. Its first choice is
@@ -96,14 +96,6 @@ class ExpertChoice(Selector):
         first_T = count_T.cumsum(0) - count_T
         choice_N = torch.arange(len(token_N), device=token_N.device) - first_T[token_N]
         return Pairs(token_N, expert_N, probs_N(scored.probs_TE, token_N, expert_N), choice_N)
-
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
-
-    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
-        """Return the pairs of these choices, weighted with p."""
-        return first_choices(expert_TK, count_T, scored.probs_TE)
 
 
 def _values_TE(scored: Scored, kernels: Kernels) -> Tensor:

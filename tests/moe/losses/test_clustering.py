@@ -114,35 +114,6 @@ def test_training_on_it_gathers_neighbours() -> None:
     assert values[-1] < 0.9 * values[0]
 
 
-def test_without_tokens_it_is_0() -> None:
-    assert loss_of(torch.zeros(0, 4), cluster_size=2, mu=1.0).item() == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"cluster_size": 1}, "one expert has no variance"), ({"mu": -1.0}, "mu must be at least 0")],
-)
-def test_refused_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(losses={"clustering": options})
-
-
-@pytest.mark.parametrize(
-    ("options", "expert_parallel", "message"),
-    [
-        ({"cluster_size": 3}, 1, "cluster_size is 3, which does not divide the 16 experts"),
-        ({"cluster_size": 8}, 4, "puts 4 experts on a rank and would cut a cluster"),
-        ({"cluster_size": 16, "mu": 1.0}, 1, "makes one cluster, and mu compares two"),
-        ({"cluster_size": 8}, 1, "cluster_size is 8, but the mask expert_dropout has clusters of 4"),
-    ],
-)
-def test_refused_combinations(options: dict[str, Any], expert_parallel: int, message: str) -> None:
-    router: dict[str, Any] = {"masks": [{"name": "expert_dropout", "cluster_size": 4}]}
-    config = moe_config(num_experts=16, router=router, losses={"clustering": options})
-    with pytest.raises(UserError, match=f"moe.losses.clustering: .*{message}"):
-        check_parts(config, expert_parallel)
-
-
 @pytest.mark.parametrize(
     "mask",
     [
@@ -163,10 +134,3 @@ def test_one_expert_of_a_cluster_is_refused(mask: dict[str, Any]) -> None:
     layer = make_layer(config)
     (layer(make_hidden(24)) * 0).sum().backward()
     assert not gradient_of(layer.router.scorer.weight).any()  # it has no gradient indeed
-
-
-def test_several_experts_of_a_cluster_are_enough() -> None:
-    mask = {"name": "entropy_prune", "num_groups": 8, "bound": 0.0}
-    router = {"masks": [mask], "selector": {"k": 1, "weights": "raw"}}
-    losses = {"clustering": {"cluster_size": 4}}
-    check_parts(moe_config(num_experts=16, router=router, losses=losses), 1)

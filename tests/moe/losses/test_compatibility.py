@@ -120,10 +120,3 @@ def test_balanced_is_even_for_first_choices_too() -> None:
     losses = {"switch_balance": {"first_choice": True}}
     with pytest.raises(UserError, match=EVEN):
         check_parts(moe_config(num_experts=EXPERTS, router=ASSIGNED, losses=losses), 1)
-
-
-def test_hash_learns_from_no_loss() -> None:
-    router = {"scorer": "hash", "selector": "table"}
-    with pytest.raises(UserError, match="hash: moe.losses.z_loss has no score to teach; leave it out"):
-        check_parts(moe_config(router=router, losses={"z_loss": 0.1}), 1)
-    check_parts(moe_config(router=router, losses={"switch_balance": {"weight": 0.0}}), 1)

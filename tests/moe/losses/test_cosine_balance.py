@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import (
@@ -119,22 +117,3 @@ def test_a_layer_passes_the_score_functions_capabilities() -> None:
         router = {"scorer": "cosine", "score_function": score_function}
         layer = make_layer(moe_config(num_experts=4, router=router, losses={"cosine_balance": 1.0}))
         assert layer.losses["cosine_balance"].temperature == tau
-
-
-def test_without_tokens_it_is_0() -> None:
-    assert value([], torch.zeros(0, 4)).item() == 0
-
-
-def test_its_weight_and_refused_combinations() -> None:
-    config = moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": None})
-    assert config.losses["cosine_balance"].options.weight == 0.01
-    check_parts(config, 1)
-    message = "the scorer is 'linear', expected one that gives cosine_TE, .*set scorer: cosine"
-    with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
-        check_parts(moe_config(losses={"cosine_balance": 0.01}), 1)
-    without_norm = {"name": "cosine", "normalise": False}
-    message = "the scorer is 'cosine', expected one that gives cosine_TE, .* set scorer.normalise: true"
-    with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
-        check_parts(moe_config(router={"scorer": without_norm}, losses={"cosine_balance": 0.01}), 1)
-    with pytest.raises(UserError, match="temperature must be positive"):
-        moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": {"temperature": 0.0}})

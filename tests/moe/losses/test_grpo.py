@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.losses.grpo import EPSILON
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
@@ -96,16 +95,6 @@ def test_value_and_gradient(
     expected.backward()
     assert plain_TE.grad is not None and plain_TE.grad.abs().sum() > 0.05
     torch.testing.assert_close(scores_TE.grad, plain_TE.grad)
-
-
-@pytest.mark.parametrize("wanted", [K1, K2])
-def test_pairs_that_capacity_dropped_were_drawn_all_the_same(wanted: list[list[int]]) -> None:
-    scores_TE = SCORES.clone().requires_grad_()
-    part = make_part("loss", "grpo", dims={"num_choices": len(wanted[0])})
-    routing = routing_of(scores_TE, wanted)
-    routing.pairs = routing.wanted.keep(torch.arange(len(routing.wanted.token_N)) % 3 > 0)
-    expected = plain_loss(scores_TE, wanted, LOSSES.tolist(), ALL)
-    torch.testing.assert_close(part(routing, CONTEXT, LOSSES), expected)
 
 
 def test_the_cases_clip_on_both_sides_and_neither() -> None:
@@ -209,30 +198,3 @@ def test_grpo_raises_the_probability_of_the_better_expert() -> None:
 def test_a_routing_without_gradient_is_refused() -> None:
     with pytest.raises(UserError, match="grpo: the routing carries no gradient.* set model.recompute: none"):
         make_part("loss", "grpo")(routing_of(SCORES, K1), CONTEXT, LOSSES)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rollouts": 1}, "rollouts must be at least 2"),
-        ({"clip": 0.0}, "clip must be above 0 and under 1"),
-        ({"clip": 1.0}, "clip must be above 0 and under 1"),
-        ({"kl": -0.1}, "kl must be at least 0"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(losses={"grpo": options})
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        ({}, "grpo: the scorer is 'linear'.* set scorer: policy"),
-        ({"selector": "sample"}, "grpo: the scorer is 'linear'.* set scorer: policy"),
-        ({"scorer": "policy"}, "policy: the selector is 'top_k'.* set selector: sample"),
-    ],
-)
-def test_it_needs_a_policy_that_is_drawn_from(router: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_parts(moe_config(router=router, losses={"grpo": 0.01}), 1)

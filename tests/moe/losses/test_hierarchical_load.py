@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.losses.choice_probability import choice_probability
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
@@ -145,11 +143,6 @@ def test_underflowing_noise_stays_finite() -> None:
     assert all(part.grad is not None and part.grad.isfinite().all() for part in extras.values())
 
 
-def test_no_tokens_is_zero() -> None:
-    extras = {name: part[:0] for name, part in pieces(6, 3, 9).items()}
-    assert loss_of(extras, 2, 2) == 0
-
-
 def preset(**router: Any) -> dict[str, Any]:
     scorer = {"name": "hierarchical", "noisy": True}
     parts: dict[str, Any] = {"scorer": scorer, "selector": "hierarchical_top_k"}
@@ -185,32 +178,3 @@ def test_importance_of_the_weights_is_importance_of_both_levels() -> None:
 def kept(scores: Tensor) -> Tensor:
     """Softmax(KeepTop2)."""
     return scores.masked_fill(scores < scores.sort(descending=True).values[1], -math.inf).softmax(0)
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        (
-            {"scorer": "hierarchical"},
-            "the scorer is 'hierarchical', .*two levels with noise.*set scorer.noisy: true",
-        ),
-        (
-            {"scorer": "noisy", "selector": "top_k"},
-            "the scorer is 'noisy', .*take the loss load, or set scorer: {name: hierarchical, noisy: true}",
-        ),
-        (
-            {"selector": "top_k"},
-            "the selector is 'top_k', .*set selector: hierarchical_top_k",
-        ),
-        ({"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 3}}, "chooses all 9 experts"),
-        (
-            {"masks": [{"name": "expert_dropout", "level": "global", "cluster_size": 9}]},
-            "'expert_dropout' takes.* leave the mask out$",
-        ),
-    ],
-)
-def test_refusals(router: dict[str, Any], message: str) -> None:
-    check_parts(moe_config(**preset()), 1)
-    options = moe_config(**preset(**router))
-    with pytest.raises(UserError, match=f"^moe.losses.hierarchical_load: .*{message}"):
-        check_parts(options, 1)

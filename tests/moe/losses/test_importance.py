@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import (
@@ -49,12 +47,6 @@ def test_it_sums_the_weights_and_does_not_count_the_pairs() -> None:
 def test_an_expert_that_a_token_names_twice_counts_twice() -> None:
     assert value([[1, 1]], [[0.5, 0.25]], 2) == pytest.approx(1)
     assert value([[1, 1], [0]], [[0.5, 0.25], [0.75]], 2) == pytest.approx(0, abs=1e-12)
-
-
-def test_it_counts_what_was_wanted_not_what_was_left() -> None:
-    routing = make_routing([[0], [1], [2], [3]], torch.zeros(4, 4), torch.full((4, 4), 0.25))
-    routing.pairs = routing.wanted.keep(torch.tensor([True, False, False, False]))
-    assert make_part("loss", "importance")(routing, StepContext()).item() == 0
 
 
 def test_gradient_of_the_plain_formula_through_softmax_of_the_kept() -> None:
@@ -104,11 +96,3 @@ def test_in_a_layer_it_balances_the_scorer() -> None:
         optimizer.step()
         values.append(losses_of(layer)["importance"].item())
     assert values[-1] < 0.2 * values[0]
-
-
-def test_its_weight_and_refused_combinations() -> None:
-    config = moe_config(losses={"importance": None})
-    assert config.losses["importance"].options.weight == 0.1
-    check_parts(config, 1)
-    with pytest.raises(UserError, match="moe.losses.importance: .*without gradient.*set selector.weights: "):
-        check_parts(moe_config(router={"selector": {"weights": "one"}}, losses={"importance": 0.1}), 1)

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.losses.load import Load
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
@@ -171,43 +169,3 @@ def test_it_teaches_the_clean_score_and_the_noise() -> None:
         optimizer.step()
         values.append(losses_of(layer)["load"].item())
     assert values[-1] < 0.3 * values[0]
-
-
-def test_without_tokens_it_is_0() -> None:
-    empty_TE = torch.zeros(0, 4)
-    assert value(empty_TE, empty_TE, empty_TE, 2).item() == 0
-
-
-def test_its_weight_and_refused_combinations() -> None:
-    config = moe_config(**sgmoe({"importance": 0.1, "load": None}))
-    assert config.losses["load"].options.weight == 0.1
-    check_parts(config, 1)
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        ({"scorer": "linear"}, "the scorer is 'linear', .*the noise.*set scorer: noisy"),
-        (
-            {"scorer": {"name": "hierarchical", "noisy": True}},
-            "'hierarchical', expected .*; take the loss hierarchical_load, or set scorer: noisy",
-        ),
-        (
-            {"selector": {"k": 2}, "masks": [{"name": "expert_dropout", "cluster_size": 4}]},
-            "with k: 2 of 2 experts every load is the same",
-        ),
-        (
-            {"selector": {"k": 4}},
-            "with k: 4 of 4 experts every load is the same; choose moe.router.selector.k < 4",
-        ),
-    ],
-)
-def test_invalid_combinations_are_refused(router: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=f"^moe.losses.load: .*{message}"):
-        check_parts(moe_config(**sgmoe({"load": 0.1}, **router)), 1)
-
-
-def test_a_selector_other_than_top_k_is_refused() -> None:
-    config = moe_config(**sgmoe({"load": 0.1}, selector="sample"))
-    with pytest.raises(UserError, match="the selector is 'sample', .*load is estimated.*selector: top_k"):
-        check_parts(config, 1)

@@ -37,13 +37,6 @@ def test_balance_is_0_where_there_is_balance() -> None:
     assert loss(routing_of(SCORES[:, :2], [[0], [1], [1], [0]]), StepContext()).item() == 0
 
 
-def test_pairs_that_capacity_dropped_count() -> None:
-    routing, loss = routing_of(SCORES, WANTED), make_part("loss", "stable_balance", num_experts=3)
-    expected = loss(routing, StepContext())
-    routing.pairs = routing.wanted.keep(torch.tensor([True, False, False, True]))
-    assert loss(routing, StepContext()) == expected
-
-
 @pytest.mark.parametrize("wanted", [WANTED, [[0, 1], [0, 2], [0, 1], [2]]], ids=["k1", "k2"])
 def test_gradient_of_balance(wanted: list[list[int]]) -> None:
     scores_TE = SCORES.clone().requires_grad_()
@@ -76,7 +69,3 @@ def test_following_the_balance_loss_balances() -> None:
         make_part("loss", "stable_balance")(routing, StepContext()).backward()
         optimizer.step()
     assert counts[0].max() > 25 and counts[-1].max() <= 16
-
-
-def test_without_tokens_it_is_0() -> None:
-    assert make_part("loss", "stable_balance")(routing_of(torch.zeros(0, 4), []), StepContext()).item() == 0

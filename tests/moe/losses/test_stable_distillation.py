@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_part, make_routing, moe_config
+from tests.moe.build import make_part, make_routing
 
 SCORES = torch.tensor(
     [[1.0, 0.0, -1.0], [2.0, 1.0, 0.0], [0.5, -2.0, 0.0], [0.0, 0.0, 1.5]], dtype=torch.float64
@@ -44,13 +42,3 @@ def test_distillation_follows_the_choice_among_the_candidates() -> None:
     make_part("loss", "stable_distillation", num_experts=3)(routing, StepContext()).backward()
     assert light_TE.grad is not None
     assert light_TE.grad.argmin(1).tolist() == [1, 1, 2, 2]
-
-
-def test_without_tokens_it_is_0() -> None:
-    routing = routing_of(torch.zeros(0, 4), [], 1.0, torch.zeros(0, 4))
-    assert make_part("loss", "stable_distillation")(routing, StepContext()).item() == 0
-
-
-def test_distillation_needs_a_light_router() -> None:
-    with pytest.raises(UserError, match="stable_distillation: the scorer is 'linear'.* set scorer: stable"):
-        check_parts(moe_config(losses={"stable_distillation": 1.0}), 1)

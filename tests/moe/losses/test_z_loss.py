@@ -25,12 +25,3 @@ def test_gradient_of_z_loss() -> None:
     plain_TE = scores_TE.detach()
     z_T1 = plain_TE.exp().sum(1, keepdim=True)
     torch.testing.assert_close(scores_TE.grad, plain_TE.exp() / z_T1 * z_T1.log())  # 2/T = 1
-
-
-def test_without_tokens_it_is_0() -> None:
-    assert (
-        make_part("loss", "z_loss")(
-            make_routing([], torch.zeros(0, 4), torch.zeros(0, 4)), StepContext()
-        ).item()
-        == 0
-    )

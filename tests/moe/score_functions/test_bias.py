@@ -123,8 +123,3 @@ def test_without_the_option_there_is_none(score_function: str) -> None:
     part = make_part("score_function", score_function)
     assert part.bias_E is None and not part.state_dict()
     part.after_step(torch.tensor([4, 0, 0, 0]), StepContext())
-
-
-def test_its_step_is_not_negative() -> None:
-    with pytest.raises(UserError, match="bias_update must be at least 0"):
-        moe_config(router={"score_function": {"name": "sigmoid", "bias_update": -0.1}})

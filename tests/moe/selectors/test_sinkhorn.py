@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.selectors.sinkhorn import log_column_factors_E
-from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
+from tests.moe.build import make_part, make_scored
 
 
 def skewed_scores(num_tokens: int = 64, num_experts: int = 8) -> Tensor:
@@ -78,40 +76,3 @@ def test_masks_hold() -> None:
     pairs = selector(make_scored(scores_TE, candidates_TE=candidates_TE), StepContext())
     assert pairs.token_N.tolist() == [0, 0, 1, 1, 3, 4, 4, 5, 5]
     assert candidates_TE[pairs.token_N, pairs.expert_N].all()
-
-
-def test_gradient_is_that_of_the_score_function_alone() -> None:
-    scores_TE = skewed_scores(16, 4).double()
-    selector = make_part("selector", "sinkhorn")
-    expert_T = selector(make_scored(scores_TE), StepContext()).expert_N
-    gradients = []
-    for plain in (False, True):
-        leaf_TE = scores_TE.clone().requires_grad_()
-        probs_TE = leaf_TE.exp() / leaf_TE.exp().sum(1, keepdim=True)
-        weight_N = (
-            probs_TE[torch.arange(16), expert_T]
-            if plain
-            else selector(make_scored(leaf_TE, probs_TE), StepContext()).weight_N
-        )
-        (weight_N * torch.arange(16.0)).sum().backward()
-        gradients.append(leaf_TE.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-@pytest.mark.parametrize("option", ["k", "iterations"])
-def test_numbers_of_at_least_1(option: str) -> None:
-    with pytest.raises(UserError, match=f"{option} must be at least 1"):
-        moe_config(router={"selector": {"name": "sinkhorn", option: 0}})
-
-
-def test_what_is_refused() -> None:
-    score_function = {"name": "sigmoid", "bias_update": 0.001}
-    with pytest.raises(UserError, match="sinkhorn: .* a bias, .* undo; set score_function.bias_update: 0.0"):
-        check_parts(moe_config(router={"selector": "sinkhorn", "score_function": score_function}), 1)
-    with pytest.raises(UserError, match="sinkhorn: k is 5, .* choose k <= 4$"):
-        check_parts(moe_config(num_experts=4, router={"selector": {"name": "sinkhorn", "k": 5}}), 1)
-
-
-def test_evaluation_takes_the_best_of_scores_whose_p_round_to_1() -> None:
-    router = make_router(4, score_function="sigmoid", selector={"name": "sinkhorn", "k": 2}).eval()
-    assert route_scores(router, torch.tensor([[20.0, 19, 18, 18.5]])).pairs.expert_N.tolist() == [0, 1]

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
+from tests.moe.build import make_part, make_router, make_scored, route_scores
 
 PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.95, 0.01, 0.02, 0.02], [0.25, 0.45, 0.2, 0.1]])
 
@@ -92,34 +91,6 @@ def test_a_bias_shifts_the_order_alone() -> None:
     pairs = route(scored, threshold=0.6)
     assert pairs.expert_N.tolist() == [1, 0]
     torch.testing.assert_close(pairs.weight_N, torch.tensor([0.3, 0.5]))
-
-
-def test_gradient_is_that_of_the_chosen_values() -> None:
-    factor_N = torch.tensor([1.0, -2.0, 3.0, 0.5, 4.0], dtype=torch.float64)
-    gradients = []
-    for plain in (False, True):
-        scores_TE = PROBS.double().log().requires_grad_()
-        probs_TE = scores_TE.exp() / scores_TE.exp().sum(1, keepdim=True)
-        if plain:
-            weight_N = torch.stack([probs_TE[t, e] for t, e in ((0, 3), (0, 2), (1, 0), (2, 1), (2, 0))])
-        else:
-            weight_N = route(make_scored(scores_TE, probs_TE), threshold=0.65).weight_N
-        (weight_N * factor_N).sum().backward()
-        gradients.append(scores_TE.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-@pytest.mark.parametrize("option", ["threshold", "eval_threshold"])
-@pytest.mark.parametrize("value", [-0.1, 1.1])
-def test_a_share_is_between_0_and_1(option: str, value: float) -> None:
-    with pytest.raises(UserError, match=f"{option} must be at least 0 and at most 1"):
-        moe_config(router={"selector": {"name": "threshold", option: value}})
-
-
-def test_experts_are_gathered_in_the_order_of_scores_whose_p_round_alike() -> None:
-    """p are equal but for rounding: 0.6 of their sum takes three of four, those of the largest scores."""
-    router = make_router(4, score_function="sigmoid", selector={"name": "threshold", "threshold": 0.6})
-    assert route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).pairs.expert_N.tolist() == [2, 3, 1]
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
