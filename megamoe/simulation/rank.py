@@ -164,7 +164,7 @@ def simulate_step(config: RunConfig, ranks: int, load: float = 1.0, micro_batche
             model = build_model(config, run.vocabulary.size, factory, _partition(run))
         parts = Parts(model)
         for _, layer in model.moe_layers():
-            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[arg-type]
+            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[assignment]
         counter = CostCounter(parts)
         router = config.moe.router
         if config.parallel.tensor > 1 and not router.masks and router.capacity.name == "none":

@@ -1,5 +1,6 @@
 """Small layers for the tests of megamoe.moe."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,6 +64,50 @@ def make_hidden(num_tokens: int, seed: int = 2, skewed: bool = False) -> Tensor:
     if skewed:
         hidden_TH[:, 0] = 5.0
     return hidden_TH
+
+
+def loss_of(
+    name: str,
+    routing: Routing,
+    context: StepContext | None = None,
+    dims: dict[str, Any] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return a loss of a routing; `dims`: more fields of Dims."""
+    loss = make_part("loss", name, routing.num_experts, dims=dims, **options)
+    value: Tensor = loss(routing, context or StepContext())
+    return value
+
+
+Function = Callable[..., Tensor]
+
+
+def assert_alike(ours: Function, plain: Function, *at: Tensor, **close: Any) -> None:
+    """See that two functions have the same value and gradients at these tensors, which are not all 0.
+
+    close: options of torch.testing.assert_close.
+    """
+    results = []
+    for function in (ours, plain):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in at]
+        value = function(*leaves)
+        results.append([value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **close)
+    assert max(float(gradient.abs().max()) for gradient in results[1][1:]) > 1e-4
+
+
+def train_on(loss: str, tree: dict[str, Any], hidden_TH: Tensor, lr: float) -> list[float]:
+    """Return the values of a layer's loss over 20 steps that train its router on nothing else."""
+    layer = make_layer(moe_config(losses={loss: {"weight": 1.0, **tree.pop("loss", {})}}, **tree))
+    optimizer = torch.optim.SGD(layer.router.parameters(), lr=lr)
+    values = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        (layer(hidden_TH) * 0).sum().backward()
+        optimizer.step()
+        values.append(losses_of(layer)[loss].item())
+    return values
 
 
 def gradient_of(leaf: Any) -> Tensor:

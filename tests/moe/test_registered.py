@@ -109,9 +109,9 @@ def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
     assert found and found in (whole, of_extras)
 
 
-@every_loss
-def test_a_loss_of_no_tokens_is_0_with_a_finite_gradient(name: str) -> None:
-    for layer in layers_with("loss", name):
+@every_part
+def test_without_tokens_losses_are_0_and_gradients_finite(kind: str, name: str) -> None:
+    for layer in layers_with(kind, name):
         layer.context.token_ids_T = torch.arange(0)
         (layer(make_hidden(0)).sum() + objective(layer, 0)).backward()
         assert layer.observation is not None

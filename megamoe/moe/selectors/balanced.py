@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megamoe.moe.assignment import balanced_assignment
 from megamoe.moe.part import StepContext
+from megamoe.moe.process_groups import gather_rows
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import WeightedByP
 from megamoe.registry import register
@@ -67,15 +68,8 @@ def _assign(scores_TE: Tensor, context: StepContext) -> Tensor:
     first = 0
     if context.data_group is not None:
         first = dist.get_rank(context.data_group) * num_tokens
-        scores_TE, index_T = _gather(scores_TE, context.data_group), _gather(index_T, context.data_group)
+        scores_TE, index_T = (gather_rows(rows, context.data_group) for rows in (scores_TE, index_T))
     order_T = index_T.argsort(stable=True)
     expert_T = torch.empty_like(order_T)
     expert_T[order_T] = balanced_assignment(scores_TE[order_T])
     return expert_T[first : first + num_tokens]
-
-
-def _gather(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks in order of rank; every rank has the same number."""
-    together = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
-    dist.all_gather_into_tensor(together, rows.contiguous(), group=group)
-    return together

@@ -1,5 +1,6 @@
 """The balance loss on cosines: hand-worked numbers, a plain fp64 formula, the constant temperature."""
 
+import functools
 import math
 from typing import Any
 
@@ -7,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from tests.moe.build import (
+    assert_alike,
     gradient_of,
+    loss_of,
     losses_of,
     make_hidden,
     make_layer,
     make_pairs,
-    make_part,
     make_scored,
     moe_config,
 )
@@ -30,11 +31,8 @@ def value(
 ) -> Tensor:
     pairs = make_pairs(experts)
     scored = make_scored(cosine_TE / 0.01, None, candidates_TE, cosine_TE=cosine_TE)  # another temperature
-    loss = make_part(
-        "loss", "cosine_balance", cosine_TE.shape[1], dims={"score_function": score_function}, **options
-    )
-    found: Tensor = loss(Routing(**vars(scored), wanted=pairs, pairs=pairs), StepContext())
-    return found
+    routing = Routing(**vars(scored), wanted=pairs, pairs=pairs)
+    return loss_of("cosine_balance", routing, dims={"score_function": score_function}, **options)
 
 
 def test_cosine_balance_by_hand() -> None:
@@ -65,21 +63,17 @@ def test_the_temperature_is_by_the_score_function_or_the_users(
 
 def test_value_and_gradient_of_equation_9() -> None:
     generator = torch.Generator().manual_seed(1)
-    cosine_TE = (2 * torch.rand(6, 4, generator=generator, dtype=torch.float64) - 1).requires_grad_()
-    experts = [[0], [0], [2], [0], [1], [2]]
-    loss = value(experts, cosine_TE)
-    loss.backward()
+    cosine_TE = 2 * torch.rand(6, 4, generator=generator, dtype=torch.float64) - 1
+    experts, t = [[0], [0], [2], [0], [1], [2]], [3 / 6, 1 / 6, 2 / 6, 0.0]
 
-    plain_TE = cosine_TE.detach().clone().requires_grad_()
-    t = [3 / 6, 1 / 6, 2 / 6, 0.0]
-    terms = []
-    for token in range(6):
-        odds = [(plain_TE[token, i] / 0.3).exp() for i in range(4)]
-        terms += [t[i] * odds[i] / sum(odds) for i in range(4)]
-    plain = 4 / 6 * torch.stack(terms).sum()
-    plain.backward()
-    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(cosine_TE.grad, plain_TE.grad, rtol=1e-6, atol=1e-7)
+    def plain(cosine_TE: Tensor) -> Tensor:
+        terms = []
+        for token in range(6):
+            odds = [(cosine_TE[token, i] / 0.3).exp() for i in range(4)]
+            terms += [t[i] * odds[i] / sum(odds) for i in range(4)]
+        return 4 / 6 * torch.stack(terms).sum()
+
+    assert_alike(functools.partial(value, experts), plain, cosine_TE, rtol=1e-6, atol=1e-7)
 
 
 def test_first_choices_alone_count_where_the_user_says_so() -> None:

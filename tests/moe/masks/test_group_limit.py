@@ -103,10 +103,6 @@ def test_the_bias_of_the_score_function_counts() -> None:
     assert (routing.pairs.expert_N >= 6).all() and len(routing.pairs.expert_N) == 60
 
 
-def test_no_tokens() -> None:
-    assert limit(torch.zeros(0, 8), num_groups=4, keep=2).shape == (0, 8)
-
-
 @pytest.mark.parametrize("options", [{"score": "max"}, {"score": "sum", "best": 2}], ids=str)
 @pytest.mark.parametrize(
     ("score_function", "scores", "groups"),

@@ -112,13 +112,6 @@ def test_steps_even_out_the_load() -> None:
 
 
 @both_score_functions
-def test_it_is_a_buffer_that_checkpoints_hold(score_function: str) -> None:
-    part = make_part("score_function", score_function, bias_update=0.5)
-    assert list(part.state_dict()) == ["bias"] and not list(part.parameters())
-    assert not part.bias_E.requires_grad
-
-
-@both_score_functions
 def test_without_the_option_there_is_none(score_function: str) -> None:
     part = make_part("score_function", score_function)
     assert part.bias_E is None and not part.state_dict()

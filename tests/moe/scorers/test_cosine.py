@@ -104,12 +104,6 @@ def test_a_vector_without_direction_scores_0_and_gets_no_gradient() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in scorer.parameters())
 
 
-def test_only_the_direction_of_a_token_counts() -> None:
-    scorer, hidden_TH = make_part("scorer", "cosine"), make_hidden(5)
-    scores_TE = scorer(hidden_TH, CONTEXT)[0]
-    torch.testing.assert_close(scorer.eval()(100 * hidden_TH, CONTEXT)[0], scores_TE)
-
-
 def test_without_reduction_by_hand() -> None:
     """Table 3's second row: cosines in the hidden size, with the temperature and the kept norm."""
     scorer = make_part("scorer", "cosine", num_experts=2, reduction=False, temperature=0.5)

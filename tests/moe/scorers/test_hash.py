@@ -64,13 +64,6 @@ def test_a_wider_embedding_changes_no_ids_expert() -> None:
     assert torch.equal(make_hash(vocab_size=1024).table_KV[:, :1000], make_hash(vocab_size=1000).table_KV)
 
 
-def test_the_table_is_in_the_checkpoint() -> None:
-    scorer, other = make_hash(), make_hash(seed=3)
-    assert not torch.equal(other.table_KV, scorer.table_KV)
-    other.load_state_dict(scorer.state_dict())
-    assert torch.equal(other.table_KV, scorer.table_KV)
-
-
 def test_frequency_by_hand(tmp_path: Path) -> None:
     """9 | 8; 7 to the 8: 9 | 15; 5 to the 9: 14 | 15; 4: 18 | 15; 1: 18 | 16."""
     counts = [1, 9, 0, 7, 5, 8, 0, 4]

@@ -1,6 +1,5 @@
 """top_k: hand-readable choices, weights and gradients, too few candidates, GShard's second, drops."""
 
-import math
 from typing import Any
 
 import pytest
@@ -50,18 +49,6 @@ def test_weights_by_hand(kind: str, expected: list[float], scale: float) -> None
         make_scored(SCORES, PROBS), StepContext()
     )
     torch.testing.assert_close(pairs.weight_N, scale * torch.tensor(expected))
-
-
-def test_kept_softmax_takes_the_scores_and_renormalised_the_values() -> None:
-    probs_TE, scores_TE = torch.tensor([[0.8, 0.4, 0.1]]), torch.tensor([[math.log(3), 0.0, -1.0]])
-    weights = {
-        kind: make_part("selector", "top_k", num_experts=3, k=2, weights=kind)(
-            make_scored(scores_TE, probs_TE), StepContext()
-        )
-        for kind in ("kept_softmax", "renormalised")
-    }
-    torch.testing.assert_close(weights["kept_softmax"].weight_N, torch.tensor([3 / 4, 1 / 4]))
-    torch.testing.assert_close(weights["renormalised"].weight_N, torch.tensor([2 / 3, 1 / 3]))
 
 
 @pytest.mark.parametrize("kind", ["raw", "renormalised", "kept_softmax", "one"])
