@@ -66,6 +66,20 @@ def make_hidden(num_tokens: int, seed: int = 2, skewed: bool = False) -> Tensor:
     return hidden_TH
 
 
+def select(
+    name: str, scored: Scored, context: StepContext | None = None, evaluate: bool = False, **options: Any
+) -> Pairs:
+    """Return the pairs of a selector with these options."""
+    selector = make_part("selector", name, scored.num_experts, **options).train(not evaluate)
+    pairs: Pairs = selector(scored, context or StepContext())
+    return pairs
+
+
+def routed(scored: Scored, pairs: Pairs) -> Routing:
+    """Return the Routing of these pairs, all of which are computed."""
+    return Routing(**vars(scored), wanted=pairs, pairs=pairs)
+
+
 def loss_of(
     name: str,
     routing: Routing,
@@ -134,8 +148,7 @@ def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = Non
 
 def make_routing(experts: list[list[int]], scores_TE: Tensor, probs_TE: Tensor) -> Routing:
     """Return a Routing in which every wanted pair is computed."""
-    pairs = make_pairs(experts)
-    return Routing(**vars(make_scored(scores_TE, probs_TE)), wanted=pairs, pairs=pairs)
+    return routed(make_scored(scores_TE, probs_TE), make_pairs(experts))
 
 
 class GivenScores(nn.Module):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.routing import Routing
 from tests.moe.build import (
     assert_alike,
     gradient_of,
@@ -19,6 +18,7 @@ from tests.moe.build import (
     make_pairs,
     make_scored,
     moe_config,
+    routed,
 )
 
 
@@ -29,9 +29,8 @@ def value(
     score_function: frozenset[str] = frozenset(),
     **options: Any,
 ) -> Tensor:
-    pairs = make_pairs(experts)
     scored = make_scored(cosine_TE / 0.01, None, candidates_TE, cosine_TE=cosine_TE)  # another temperature
-    routing = Routing(**vars(scored), wanted=pairs, pairs=pairs)
+    routing = routed(scored, make_pairs(experts))
     return loss_of("cosine_balance", routing, dims={"score_function": score_function}, **options)
 
 

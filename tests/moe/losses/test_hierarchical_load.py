@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.losses.choice_probability import choice_probability
-from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import assert_alike, loss_of, make_part, make_scored
+from tests.moe.build import assert_alike, loss_of, make_scored, routed, select
 
 Pieces = dict[str, Tensor]
 
@@ -29,11 +28,8 @@ def pieces(num_tokens: int, num_groups: int, num_experts: int, dtype: torch.dtyp
 
 
 def routing_of(extras: Pieces, groups: int, k: int) -> Routing:
-    inner_TE = extras["inner_scores_TE"]
-    scored = make_scored(inner_TE, **extras)
-    selector = make_part("selector", "hierarchical_top_k", inner_TE.shape[1], groups=groups, k=k)
-    pairs = selector(scored, StepContext())
-    return Routing(**vars(scored), wanted=pairs, pairs=pairs)
+    scored = make_scored(extras["inner_scores_TE"], **extras)
+    return routed(scored, select("hierarchical_top_k", scored, groups=groups, k=k))
 
 
 def load_loss(extras: Pieces, groups: int, k: int) -> Tensor:

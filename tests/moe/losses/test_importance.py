@@ -6,25 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Routing
 from tests.moe.build import (
     assert_alike,
     gradient_of,
     loss_of,
     make_hidden,
     make_pairs,
-    make_part,
     make_routing,
     make_scored,
+    routed,
+    select,
     train_on,
 )
 
 
 def value(experts: list[list[int]], weights: list[list[float]], num_experts: int = 4) -> float:
-    zeros_TE = torch.zeros(len(experts), num_experts)
-    pairs = make_pairs(experts, weights)
-    return float(loss_of("importance", Routing(**vars(make_scored(zeros_TE)), wanted=pairs, pairs=pairs)))
+    scored = make_scored(torch.zeros(len(experts), num_experts))
+    return float(loss_of("importance", routed(scored, make_pairs(experts, weights))))
 
 
 def test_importance_by_hand() -> None:
@@ -50,10 +48,8 @@ def test_an_expert_that_a_token_names_twice_counts_twice() -> None:
 
 def test_gradient_of_the_plain_formula_through_softmax_of_the_kept() -> None:
     def ours(scores_TE: Tensor) -> Tensor:
-        selector = make_part("selector", "top_k", 5, k=2, weights="kept_softmax")
         scored = make_scored(scores_TE)
-        pairs = selector(scored, StepContext())
-        return loss_of("importance", Routing(**vars(scored), wanted=pairs, pairs=pairs))
+        return loss_of("importance", routed(scored, select("top_k", scored, k=2, weights="kept_softmax")))
 
     def plain(scores_TE: Tensor) -> Tensor:
         rank_TE = scores_TE.argsort(dim=1, descending=True).argsort(dim=1)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.routing import Routing
 from tests.moe.build import (
     assert_alike,
     gradient_of,
@@ -18,6 +17,7 @@ from tests.moe.build import (
     make_pairs,
     make_scored,
     moe_config,
+    routed,
     train_on,
 )
 
@@ -28,8 +28,7 @@ def value(
     clean_TE: Tensor, std_TE: Tensor, noisy_TE: Tensor, k: int, candidates_TE: Tensor | None = None
 ) -> Tensor:
     scored = make_scored(noisy_TE, None, candidates_TE, clean_TE=clean_TE, noise_std_TE=std_TE)
-    routing = Routing(**vars(scored), wanted=make_pairs([]), pairs=make_pairs([]))
-    return loss_of("load", routing, dims={"num_choices": k})
+    return loss_of("load", routed(scored, make_pairs([])), dims={"num_choices": k})
 
 
 def squared_cv(loads: list[float]) -> float:

@@ -1,13 +1,12 @@
 """entropy_aware: the perplexity of a token's score function is how many experts it gets, within bounds."""
 
 import math
-from typing import Any
+from functools import partial
 
 import torch
 
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_part, make_scored
+from megamoe.moe.routing import Pairs
+from tests.moe.build import make_scored, select
 
 # Perplexities: 1, 2, 4, exp(0.802) = 2.23, exp(1.280) = 3.60
 PROBS = torch.tensor(
@@ -15,9 +14,7 @@ PROBS = torch.tensor(
 )
 
 
-def route(scored: Scored, num_experts: int = 4, **options: Any) -> Pairs:
-    pairs: Pairs = make_part("selector", "entropy_aware", num_experts, **options)(scored, StepContext())
-    return pairs
+route = partial(select, "entropy_aware")
 
 
 def counts(pairs: Pairs, num_tokens: int) -> list[int]:
@@ -40,7 +37,7 @@ def test_within_bounds() -> None:
 
 def test_against_the_formula() -> None:
     probs_TE = torch.randn(60, 12, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
-    found = counts(route(make_scored(probs_TE, probs_TE), num_experts=12, max_k=8), 60)
+    found = counts(route(make_scored(probs_TE, probs_TE), max_k=8), 60)
     for token, probs in enumerate(probs_TE.double().tolist()):
         perplexity = math.prod(p**-p for p in probs)
         assert found[token] == min(round(perplexity), 8)

@@ -1,26 +1,23 @@
 """expert_choice: even loads, each expert's best tokens, the order of a token's experts, the refusals."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_part, make_router, make_scored, route_scores
+from tests.moe.build import make_router, make_scored, route_scores, select
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.05, 0.05, 0.9]])
 
 
-def route(scored: Scored, num_experts: int, k: float) -> Pairs:
-    pairs: Pairs = make_part("selector", "expert_choice", num_experts, k=k)(scored, StepContext())
-    return pairs
+route = partial(select, "expert_choice")
 
 
 def test_by_hand() -> None:
     """C = ceil(1.5 * 4 / 3) = 2: expert 0 takes the tokens 0 and 1, 1 takes 2 and 1, 2 takes 3 and 2."""
-    pairs = route(make_scored(PROBS.log(), PROBS), 3, k=1.5)
+    pairs = route(make_scored(PROBS.log(), PROBS), k=1.5)
     assert pairs.token_N.tolist() == [0, 1, 1, 2, 2, 3]
     assert pairs.expert_N.tolist() == [0, 0, 1, 1, 2, 2]
     assert pairs.choice_N.tolist() == [0, 0, 1, 0, 1, 0]
@@ -30,7 +27,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize(("k", "places"), [(1.0, 5), (2.0, 10), (0.5, 3), (8.0, 40)])
 def test_against_a_loop_over_experts(k: float, places: int) -> None:
     probs_TE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    pairs = route(make_scored(probs_TE.log(), probs_TE), 8, k)
+    pairs = route(make_scored(probs_TE.log(), probs_TE), k=k)
     values: list[list[float]] = probs_TE.tolist()
     expected: dict[int, list[int]] = {token: [] for token in range(40)}
     for expert in range(8):
@@ -47,7 +44,7 @@ def test_masks_leave_some_experts_short() -> None:
     candidates_TE[:, 0] = torch.tensor([False, False, True, False])
     candidates_TE[:, 1] = False
     probs_TE = PROBS * candidates_TE
-    pairs = route(make_scored(PROBS.log(), probs_TE, candidates_TE), 3, k=1.5)
+    pairs = route(make_scored(PROBS.log(), probs_TE, candidates_TE), k=1.5)
     pairs_set = set(zip(pairs.token_N.tolist(), pairs.expert_N.tolist(), strict=True))
     assert pairs_set == {(2, 0), (2, 2), (3, 2)}
 

@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Pairs
-from tests.moe.build import make_part, make_router, make_scored, route_scores
+from tests.moe.build import make_router, make_scored, route_scores, select
 from tests.moe.draws import check_keys, rows_of
 
 PROBS = torch.tensor([0.5, 0.1, 0.3, 0.1])
 DRAWS = 20000
 
 
-def draw(k: int, probs_E: Tensor = PROBS, context: StepContext | None = None, **scored: Tensor) -> Tensor:
+def draw(k: int, probs_E: Tensor = PROBS, **scored: Tensor) -> Tensor:
     """int64 [T, K]: the experts of `DRAWS` tokens that are all alike."""
     probs_TE = probs_E.expand(DRAWS, -1)
-    pairs = make_part("selector", "sample", k=k)(
-        make_scored(probs_TE.log(), probs_TE, **scored), context or StepContext(seed=1)
-    )
+    pairs = select("sample", make_scored(probs_TE.log(), probs_TE, **scored), StepContext(seed=1), k=k)
     assert torch.equal(pairs.token_N, torch.arange(DRAWS).repeat_interleave(k))
     assert torch.equal(pairs.choice_N, torch.arange(k).repeat(DRAWS))
     return pairs.expert_N.reshape(DRAWS, k)
@@ -75,9 +72,7 @@ def test_only_candidates_are_drawn(sampling: bool) -> None:
 def test_a_token_with_few_candidates_has_fewer_pairs() -> None:
     candidates_TE = torch.tensor([[True] * 4, [False, True, False, False], [False] * 4])
     probs_TE = PROBS * candidates_TE
-    pairs = make_part("selector", "sample", k=2)(
-        make_scored(PROBS.log().expand(3, 4), probs_TE, candidates_TE), StepContext()
-    )
+    pairs = select("sample", make_scored(PROBS.log().expand(3, 4), probs_TE, candidates_TE), k=2)
     assert pairs.token_N.tolist() == [0, 0, 1]
     assert pairs.choice_N.tolist() == [0, 1, 0]
     assert pairs.expert_N[2] == 1
@@ -85,7 +80,7 @@ def test_a_token_with_few_candidates_has_fewer_pairs() -> None:
 
 def test_candidates_whose_p_underflows_still_make_up_k() -> None:
     probs_TE = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(50, 4)
-    pairs = make_part("selector", "sample", k=2)(make_scored(probs_TE, probs_TE), StepContext())
+    pairs = select("sample", make_scored(probs_TE, probs_TE), k=2)
     expert_TK = pairs.expert_N.reshape(50, 2)
     assert (expert_TK[:, 0] == 0).all() and (expert_TK[:, 1] > 0).all()
 
@@ -93,20 +88,18 @@ def test_candidates_whose_p_underflows_still_make_up_k() -> None:
 def test_draws_follow_their_key() -> None:
     def drawn(context: StepContext, layer: int) -> Tensor:
         probs_TE = torch.full((rows_of(context), 8), 0.125)
-        part = make_part("selector", "sample", num_experts=8, layer=layer, k=2)
-        pairs: Pairs = part(make_scored(probs_TE, probs_TE), context)
-        return pairs.expert_N.view(-1, 2)
+        scored = make_scored(probs_TE, probs_TE)
+        return select("sample", scored, context, layer=layer, k=2).expert_N.view(-1, 2)
 
     check_keys(drawn, least=0.5)
 
 
 def test_evaluation_takes_the_largest() -> None:
-    selector = make_part("selector", "sample", k=2).eval()
     scored = make_scored(PROBS.log()[None], PROBS[None], sampling_scores_TE=torch.tensor([[0.0, 9, 0, 9]]))
-    assert selector(scored, StepContext()).expert_N.tolist() == [0, 2]
+    assert select("sample", scored, evaluate=True, k=2).expert_N.tolist() == [0, 2]
     biased = make_scored(PROBS.log()[None], PROBS[None])
     biased.ranking_TE = torch.tensor([[0.0, 2.0, 1.0, -torch.inf]])
-    assert selector(biased, StepContext()).expert_N.tolist() == [1, 2]
+    assert select("sample", biased, evaluate=True, k=2).expert_N.tolist() == [1, 2]
 
 
 def test_what_underflows_is_still_drawn_in_proportion() -> None:

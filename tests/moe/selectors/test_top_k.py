@@ -19,6 +19,7 @@ from tests.moe.build import (
     make_scored,
     moe_config,
     route_scores,
+    select,
 )
 from tests.moe.draws import check_keys, rows_of
 
@@ -28,7 +29,7 @@ SCORES = (PROBS * 10).log()
 
 
 def test_choices_by_hand() -> None:
-    pairs = make_part("selector", "top_k", k=2)(make_scored(SCORES, PROBS), StepContext())
+    pairs = select("top_k", make_scored(SCORES, PROBS))
     assert pairs.token_N.tolist() == [0, 0, 1, 1, 2, 2]
     assert pairs.expert_N.tolist() == [3, 2, 0, 3, 1, 0]
     assert pairs.choice_N.tolist() == [0, 1, 0, 1, 0, 1]
@@ -45,9 +46,7 @@ def test_choices_by_hand() -> None:
 )
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_weights_by_hand(kind: str, expected: list[float], scale: float) -> None:
-    pairs = make_part("selector", "top_k", k=2, weights=kind, scale=scale)(
-        make_scored(SCORES, PROBS), StepContext()
-    )
+    pairs = select("top_k", make_scored(SCORES, PROBS), weights=kind, scale=scale)
     torch.testing.assert_close(pairs.weight_N, scale * torch.tensor(expected))
 
 
@@ -56,9 +55,7 @@ def test_a_token_with_few_candidates_has_fewer_pairs(kind: str) -> None:
     candidates_TE = torch.tensor([[True] * 4, [False, True, False, False], [False] * 4])
     scores_TE = SCORES.clone().requires_grad_()
     probs_TE = scores_TE.exp() / 10 * candidates_TE
-    pairs = make_part("selector", "top_k", k=2, weights=kind)(
-        make_scored(scores_TE, probs_TE, candidates_TE), StepContext()
-    )
+    pairs = select("top_k", make_scored(scores_TE, probs_TE, candidates_TE), weights=kind)
     assert pairs.token_N.tolist() == [0, 0, 1]
     assert pairs.expert_N.tolist() == [3, 2, 1]
     assert pairs.choice_N.tolist() == [0, 1, 0]
@@ -68,9 +65,7 @@ def test_a_token_with_few_candidates_has_fewer_pairs(kind: str) -> None:
 
 
 def test_values_that_all_underflow_give_weight_zero() -> None:
-    pairs = make_part("selector", "top_k", k=2)(
-        make_scored(torch.full((1, 4), -200.0), torch.zeros(1, 4)), StepContext()
-    )
+    pairs = select("top_k", make_scored(torch.full((1, 4), -200.0), torch.zeros(1, 4)))
     assert pairs.weight_N.tolist() == [0, 0]
 
 
@@ -80,9 +75,8 @@ MANY = 4000
 def two_of_four(second: str, probs_E: list[float], **options: Any) -> Pairs:
     """Many tokens of the same values."""
     probs_TE = torch.tensor([probs_E]).expand(MANY, -1)
-    selector = make_part("selector", "top_k", second=second, **options)
-    pairs: Pairs = selector(make_scored(probs_TE.log(), probs_TE), StepContext(seed=1))
-    return pairs
+    scored = make_scored(probs_TE.log(), probs_TE)
+    return select("top_k", scored, StepContext(seed=1), second=second, **options)
 
 
 def test_a_random_second_is_sent_where_2_g_2_exceeds_the_draw() -> None:
@@ -117,24 +111,23 @@ def test_a_sampled_second_comes_in_proportion_to_the_rest() -> None:
 
 @pytest.mark.parametrize("second", ["random", "sampled"])
 def test_a_drawn_second_follows_its_key_and_is_the_best_in_evaluation(second: str) -> None:
-    def drawn(context: StepContext, layer: int, train: bool = True, second: str = second) -> Tensor:
+    def drawn(context: StepContext, layer: int, evaluate: bool = False, second: str = second) -> Tensor:
         probs_TE = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(rows_of(context), -1)
-        selector = make_part("selector", "top_k", second=second, layer=layer).train(train)
-        pairs: Pairs = selector(make_scored(probs_TE.log(), probs_TE), context)
+        scored = make_scored(probs_TE.log(), probs_TE)
+        pairs = select("top_k", scored, context, evaluate, second=second, layer=layer)
         sent_TE = torch.zeros(probs_TE.shape, dtype=torch.bool)
         sent_TE[pairs.token_N, pairs.expert_N] = True
         return sent_TE
 
     check_keys(drawn, least=0.03)
-    assert torch.equal(drawn(StepContext(), 1, train=False), drawn(StepContext(), 1, second="best"))
+    assert torch.equal(drawn(StepContext(), 1, evaluate=True), drawn(StepContext(), 1, second="best"))
 
 
 @pytest.mark.parametrize("second", ["random", "sampled"])
 def test_a_second_choice_without_candidate_or_probability(second: str) -> None:
     candidates_TE = torch.tensor([[False, False, False, True], [True] * 4, [False] * 4])
     probs_TE = torch.tensor([[0, 0, 0, 1.0], [0, 0, 0, 1.0], [0.0] * 4])
-    selector = make_part("selector", "top_k", second=second)
-    pairs = selector(make_scored(torch.zeros(3, 4), probs_TE, candidates_TE), StepContext())
+    pairs = select("top_k", make_scored(torch.zeros(3, 4), probs_TE, candidates_TE), second=second)
     assert pairs.token_N.tolist() == ([0, 1, 1] if second == "sampled" else [0, 1])
     assert pairs.expert_N[:2].tolist() == [3, 3]
     assert 3 not in pairs.expert_N[2:].tolist()
