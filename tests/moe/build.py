@@ -10,6 +10,7 @@ from megamoe.config import PartChoice, parse_config
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.observation import Observation
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Pairs, Routing, Scored
@@ -17,6 +18,7 @@ from megamoe.registry import get_part
 
 HIDDEN = 16
 FFN = 24
+STARTS: dict[str, Any] = {"std": 0.4, "output_std": 0.2, "seed": 1, "layer": 1}  # of experts' weights
 VOCAB = 32
 
 
@@ -120,7 +122,7 @@ def train_on(loss: str, tree: dict[str, Any], hidden_TH: Tensor, lr: float) -> l
         optimizer.zero_grad()
         (layer(hidden_TH) * 0).sum().backward()
         optimizer.step()
-        values.append(losses_of(layer)[loss].item())
+        values.append(observed(layer).losses[loss].item())
     return values
 
 
@@ -132,10 +134,10 @@ def gradient_of(leaf: Any) -> Tensor:
     return leaf.grad
 
 
-def losses_of(layer: MoELayer) -> dict[str, Tensor]:
-    """Return the layer's losses in the last forward pass, by their names in the configuration."""
+def observed(layer: MoELayer) -> Observation:
+    """Return what the layer observed of the last forward pass."""
     assert layer.observation is not None
-    return layer.observation.losses
+    return layer.observation
 
 
 def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = None) -> Pairs:

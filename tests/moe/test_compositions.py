@@ -20,7 +20,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.moe.build import make_hidden, make_layer, moe_config, observed
 from tests.moe.part_layers import PARTS
 
 DRAWS = 150
@@ -182,8 +182,7 @@ def train(layer: MoELayer, output_TH: Tensor) -> None:
     objective = layer.objective(token_losses()) if layer.objectives else 0.0
     (output_TH.square().mean() + objective).backward()
     assert output_TH.isfinite().all()
-    assert layer.observation is not None
-    assert all(value.isfinite() for value in layer.observation.losses.values())
+    assert all(value.isfinite() for value in observed(layer).losses.values())
     gradients = [p.grad for p in layer.parameters() if p.grad is not None]
     assert gradients and all(gradient.isfinite().all() for gradient in gradients)
 

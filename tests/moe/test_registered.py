@@ -13,7 +13,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import CAPABILITIES, Part, StepContext
 from megamoe.moe.routing import Routing, has_row_per_token
-from tests.moe.build import VOCAB, make_hidden, make_layer, make_part, moe_config
+from tests.moe.build import VOCAB, make_hidden, make_layer, make_part, moe_config, observed
 from tests.moe.part_layers import PART_IDS, PARTS
 from tests.moe.test_process_groups import spread_of
 
@@ -47,9 +47,8 @@ def step(layer: MoELayer) -> list[Tensor]:
     """Output, losses and gradients of one forward and backward."""
     output_TH = layer(make_hidden(24))
     (output_TH.square().sum() + objective(layer)).backward()
-    assert layer.observation is not None
     gradients = [p.grad for p in layer.parameters() if p.grad is not None]
-    return [output_TH.detach(), *layer.observation.losses.values(), *gradients]
+    return [output_TH.detach(), *observed(layer).losses.values(), *gradients]
 
 
 def objective(layer: MoELayer, num_tokens: int = 24) -> Tensor | float:
@@ -114,8 +113,7 @@ def test_without_tokens_losses_are_0_and_gradients_finite(kind: str, name: str) 
     for layer in layers_with(kind, name):
         layer.context.token_ids_T = torch.arange(0)
         (layer(make_hidden(0)).sum() + objective(layer, 0)).backward()
-        assert layer.observation is not None
-        assert [value.item() for value in layer.observation.losses.values()] == [0] * len(layer.losses)
+        assert [value.item() for value in observed(layer).losses.values()] == [0] * len(layer.losses)
         gradients = [weight.grad for weight in layer.parameters() if weight.grad is not None]
         assert all(gradient.isfinite().all() for gradient in gradients)
 

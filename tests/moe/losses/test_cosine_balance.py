@@ -12,12 +12,12 @@ from tests.moe.build import (
     assert_alike,
     gradient_of,
     loss_of,
-    losses_of,
     make_hidden,
     make_layer,
     make_pairs,
     make_scored,
     moe_config,
+    observed,
     routed,
 )
 
@@ -99,10 +99,10 @@ def test_the_learned_temperature_gets_no_gradient_from_it() -> None:
     assert not scorer.log_temperature.grad.any()
     assert scorer.weight.grad.any() and scorer.embedding.grad.any()
     with torch.no_grad():
-        before = losses_of(layer)["cosine_balance"]
+        before = observed(layer).losses["cosine_balance"]
         scorer.log_temperature.add_(1.0)
         layer(make_hidden(24))
-        assert torch.equal(losses_of(layer)["cosine_balance"], before)
+        assert torch.equal(observed(layer).losses["cosine_balance"], before)
 
 
 def test_a_layer_passes_the_score_functions_capabilities() -> None:

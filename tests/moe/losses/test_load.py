@@ -11,12 +11,12 @@ from tests.moe.build import (
     assert_alike,
     gradient_of,
     loss_of,
-    losses_of,
     make_hidden,
     make_layer,
     make_pairs,
     make_scored,
     moe_config,
+    observed,
     routed,
     train_on,
 )
@@ -146,7 +146,7 @@ def test_a_layer_passes_the_loss_its_routing_in_training_and_evaluation() -> Non
         assert torch.equal(routing.scores_TE, routing.extras["clean_TE"]) != mode
         layer(hidden_TH)
         expected = value(routing.extras["clean_TE"], routing.extras["noise_std_TE"], routing.scores_TE, 2)
-        assert torch.equal(losses_of(layer)["load"], expected.detach())
+        assert torch.equal(observed(layer).losses["load"], expected.detach())
     assert expected > 0
 
 
