@@ -207,7 +207,9 @@ def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
     sent_TH = make_hidden(TOKENS, seed=5)
     (output_TH * sent_TH).sum().backward()
     (whole_1TH[0] * sent_TH).sum().backward()
-    gradients = {key: (ours[key].grad, make(lambda k: named[k].grad)) for key, make in makes.items()}
+    gradients: dict[str, Any] = {
+        key: (ours[key].grad, make(lambda k: named[k].grad)) for key, make in makes.items()
+    }
     for key, (found, expected) in {**gradients, "hidden": (given_TH.grad, expected_TH.grad)}.items():
         atol = 2e-6 * float(expected.abs().max())
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=atol, msg=f"gradient of {key}")

@@ -295,6 +295,7 @@ def test_a_scorer_computes_in_fp32_whatever_its_weights_are(name: str, options: 
 
 
 OVER_PARTS = [
+    test_without_tokens_losses_are_0_and_gradients_finite,
     test_finite_and_the_same_again,
     test_gradient_reaches_the_scorer,
     test_the_task_teaches_the_scorer_and_all_experts,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.router import masked
 from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
@@ -102,7 +101,4 @@ def _values_TE(scored: Scored, kernels: Kernels) -> Tensor:
     """What an expert's tokens are compared by; -inf where it is no candidate."""
     if not scored.ranked_by_scores:
         return scored.ranking_TE
-    values_TE, candidates_TE = scored.across_tokens_TE(scored.probs_TE), scored.candidates_TE
-    if candidates_TE is None:
-        return values_TE
-    return masked(values_TE, candidates_TE, float("-inf"), kernels)
+    return scored.of_candidates_TE(scored.across_tokens_TE(scored.probs_TE), float("-inf"), kernels)

@@ -6,7 +6,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megamoe.kernels.router import masked
 from megamoe.moe import rng
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
@@ -76,9 +75,7 @@ class Sample(FixedK):
         draw_key = context.draw_key(self.dims.layer, "sample")
         unit_TE = rng.uniform(draw_key, index_T, scored.num_experts, kernels=self.dims.kernels)
         keys_TE = logs_TE - unit_TE.clamp_min(2.0**-25).log().neg().log()  # 0 is drawn once in 2^24
-        if scored.candidates_TE is not None:
-            keys_TE = masked(keys_TE, scored.candidates_TE, float("-inf"), self.dims.kernels)
-        return keys_TE
+        return scored.of_candidates_TE(keys_TE, float("-inf"), self.dims.kernels)
 
     def _weights_TK(self, prob_TK: Tensor) -> Tensor:
         if self.config.weights == "one":

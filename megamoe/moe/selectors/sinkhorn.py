@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.kernels.router import masked
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import FixedK
@@ -59,8 +58,7 @@ class Sinkhorn(FixedK):
         ranking_TE, candidates_TE = scored.ranking_TE, scored.candidates_TE
         if self.training:
             scores_TE = scored.scores_TE.detach()
-            if candidates_TE is not None:
-                scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
+            scores_TE = scored.of_candidates_TE(scores_TE, float("-inf"), self.dims.kernels)
             ranking_TE = scores_TE + log_column_factors_E(scores_TE, self.config.iterations)
         expert_TK = ranking_TE.topk(self.config.k, dim=-1).indices
         valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)

@@ -78,11 +78,12 @@ class TopK(FixedK):
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        drawn = {"bias": "which does not reach the p that the second expert is drawn from"}
-        after = {"dropless": "so that renormalise: after_drops would do nothing"}
-        return (drawn if options.second == "sampled" else {}) | (
-            after if options.renormalise == "after_drops" else {}
-        )
+        found = {}
+        if options.second == "sampled":
+            found["bias"] = "which does not reach the p that the second expert is drawn from"
+        if options.renormalise == "after_drops":
+            found["dropless"] = "so that renormalise: after_drops would do nothing"
+        return found
 
     @classmethod
     def takes_all(cls, options: Config, num_candidates: int) -> bool:
@@ -140,9 +141,8 @@ class TopK(FixedK):
         sum_TE = rest_TE.cumsum(dim=-1)
         total_T = sum_TE[:, -1]
         target_T = self._uniform_T(probs_TE, context) * total_T
-        drawn_T = torch.searchsorted(sum_TE, target_T[:, None], right=True)[
-            :, 0
-        ]  # its p is positive, since u < 1
+        # The p of the expert found is positive, since u < 1.
+        drawn_T = torch.searchsorted(sum_TE, target_T[:, None], right=True)[:, 0]
         is_drawn_T = total_T > torch.finfo(total_T.dtype).tiny
         return torch.stack([expert_T2[:, 0], torch.where(is_drawn_T, drawn_T, expert_T2[:, 1])], dim=1)
 

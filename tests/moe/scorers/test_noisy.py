@@ -40,20 +40,18 @@ def test_scores_and_gradients_follow_the_plain_formula(floor: float) -> None:
     (scores_TE * upstream_TE).sum().backward()
 
     eps_TE = rng.normal(rng.key(1, 4, 1, "router_noise"), torch.arange(9), 4, kernels=Kernels()).double()
-    w_score_function, w_noise = (
-        w.detach().double().requires_grad_() for w in (scorer.weight, scorer.noise_weight)
-    )
+    w_gate, w_noise = (w.detach().double().requires_grad_() for w in (scorer.weight, scorer.noise_weight))
     x_TH = hidden_TH.double()
     std_TE = torch.log1p((x_TH @ w_noise.T).exp()) + floor
-    plain_TE = x_TH @ w_score_function.T + eps_TE * std_TE
+    plain_TE = x_TH @ w_gate.T + eps_TE * std_TE
     (plain_TE * upstream_TE).sum().backward()
 
     assert scores_TE.dtype == torch.float32
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(scores_TE.double(), plain_TE, **close)
-    torch.testing.assert_close(extras["clean_TE"].double(), x_TH @ w_score_function.T, **close)
+    torch.testing.assert_close(extras["clean_TE"].double(), x_TH @ w_gate.T, **close)
     torch.testing.assert_close(extras["noise_std_TE"].double(), std_TE, **close)
-    torch.testing.assert_close(gradient_of(scorer.weight).double(), w_score_function.grad, **close)
+    torch.testing.assert_close(gradient_of(scorer.weight).double(), w_gate.grad, **close)
     torch.testing.assert_close(gradient_of(scorer.noise_weight).double(), w_noise.grad, **close)
 
 

@@ -1,4 +1,4 @@
-"""entropy_aware: the perplexity of a token's score function is how many experts it gets, within bounds."""
+"""entropy_aware: a token gets as many experts as the perplexity of its p, within bounds."""
 
 import math
 from functools import partial
