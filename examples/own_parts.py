@@ -123,6 +123,6 @@ class HonestDoubt(Part):
         return {"doubt_T": "the doubt that is compared with the entropy of p"}
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32."""
+        """Scalar fp32; 0 if there are no tokens."""
         entropy_T = torch.special.entr(routing.probs_TE).sum(dim=-1)
-        return (routing.extras["doubt_T"] - entropy_T).square().mean()
+        return (routing.extras["doubt_T"] - entropy_T).square().sum() / max(routing.num_tokens, 1)

@@ -43,5 +43,5 @@ class EntropyLoss(Part):
         weight: float = 1e-3
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
-        """Scalar fp32."""
-        return torch.special.entr(routing.probs_TE).sum(dim=-1).mean()
+        """Scalar fp32; 0 if there are no tokens."""
+        return torch.special.entr(routing.probs_TE).sum() / max(routing.num_tokens, 1)

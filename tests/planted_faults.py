@@ -85,8 +85,8 @@ FAULTS = (
         "the outputs of an expert's slices are summed",
         "parallelism.md",
         "megamoe/moe/dispatch.py",
-        "rows_MH.shape[1]).sum(0)",
-        "rows_MH.shape[1]).mean(0)",
+        "rows_NH.shape[1]).sum(0)",
+        "rows_NH.shape[1]).mean(0)",
         ("tests/distributed/test_dispatch.py",),
     ),
     Fault(

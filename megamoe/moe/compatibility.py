@@ -65,19 +65,26 @@ def experts_wanted(moe: MoEConfig) -> int:
     return int(get_part("selector", choice.name).wanted(choice.options, moe.num_experts))
 
 
+def _left_by(masks: list[PartChoice], num_experts: int) -> list[Candidates]:
+    """Return the candidates that the masks leave, those of the same groups together."""
+    found: dict[int, Candidates] = {}
+    for choice in masks:
+        left = candidates_of(choice, num_experts)
+        found[left.groups] = left.and_also(found.get(left.groups, left))
+    return [*found.values()]
+
+
 def most_candidates(moe: MoEConfig) -> int:
     """Return an upper bound on a token's candidates in a training step."""
-    found = [candidates_of(choice, moe.num_experts).most for choice in moe.router.masks]
-    return min([moe.num_experts, *found])
+    found = _left_by(moe.router.masks, moe.num_experts)
+    return min([moe.num_experts, *(left.most for left in found)])
 
 
 def all_are_step_wide(moe: MoEConfig, or_one_group: bool = False) -> bool:
     """Whether every token of a micro batch has the same candidates, or (`or_one_group`) one whole group."""
-    return all(
-        get_part("mask", choice.name).step_wide
-        or (or_one_group and candidates_of(choice, moe.num_experts).one_group)
-        for choice in moe.router.masks
-    )
+    by_token = [choice for choice in moe.router.masks if not get_part("mask", choice.name).step_wide]
+    left = _left_by(by_token, moe.num_experts)
+    return all(or_one_group and candidates.one_group for candidates in left)
 
 
 def sums_to_1(moe: MoEConfig) -> bool:

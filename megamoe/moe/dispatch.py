@@ -20,7 +20,7 @@ from torch import Tensor
 from megamoe.compat.torch_compat import assert_on_device
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.experts.rows import Order, RowTokens, combine, gather, group_pairs, permute
-from megamoe.moe.process_groups import rank_in, size_of
+from megamoe.moe.process_groups import gather_rows, rank_in, size_of
 from megamoe.moe.routing import Routing
 
 
@@ -66,7 +66,7 @@ class LocalDispatch:
         return combine(rows_NH, plan.weight_N, plan.rows, self.kernels)
 
 
-class AllToAllDispatch:
+class AllToAllDispatch(LocalDispatch):
     """The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`.
 
     read_counts: reads the numbers of rows that are sent to each rank of `expert`, received from each, and
@@ -79,7 +79,7 @@ class AllToAllDispatch:
         expert_tensor: dist.ProcessGroup | None = None,
         kernels: Kernels = DEFAULT_KERNELS,
     ) -> None:
-        self.kernels = kernels
+        super().__init__(kernels)
         self.expert = expert
         self.expert_tensor = expert_tensor
         self.num_ranks = size_of(expert)
@@ -122,9 +122,7 @@ class AllToAllDispatch:
             assert_on_device(all_here, "is_local, but a pair's expert is on another rank")
         counts_XSL = counts_SL[None]
         if self.expert_tensor is not None:
-            together = counts_SL.new_empty(self.num_slices * len(counts_SL), counts_SL.shape[1])
-            dist.all_gather_into_tensor(together, counts_SL.contiguous(), group=self.expert_tensor)
-            counts_XSL = together.view(self.num_slices, *counts_SL.shape)
+            counts_XSL = gather_rows(counts_SL, self.expert_tensor).view(self.num_slices, *counts_SL.shape)
         # The host needs them, and waits for the device once.
         sums = [sent_RL.sum(1), counts_SL.sum(1), counts_XSL.sum((1, 2))]
         if exchanges or self.expert_tensor is not None:
@@ -152,17 +150,17 @@ class AllToAllDispatch:
             return values_N
         return self._there(values_N[:, None], plan)[:, 0].index_select(0, plan.by_expert_M.order_N)
 
-    def combine(self, rows_MH: Tensor, plan: Plan) -> Tensor:
+    def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor:
         """The rows go home, then as in `LocalDispatch`: [T, H]."""
         if plan.by_expert_M is not None:
-            rows_MH = permute(rows_MH, plan.by_expert_M.back())
+            rows_NH = permute(rows_NH, plan.by_expert_M.back())
         if plan.gathered_X is not None:
             own_X = [plan.gathered_X[self.slice]] * self.num_slices
-            rows_MH = _Exchange.apply(rows_MH, plan.gathered_X, own_X, self.expert_tensor)
-            rows_MH = rows_MH.view(self.num_slices, own_X[0], rows_MH.shape[1]).sum(0)
+            rows_NH = _Exchange.apply(rows_NH, plan.gathered_X, own_X, self.expert_tensor)
+            rows_NH = rows_NH.view(self.num_slices, own_X[0], rows_NH.shape[1]).sum(0)
         if plan.sent_R is not None:
-            rows_MH = _Exchange.apply(rows_MH, plan.received_R, plan.sent_R, self.expert)
-        return combine(rows_MH, plan.weight_N, plan.rows, self.kernels)
+            rows_NH = _Exchange.apply(rows_NH, plan.received_R, plan.sent_R, self.expert)
+        return super().combine(rows_NH, plan)
 
 
 def _sort_by_expert(routing: Routing, kernels: Kernels) -> Plan:

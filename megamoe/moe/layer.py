@@ -3,7 +3,7 @@
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -24,16 +24,6 @@ from megamoe.moe.part import Constraint, Dims, Part, StepContext
 from megamoe.moe.process_groups import ParallelGroups, TokenSpread, rank_in, size_of
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Routing
-
-
-class Dispatch(Protocol):
-    """Sends rows to their experts and returns the results."""
-
-    def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]: ...
-
-    def send_along(self, values_N: Tensor, plan: Plan) -> Tensor: ...
-
-    def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -284,7 +274,7 @@ def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:
     )
 
 
-def _place_experts(num_experts: int, groups: ParallelGroups, kernels: Kernels) -> tuple[Dispatch, range]:
+def _place_experts(num_experts: int, groups: ParallelGroups, kernels: Kernels) -> tuple[LocalDispatch, range]:
     """The dispatch, and the global numbers of the experts that this rank holds."""
     ranks = size_of(groups.expert)
     if num_experts % ranks:

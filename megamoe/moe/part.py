@@ -262,6 +262,12 @@ class Candidates:
         """The largest number of candidates of a token."""
         return self.kept[1] * self.each[1]
 
+    def and_also(self, other: "Candidates") -> "Candidates":
+        """Return bounds on what both masks leave, which have the same groups."""
+        kept = min(self.kept[0], other.kept[0]), min(self.kept[1], other.kept[1])
+        each = min(self.each[0], other.each[0]), min(self.each[1], other.each[1])
+        return Candidates(self.num_experts, self.groups, kept, each)
+
     @property
     def one_group(self) -> bool:
         """Whether the candidates are all experts of one of several groups."""
@@ -326,8 +332,8 @@ class Selector(Part):
 
     @classmethod
     def replays(cls, options: Any) -> bool:
-        """Whether `replayed` is defined for these options."""
-        return False
+        """Whether `replayed` is defined for these options; by default, whether the class defines it."""
+        return cls.replayed is not Selector.replayed
 
     def replayed(self, scored: Any, expert_TK: Tensor, count_T: Tensor) -> Any:
         """Return the Pairs of choices made elsewhere, with the weights that `forward` gives to such choices.

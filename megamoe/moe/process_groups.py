@@ -43,6 +43,13 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks in order of rank, without gradient; every rank has the same number."""
+    gathered = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+    return gathered
+
+
 class TokenSpread:
     """The tokens of a micro batch in contiguous shares on the ranks of a group, in order of rank.
 
@@ -113,9 +120,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        gathered = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
-        return gathered
+        return gather_rows(rows, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
 from megamoe.errors import UserError
-from megamoe.kernels.router import masked
 from megamoe.moe.alternatives import capabilities
 from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
 from megamoe.moe.process_groups import TokenSpread
@@ -114,19 +113,18 @@ class Router(nn.Module):
                 continue
             known_TE = scored.candidates_TE
             scored.candidates_TE = allowed_TE if known_TE is None else known_TE & allowed_TE
-            scored.ranking_TE = masked(scored.ranking_TE, scored.candidates_TE, float("-inf"), kernels)
+            scored.ranking_TE = scored.of_candidates_TE(scored.ranking_TE, float("-inf"), kernels)
             if mask.step_wide:
                 open_E = allowed_TE[:1].any(dim=0)  # all rows are equal; without tokens, no expert
                 scored.open_E = open_E if scored.open_E is None else scored.open_E & open_E
         if scored.candidates_TE is None:
             return
         if self.score_function.over_all:  # p, and so the ranking, is what it was
-            scored.probs_TE = masked(scored.affinities_TE, scored.candidates_TE, 0.0, kernels)
+            scored.probs_TE = scored.of_candidates_TE(scored.affinities_TE, 0.0, kernels)
             return
         scored.probs_TE = self.score_function(scored.scores_TE, scored.candidates_TE)
         if not scored.ranked_by_scores:
-            ranking_TE = self._ranking_TE(scored)
-            scored.ranking_TE = masked(ranking_TE, scored.candidates_TE, float("-inf"), kernels)
+            scored.ranking_TE = scored.of_candidates_TE(self._ranking_TE(scored), float("-inf"), kernels)
 
     def _ranking_TE(self, scored: Scored) -> Tensor:
         """Return what choices are made by, for all experts; see `Scored`."""

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.router import masked
+
 if TYPE_CHECKING:
     from megamoe.moe.part import ScoreFunction
 
@@ -106,17 +109,14 @@ class Scored:
     @property
     def monotone_score_function(self) -> "ScoreFunction | None":
         """The score function if it is monotone, otherwise None."""
-        return (
-            self.score_function if self.score_function is not None and self.score_function.monotone else None
-        )
+        found = self.score_function
+        return found if found is not None and found.monotone else None
 
     @property
     def ranked_by_scores(self) -> bool:
         """Whether ranking_TE holds the scores."""
-        score_function = self.monotone_score_function
-        return (
-            score_function is not None and score_function.bias_E is None and "ranking_TE" not in self.extras
-        )
+        found = self.monotone_score_function
+        return found is not None and found.bias_E is None and "ranking_TE" not in self.extras
 
     def within_tokens_TE(self, values_TE: Tensor) -> Tensor:
         """Return values that order each token's experts as `values_TE` (its p) does, without gradient.
@@ -131,10 +131,15 @@ class Scored:
         These are the scores if each p depends on its own score alone (sigmoid). The scores of a softmax do
         not compare across tokens.
         """
-        score_function = self.monotone_score_function
-        return (
-            self.scores_TE if score_function is not None and score_function.elementwise else values_TE
-        ).detach()
+        found = self.monotone_score_function
+        by_scores = found is not None and found.elementwise
+        return (self.scores_TE if by_scores else values_TE).detach()
+
+    def of_candidates_TE(self, values_TE: Tensor, other: float, kernels: Kernels) -> Tensor:
+        """Return the values [T, E] with `other` for the experts that are no candidates."""
+        if self.candidates_TE is None:
+            return values_TE
+        return masked(values_TE, self.candidates_TE, other, kernels)
 
     @property
     def num_tokens(self) -> int:

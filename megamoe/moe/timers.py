@@ -3,9 +3,11 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+Mark = Any  # float, in seconds, or torch.cuda.Event
 STAGES = ("route", "dispatch", "experts", "combine")
 
 
@@ -17,30 +19,22 @@ class StageTimers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._device = device
+        self._parts: list[tuple[str, Mark, Mark]] = []  # name, begin and end of each
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Measure what runs inside under this name, one of STAGES."""
-        if self._on_cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._events.append((name, begin, end))
-            return
-        started = time.perf_counter()
+        begin = _mark(self._device)
         yield
-        self._seconds[name] += time.perf_counter() - started
+        self._parts.append((name, begin, _mark(self._device)))
 
     def seconds(self) -> dict[str, float]:
         """Return the sums since the last call, and begin anew."""
-        for name, begin, end in self._events:
-            self._seconds[name] += begin.elapsed_time(end) / 1000
-        self._events.clear()
-        found, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)
+        found = dict.fromkeys(STAGES, 0.0)
+        for name, begin, end in self._parts:
+            found[name] += _between(begin, end)
+        self._parts.clear()
         return found
 
 
@@ -58,8 +52,8 @@ class OwnTime:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []  # begins and ends of the parts, in turn
+        self._device = device
+        self._marks: list[Mark] = []  # begins and ends of the parts, in turn
         self._active = False
         self.seconds = 0.0  # of the last step that is over; 0: none was measured
 
@@ -69,12 +63,12 @@ class OwnTime:
         self.seconds = sum(_between(begin, end) for begin, end in pairs)
         self._marks.clear()
         self._active = True
-        self._mark()
+        self._marks.append(_mark(self._device))
 
     def pause(self) -> None:
         """Stop until `resume`; nothing after `end`."""
         if self._active:
-            self._mark()
+            self._marks.append(_mark(self._device))
 
     resume = pause
 
@@ -90,18 +84,17 @@ class OwnTime:
         self.pause()
         self._active = False
 
-    def _mark(self) -> None:
-        if not self._on_cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
+
+def _mark(device: torch.device) -> Mark:
+    """Return this moment: on CUDA, an event on the current stream; otherwise seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _between(begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
-    """Return the seconds between two marks."""
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float) and isinstance(end, float)
-        return end - begin
-    return begin.elapsed_time(end) / 1000
+def _between(begin: Mark, end: Mark) -> float:
+    """Return the seconds between two marks of one device."""
+    found: float = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+    return found

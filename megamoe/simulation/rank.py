@@ -168,7 +168,7 @@ def simulate_step(
             model = build_model(config, run.vocabulary.size, factory, _partition(run))
         parts = Parts(model)
         for _, layer in model.moe_layers():
-            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[arg-type]
+            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[assignment]
         counter = CostCounter(parts, on_cuda)
         router = config.moe.router
         if config.parallel.tensor > 1 and not router.masks and router.capacity.name == "none":

@@ -1,5 +1,6 @@
 """Small layers for the tests of megamoe.moe."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from megamoe.config import PartChoice, parse_config
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.observation import Observation
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Pairs, Routing, Scored
@@ -16,6 +18,7 @@ from megamoe.registry import get_part
 
 HIDDEN = 16
 FFN = 24
+STARTS: dict[str, Any] = {"std": 0.4, "output_std": 0.2, "seed": 1, "layer": 1}  # of experts' weights
 VOCAB = 32
 
 
@@ -65,6 +68,64 @@ def make_hidden(num_tokens: int, seed: int = 2, skewed: bool = False) -> Tensor:
     return hidden_TH
 
 
+def select(
+    name: str, scored: Scored, context: StepContext | None = None, evaluate: bool = False, **options: Any
+) -> Pairs:
+    """Return the pairs of a selector with these options."""
+    selector = make_part("selector", name, scored.num_experts, **options).train(not evaluate)
+    pairs: Pairs = selector(scored, context or StepContext())
+    return pairs
+
+
+def routed(scored: Scored, pairs: Pairs) -> Routing:
+    """Return the Routing of these pairs, all of which are computed."""
+    return Routing(**vars(scored), wanted=pairs, pairs=pairs)
+
+
+def loss_of(
+    name: str,
+    routing: Routing,
+    context: StepContext | None = None,
+    dims: dict[str, Any] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return a loss of a routing; `dims`: more fields of Dims."""
+    loss = make_part("loss", name, routing.num_experts, dims=dims, **options)
+    value: Tensor = loss(routing, context or StepContext())
+    return value
+
+
+Function = Callable[..., Tensor]
+
+
+def assert_alike(ours: Function, plain: Function, *at: Tensor, **close: Any) -> None:
+    """See that two functions have the same value and gradients at these tensors, which are not all 0.
+
+    close: options of torch.testing.assert_close.
+    """
+    results = []
+    for function in (ours, plain):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in at]
+        value = function(*leaves)
+        results.append([value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **close)
+    assert max(float(gradient.abs().max()) for gradient in results[1][1:]) > 1e-4
+
+
+def train_on(loss: str, tree: dict[str, Any], hidden_TH: Tensor, lr: float) -> list[float]:
+    """Return the values of a layer's loss over 20 steps that train its router on nothing else."""
+    layer = make_layer(moe_config(losses={loss: {"weight": 1.0, **tree.pop("loss", {})}}, **tree))
+    optimizer = torch.optim.SGD(layer.router.parameters(), lr=lr)
+    values = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        (layer(hidden_TH) * 0).sum().backward()
+        optimizer.step()
+        values.append(observed(layer).losses[loss].item())
+    return values
+
+
 def gradient_of(leaf: Any) -> Tensor:
     """Return the gradient, which must exist; leaf: a tensor, or a module's attribute with a parameter's
     name.
@@ -73,10 +134,10 @@ def gradient_of(leaf: Any) -> Tensor:
     return leaf.grad
 
 
-def losses_of(layer: MoELayer) -> dict[str, Tensor]:
-    """Return the layer's losses in the last forward pass, by their names in the configuration."""
+def observed(layer: MoELayer) -> Observation:
+    """Return what the layer observed of the last forward pass."""
     assert layer.observation is not None
-    return layer.observation.losses
+    return layer.observation
 
 
 def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = None) -> Pairs:
@@ -89,8 +150,7 @@ def make_pairs(experts: list[list[int]], weights: list[list[float]] | None = Non
 
 def make_routing(experts: list[list[int]], scores_TE: Tensor, probs_TE: Tensor) -> Routing:
     """Return a Routing in which every wanted pair is computed."""
-    pairs = make_pairs(experts)
-    return Routing(**vars(make_scored(scores_TE, probs_TE)), wanted=pairs, pairs=pairs)
+    return routed(make_scored(scores_TE, probs_TE), make_pairs(experts))
 
 
 class GivenScores(nn.Module):

@@ -3,13 +3,13 @@
 Each layer gets the weights of the transformers module, which are random.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megamoe.moe.layer import MoELayer
 from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
 
 EXPERTS, CHOSEN, SHARED, TOKENS = 8, 3, 40, 50
@@ -25,8 +25,8 @@ SOFTMAX_OF_ALL = {"name": "softmax", "over": "all"}
 FIXED_BIAS = {"name": "sigmoid", "bias_update": 0.001, "bias_until": 0}
 
 
-# By our name: our tensor, and the function of the transformers module's named tensors that equals it.
-WeightMap = dict[str, tuple[Tensor, Any]]
+# By our name: the function of the transformers module's named tensors, or their gradients, that equals ours.
+WeightMap = dict[str, Callable[[Callable[[str], Any]], Tensor]]
 
 
 def top_k(weights: str, **options: Any) -> dict[str, Any]:
@@ -150,43 +150,38 @@ def randomise(module: nn.Module) -> None:
             tensor.normal_(0, 0.4, generator=generator)
 
 
-def weight_map(name: str, layer: MoELayer) -> WeightMap:
-    """Return (our tensor, function of their named tensors or gradients that is to equal it), by our name."""
+def weight_map(name: str) -> WeightMap:
     if name == "GptOss":
-        return gpt_oss_map(layer)
+        return GPT_OSS
     gate = "router" if name.startswith("Granite") else "gate"
     found: WeightMap = {
-        "router.scorer.weight": (layer.router.scorer.weight, lambda of: of(f"{gate}.weight")),  # type: ignore[dict-item]
-        "experts.up": (layer.experts.up, lambda of: of("experts.gate_up_proj")),  # type: ignore[dict-item]
-        "experts.down": (layer.experts.down, lambda of: of("experts.down_proj")),  # type: ignore[dict-item]
+        "router.scorer.weight": lambda of: of(f"{gate}.weight"),
+        "experts.up": lambda of: of("experts.gate_up_proj"),
+        "experts.down": lambda of: of("experts.down_proj"),
     }
     shared = MODELS[name][1]
     if shared is not None:
-        assert layer.shared is not None
         halves = [f"{shared}.{half}_proj.weight" for half in ("gate", "up")]
-        found["shared.up"] = layer.shared.up, lambda of: torch.cat([of(half) for half in halves])
-        found["shared.down"] = layer.shared.down, lambda of: of(f"{shared}.down_proj.weight")
+        found["shared.up"] = lambda of: torch.cat([of(half) for half in halves])
+        found["shared.down"] = lambda of: of(f"{shared}.down_proj.weight")
     if name == "Qwen2Moe":
-        assert layer.shared is not None
-        found["shared.gate"] = layer.shared.gate, lambda of: of("shared_expert_gate.weight")[0]
+        found["shared.gate"] = lambda of: of("shared_expert_gate.weight")[0]
     return found
 
 
-def gpt_oss_map(layer: MoELayer) -> WeightMap:
-    """Its first weights have the columns of gate and value in turns, and all are transposed."""
+def unmixed(tensor: Tensor) -> Tensor:
+    """GptOss's first weights have the columns of gate and value in turns."""
+    return torch.cat([tensor[..., ::2], tensor[..., 1::2]], dim=-1)
 
-    def halves(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor[..., ::2], tensor[..., 1::2]], dim=-1)
 
-    makes = {
-        "router.scorer.weight": lambda of: of("router.weight"),
-        "router.scorer.bias": lambda of: of("router.bias"),
-        "experts.up": lambda of: halves(of("experts.gate_up_proj")).transpose(1, 2),
-        "experts.up_bias": lambda of: halves(of("experts.gate_up_proj_bias")),
-        "experts.down": lambda of: of("experts.down_proj").transpose(1, 2),
-        "experts.down_bias": lambda of: of("experts.down_proj_bias"),
-    }
-    return {key: (layer.get_parameter(key), make) for key, make in makes.items()}
+GPT_OSS: WeightMap = {  # its matrices are transposed
+    "router.scorer.weight": lambda of: of("router.weight"),
+    "router.scorer.bias": lambda of: of("router.bias"),
+    "experts.up": lambda of: unmixed(of("experts.gate_up_proj")).transpose(1, 2),
+    "experts.up_bias": lambda of: unmixed(of("experts.gate_up_proj_bias")),
+    "experts.down": lambda of: of("experts.down_proj").transpose(1, 2),
+    "experts.down_bias": lambda of: of("experts.down_proj_bias"),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -195,11 +190,11 @@ def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
     config = moe_config(num_experts=EXPERTS, **MODELS[name][3])
     layer = make_layer(config, activation=config.expert_activation or "swiglu")
     named = dict(module.named_parameters())
-    weights = weight_map(name, layer)
-    assert {*weights} == {key for key, _ in layer.named_parameters()}
+    ours, makes = dict(layer.named_parameters()), weight_map(name)
+    assert makes.keys() == ours.keys()
     with torch.no_grad():
-        for ours, make in weights.values():
-            ours.copy_(make(named.__getitem__))
+        for key, make in makes.items():
+            ours[key].copy_(make(named.__getitem__))
         bias_E = layer.router.score_function.bias_E
         if bias_E is not None:
             bias_E.copy_(module.get_buffer("gate.e_score_correction_bias"))
@@ -212,7 +207,9 @@ def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
     sent_TH = make_hidden(TOKENS, seed=5)
     (output_TH * sent_TH).sum().backward()
     (whole_1TH[0] * sent_TH).sum().backward()
-    gradients = {key: (ours.grad, make(lambda k: named[k].grad)) for key, (ours, make) in weights.items()}
+    gradients: dict[str, Any] = {
+        key: (ours[key].grad, make(lambda k: named[k].grad)) for key, make in makes.items()
+    }
     for key, (found, expected) in {**gradients, "hidden": (given_TH.grad, expected_TH.grad)}.items():
         atol = 2e-6 * float(expected.abs().max())
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=atol, msg=f"gradient of {key}")

@@ -76,6 +76,12 @@ def test_a_mask_that_leaves_one_expert_is_refused_like_its_twin(twins: None) -> 
         check_parts(moe_config(num_experts=8, router=router, losses={"switch_balance": {}}), 1)
 
 
+def test_a_selector_needs_its_base_class(twins: None) -> None:
+    message = "^moe.router.selector: own_groups: expected a subclass of megamoe.moe.part.Selector$"
+    with pytest.raises(UserError, match=message):
+        check_parts(moe_config(router={"selector": "own_groups"}), 1)
+
+
 def test_a_random_mask_is_allowed_once(twins: None) -> None:
     router = {"masks": ["own_draw", "own_draw"], "selector": ONE, "score_function": "sigmoid"}
     with pytest.raises(UserError, match="own_draw stands twice in moe.router.masks"):

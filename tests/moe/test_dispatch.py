@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_hidden, make_pairs, make_scored
+from tests.moe.build import make_hidden, make_pairs, make_scored, routed
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
 def make_routing(experts: list[list[int]], weights: list[list[float]]) -> Routing:
     pairs = make_pairs(experts, weights)
     pairs.weight_N.requires_grad_()
-    scores_TE = torch.zeros(len(experts), 4)
-    return Routing(**vars(make_scored(scores_TE)), wanted=pairs, pairs=pairs)
+    return routed(make_scored(torch.zeros(len(experts), 4)), pairs)
 
 
 CASES: dict[str, tuple[list[list[int]], list[list[float]]]] = {

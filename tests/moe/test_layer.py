@@ -13,7 +13,7 @@ from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import FFN, HIDDEN, gradient_of, make_hidden, make_layer, moe_config
+from tests.moe.build import FFN, HIDDEN, gradient_of, make_hidden, make_layer, moe_config, observed
 from tests.moe.plain import PlainResult, plain_layer
 
 LOSSES = {"switch_balance": 0.3, "z_loss": 0.05}
@@ -100,8 +100,7 @@ def test_the_layer_equals_the_plain_loop_with_every_gradient(case: dict[str, Any
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-4, msg=name)
-    observation = layer.observation
-    assert observation is not None
+    observation = observed(layer)
     assert observation.load_E.tolist() == plain.load
     assert observation.wanted_E.tolist() == plain.wanted
     for name, value in plain.losses.items():
@@ -112,9 +111,8 @@ def test_the_layer_equals_the_plain_loop_with_every_gradient(case: dict[str, Any
 def test_the_uneven_cases_are_uneven() -> None:
     layer, _, hidden_TH, _ = build(CASES["uneven drops"], StepContext())
     layer(hidden_TH)
-    assert layer.observation is not None
-    assert layer.observation.wanted_E[3] > 20
-    assert layer.observation.load_E[3] == 3  # ceil(0.75 * 1 * 24 / 8)
+    assert observed(layer).wanted_E[3] > 20
+    assert observed(layer).load_E[3] == 3  # ceil(0.75 * 1 * 24 / 8)
 
 
 def noted(function: Callable[..., Any], name: str, order: list[str]) -> Callable[..., Any]:
@@ -170,11 +168,9 @@ def test_no_tokens_at_all(options: dict[str, Any]) -> None:
     output_TH, gradients = gradients_of_layer(layer, make_hidden(0))
     assert output_TH.shape == (0, 16)
     assert all(gradient is None or not gradient.any() for gradient in gradients.values())
-    assert layer.observation is not None
-    assert layer.observation.load_E.tolist() == [0, 0, 0, 0]
-    assert {name: value.item() for name, value in layer.observation.losses.items()} == dict.fromkeys(
-        LOSSES, 0
-    )
+    assert observed(layer).load_E.tolist() == [0, 0, 0, 0]
+    values = {name: value.item() for name, value in observed(layer).losses.items()}
+    assert values == dict.fromkeys(LOSSES, 0)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +192,7 @@ def test_bf16_is_close_to_fp32_and_routes_alike(options: dict[str, Any]) -> None
     output_TH, gradients = gradients_of_layer(layer, hidden_TH)
     expected_TH, expected = gradients_of_layer(reference, hidden_TH.float())
     assert output_TH.dtype == torch.bfloat16
-    assert layer.observation is not None and reference.observation is not None
-    assert torch.equal(layer.observation.load_E, reference.observation.load_E)
+    assert torch.equal(observed(layer).load_E, observed(reference).load_E)
     for name, value in {"output": output_TH, **gradients}.items():
         right = expected_TH if name == "output" else expected[name]
         assert (value.float() - right).norm() < 0.02 * right.norm(), name
@@ -209,8 +204,7 @@ def test_evaluation_attaches_no_loss_but_still_observes() -> None:
     _, gradients = gradients_of_layer(layer, make_hidden(12))
     _, expected = gradients_of_layer(without, make_hidden(12))
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-    assert layer.observation is not None
-    assert layer.observation.losses.keys() == LOSSES.keys()
+    assert observed(layer).losses.keys() == LOSSES.keys()
 
 
 def test_the_scale_is_read_when_the_gradient_flows() -> None:
@@ -231,9 +225,8 @@ def test_a_second_forward_replaces_the_observation() -> None:
     layer = make_layer(moe_config(num_experts=4, router={"selector": {"k": 2}}))
     for num_tokens in (7, 5):
         layer(make_hidden(num_tokens))
-        assert layer.observation is not None
-        assert layer.observation.load_E.sum() == 2 * num_tokens
-        assert layer.observation.load_E.dtype == torch.int64
+        assert observed(layer).load_E.sum() == 2 * num_tokens
+        assert observed(layer).load_E.dtype == torch.int64
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -243,14 +236,13 @@ def test_recomputation_changes_nothing(reentrant: bool) -> None:
     config = moe_config(num_experts=4, num_shared_experts=1, router=router, losses=LOSSES, **dropout)
     layer = make_layer(config, StepContext(seed=3, step=7, aux_scale=0.5))
     expected_TH, expected = gradients_of_layer(layer, make_hidden(16))
-    seen = layer.observation
+    seen = observed(layer)
     output_TH, gradients = gradients_of_layer(layer, make_hidden(16), use_reentrant=reentrant)
     assert torch.equal(output_TH, expected_TH)
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-    assert seen is not None and layer.observation is not None
-    assert torch.equal(seen.load_E, layer.observation.load_E)
-    assert torch.equal(seen.wanted_E, layer.observation.wanted_E)
-    assert seen.losses == layer.observation.losses
+    assert torch.equal(seen.load_E, observed(layer).load_E)
+    assert torch.equal(seen.wanted_E, observed(layer).wanted_E)
+    assert seen.losses == observed(layer).losses
 
 
 class Total(Objective):

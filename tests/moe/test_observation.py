@@ -14,7 +14,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.observation import observe
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Routing
-from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.moe.build import make_hidden, make_layer, moe_config, observed
 
 TOP_2 = {"selector": {"name": "top_k", "k": 2}}
 
@@ -97,8 +97,7 @@ def test_gradient_shares_are_those_of_plain_autograd(case: str) -> None:
     expected = gradient_of_scores(layer, hidden_TH, context)
     context.measure_gradients = True
     layer(hidden_TH).square().sum().backward()
-    assert layer.observation is not None
-    squares = layer.observation.gradient_squares
+    squares = observed(layer).gradient_squares
     assert squares.keys() == expected.keys()
     assert "cosine_balance" not in squares, "its gradient goes to the cosines, not to the scores"
     for name, square in expected.items():

@@ -1,5 +1,6 @@
 """Properties of every registered part: finite, deterministic, the scorer learns, its state survives."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,13 +10,16 @@ from torch import Tensor
 from megamoe import registry
 from megamoe.moe.examples import example_trees
 from megamoe.moe.layer import MoELayer
+from megamoe.moe.objective import Objective
 from megamoe.moe.part import CAPABILITIES, Part, StepContext
 from megamoe.moe.routing import Routing, has_row_per_token
-from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.moe.build import VOCAB, make_hidden, make_layer, make_part, moe_config, observed
+from tests.moe.part_layers import PART_IDS, PARTS
 from tests.moe.test_process_groups import spread_of
 
-PARTS = [(kind, name) for kind in registry.LAYER_KINDS for name in registry.list_parts(kind)]
-every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" for k, n in PARTS])
+EXPERTS = 16
+every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=PART_IDS)
+every_loss = pytest.mark.parametrize("name", registry.list_parts("loss"))
 
 
 def layers_with(kind: str, name: str, seed: int = 1, **more: Any) -> list[MoELayer]:
@@ -43,14 +47,13 @@ def step(layer: MoELayer) -> list[Tensor]:
     """Output, losses and gradients of one forward and backward."""
     output_TH = layer(make_hidden(24))
     (output_TH.square().sum() + objective(layer)).backward()
-    assert layer.observation is not None
     gradients = [p.grad for p in layer.parameters() if p.grad is not None]
-    return [output_TH.detach(), *layer.observation.losses.values(), *gradients]
+    return [output_TH.detach(), *observed(layer).losses.values(), *gradients]
 
 
-def objective(layer: MoELayer) -> Tensor | float:
+def objective(layer: MoELayer, num_tokens: int = 24) -> Tensor | float:
     """Return the objective's value for token losses that differ between tokens."""
-    return layer.objective(torch.linspace(1, 3, 24).cos()) if layer.objectives else 0.0
+    return layer.objective(torch.linspace(1, 3, num_tokens).cos()) if layer.objectives else 0.0
 
 
 @every_part
@@ -70,7 +73,7 @@ def test_gradient_reaches_the_scorer(kind: str, name: str) -> None:
     assert all(gradient is not None and gradient.any() for gradient in gradients)
 
 
-@pytest.mark.parametrize("name", registry.list_parts("loss"))
+@every_loss
 def test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name: str) -> None:
     layer = layer_with("loss", name)
     nothing = (layer(make_hidden(24)) * 0).sum()
@@ -90,7 +93,7 @@ def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str) -> No
         assert taught(layer) == {weight for weight, _ in layer.named_parameters()} - without
 
 
-@pytest.mark.parametrize("name", registry.list_parts("loss"))
+@every_loss
 def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
     """All of the scorer, or what the extras are made of that the loss requires."""
     layer = layer_with("loss", name, num_shared_experts=1)
@@ -105,9 +108,31 @@ def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
     assert found and found in (whole, of_extras)
 
 
+@every_part
+def test_without_tokens_losses_are_0_and_gradients_finite(kind: str, name: str) -> None:
+    for layer in layers_with(kind, name):
+        layer.context.token_ids_T = torch.arange(0)
+        (layer(make_hidden(0)).sum() + objective(layer, 0)).backward()
+        assert [value.item() for value in observed(layer).losses.values()] == [0] * len(layer.losses)
+        gradients = [weight.grad for weight in layer.parameters() if weight.grad is not None]
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@every_loss
+def test_a_loss_is_of_the_pairs_that_were_wanted(name: str) -> None:
+    """The pairs that the capacity drops count as well."""
+    layer = layer_with("loss", name)
+    routing = layer.router(make_hidden(24), layer.context)
+    loss = layer.losses[name]
+    arguments = (layer.context, torch.linspace(1, 3, 24).cos())[: 2 if isinstance(loss, Objective) else 1]
+    expected = loss(routing, *arguments)
+    routing.pairs = routing.wanted.keep(torch.arange(len(routing.wanted.token_N)) % 3 == 0)
+    assert torch.equal(loss(routing, *arguments), expected)
+
+
 def reached_from(layer: MoELayer, names: set[str]) -> set[str]:
     """The scorer's parameters that these extras are made of."""
-    extras = scored(layer, make_hidden(24), layer.context)
+    extras = scored(layer.router.scorer, make_hidden(24), layer.context)
     values = [value.sum() for key, value in extras.items() if key in names and value.requires_grad]
     weights = dict(layer.router.scorer.named_parameters())
     if not values:
@@ -154,21 +179,21 @@ def scores_by_itself(layer: MoELayer) -> None:
     for weight in layer.router.scorer.parameters():
         if not weight.any():  # a scorer that starts at 0 would show nothing
             torch.nn.init.normal_(weight)
-    whole = scored(layer, make_hidden(24), layer.context)
+    whole = scored(layer.router.scorer, make_hidden(24), layer.context)
     for size in (2, 3):
         for rank in range(size):
             own = slice(rank * 24 // size, (rank + 1) * 24 // size)
             context = spread_of(size, rank).own_context(layer.context, 24 // size)
-            part = scored(layer, make_hidden(24)[own], context)
+            part = scored(layer.router.scorer, make_hidden(24)[own], context)
             assert part.keys() == whole.keys()
             for key, value in part.items():
                 expected = whole[key][own] if has_row_per_token(key) else whole[key]
                 torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=key)
 
 
-def scored(layer: MoELayer, hidden_TH: Tensor, context: StepContext) -> dict[str, Tensor]:
+def scored(scorer: Any, hidden_TH: Tensor, context: StepContext) -> dict[str, Tensor]:
     """The scores and the extras."""
-    found = layer.router.scorer(hidden_TH, context)
+    found = scorer(hidden_TH, context)
     scores_TE, extras = found if isinstance(found, tuple) else (found, {})
     return {"scores_TE": scores_TE, **extras}
 
@@ -182,7 +207,8 @@ def test_a_part_is_as_it_declares(kind: str, name: str) -> None:
             provided = type(part).provides(part.config)
             assert {word for word in provided if word not in CAPABILITIES} <= routing.extras.keys()
             if kind == "scorer":
-                assert routing.extras.keys() - {"chosen_groups_TA"} <= provided
+                selector: Any = layer.router.selector
+                assert routing.extras.keys() <= provided | selector.provides(selector.config)
             elif kind == "score_function":
                 assert (part.bias_E is not None) == ("bias" in provided)
                 sums = routing.probs_TE.sum(dim=-1)
@@ -223,7 +249,53 @@ def chooses_as_declared(selector: Any, provided: set[str], routing: Routing) -> 
         assert torch.bincount(wanted.expert_N, minlength=routing.num_experts).unique().numel() <= 2
 
 
+def starts_of(name: str) -> list[dict[str, Any]]:
+    """Return the options of a scorer's layers here: its examples, and its defaults."""
+    return [{}, *(example.options for example in registry.get_part("scorer", name).examples(EXPERTS, 2))]
+
+
+def make_scorer(name: str, options: dict[str, Any], layer: int = 1, seed: int = 1) -> Any:
+    dims = {"seed": seed, "init_std": 0.4, "vocab_size": VOCAB, "num_choices": 2}
+    return make_part("scorer", name, EXPERTS, layer, dims, **options)
+
+
+# By default the weights of `noisy` start at 0.
+STARTS = [(name, options) for name in registry.list_parts("scorer") for options in starts_of(name)]
+every_start = pytest.mark.parametrize(("name", "options"), [*STARTS, ("noisy", {"start": "normal"})], ids=str)
+
+
+@every_start
+def test_a_scorers_start_depends_on_seed_and_layer_alone(name: str, options: dict[str, Any]) -> None:
+    first = make_scorer(name, options).state_dict()
+    torch.manual_seed(9)
+    again, *others = (make_scorer(name, options, *key).state_dict() for key in ((1, 1), (2, 1), (1, 2)))
+    for key, value in first.items():
+        assert torch.equal(again[key], value)
+        is_drawn = value.numel() > 1 and bool((value != value.flatten()[0]).any())
+        assert all(torch.equal(other[key], value) != is_drawn for other in others), key
+
+
+@every_start
+def test_a_scorer_can_be_counted_without_memory(name: str, options: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        counted = make_scorer(name, options).state_dict()
+    assert all(tensor.is_meta for tensor in counted.values())
+    built = make_scorer(name, options).state_dict()
+    assert {key: t.shape for key, t in counted.items()} == {key: t.shape for key, t in built.items()}
+
+
+@every_start
+def test_a_scorer_computes_in_fp32_whatever_its_weights_are(name: str, options: dict[str, Any]) -> None:
+    low = make_scorer(name, options).bfloat16()
+    exact, context = copy.deepcopy(low).float(), StepContext(token_ids_T=torch.arange(24))
+    expected = scored(exact, make_hidden(24), context)
+    for key, value in scored(low, make_hidden(24), context).items():
+        assert torch.equal(value, expected[key]) and value.dtype == expected[key].dtype, key
+    assert scored(low, make_hidden(24), context)["scores_TE"].dtype == torch.float32
+
+
 OVER_PARTS = [
+    test_without_tokens_losses_are_0_and_gradients_finite,
     test_finite_and_the_same_again,
     test_gradient_reaches_the_scorer,
     test_the_task_teaches_the_scorer_and_all_experts,
@@ -243,6 +315,11 @@ def test_it_holds_for_the_losses_and_scorers_of_a_plugin(own_parts: list[tuple[s
     for kind, name in own_parts:
         if kind == "scorer":
             test_a_scorer_scores_each_token_by_itself(name)
+            for options in starts_of(name):
+                test_a_scorers_start_depends_on_seed_and_layer_alone(name, options)
+                test_a_scorer_can_be_counted_without_memory(name, options)
+                test_a_scorer_computes_in_fp32_whatever_its_weights_are(name, options)
         elif kind == "loss":
             test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name)
             test_a_loss_alone_teaches_the_scorer_and_no_expert(name)
+            test_a_loss_is_of_the_pairs_that_were_wanted(name)

@@ -60,6 +60,11 @@ def test_own_choices_give_the_same_bits(kind: str, name: str) -> None:
         compared(one, other)
 
 
+def test_it_holds_for_the_parts_of_a_plugin(own_parts: list[tuple[str, str]]) -> None:
+    for kind, name in own_parts:
+        test_own_choices_give_the_same_bits(kind, name)
+
+
 @pytest.mark.parametrize("weights", ["raw", "renormalised", "kept_softmax", "one"])
 @pytest.mark.parametrize("mask", [None, {"name": "entropy_prune"}])
 def test_every_weight_of_top_k(weights: str, mask: dict[str, Any] | None) -> None:

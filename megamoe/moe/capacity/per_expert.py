@@ -21,7 +21,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from megamoe.kernels.router import masked
 from megamoe.moe import rng
 from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Example, Part, StepContext
@@ -111,8 +110,7 @@ class PerExpertCapacity(Part):
                 return value_of_pairs(scored.across_tokens_TE(scored.probs_TE), pairs)
             case "batch_prioritised":
                 values_TE = scored.across_tokens_TE(scored.probs_TE)
-                if scored.candidates_TE is not None:
-                    values_TE = masked(values_TE, scored.candidates_TE, float("-inf"), self.dims.kernels)
+                values_TE = scored.of_candidates_TE(values_TE, float("-inf"), self.dims.kernels)
                 return values_TE.amax(dim=1)[pairs.token_N]
             case "random":
                 step = context.step if self.training else 0

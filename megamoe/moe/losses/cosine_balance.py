@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import masked
 from megamoe.moe.compatibility import refuse_all_chosen, refuse_even_selector
 from megamoe.moe.losses.squared_cv import fractions, wanted_counts
 from megamoe.moe.part import Dims, Part, StepContext
@@ -62,11 +61,6 @@ class CosineBalance(Part):
         return routing.num_experts * (fraction_E * mean_prob_E).sum()
 
     def _probs_TE(self, routing: Routing) -> Tensor:
-        scaled_TE = routing.extras["cosine_TE"] / self.temperature
-        if routing.candidates_TE is None:
-            return scaled_TE.softmax(dim=-1)
-        scaled_TE = masked(scaled_TE, routing.candidates_TE, float("-inf"), self.dims.kernels)
-        probs_TE = scaled_TE.softmax(dim=-1)
-        return masked(
-            probs_TE, routing.candidates_TE, 0.0, self.dims.kernels
-        )  # NaN where there is no candidate
+        scaled_TE, kernels = routing.extras["cosine_TE"] / self.temperature, self.dims.kernels
+        probs_TE = routing.of_candidates_TE(scaled_TE, float("-inf"), kernels).softmax(dim=-1)
+        return routing.of_candidates_TE(probs_TE, 0.0, kernels)  # NaN where there is no candidate

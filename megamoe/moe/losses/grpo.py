@@ -13,9 +13,7 @@ from megamoe.registry import register
 
 EPSILON = 1e-4  # added to the standard deviation: rollouts whose losses differ by less hardly count
 MOST_ROLLOUTS = 1000
-LOG_ZERO = (
-    -1e30
-)  # log p of an expert that is no candidate; finite, unlike -inf, so that gradients are finite too
+LOG_ZERO = -1e30  # log p of an expert that is no candidate; unlike -inf it has finite gradients
 
 
 @register("loss", "grpo")

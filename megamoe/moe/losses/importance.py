@@ -38,8 +38,7 @@ class Importance(Part):
         """Return a scalar, fp32; 0 if there are no tokens."""
         wanted, num_experts = routing.wanted, routing.num_experts
         # Through [T, E]: index_add into [E] has no fixed order of summation on a GPU.
-        score_function_TE = wanted.weight_N.new_zeros(routing.num_tokens * num_experts)
-        score_function_TE = score_function_TE.scatter_add(
-            0, wanted.token_N * num_experts + wanted.expert_N, wanted.weight_N
-        )
-        return squared_cv(score_function_TE.view(-1, num_experts).sum(dim=0))
+        cell_N = wanted.token_N * num_experts + wanted.expert_N
+        gate_TE = wanted.weight_N.new_zeros(routing.num_tokens * num_experts)
+        gate_TE = gate_TE.scatter_add(0, cell_N, wanted.weight_N).view(-1, num_experts)
+        return squared_cv(gate_TE.sum(dim=0))

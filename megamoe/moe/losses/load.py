@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import masked
 from megamoe.moe.compatibility import experts_wanted, most_candidates
 from megamoe.moe.losses.choice_probability import choice_probability
 from megamoe.moe.losses.squared_cv import squared_cv
@@ -56,11 +55,8 @@ class Load(Part):
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Return a scalar, fp32; 0 if there are no tokens."""
-        scores_TE, candidates_TE = routing.scores_TE, routing.candidates_TE
-        if candidates_TE is not None:
-            scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
+        kernels = self.dims.kernels
+        scores_TE = routing.of_candidates_TE(routing.scores_TE, float("-inf"), kernels)
         level = [routing.extras["clean_TE"], scores_TE, routing.extras["noise_std_TE"]]
         chance_TE = choice_probability(level, self.dims.num_choices)
-        if candidates_TE is not None:
-            chance_TE = masked(chance_TE, candidates_TE, 0.0, self.dims.kernels)
-        return squared_cv(chance_TE.sum(dim=0))
+        return squared_cv(routing.of_candidates_TE(chance_TE, 0.0, kernels).sum(dim=0))

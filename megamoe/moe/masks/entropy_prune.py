@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import masked
 from megamoe.moe.alternatives import provides
 from megamoe.moe.compatibility import experts_wanted
 from megamoe.moe.masks.expert_groups import by_group, check_groups
@@ -88,8 +87,7 @@ class EntropyPrune(Mask):
             scored.within_tokens_TE(scored.affinities_TE),
             scored.monotone_score_function,
         )
-        if scored.candidates_TE is not None:
-            order_TE = masked(order_TE, scored.candidates_TE, float("-inf"), self.dims.kernels)
+        order_TE = scored.of_candidates_TE(order_TE, float("-inf"), self.dims.kernels)
         order_RL = by_group(order_TE, self.config.num_groups).flatten(0, 1)
         # Few experts are usually kept. On a GPU a full sort is as fast as finding the tokens that need one.
         depth = -(-order_RL.shape[1] // HEAD) if order_RL.device.type == "cpu" else order_RL.shape[1]

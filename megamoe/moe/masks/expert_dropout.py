@@ -59,10 +59,8 @@ class ExpertDropout(Mask):
         @property
         def num_dropped(self) -> int:
             """The number of experts dropped in each cluster; with level `global`, on average."""
-            exact = (
-                Fraction(str(self.rate)) * self.cluster_size
-            )  # the decimal as written: floats may miss a half
-            return round(exact)
+            # The rate as the decimal that was written: a float may miss a half.
+            return round(Fraction(str(self.rate)) * self.cluster_size)
 
         def num_left(self, num_experts: int) -> int:
             """Return the number of experts that a training step leaves."""

@@ -110,9 +110,8 @@ def _sums(best_TGB: Tensor, scored: Scored) -> Tensor:
         log_TGB = score_function.log_values(best_TGB).double()
         top_T11 = log_TGB.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float32).min)
         value_TGB = (log_TGB - top_T11).exp()
-        least_T11 = (
-            None if least_T11 is None else (score_function.log_values(least_T11).double() - top_T11).exp()
-        )
+        if least_T11 is not None:
+            least_T11 = (score_function.log_values(least_T11).double() - top_T11).exp()
     if least_T11 is not None:  # minus the token's least, so that an absent expert (0) never wins
         value_TGB = (value_TGB - least_T11).masked_fill(absent_TGB, 0.0)
     return value_TGB.sum(dim=-1).masked_fill(absent_TGB.all(dim=-1), float("-inf"))

@@ -1,20 +1,21 @@
 """`balanced`: in training, tokens are assigned evenly with the largest total score."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.moe.assignment import balanced_assignment
-from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.part import StepContext
+from megamoe.moe.process_groups import gather_rows
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import valid_TK
+from megamoe.moe.selectors.choices import WeightedByP
 from megamoe.registry import register
 
 
 @register("selector", "balanced")
-class Balanced(Selector):
+class Balanced(WeightedByP):
     """In training a linear assignment: every expert gets T / E tokens, and the sum of their scores is
     maximal.
 
@@ -32,23 +33,19 @@ class Balanced(Selector):
     problem on each; here there is one problem for all tokens.
     """
 
-    @dataclass
-    class Config:
-        """No options."""
-
     @classmethod
-    def provides(cls, options: Config) -> set[str]:
+    def provides(cls, options: Any) -> set[str]:
         return {"assigned", "over_all_ranks", "even_load", "even_first_choices"}
 
     @classmethod
-    def requires(cls, options: Config) -> dict[str, str]:
+    def requires(cls, options: Any) -> dict[str, str]:
         return {
             "elementwise": "since a token is often sent to an expert that is not its best",
             "dropless": "since the loads are even already",
         }
 
     @classmethod
-    def refuses(cls, options: Config) -> dict[str, str]:
+    def refuses(cls, options: Any) -> dict[str, str]:
         return {
             "mask": "but every token must be free to go to every expert for the loads to be even",
             "bias": "but the loads are even already",
@@ -63,14 +60,6 @@ class Balanced(Selector):
         expert_T1 = expert_T[:, None]
         return Pairs.of_choices(expert_T1, scored.probs_TE.gather(1, expert_T1))
 
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
-
-    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
-        """Return the pairs of these choices, weighted with p."""
-        return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK(expert_TK, count_T))
-
 
 def _assign(scores_TE: Tensor, context: StepContext) -> Tensor:
     """Return the experts of this rank's tokens, int64 [T]; all ranks of the data group must call it."""
@@ -79,15 +68,8 @@ def _assign(scores_TE: Tensor, context: StepContext) -> Tensor:
     first = 0
     if context.data_group is not None:
         first = dist.get_rank(context.data_group) * num_tokens
-        scores_TE, index_T = _gather(scores_TE, context.data_group), _gather(index_T, context.data_group)
+        scores_TE, index_T = (gather_rows(rows, context.data_group) for rows in (scores_TE, index_T))
     order_T = index_T.argsort(stable=True)
     expert_T = torch.empty_like(order_T)
     expert_T[order_T] = balanced_assignment(scores_TE[order_T])
     return expert_T[first : first + num_tokens]
-
-
-def _gather(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks in order of rank; every rank has the same number."""
-    together = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
-    dist.all_gather_into_tensor(together, rows.contiguous(), group=group)
-    return together

@@ -1,12 +1,55 @@
-"""Pairs of tokens with different numbers of experts; shape suffixes as in `routing`."""
+"""What selectors share: base classes, and pairs of tokens with different numbers of experts.
+
+Shape suffixes as in `routing`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megamoe.moe.routing import Pairs
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.compatibility import refuse_more_than_experts
+from megamoe.moe.part import Example, Selector
+from megamoe.moe.routing import Pairs, Scored
 
 # The least sum to divide by; with fp32's smallest number backward would overflow.
 SMALLEST_TOTAL = 1e-20
+
+
+class WeightedByP(Selector):
+    """Base class of selectors whose pairs are weighted with p."""
+
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Return the pairs of these choices, weighted with p."""
+        return first_choices(expert_TK, count_T, scored.probs_TE)
+
+
+class FixedK(WeightedByP):
+    """Base class of selectors that choose k experts for every token, an option; k is at most E."""
+
+    @dataclass
+    class Config:
+        """k: experts per token."""
+
+        k: int = 1
+
+        def __post_init__(self) -> None:
+            if self.k < 1:
+                raise ValueError("k must be at least 1")
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        return [Example({"k": num_choices})]
+
+    @classmethod
+    def check(cls, options: Any, moe: MoEConfig, expert_parallel: int) -> None:
+        refuse_more_than_experts("k", options.k, moe)
+
+    @property
+    def num_choices(self) -> int:
+        return int(self.config.k)
 
 
 def first_choices(expert_TK: Tensor, count_T: Tensor, probs_TE: Tensor) -> Pairs:

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.compatibility import refuse_more_than_experts
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL, first_choices, num_candidates_T
+from megamoe.moe.selectors.choices import SMALLEST_TOTAL, WeightedByP, num_candidates_T
 from megamoe.registry import register
 
 
 @register("selector", "entropy_aware")
-class EntropyAware(Selector):
+class EntropyAware(WeightedByP):
     """A token's best m experts, where m is the perplexity of its p: round(exp(H(p))) within [min_k, max_k].
 
     H is the entropy in nats of p over the candidates, divided by their sum if it is not 1 (sigmoid, or a
@@ -71,13 +71,9 @@ class EntropyAware(Selector):
         expert_TK = scored.ranking_TE.topk(self.config.max_k, dim=-1).indices
         return self.replayed(scored, expert_TK, count_T)
 
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
-
     def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
         """Return the pairs of these choices with the weights that the options name."""
-        pairs = first_choices(expert_TK, count_T, scored.probs_TE)
+        pairs = super().replayed(scored, expert_TK, count_T)
         if self.config.weights == "renormalised":
             total_T = pairs.weight_N.new_zeros(scored.num_tokens).index_add(0, pairs.token_N, pairs.weight_N)
             pairs.weight_N = pairs.weight_N / total_T.clamp_min(SMALLEST_TOTAL).index_select(0, pairs.token_N)

@@ -9,16 +9,15 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.router import masked
 from megamoe.moe.compatibility import refuse_more_than_experts
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
-from megamoe.moe.selectors.choices import first_choices, probs_N
+from megamoe.moe.selectors.choices import WeightedByP, probs_N
 from megamoe.registry import register
 
 
 @register("selector", "expert_choice")
-class ExpertChoice(Selector):
+class ExpertChoice(WeightedByP):
     """Each expert takes its C = ceil(k * T / E) best tokens by p; the weight is p.
 
     The load is even by construction. A token has between 0 and E experts, k on average. Its first choice is
@@ -97,20 +96,9 @@ class ExpertChoice(Selector):
         choice_N = torch.arange(len(token_N), device=token_N.device) - first_T[token_N]
         return Pairs(token_N, expert_N, probs_N(scored.probs_TE, token_N, expert_N), choice_N)
 
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
-
-    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
-        """Return the pairs of these choices, weighted with p."""
-        return first_choices(expert_TK, count_T, scored.probs_TE)
-
 
 def _values_TE(scored: Scored, kernels: Kernels) -> Tensor:
     """What an expert's tokens are compared by; -inf where it is no candidate."""
     if not scored.ranked_by_scores:
         return scored.ranking_TE
-    values_TE, candidates_TE = scored.across_tokens_TE(scored.probs_TE), scored.candidates_TE
-    if candidates_TE is None:
-        return values_TE
-    return masked(values_TE, candidates_TE, float("-inf"), kernels)
+    return scored.of_candidates_TE(scored.across_tokens_TE(scored.probs_TE), float("-inf"), kernels)

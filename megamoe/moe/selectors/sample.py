@@ -6,18 +6,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import masked
 from megamoe.moe import rng
-from megamoe.moe.compatibility import refuse_more_than_experts
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL, only_valid, valid_TK
+from megamoe.moe.selectors.choices import SMALLEST_TOTAL, FixedK, only_valid, valid_TK
 from megamoe.registry import register
 
 
 @register("selector", "sample")
-class Sample(Selector):
+class Sample(FixedK):
     """In training k experts drawn without replacement in proportion to p; in evaluation the k largest.
 
     The k largest of log p + Gumbel noise are such a draw, in its order (Gumbel top-k: Kool et al. 2019), from
@@ -29,15 +26,13 @@ class Sample(Selector):
     """
 
     @dataclass
-    class Config:
+    class Config(FixedK.Config):
         """k: experts per token. weights: see the class."""
 
-        k: int = 1
         weights: Literal["raw", "renormalised", "one"] = "raw"
 
         def __post_init__(self) -> None:
-            if self.k < 1:
-                raise ValueError("k must be at least 1")
+            super().__post_init__()
             if self.k == 1 and self.weights == "renormalised":
                 raise ValueError(
                     "with k: 1 the weights 'renormalised' are always 1 and the router would get no gradient; "
@@ -53,18 +48,6 @@ class Sample(Selector):
     def refuses(cls, options: Config) -> dict[str, str]:
         return {"bias": "which does not reach the p that experts are drawn from"}
 
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"k": num_choices})]
-
-    @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        refuse_more_than_experts("k", options.k, moe)
-
-    @property
-    def num_choices(self) -> int:
-        return int(self.config.k)
-
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return T * k pairs in the order drawn, fewer if a token has fewer candidates."""
         keys_TE = self._drawn_TE(scored, context) if self.training else scored.ranking_TE
@@ -72,10 +55,6 @@ class Sample(Selector):
         weight_TK = self._weights_TK(scored.probs_TE.gather(1, expert_TK))
         valid_TK = None if scored.candidates_TE is None else scored.candidates_TE.gather(1, expert_TK)
         return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
-
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
 
     def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
         """Return the pairs of these choices, weighted as those drawn."""
@@ -96,9 +75,7 @@ class Sample(Selector):
         draw_key = context.draw_key(self.dims.layer, "sample")
         unit_TE = rng.uniform(draw_key, index_T, scored.num_experts, kernels=self.dims.kernels)
         keys_TE = logs_TE - unit_TE.clamp_min(2.0**-25).log().neg().log()  # 0 is drawn once in 2^24
-        if scored.candidates_TE is not None:
-            keys_TE = masked(keys_TE, scored.candidates_TE, float("-inf"), self.dims.kernels)
-        return keys_TE
+        return scored.of_candidates_TE(keys_TE, float("-inf"), self.dims.kernels)
 
     def _weights_TK(self, prob_TK: Tensor) -> Tensor:
         if self.config.weights == "one":

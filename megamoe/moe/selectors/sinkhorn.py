@@ -5,19 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import masked
-from megamoe.moe.compatibility import refuse_more_than_experts
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import valid_TK
+from megamoe.moe.selectors.choices import FixedK
 from megamoe.registry import register
 
 MOST_ITERATIONS = 10_000
 
 
 @register("selector", "sinkhorn")
-class Sinkhorn(Selector):
+class Sinkhorn(FixedK):
     """In training the k largest of a_t exp(s_te) b_e, with a and b such that rows and columns have equal
     sums.
 
@@ -36,15 +33,13 @@ class Sinkhorn(Selector):
     """
 
     @dataclass
-    class Config:
+    class Config(FixedK.Config):
         """k: experts per token. iterations: the number of Sinkhorn iterations, rows and columns each."""
 
-        k: int = 1
         iterations: int = 10
 
         def __post_init__(self) -> None:
-            if self.k < 1:
-                raise ValueError("k must be at least 1")
+            super().__post_init__()
             if self.iterations < 1:
                 raise ValueError("iterations must be at least 1; for none choose top_k")
             if self.iterations > MOST_ITERATIONS:
@@ -58,37 +53,16 @@ class Sinkhorn(Selector):
     def refuses(cls, options: Config) -> dict[str, str]:
         return {"bias": "which the iterations would undo"}
 
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"k": num_choices})]
-
-    @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        refuse_more_than_experts("k", options.k, moe)
-
-    @property
-    def num_choices(self) -> int:
-        return int(self.config.k)
-
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return T * k pairs, fewer if a token has fewer candidates."""
         ranking_TE, candidates_TE = scored.ranking_TE, scored.candidates_TE
         if self.training:
             scores_TE = scored.scores_TE.detach()
-            if candidates_TE is not None:
-                scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
+            scores_TE = scored.of_candidates_TE(scores_TE, float("-inf"), self.dims.kernels)
             ranking_TE = scores_TE + log_column_factors_E(scores_TE, self.config.iterations)
         expert_TK = ranking_TE.topk(self.config.k, dim=-1).indices
         valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)
         return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK)
-
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
-
-    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
-        """Return the pairs of these choices, weighted with p."""
-        return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK(expert_TK, count_T))
 
 
 def log_column_factors_E(scores_TE: Tensor, iterations: int) -> Tensor:

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import valid_TK
+from megamoe.moe.selectors.choices import FixedK, valid_TK
 from megamoe.registry import register
 
 
 @register("selector", "table")
-class Table(Selector):
+class Table(FixedK):
     """The k experts of the scorer `hash`, each with weight 1.
 
     If independent tables agree on a token's expert, it has that expert twice: two pairs of weight 1.
@@ -21,14 +22,8 @@ class Table(Selector):
     """
 
     @dataclass
-    class Config:
+    class Config(FixedK.Config):
         """k: the number of tables, and so of experts per token."""
-
-        k: int = 1
-
-        def __post_init__(self) -> None:
-            if self.k < 1:
-                raise ValueError("k must be at least 1")
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
@@ -46,22 +41,14 @@ class Table(Selector):
         }
 
     @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"k": num_choices})]
-
-    @property
-    def num_choices(self) -> int:
-        return int(self.config.k)
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        """Accept any k: tables may agree on a token's expert."""
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return T * k pairs of weight 1."""
         expert_TK = scored.extras["table_TK"]
         weight_TK: Tensor = torch.ones_like(expert_TK, dtype=torch.float32)
         return Pairs.of_choices(expert_TK, weight_TK)
-
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
 
     def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
         """Return the pairs of these choices, each of weight 1."""

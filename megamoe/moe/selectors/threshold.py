@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import first_choices, num_candidates_T
+from megamoe.moe.selectors.choices import WeightedByP, first_choices, num_candidates_T
 from megamoe.registry import register
 
 HEAD = 8  # an eighth of the experts is enough for most tokens; all are sorted for the others only
 
 
 @register("selector", "threshold")
-class Threshold(Selector):
+class Threshold(WeightedByP):
     """The smallest m of a token's best experts with p_1 + ... + p_m >= t; the weight is p.
 
     m varies by token and is at least 1: t = 0 behaves as top-1, t = 1 sends a token to all of its candidates.
@@ -62,14 +62,6 @@ class Threshold(Selector):
         expert_TE[:, :head] = head_TK
         expert_TE[long_S] = whole_SE
         return first_choices(expert_TE, count_T, scored.probs_TE)
-
-    @classmethod
-    def replays(cls, options: Config) -> bool:
-        return True
-
-    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
-        """Return the pairs of these choices, weighted with p."""
-        return first_choices(expert_TK, count_T, scored.probs_TE)
 
     def _count(self, scored: Scored, expert_SK: Tensor, token_S: Tensor | slice) -> Tensor:
         """Return m of each token, int64 [S], given its best K experts; a number above K if more may be

@@ -7,18 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import masked, renormalised_weights, top_k
 from megamoe.moe import rng
-from megamoe.moe.compatibility import refuse_more_than_experts
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL, only_valid, valid_TK
+from megamoe.moe.selectors.choices import SMALLEST_TOTAL, FixedK, only_valid, valid_TK
 from megamoe.registry import register
 
 
 @register("selector", "top_k")
-class TopK(Selector):
+class TopK(FixedK):
     """The k largest of p, with one of four kinds of weights.
 
     The choice is by the scores if the score function is monotone and has no bias, otherwise by p plus the
@@ -37,7 +35,7 @@ class TopK(Selector):
     """
 
     @dataclass
-    class Config:
+    class Config(FixedK.Config):
         """k: experts per token. weights, second: see the class. scale: a constant factor on the weights.
         renormalise: whether the weights sum to `scale` over the k chosen experts, or over those that the
         capacity kept (a token of one pair then has weight `scale`, without gradient).
@@ -50,8 +48,7 @@ class TopK(Selector):
         renormalise: Literal["before_drops", "after_drops"] = "before_drops"
 
         def __post_init__(self) -> None:
-            if self.k < 1:
-                raise ValueError("k must be at least 1")
+            super().__post_init__()
             if self.k == 1 and self.weights in ("renormalised", "kept_softmax"):
                 raise ValueError(
                     f"with k: 1 the weights {self.weights!r} are always 1 and the router would get no "
@@ -81,27 +78,16 @@ class TopK(Selector):
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
-        drawn = {"bias": "which does not reach the p that the second expert is drawn from"}
-        after = {"dropless": "so that renormalise: after_drops would do nothing"}
-        return (drawn if options.second == "sampled" else {}) | (
-            after if options.renormalise == "after_drops" else {}
-        )
+        found = {}
+        if options.second == "sampled":
+            found["bias"] = "which does not reach the p that the second expert is drawn from"
+        if options.renormalise == "after_drops":
+            found["dropless"] = "so that renormalise: after_drops would do nothing"
+        return found
 
     @classmethod
     def takes_all(cls, options: Config, num_candidates: int) -> bool:
         return options.second != "random" and options.k >= num_candidates
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"k": num_choices})]
-
-    @classmethod
-    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
-        refuse_more_than_experts("k", options.k, moe)
-
-    @property
-    def num_choices(self) -> int:
-        return int(self.config.k)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """T*k pairs; fewer where a token has fewer candidates, or its second is not sent."""
@@ -155,9 +141,8 @@ class TopK(Selector):
         sum_TE = rest_TE.cumsum(dim=-1)
         total_T = sum_TE[:, -1]
         target_T = self._uniform_T(probs_TE, context) * total_T
-        drawn_T = torch.searchsorted(sum_TE, target_T[:, None], right=True)[
-            :, 0
-        ]  # its p is positive, since u < 1
+        # The p of the expert found is positive, since u < 1.
+        drawn_T = torch.searchsorted(sum_TE, target_T[:, None], right=True)[:, 0]
         is_drawn_T = total_T > torch.finfo(total_T.dtype).tiny
         return torch.stack([expert_T2[:, 0], torch.where(is_drawn_T, drawn_T, expert_T2[:, 1])], dim=1)
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_pairs, make_part, make_router, make_scored, moe_config, route_scores
+from tests.moe.build import make_pairs, make_part, make_router, make_scored, route_scores
 
 # Two devices of two experts. Device 0 is offered 0.5, 0.3 | 0.6, 0.2 | 0.7, device 1 only 0.1.
 WANTED = [[0, 1], [1, 0], [0, 2]]
@@ -117,22 +115,6 @@ def test_a_sequence_is_spared_by_its_number_in_the_data() -> None:
     whole = part._spared_T(40, torch.device("cpu"), StepContext(sample_index_B=numbers))
     second = part._spared_T(20, torch.device("cpu"), StepContext(sample_index_B=numbers[20:]))
     assert torch.equal(whole[20:], second)
-
-
-@pytest.mark.parametrize(
-    "options", [{"devices": 0}, {"factor": 0}, {"eval_factor": 0}, {"spare": 1.0}, {"spare": -0.1}]
-)
-def test_nonsense_is_refused(options: dict[str, float]) -> None:
-    with pytest.raises(UserError, match="^configuration: moe.router.capacity: .* must be "):
-        moe_config(router={"capacity": {"name": "device", **options}})
-
-
-@pytest.mark.parametrize(("devices", "expert_parallel"), [(3, 1), (None, 3)])
-def test_devices_hold_whole_experts(devices: int | None, expert_parallel: int) -> None:
-    config = moe_config(num_experts=8, router={"capacity": {"name": "device", "devices": devices}})
-    with pytest.raises(UserError, match="^moe.router.capacity: device: 8 experts .* over 3 devices; choose"):
-        check_parts(config, expert_parallel)
-    check_parts(moe_config(num_experts=9, router={"capacity": {"name": "device", "devices": 3}}), 1)
 
 
 COLLAPSED = torch.tensor([1.0] * 6 + [0.0] * 10).expand(64, 16)  # all tokens to the first 3 of 8 devices

@@ -10,24 +10,14 @@ from torch import Tensor
 
 from megamoe.config.schema import Activation
 from megamoe.moe.experts.shared import SharedExperts, SharedMode
-from tests.moe.build import FFN, HIDDEN, make_hidden
+from tests.moe.build import FFN, HIDDEN, STARTS, make_hidden
 from tests.moe.plain import plain_activation
 
 
 def make_shared(
     mode: SharedMode, activation: Activation = "swiglu", init_scale: float | None = None, ffn: int = FFN
 ) -> SharedExperts:
-    return SharedExperts(
-        HIDDEN,
-        ffn,
-        activation=activation,
-        mode=mode,
-        std=0.4,
-        output_std=0.2,
-        seed=1,
-        layer=1,
-        init_scale=init_scale,
-    )
+    return SharedExperts(HIDDEN, ffn, activation=activation, mode=mode, init_scale=init_scale, **STARTS)
 
 
 def with_routed(shared: SharedExperts, hidden_TH: Tensor, routed_TH: Tensor) -> Tensor:

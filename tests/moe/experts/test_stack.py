@@ -1,12 +1,14 @@
 """Experts of several sub-layers: S(x) - x against a plain loop with every gradient, and the start."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megamoe.config.schema import Activation
 from megamoe.moe.experts.stack import ExpertStack, NormKind
-from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
+from tests.moe.build import FFN, HIDDEN, STARTS, make_hidden, make_layer, moe_config
 from tests.moe.plain import plain_expert
 
 
@@ -17,19 +19,8 @@ def make_stack(
     expert_ids: range = range(4),
     norm_eps: float = 1e-5,
 ) -> ExpertStack:
-    return ExpertStack(
-        num_sublayers,
-        HIDDEN,
-        FFN,
-        expert_ids,
-        norm=norm,
-        norm_eps=norm_eps,
-        activation=activation,
-        std=0.4,
-        output_std=0.2,
-        seed=0,
-        layer=1,
-    )
+    options: dict[str, Any] = {"norm": norm, "norm_eps": norm_eps, "activation": activation, **STARTS}
+    return ExpertStack(num_sublayers, HIDDEN, FFN, expert_ids, **options)
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,25 @@ from torch import Tensor
 
 from megamoe.errors import UserError
 from megamoe.moe.composition import check_parts
-from megamoe.moe.part import StepContext
-from tests.moe.build import gradient_of, make_hidden, make_layer, make_part, make_routing, moe_config
+from tests.moe.build import (
+    assert_alike,
+    gradient_of,
+    loss_of,
+    make_hidden,
+    make_layer,
+    make_routing,
+    moe_config,
+    train_on,
+)
 
 # Clusters (0.4, 0.2) and (0.3, 0.1): variances 0.01, 0.01, means 0.3, 0.2. Then (0.5, 0.5): 0; (0, 0): 0.
 PROBS = torch.tensor([[0.4, 0.2, 0.3, 0.1], [0.5, 0.5, 0.0, 0.0]])
 
 
-def loss_of(probs_TE: Tensor, candidates_TE: Tensor | None = None, **options: Any) -> Tensor:
+def clustering(probs_TE: Tensor, candidates_TE: Tensor | None = None, **options: Any) -> Tensor:
     routing = make_routing([[0]] * len(probs_TE), torch.zeros_like(probs_TE), probs_TE)
     routing.candidates_TE = candidates_TE
-    value: Tensor = make_part("loss", "clustering", probs_TE.shape[1], **options)(routing, StepContext())
-    return value
+    return loss_of("clustering", routing, **options)
 
 
 @pytest.mark.parametrize(
@@ -35,23 +42,23 @@ def loss_of(probs_TE: Tensor, candidates_TE: Tensor | None = None, **options: An
     ],
 )
 def test_by_hand(options: dict[str, Any], expected: float) -> None:
-    assert loss_of(PROBS, **{"cluster_size": 2, **options}).item() == pytest.approx(expected)
+    assert clustering(PROBS, **{"cluster_size": 2, **options}).item() == pytest.approx(expected)
 
 
 def test_a_dropped_expert_does_not_count() -> None:
     kept = torch.tensor([[True, True, True, False], [True, False, False, True]])
     probs_TE = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.6, 0.0, 0.0, 0.4]])
     # Token 0: variances 0.01 and 0, means 0.4 and 0.2. Token 1: single experts, no variance; means 0.6, 0.4.
-    value = loss_of(probs_TE, kept, cluster_size=2, mu=1.0)
+    value = clustering(probs_TE, kept, cluster_size=2, mu=1.0)
     assert value.item() == pytest.approx(4 * 0.005 * math.exp(-1 / 2) / 2)
-    difference = loss_of(probs_TE, kept, cluster_size=2, mu=1.0, form="difference")
+    difference = clustering(probs_TE, kept, cluster_size=2, mu=1.0, form="difference")
     assert difference.item() == pytest.approx(4 * (0.005 - 1 / 2 + 0 - 1 / 3) / 2)
 
 
 def test_a_cluster_without_experts_is_none() -> None:
     kept = torch.tensor([[True, True, False, False], [False] * 4])
     probs_TE = torch.tensor([[0.7, 0.3, 0.0, 0.0], [0.0] * 4], requires_grad=True)
-    value = loss_of(probs_TE, kept, cluster_size=2, mu=1.0)
+    value = clustering(probs_TE, kept, cluster_size=2, mu=1.0)
     assert value.item() == pytest.approx(4 * 0.04 * math.exp(-1) / 2)  # the mean over one cluster; max2 = 0
     value.backward()
     assert probs_TE.grad is not None and probs_TE.grad.isfinite().all() and not probs_TE.grad[1].any()
@@ -82,65 +89,27 @@ def test_value_and_gradient_of_the_plain_loop(form: str, mu: float, dropped: boo
         kept_TE[:, [0, 4]] = True  # two clusters at least
         kept_TE[3, 8:] = False
     scores_TE = torch.randn(20, 12, generator=generator, dtype=torch.float64)
-    gradients = []
-    for ours in (True, False):
-        leaf_TE = scores_TE.clone().requires_grad_()
-        probs_TE = leaf_TE.masked_fill(~kept_TE, -torch.inf).softmax(1)
-        if ours:
-            value = loss_of(probs_TE, kept_TE if dropped else None, cluster_size=4, mu=mu, form=form)
-        else:
-            value = plain(probs_TE, kept_TE, 4, mu, form)
-        gradients.append((value.detach(), torch.autograd.grad(value, leaf_TE)[0]))
-    torch.testing.assert_close(gradients[0], gradients[1])
-    assert gradients[0][1].abs().max() > 1e-4
+
+    def probs(scores_TE: Tensor) -> Tensor:
+        return scores_TE.masked_fill(~kept_TE, -torch.inf).softmax(1)
+
+    def ours(scores_TE: Tensor) -> Tensor:
+        candidates_TE = kept_TE if dropped else None
+        return clustering(probs(scores_TE), candidates_TE, cluster_size=4, mu=mu, form=form)
+
+    assert_alike(ours, lambda scores_TE: plain(probs(scores_TE), kept_TE, 4, mu, form), scores_TE)
 
 
 def test_the_mean_over_tokens_does_not_depend_on_the_cut() -> None:
     probs_TE = torch.rand(12, 8, generator=torch.Generator().manual_seed(1))
-    parts = [loss_of(part, cluster_size=4, mu=1.0) for part in probs_TE.split(4)]
-    torch.testing.assert_close(torch.stack(parts).mean(), loss_of(probs_TE, cluster_size=4, mu=1.0))
+    parts = [clustering(part, cluster_size=4, mu=1.0) for part in probs_TE.split(4)]
+    torch.testing.assert_close(torch.stack(parts).mean(), clustering(probs_TE, cluster_size=4, mu=1.0))
 
 
 def test_training_on_it_gathers_neighbours() -> None:
-    layer = make_layer(moe_config(num_experts=8, losses={"clustering": {"weight": 1.0, "cluster_size": 4}}))
-    hidden_TH, optimizer = make_hidden(64), torch.optim.SGD(layer.router.parameters(), lr=0.5)
-    values = []
-    for _ in range(20):
-        layer.zero_grad()
-        (layer(hidden_TH) * 0).sum().backward()
-        optimizer.step()
-        assert layer.observation is not None
-        values.append(layer.observation.losses["clustering"].item())
+    tree = {"num_experts": 8, "loss": {"cluster_size": 4}}
+    values = train_on("clustering", tree, make_hidden(64), lr=0.5)
     assert values[-1] < 0.9 * values[0]
-
-
-def test_without_tokens_it_is_0() -> None:
-    assert loss_of(torch.zeros(0, 4), cluster_size=2, mu=1.0).item() == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"cluster_size": 1}, "one expert has no variance"), ({"mu": -1.0}, "mu must be at least 0")],
-)
-def test_refused_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(losses={"clustering": options})
-
-
-@pytest.mark.parametrize(
-    ("options", "expert_parallel", "message"),
-    [
-        ({"cluster_size": 3}, 1, "cluster_size is 3, which does not divide the 16 experts"),
-        ({"cluster_size": 8}, 4, "puts 4 experts on a rank and would cut a cluster"),
-        ({"cluster_size": 16, "mu": 1.0}, 1, "makes one cluster, and mu compares two"),
-        ({"cluster_size": 8}, 1, "cluster_size is 8, but the mask expert_dropout has clusters of 4"),
-    ],
-)
-def test_refused_combinations(options: dict[str, Any], expert_parallel: int, message: str) -> None:
-    router: dict[str, Any] = {"masks": [{"name": "expert_dropout", "cluster_size": 4}]}
-    config = moe_config(num_experts=16, router=router, losses={"clustering": options})
-    with pytest.raises(UserError, match=f"moe.losses.clustering: .*{message}"):
-        check_parts(config, expert_parallel)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +132,3 @@ def test_one_expert_of_a_cluster_is_refused(mask: dict[str, Any]) -> None:
     layer = make_layer(config)
     (layer(make_hidden(24)) * 0).sum().backward()
     assert not gradient_of(layer.router.scorer.weight).any()  # it has no gradient indeed
-
-
-def test_several_experts_of_a_cluster_are_enough() -> None:
-    mask = {"name": "entropy_prune", "num_groups": 8, "bound": 0.0}
-    router = {"masks": [mask], "selector": {"k": 1, "weights": "raw"}}
-    losses = {"clustering": {"cluster_size": 4}}
-    check_parts(moe_config(num_experts=16, router=router, losses=losses), 1)

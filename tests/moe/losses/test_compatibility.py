@@ -22,6 +22,7 @@ PRUNE = {"masks": [{"name": "entropy_prune", "bound": 0.7}]}
 LIMIT = {"masks": [{"name": "group_limit", "num_groups": 4, "keep": 2}]}
 GROUP: dict[str, Any] = {"masks": [{"name": "group_limit", "num_groups": 4, "keep": 1}]}
 ONE = {"masks": [{"name": "entropy_prune", "bound": 0.0}]}
+ONE_OF_TWO: list[Any] = [{"name": "group_limit", "num_groups": 2, "keep": 1}]  # after HALF: two candidates
 OVER_ALL = {"name": "softmax", "over": "all"}
 PAIR: dict[str, Any] = {"selector": {"k": 2, "second": "random"}}
 
@@ -68,6 +69,8 @@ CONSTANT = [
         EVERY,
     ),
     ("cosine_balance", {}, {**GROUP, "scorer": "cosine"}, EVERY),
+    ("switch_balance", {}, {"masks": [*LIMIT["masks"], *GROUP["masks"]]}, EVERY),
+    ("switch_balance", {}, {"masks": [*HALF["masks"], *ONE_OF_TWO]}, EVERY),
     ("stable_balance", {}, GROUP, EVERY),
     ("switch_balance", {}, {**GROUP, "score_function": OVER_ALL}, EVERY),
     ("z_loss", {}, {"scorer": "hierarchical"}, "logsumexp is always 0"),
@@ -120,10 +123,3 @@ def test_balanced_is_even_for_first_choices_too() -> None:
     losses = {"switch_balance": {"first_choice": True}}
     with pytest.raises(UserError, match=EVEN):
         check_parts(moe_config(num_experts=EXPERTS, router=ASSIGNED, losses=losses), 1)
-
-
-def test_hash_learns_from_no_loss() -> None:
-    router = {"scorer": "hash", "selector": "table"}
-    with pytest.raises(UserError, match="hash: moe.losses.z_loss has no score to teach; leave it out"):
-        check_parts(moe_config(router=router, losses={"z_loss": 0.1}), 1)
-    check_parts(moe_config(router=router, losses={"switch_balance": {"weight": 0.0}}), 1)

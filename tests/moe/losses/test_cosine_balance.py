@@ -1,5 +1,6 @@
 """The balance loss on cosines: hand-worked numbers, a plain fp64 formula, the constant temperature."""
 
+import functools
 import math
 from typing import Any
 
@@ -7,19 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Routing
 from tests.moe.build import (
+    assert_alike,
     gradient_of,
-    losses_of,
+    loss_of,
     make_hidden,
     make_layer,
     make_pairs,
-    make_part,
     make_scored,
     moe_config,
+    observed,
+    routed,
 )
 
 
@@ -30,13 +29,9 @@ def value(
     score_function: frozenset[str] = frozenset(),
     **options: Any,
 ) -> Tensor:
-    pairs = make_pairs(experts)
     scored = make_scored(cosine_TE / 0.01, None, candidates_TE, cosine_TE=cosine_TE)  # another temperature
-    loss = make_part(
-        "loss", "cosine_balance", cosine_TE.shape[1], dims={"score_function": score_function}, **options
-    )
-    found: Tensor = loss(Routing(**vars(scored), wanted=pairs, pairs=pairs), StepContext())
-    return found
+    routing = routed(scored, make_pairs(experts))
+    return loss_of("cosine_balance", routing, dims={"score_function": score_function}, **options)
 
 
 def test_cosine_balance_by_hand() -> None:
@@ -67,21 +62,17 @@ def test_the_temperature_is_by_the_score_function_or_the_users(
 
 def test_value_and_gradient_of_equation_9() -> None:
     generator = torch.Generator().manual_seed(1)
-    cosine_TE = (2 * torch.rand(6, 4, generator=generator, dtype=torch.float64) - 1).requires_grad_()
-    experts = [[0], [0], [2], [0], [1], [2]]
-    loss = value(experts, cosine_TE)
-    loss.backward()
+    cosine_TE = 2 * torch.rand(6, 4, generator=generator, dtype=torch.float64) - 1
+    experts, t = [[0], [0], [2], [0], [1], [2]], [3 / 6, 1 / 6, 2 / 6, 0.0]
 
-    plain_TE = cosine_TE.detach().clone().requires_grad_()
-    t = [3 / 6, 1 / 6, 2 / 6, 0.0]
-    terms = []
-    for token in range(6):
-        odds = [(plain_TE[token, i] / 0.3).exp() for i in range(4)]
-        terms += [t[i] * odds[i] / sum(odds) for i in range(4)]
-    plain = 4 / 6 * torch.stack(terms).sum()
-    plain.backward()
-    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(cosine_TE.grad, plain_TE.grad, rtol=1e-6, atol=1e-7)
+    def plain(cosine_TE: Tensor) -> Tensor:
+        terms = []
+        for token in range(6):
+            odds = [(cosine_TE[token, i] / 0.3).exp() for i in range(4)]
+            terms += [t[i] * odds[i] / sum(odds) for i in range(4)]
+        return 4 / 6 * torch.stack(terms).sum()
+
+    assert_alike(functools.partial(value, experts), plain, cosine_TE, rtol=1e-6, atol=1e-7)
 
 
 def test_first_choices_alone_count_where_the_user_says_so() -> None:
@@ -108,10 +99,10 @@ def test_the_learned_temperature_gets_no_gradient_from_it() -> None:
     assert not scorer.log_temperature.grad.any()
     assert scorer.weight.grad.any() and scorer.embedding.grad.any()
     with torch.no_grad():
-        before = losses_of(layer)["cosine_balance"]
+        before = observed(layer).losses["cosine_balance"]
         scorer.log_temperature.add_(1.0)
         layer(make_hidden(24))
-        assert torch.equal(losses_of(layer)["cosine_balance"], before)
+        assert torch.equal(observed(layer).losses["cosine_balance"], before)
 
 
 def test_a_layer_passes_the_score_functions_capabilities() -> None:
@@ -119,22 +110,3 @@ def test_a_layer_passes_the_score_functions_capabilities() -> None:
         router = {"scorer": "cosine", "score_function": score_function}
         layer = make_layer(moe_config(num_experts=4, router=router, losses={"cosine_balance": 1.0}))
         assert layer.losses["cosine_balance"].temperature == tau
-
-
-def test_without_tokens_it_is_0() -> None:
-    assert value([], torch.zeros(0, 4)).item() == 0
-
-
-def test_its_weight_and_refused_combinations() -> None:
-    config = moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": None})
-    assert config.losses["cosine_balance"].options.weight == 0.01
-    check_parts(config, 1)
-    message = "the scorer is 'linear', expected one that gives cosine_TE, .*set scorer: cosine"
-    with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
-        check_parts(moe_config(losses={"cosine_balance": 0.01}), 1)
-    without_norm = {"name": "cosine", "normalise": False}
-    message = "the scorer is 'cosine', expected one that gives cosine_TE, .* set scorer.normalise: true"
-    with pytest.raises(UserError, match=f"^moe.losses.cosine_balance: .*{message}"):
-        check_parts(moe_config(router={"scorer": without_norm}, losses={"cosine_balance": 0.01}), 1)
-    with pytest.raises(UserError, match="temperature must be positive"):
-        moe_config(router={"scorer": "cosine"}, losses={"cosine_balance": {"temperature": 0.0}})

@@ -2,20 +2,15 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.losses.choice_probability import choice_probability
-from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+from tests.moe.build import assert_alike, loss_of, make_scored, routed, select
 
-LEVELS = ("group", "inner")
 Pieces = dict[str, Tensor]
 
 
@@ -33,18 +28,12 @@ def pieces(num_tokens: int, num_groups: int, num_experts: int, dtype: torch.dtyp
 
 
 def routing_of(extras: Pieces, groups: int, k: int) -> Routing:
-    inner_TE = extras["inner_scores_TE"]
-    scored = make_scored(inner_TE, **extras)
-    selector = make_part("selector", "hierarchical_top_k", inner_TE.shape[1], groups=groups, k=k)
-    pairs = selector(scored, StepContext())
-    return Routing(**vars(scored), wanted=pairs, pairs=pairs)
+    scored = make_scored(extras["inner_scores_TE"], **extras)
+    return routed(scored, select("hierarchical_top_k", scored, groups=groups, k=k))
 
 
-def loss_of(extras: Pieces, groups: int, k: int) -> Tensor:
-    dims = {"num_choices": groups * k}
-    loss = make_part("loss", "hierarchical_load", extras["inner_scores_TE"].shape[1], dims=dims)
-    value: Tensor = loss(routing_of(extras, groups, k), StepContext())
-    return value
+def load_loss(extras: Pieces, groups: int, k: int) -> Tensor:
+    return loss_of("hierarchical_load", routing_of(extras, groups, k), dims={"num_choices": groups * k})
 
 
 def phi(z: Tensor) -> Tensor:
@@ -91,30 +80,24 @@ def test_probabilities_by_hand() -> None:
 @pytest.mark.parametrize(("groups", "k"), [(2, 2), (3, 2), (4, 3), (2, 4)])
 def test_value_and_gradients_against_the_formula(groups: int, k: int) -> None:
     """There are 4 groups of 4; (4, 3) and (2, 4) choose everything at one level."""
-    results = []
-    for formula in (loss_of, plain_loss):
-        extras = {name: part.requires_grad_() for name, part in pieces(7, 4, 16).items()}
-        value = formula(extras, groups, k)
-        value.backward()
-        results.append([value, *(part.grad for part in extras.values())])
-    assert results[1][0] is not None and results[1][0] > 0.01
-    for mine, right in zip(results[0], results[1], strict=True):
-        if right is None:  # a level that chooses everything
-            assert mine is None or not mine.any()
-        else:
-            torch.testing.assert_close(mine, right)
+    extras = pieces(7, 4, 16)
+    assert_alike(
+        lambda *parts: load_loss(dict(zip(extras, parts, strict=True)), groups, k),
+        lambda *parts: plain_loss(dict(zip(extras, parts, strict=True)), groups, k),
+        *extras.values(),
+    )
 
 
 def test_only_the_tokens_of_a_group_count_for_its_experts() -> None:
     """An expert's score does not count for a token that did not choose its group."""
     extras = pieces(5, 3, 9)
     left_out_T = extras["group_scores_TG"].argmin(1)
-    before = loss_of(extras, 2, 2)
+    before = load_loss(extras, 2, 2)
     for token, group in enumerate(left_out_T.tolist()):
         extras["inner_clean_TE"][token, 3 * group] += 9
-    torch.testing.assert_close(loss_of(extras, 2, 2), before)
+    torch.testing.assert_close(load_loss(extras, 2, 2), before)
     extras["inner_clean_TE"][0, 3 * ((int(left_out_T[0]) + 1) % 3)] += 9
-    assert (loss_of(extras, 2, 2) - before).abs() > 1e-3
+    assert (load_loss(extras, 2, 2) - before).abs() > 1e-3
 
 
 def test_equal_loads_have_loss_zero_and_a_lone_group_the_worst() -> None:
@@ -127,10 +110,10 @@ def test_equal_loads_have_loss_zero_and_a_lone_group_the_worst() -> None:
             extras[f"group_{name}_TG"][token, token % 3] = -1.0
             extras[f"inner_{name}_TE"][token].view(3, 3)[:, token // 3] = -1.0
     # Each token leaves out one group, and one expert of every group.
-    assert loss_of(extras, 2, 2).abs() < 1e-6
+    assert load_loss(extras, 2, 2).abs() < 1e-6
     for part in extras.values():
         part.copy_(part[:1].clone().expand_as(part))
-    assert loss_of(extras, 2, 2).item() == pytest.approx(9 / 4 - 1, abs=1e-5)
+    assert load_loss(extras, 2, 2).item() == pytest.approx(9 / 4 - 1, abs=1e-5)
 
 
 def test_underflowing_noise_stays_finite() -> None:
@@ -139,33 +122,10 @@ def test_underflowing_noise_stays_finite() -> None:
         if "std" in name:
             part.zero_()
         part.requires_grad_()
-    value = loss_of(extras, 2, 2)
+    value = load_loss(extras, 2, 2)
     value.backward()
     assert value.isfinite()
     assert all(part.grad is not None and part.grad.isfinite().all() for part in extras.values())
-
-
-def test_no_tokens_is_zero() -> None:
-    extras = {name: part[:0] for name, part in pieces(6, 3, 9).items()}
-    assert loss_of(extras, 2, 2) == 0
-
-
-def preset(**router: Any) -> dict[str, Any]:
-    scorer = {"name": "hierarchical", "noisy": True}
-    parts: dict[str, Any] = {"scorer": scorer, "selector": "hierarchical_top_k"}
-    return {"num_experts": 9, "router": {**parts, **router}, "losses": {"hierarchical_load": {}}}
-
-
-def test_in_a_layer_it_reaches_every_weight_of_the_scorer_in_training() -> None:
-    config = moe_config(**preset())
-    assert config.losses["hierarchical_load"].options.weight == 0.1
-    layer = make_layer(config, StepContext(seed=3))
-    layer.get_parameter("router.scorer.group_weight").data.normal_(generator=torch.Generator().manual_seed(0))
-    (layer(make_hidden(24)) * 0).sum().backward()
-    assert all(weight.grad is not None and weight.grad.any() for weight in layer.router.scorer.parameters())
-    assert layer.observation is not None and layer.observation.losses["hierarchical_load"] > 0.01
-    layer.eval()(make_hidden(24))
-    assert layer.observation.losses["hierarchical_load"].isfinite()
 
 
 def test_importance_of_the_weights_is_importance_of_both_levels() -> None:
@@ -179,38 +139,9 @@ def test_importance_of_the_weights_is_importance_of_both_levels() -> None:
             mine = slice(3 * group, 3 * group + 3)
             importance_E[mine] += primary_G[group] * kept(extras["inner_scores_TE"][token, mine])
     expected = importance_E.var(correction=0) / importance_E.mean() ** 2
-    torch.testing.assert_close(make_part("loss", "importance", 9)(routing, StepContext()), expected)
+    torch.testing.assert_close(loss_of("importance", routing), expected)
 
 
 def kept(scores: Tensor) -> Tensor:
     """Softmax(KeepTop2)."""
     return scores.masked_fill(scores < scores.sort(descending=True).values[1], -math.inf).softmax(0)
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        (
-            {"scorer": "hierarchical"},
-            "the scorer is 'hierarchical', .*two levels with noise.*set scorer.noisy: true",
-        ),
-        (
-            {"scorer": "noisy", "selector": "top_k"},
-            "the scorer is 'noisy', .*take the loss load, or set scorer: {name: hierarchical, noisy: true}",
-        ),
-        (
-            {"selector": "top_k"},
-            "the selector is 'top_k', .*set selector: hierarchical_top_k",
-        ),
-        ({"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 3}}, "chooses all 9 experts"),
-        (
-            {"masks": [{"name": "expert_dropout", "level": "global", "cluster_size": 9}]},
-            "'expert_dropout' takes.* leave the mask out$",
-        ),
-    ],
-)
-def test_refusals(router: dict[str, Any], message: str) -> None:
-    check_parts(moe_config(**preset()), 1)
-    options = moe_config(**preset(**router))
-    with pytest.raises(UserError, match=f"^moe.losses.hierarchical_load: .*{message}"):
-        check_parts(options, 1)

@@ -6,28 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Routing
 from tests.moe.build import (
+    assert_alike,
     gradient_of,
-    losses_of,
+    loss_of,
     make_hidden,
-    make_layer,
     make_pairs,
-    make_part,
     make_routing,
     make_scored,
-    moe_config,
+    routed,
+    select,
+    train_on,
 )
 
 
 def value(experts: list[list[int]], weights: list[list[float]], num_experts: int = 4) -> float:
-    zeros_TE = torch.zeros(len(experts), num_experts)
-    pairs = make_pairs(experts, weights)
-    routing = Routing(**vars(make_scored(zeros_TE)), wanted=pairs, pairs=pairs)
-    return float(make_part("loss", "importance", num_experts)(routing, StepContext()))
+    scored = make_scored(torch.zeros(len(experts), num_experts))
+    return float(loss_of("importance", routed(scored, make_pairs(experts, weights))))
 
 
 def test_importance_by_hand() -> None:
@@ -51,64 +46,29 @@ def test_an_expert_that_a_token_names_twice_counts_twice() -> None:
     assert value([[1, 1], [0]], [[0.5, 0.25], [0.75]], 2) == pytest.approx(0, abs=1e-12)
 
 
-def test_it_counts_what_was_wanted_not_what_was_left() -> None:
-    routing = make_routing([[0], [1], [2], [3]], torch.zeros(4, 4), torch.full((4, 4), 0.25))
-    routing.pairs = routing.wanted.keep(torch.tensor([True, False, False, False]))
-    assert make_part("loss", "importance")(routing, StepContext()).item() == 0
-
-
 def test_gradient_of_the_plain_formula_through_softmax_of_the_kept() -> None:
-    def routed(scores_TE: Tensor) -> Routing:
-        selector = make_part("selector", "top_k", 5, k=2, weights="kept_softmax")
+    def ours(scores_TE: Tensor) -> Tensor:
         scored = make_scored(scores_TE)
-        pairs = selector(scored, StepContext())
-        return Routing(**vars(scored), wanted=pairs, pairs=pairs)
+        return loss_of("importance", routed(scored, select("top_k", scored, k=2, weights="kept_softmax")))
 
-    scores_TE = torch.randn(
-        7, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True
-    )
-    loss = make_part("loss", "importance", 5)(routed(scores_TE), StepContext())
-    loss.backward()
+    def plain(scores_TE: Tensor) -> Tensor:
+        rank_TE = scores_TE.argsort(dim=1, descending=True).argsort(dim=1)
+        gate_TE = scores_TE.exp() * (rank_TE < 2)  # Softmax(KeepTopK)
+        sums_E = (gate_TE / gate_TE.sum(1, keepdim=True)).sum(0)
+        return (sums_E**2).mean() / sums_E.mean() ** 2 - 1
 
-    plain_TE = scores_TE.detach().clone().requires_grad_()
-    rank_TE = plain_TE.argsort(dim=1, descending=True).argsort(dim=1)
-    score_function_TE = plain_TE.exp() * (rank_TE < 2)  # Softmax(KeepTopK)
-    score_function_TE = score_function_TE / score_function_TE.sum(1, keepdim=True)
-    sums_E = score_function_TE.sum(0)
-    plain = (sums_E**2).mean() / sums_E.mean() ** 2 - 1
-    plain.backward()
-    torch.testing.assert_close(loss, plain)
-    torch.testing.assert_close(scores_TE.grad, plain_TE.grad)
+    generator = torch.Generator().manual_seed(1)
+    assert_alike(ours, plain, torch.randn(7, 5, generator=generator, dtype=torch.float64))
 
 
-def test_without_tokens_or_weights_it_is_0_with_a_finite_gradient() -> None:
-    assert (
-        make_part("loss", "importance")(make_routing([], torch.zeros(0, 4), torch.zeros(0, 4)), StepContext())
-        == 0
-    )
+def test_without_weights_it_is_0_with_a_finite_gradient() -> None:
     routing = make_routing([[0], [1]], torch.zeros(2, 4), torch.zeros(2, 4))
     routing.wanted.weight_N = torch.zeros(2, requires_grad=True)
-    loss = make_part("loss", "importance")(routing, StepContext())
+    loss = loss_of("importance", routing)
     loss.backward()
     assert loss == 0 and gradient_of(routing.wanted.weight_N).isfinite().all()
 
 
 def test_in_a_layer_it_balances_the_scorer() -> None:
-    config = moe_config(num_experts=4, losses={"importance": 1.0})
-    layer = make_layer(config)
-    optimizer = torch.optim.SGD(layer.router.parameters(), lr=0.5)
-    values = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        (layer(make_hidden(64, skewed=True)) * 0).sum().backward()
-        optimizer.step()
-        values.append(losses_of(layer)["importance"].item())
+    values = train_on("importance", {"num_experts": 4}, make_hidden(64, skewed=True), lr=0.5)
     assert values[-1] < 0.2 * values[0]
-
-
-def test_its_weight_and_refused_combinations() -> None:
-    config = moe_config(losses={"importance": None})
-    assert config.losses["importance"].options.weight == 0.1
-    check_parts(config, 1)
-    with pytest.raises(UserError, match="moe.losses.importance: .*without gradient.*set selector.weights: "):
-        check_parts(moe_config(router={"selector": {"weights": "one"}}, losses={"importance": 0.1}), 1)

@@ -7,20 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
-from megamoe.moe.losses.load import Load
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Routing
 from tests.moe.build import (
+    assert_alike,
     gradient_of,
-    losses_of,
+    loss_of,
     make_hidden,
     make_layer,
     make_pairs,
-    make_part,
     make_scored,
     moe_config,
+    observed,
+    routed,
+    train_on,
 )
 
 PHI = NormalDist().cdf
@@ -30,10 +28,7 @@ def value(
     clean_TE: Tensor, std_TE: Tensor, noisy_TE: Tensor, k: int, candidates_TE: Tensor | None = None
 ) -> Tensor:
     scored = make_scored(noisy_TE, None, candidates_TE, clean_TE=clean_TE, noise_std_TE=std_TE)
-    routing = Routing(**vars(scored), wanted=make_pairs([]), pairs=make_pairs([]))
-    loss: Load = make_part("loss", "load", noisy_TE.shape[1], dims={"num_choices": k})
-    found: Tensor = loss(routing, StepContext())
-    return found
+    return loss_of("load", routed(scored, make_pairs([])), dims={"num_choices": k})
 
 
 def squared_cv(loads: list[float]) -> float:
@@ -62,26 +57,23 @@ def drawn(seed: int = 0, num_tokens: int = 6, num_experts: int = 5) -> tuple[Ten
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_value_and_gradient_of_the_plain_formula(k: int) -> None:
     clean, raw, eps_TE = drawn()
-    leaves = [tensor.clone().requires_grad_() for tensor in (clean, raw, clean, raw)]
 
-    std_TE = torch.nn.functional.softplus(leaves[1])
-    loss = value(leaves[0], std_TE, leaves[0] + eps_TE * std_TE, k)
-    loss.backward()
+    def ours(clean_TE: Tensor, raw_TE: Tensor) -> Tensor:
+        std_TE = torch.nn.functional.softplus(raw_TE)
+        return value(clean_TE, std_TE, clean_TE + eps_TE * std_TE, k)
 
-    std_TE = torch.log1p(leaves[3].exp())
-    noisy_TE = leaves[2] + eps_TE * std_TE
-    loads = []
-    for i in range(5):
-        others = [j for j in range(5) if j != i]
-        kth_T = noisy_TE[:, others].sort(dim=1, descending=True).values[:, k - 1]
-        loads.append((0.5 * torch.erfc((kth_T - leaves[2][:, i]) / std_TE[:, i] / math.sqrt(2))).sum())
-    load_E = torch.stack(loads)
-    plain = (load_E**2).mean() / load_E.mean() ** 2 - 1
-    plain.backward()
+    def plain(clean_TE: Tensor, raw_TE: Tensor) -> Tensor:
+        std_TE = torch.log1p(raw_TE.exp())
+        noisy_TE = clean_TE + eps_TE * std_TE
+        loads = []
+        for i in range(5):
+            others = [j for j in range(5) if j != i]
+            kth_T = noisy_TE[:, others].sort(dim=1, descending=True).values[:, k - 1]
+            loads.append((0.5 * torch.erfc((kth_T - clean_TE[:, i]) / std_TE[:, i] / math.sqrt(2))).sum())
+        load_E = torch.stack(loads)
+        return (load_E**2).mean() / load_E.mean() ** 2 - 1
 
-    torch.testing.assert_close(loss, plain)
-    torch.testing.assert_close(leaves[0].grad, leaves[2].grad)
-    torch.testing.assert_close(leaves[1].grad, leaves[3].grad)
+    assert_alike(ours, plain, clean, raw)
 
 
 def test_the_load_is_the_expected_number_of_tokens() -> None:
@@ -143,71 +135,21 @@ def test_noise_under_the_smallest_counts_as_that_and_learns_nothing_from_it() ->
     assert losses[0] == losses[1]
 
 
-def sgmoe(losses: dict[str, float | None], **router: object) -> dict[str, object]:
-    selector = {"k": 2, "weights": "kept_softmax"}
-    return {"num_experts": 4, "router": {"scorer": "noisy", "selector": selector, **router}, "losses": losses}
+NOISY = {"scorer": {"name": "noisy", "start": "normal"}, "selector": {"k": 2, "weights": "kept_softmax"}}
 
 
 def test_a_layer_passes_the_loss_its_routing_in_training_and_evaluation() -> None:
-    layer = make_layer(moe_config(**sgmoe({"load": 0.1}, scorer={"name": "noisy", "start": "normal"})))
+    layer = make_layer(moe_config(num_experts=4, router=NOISY, losses={"load": 0.1}))
     hidden_TH = make_hidden(24)
     for mode in (True, False):
         routing = layer.train(mode).router(hidden_TH, layer.context)
         assert torch.equal(routing.scores_TE, routing.extras["clean_TE"]) != mode
         layer(hidden_TH)
         expected = value(routing.extras["clean_TE"], routing.extras["noise_std_TE"], routing.scores_TE, 2)
-        assert torch.equal(losses_of(layer)["load"], expected.detach())
+        assert torch.equal(observed(layer).losses["load"], expected.detach())
     assert expected > 0
 
 
-def test_it_teaches_the_clean_score_and_the_noise() -> None:
-    layer = make_layer(moe_config(**sgmoe({"load": 1.0}, scorer={"name": "noisy", "start": "normal"})))
-    optimizer = torch.optim.SGD(layer.router.parameters(), lr=0.1)
-    values = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        (layer(make_hidden(64, skewed=True)) * 0).sum().backward()
-        assert gradient_of(layer.router.scorer.noise_weight).any()
-        optimizer.step()
-        values.append(losses_of(layer)["load"].item())
+def test_training_on_it_evens_the_load() -> None:
+    values = train_on("load", {"num_experts": 4, "router": NOISY}, make_hidden(64, skewed=True), lr=0.1)
     assert values[-1] < 0.3 * values[0]
-
-
-def test_without_tokens_it_is_0() -> None:
-    empty_TE = torch.zeros(0, 4)
-    assert value(empty_TE, empty_TE, empty_TE, 2).item() == 0
-
-
-def test_its_weight_and_refused_combinations() -> None:
-    config = moe_config(**sgmoe({"importance": 0.1, "load": None}))
-    assert config.losses["load"].options.weight == 0.1
-    check_parts(config, 1)
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        ({"scorer": "linear"}, "the scorer is 'linear', .*the noise.*set scorer: noisy"),
-        (
-            {"scorer": {"name": "hierarchical", "noisy": True}},
-            "'hierarchical', expected .*; take the loss hierarchical_load, or set scorer: noisy",
-        ),
-        (
-            {"selector": {"k": 2}, "masks": [{"name": "expert_dropout", "cluster_size": 4}]},
-            "with k: 2 of 2 experts every load is the same",
-        ),
-        (
-            {"selector": {"k": 4}},
-            "with k: 4 of 4 experts every load is the same; choose moe.router.selector.k < 4",
-        ),
-    ],
-)
-def test_invalid_combinations_are_refused(router: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=f"^moe.losses.load: .*{message}"):
-        check_parts(moe_config(**sgmoe({"load": 0.1}, **router)), 1)
-
-
-def test_a_selector_other_than_top_k_is_refused() -> None:
-    config = moe_config(**sgmoe({"load": 0.1}, selector="sample"))
-    with pytest.raises(UserError, match="the selector is 'sample', .*load is estimated.*selector: top_k"):
-        check_parts(config, 1)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_part, make_routing
+from tests.moe.build import assert_alike, loss_of, make_routing
 
 SCORES = torch.tensor(
     [[1.0, 0.0, -1.0], [2.0, 1.0, 0.0], [0.5, -2.0, 0.0], [0.0, 0.0, 1.5]], dtype=torch.float64
@@ -26,40 +25,33 @@ def routing_of(scores_TE: Tensor, wanted: list[list[int]], phase_1: float | None
 def test_balance_by_hand() -> None:
     values = [1 / (1 + math.exp(-s)) for s in (1.0, 2.0, 0.5, 1.5)]
     expected = (1.25 * sum(values[:3]) - 0.25 * values[3]) / 4
-    loss = make_part("loss", "stable_balance", num_experts=3)
     for phase_1, factor in ((None, 1), (1.0, 1), (0.0, 0)):
-        found = loss(routing_of(SCORES, WANTED, phase_1), StepContext())
+        found = loss_of("stable_balance", routing_of(SCORES, WANTED, phase_1))
         assert found.item() == pytest.approx(factor * expected, rel=1e-6)
 
 
 def test_balance_is_0_where_there_is_balance() -> None:
-    loss = make_part("loss", "stable_balance", num_experts=2)
-    assert loss(routing_of(SCORES[:, :2], [[0], [1], [1], [0]]), StepContext()).item() == 0
-
-
-def test_pairs_that_capacity_dropped_count() -> None:
-    routing, loss = routing_of(SCORES, WANTED), make_part("loss", "stable_balance", num_experts=3)
-    expected = loss(routing, StepContext())
-    routing.pairs = routing.wanted.keep(torch.tensor([True, False, False, True]))
-    assert loss(routing, StepContext()) == expected
+    assert loss_of("stable_balance", routing_of(SCORES[:, :2], [[0], [1], [1], [0]])).item() == 0
 
 
 @pytest.mark.parametrize("wanted", [WANTED, [[0, 1], [0, 2], [0, 1], [2]]], ids=["k1", "k2"])
-def test_gradient_of_balance(wanted: list[list[int]]) -> None:
-    scores_TE = SCORES.clone().requires_grad_()
-    make_part("loss", "stable_balance", num_experts=3)(
-        routing_of(scores_TE, wanted), StepContext()
-    ).backward()
-    plain_TE = SCORES.clone().requires_grad_()
-    mean = sum(map(len, wanted)) / 3
-    total = torch.zeros((), dtype=torch.float64)
-    for expert in range(3):
-        assigned = [token for token, chosen in enumerate(wanted) if expert in chosen]
-        share = (len(assigned) - mean) / mean
-        total = total + share * sum(1 / (1 + (-plain_TE[token, expert]).exp()) for token in assigned)
-    (total / 4).backward()
-    assert plain_TE.grad is not None and plain_TE.grad.abs().sum() > 0.05
-    torch.testing.assert_close(scores_TE.grad, plain_TE.grad, rtol=1e-6, atol=1e-7)
+def test_value_and_gradient_of_the_formula(wanted: list[list[int]]) -> None:
+    def plain(scores_TE: Tensor) -> Tensor:
+        mean = sum(map(len, wanted)) / 3
+        total = torch.zeros((), dtype=torch.float64)
+        for expert in range(3):
+            assigned = [token for token, chosen in enumerate(wanted) if expert in chosen]
+            share = (len(assigned) - mean) / mean
+            total = total + share * sum(1 / (1 + (-scores_TE[token, expert]).exp()) for token in assigned)
+        return total / 4
+
+    assert_alike(
+        lambda scores_TE: loss_of("stable_balance", routing_of(scores_TE, wanted)),
+        plain,
+        SCORES,
+        rtol=1e-6,
+        atol=1e-7,
+    )
 
 
 def test_following_the_balance_loss_balances() -> None:
@@ -73,10 +65,6 @@ def test_following_the_balance_loss_balances() -> None:
         counts.append(torch.bincount(chosen_T, minlength=4))
         routing = routing_of(scores_TE, chosen_T[:, None].tolist())
         optimizer.zero_grad()
-        make_part("loss", "stable_balance")(routing, StepContext()).backward()
+        loss_of("stable_balance", routing).backward()
         optimizer.step()
     assert counts[0].max() > 25 and counts[-1].max() <= 16
-
-
-def test_without_tokens_it_is_0() -> None:
-    assert make_part("loss", "stable_balance")(routing_of(torch.zeros(0, 4), []), StepContext()).item() == 0

@@ -1,56 +1,45 @@
 """The balance loss in its three scopes: hand-worked numbers, and gradients of an independent fp64 formula."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_part, make_router, make_routing, moe_config, route_scores
+from tests.moe.build import assert_alike, loss_of, make_part, make_router, make_routing, route_scores
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]])
 WANTED = [[0, 1], [0, 2]]  # f = 1/2, 1/4, 1/4; of first choices alone: 1, 0, 0
+THREE = make_routing(WANTED, PROBS.log(), PROBS)
+
+
+def balance_of(routing: Routing, **options: Any) -> float:
+    return float(loss_of("switch_balance", routing, **options))
 
 
 def test_switch_balance_is_1_at_perfect_balance() -> None:
     routing = make_routing([[0, 1], [2, 3], [1, 0], [3, 2]], torch.zeros(4, 4), torch.full((4, 4), 0.25))
     for first_choice in (False, True):
-        loss = make_part("loss", "switch_balance", first_choice=first_choice)
-        assert loss(routing, StepContext()).item() == pytest.approx(1)
+        assert balance_of(routing, first_choice=first_choice) == pytest.approx(1)
 
 
 def test_switch_balance_is_the_number_of_experts_when_one_takes_all() -> None:
     probs_TE = torch.tensor([[1.0, 0, 0, 0]] * 3)
-    assert (
-        make_part("loss", "switch_balance")(make_routing([[0]] * 3, probs_TE, probs_TE), StepContext()).item()
-        == 4
-    )
+    assert balance_of(make_routing([[0]] * 3, probs_TE, probs_TE)) == 4
 
 
 @pytest.mark.parametrize(("first_choice", "expected"), [(False, 1.2), (True, 1.8)])
 def test_switch_balance_by_hand(first_choice: bool, expected: float) -> None:
     # P = 0.6, 0.15, 0.25: 3 (0.6/2 + 0.15/4 + 0.25/4) = 1.2 and 3 x 0.6 = 1.8
-    loss = make_part("loss", "switch_balance", num_experts=3, first_choice=first_choice)
-    assert loss(make_routing(WANTED, PROBS.log(), PROBS), StepContext()).item() == pytest.approx(expected)
-
-
-def test_switch_balance_counts_what_was_wanted_not_what_was_left() -> None:
-    routing = make_routing(WANTED, PROBS.log(), PROBS)
-    routing.pairs = routing.wanted.keep(torch.tensor([True, False, False, False]))
-    assert make_part("loss", "switch_balance", num_experts=3)(routing, StepContext()).item() == pytest.approx(
-        1.2
-    )
+    assert balance_of(THREE, first_choice=first_choice) == pytest.approx(expected)
 
 
 def test_switch_balance_sends_its_gradient_through_the_values_alone() -> None:
     scores_TE = PROBS.log().double().requires_grad_()
-    probs_TE = scores_TE.softmax(1)
-    make_part("loss", "switch_balance", num_experts=3)(
-        make_routing(WANTED, scores_TE, probs_TE), StepContext()
-    ).backward()
+    loss_of("switch_balance", make_routing(WANTED, scores_TE, scores_TE.softmax(1))).backward()
     # d/ds of 3 sum_i f_i mean_t p_ti is 3/2 p (f - f.p) for each of the two tokens.
     f_E, p_TE = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64), PROBS.double()
     torch.testing.assert_close(scores_TE.grad, 1.5 * p_TE * (f_E - p_TE @ f_E[:, None]))
@@ -85,41 +74,36 @@ def sequence_routing(affinities_TE: Tensor) -> Routing:
     return routing
 
 
+def sequence_loss(routing: Routing, context: StepContext = SEQUENCES, **options: Any) -> Tensor:
+    """k = 2."""
+    return loss_of("switch_balance", routing, context, {"num_choices": 2}, scope="sequence", **options)
+
+
 @pytest.mark.parametrize("first_choice", [False, True])
 def test_sequence_scope_is_the_mean_of_the_sequences(first_choice: bool) -> None:
-    loss = make_part(
-        "loss", "switch_balance", 3, scope="sequence", first_choice=first_choice, dims={"num_choices": 2}
+    assert_alike(
+        lambda affinities_TE: sequence_loss(sequence_routing(affinities_TE), first_choice=first_choice),
+        lambda affinities_TE: plain_sequence_loss(affinities_TE, 1 if first_choice else 2, 2),
+        AFFINITIES.double(),
     )
-    affinities_TE = AFFINITIES.double().requires_grad_()
-    plain_TE = AFFINITIES.double().requires_grad_()
-    value, expected = (
-        loss(sequence_routing(affinities_TE), SEQUENCES),
-        plain_sequence_loss(plain_TE, 1 if first_choice else 2, 2),
-    )
-    torch.testing.assert_close(value, expected)
-    value.backward()
-    expected.backward()
-    torch.testing.assert_close(affinities_TE.grad, plain_TE.grad)
 
 
 def test_sequence_scope_by_hand() -> None:
     # One sequence of two tokens, k = 1: f = 1/2, 1/2; P = (3/4 + 1/5)/2, (1/4 + 4/5)/2.
     routing = make_routing([[0], [1]], torch.zeros(2, 2), torch.zeros(2, 2))
     routing.affinities_TE = torch.tensor([[0.6, 0.2], [0.2, 0.8]])
-    loss = make_part("loss", "switch_balance", 2, scope="sequence")
-    assert loss(routing, StepContext()).item() == pytest.approx(2 * (0.475 / 2 + 0.525 / 2))
+    assert balance_of(routing, scope="sequence") == pytest.approx(2 * (0.475 / 2 + 0.525 / 2))
     routing.affinities_TE = torch.tensor([[0.6, 0.2], [0.8, 0.2]])  # f = 1, 0; P = (3/4 + 4/5)/2, ...
-    assert loss(routing, StepContext()).item() == pytest.approx(2 * 0.775)
+    assert balance_of(routing, scope="sequence") == pytest.approx(2 * 0.775)
 
 
 def test_sequence_scope_does_not_depend_on_how_the_batch_is_cut() -> None:
-    loss = make_part("loss", "switch_balance", 3, scope="sequence", dims={"num_choices": 2})
-    whole = loss(sequence_routing(AFFINITIES), SEQUENCES)
+    whole = sequence_loss(sequence_routing(AFFINITIES))
     parts = []
     for sequence in range(2):
         routing = make_routing([[2]] * 3, AFFINITIES[sequence::2], torch.ones(3, 3))
         routing.affinities_TE = AFFINITIES[sequence::2]
-        parts.append(loss(routing, StepContext(sample_index_B=torch.tensor([sequence]))))
+        parts.append(sequence_loss(routing, StepContext(sample_index_B=torch.tensor([sequence]))))
     torch.testing.assert_close(whole, torch.stack(parts).mean())
     assert not torch.isclose(parts[0], parts[1])
 
@@ -182,77 +166,43 @@ def test_running_counts_first_choices_if_configured() -> None:
         assert loss(routing, StepContext(micro_batch=number)).item() == pytest.approx(expected)
 
 
-def test_running_without_the_global_scope_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="^configuration: .*running: true needs scope: global_batch, found 'micro_batch'"
-    ):
-        moe_config(losses={"switch_balance": {"running": True}})
-
-
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
-def test_without_tokens_the_loss_is_0(scope: str) -> None:
-    loss = make_part("loss", "switch_balance", scope=scope)
-    context = StepContext(sample_index_B=torch.tensor([1, 2]))
-    assert loss(make_routing([], torch.zeros(0, 4), torch.zeros(0, 4)), context).item() == 0
-
-
 @pytest.mark.parametrize(("first_choice", "expected"), [(False, 0.9), (True, 1.8)])
 def test_the_first_choices_probabilities_alone(first_choice: bool, expected: float) -> None:
     """XMoE's text: expert 0 is first twice, P = (0.7 + 0.5)/2, 0, 0; f = 1/2, 1/4, 1/4 or 1, 0, 0."""
-    loss = make_part("loss", "switch_balance", num_experts=3, probs="first_choice", first_choice=first_choice)
-    assert loss(make_routing(WANTED, PROBS.log(), PROBS), StepContext()).item() == pytest.approx(expected)
+    found = balance_of(THREE, probs="first_choice", first_choice=first_choice)
+    assert found == pytest.approx(expected)
 
 
 def test_restricted_sequences_count_what_was_wanted() -> None:
     """DeepSeek-V2: two sequences of one token each; unrestricted, both would have counted expert 0."""
     context = StepContext(sample_index_B=torch.tensor([0, 1]))
     routing = make_routing([[1], [2]], PROBS.log(), PROBS)
+    of_sequences: dict[str, Any] = {"scope": "sequence", "context": context}
     for restricted, expected in ((True, 3 * (0.2 + 0.4) / 2), (False, 3 * (0.7 + 0.5) / 2)):
-        loss = make_part("loss", "switch_balance", num_experts=3, scope="sequence", restricted=restricted)
-        assert loss(routing, context).item() == pytest.approx(expected)
-    loss = make_part(
-        "loss", "switch_balance", num_experts=3, scope="sequence", restricted=True, first_choice=True
-    )
+        assert balance_of(routing, **of_sequences, restricted=restricted) == pytest.approx(expected)
     twice = make_routing([[1, 0], [2, 0]], PROBS.log(), PROBS)
-    assert loss(twice, context).item() == pytest.approx(3 * (0.2 + 0.4) / 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"restricted": True}, "restricted: true needs scope: sequence, found 'micro_batch'"),
-        ({"scope": "sequence", "probs": "first_choice"}, "probs: first_choice is not defined for scope: seq"),
-    ],
-)
-def test_options_of_other_scopes_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(losses={"switch_balance": options})
+    found = balance_of(twice, **of_sequences, restricted=True, first_choice=True)
+    assert found == pytest.approx(3 * (0.2 + 0.4) / 2)
 
 
 def test_values_of_a_sigmoid_are_taken_over_their_sum() -> None:
     """Twice the values are the same shares: the loss cannot fall by shrinking them."""
-    for scale in (1.0, 0.5):
-        loss = make_part("loss", "switch_balance", num_experts=3, dims={"score_function": "sigmoid"})
-        routing = make_routing(WANTED, PROBS.log(), scale * PROBS)
-        assert loss(routing, StepContext()).item() == pytest.approx(1.2)
-    softmax = make_part("loss", "switch_balance", num_experts=3)
-    assert softmax(make_routing(WANTED, PROBS.log(), 0.5 * PROBS), StepContext()).item() == pytest.approx(0.6)
+    half = make_routing(WANTED, PROBS.log(), 0.5 * PROBS)
+    for routing in (THREE, half):
+        assert balance_of(routing, dims={"score_function": "sigmoid"}) == pytest.approx(1.2)
+    assert balance_of(half) == pytest.approx(0.6)
 
 
 def test_over_all_experts_p_of_the_candidates_sum_to_1_in_the_loss() -> None:
     """Otherwise a token's loss would fall as it prefers experts that its limit closed."""
     limit = {"name": "group_limit", "num_groups": 4, "keep": 2}
     scores_TE = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
-    values: list[Tensor] = []
-    gradients: list[Tensor] = []
-    for over in ("candidates", "all"):
-        leaf_TE = scores_TE.clone().requires_grad_()
+
+    def value(over: str, scores_TE: Tensor) -> Tensor:
         router = make_router(8, masks=[limit], score_function={"name": "softmax", "over": over})
-        value = make_part("loss", "switch_balance", 8)(route_scores(router, leaf_TE), StepContext())
-        values.append(value.detach())
-        gradients.extend(torch.autograd.grad(value, leaf_TE))
-    torch.testing.assert_close(*values)
-    torch.testing.assert_close(*gradients)
+        return loss_of("switch_balance", route_scores(router, scores_TE))
+
+    assert_alike(partial(value, "candidates"), partial(value, "all"), scores_TE)
 
 
 def test_sequence_scope_counts_by_scores_whose_p_round_to_1() -> None:
@@ -260,7 +210,6 @@ def test_sequence_scope_counts_by_scores_whose_p_round_to_1() -> None:
     router = make_router(4, score_function="sigmoid", selector={"k": 1, "weights": "raw"})
     routing = route_scores(router, torch.tensor([[18.0, 18, 20, 19], [19.0, 18, 30, 19]]))
     routing.affinities_TE = torch.tensor([[0.1, 0.2, 0.6, 0.1]] * 2)  # to tell the experts by
-    loss = make_part("loss", "switch_balance", 4, scope="sequence")
-    assert loss(routing, StepContext()).item() == pytest.approx(4 * 0.6)
+    assert balance_of(routing, scope="sequence") == pytest.approx(4 * 0.6)
     routing.affinities_TE = torch.tensor([[0.4, 0.4, 0.1, 0.1]] * 2)
-    assert loss(routing, StepContext()).item() == pytest.approx(4 * 0.1)
+    assert balance_of(routing, scope="sequence") == pytest.approx(4 * 0.1)

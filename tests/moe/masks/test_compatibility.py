@@ -44,7 +44,7 @@ def test_how_many_experts_a_token_wants(router: dict[str, Any], wanted: int) -> 
         ([DROPOUT], 8),
         ([{**DROPOUT, "rate": 0.25}], 12),
         ([{**LIMIT, "keep": 3}], 12),
-        ([DROPOUT, {**LIMIT, "keep": 1}], 4),
+        ([DROPOUT, {**LIMIT, "keep": 1}], 2),  # of the same groups of four
         ([PRUNE], 16),
         ([{**PRUNE, "bound": 0.0}], 4),
     ],

@@ -92,28 +92,6 @@ def test_in_a_router_every_group_keeps_an_expert() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"bound": -0.1}, "bound must be at least 0"), ({"num_groups": 0}, "num_groups must be at least 1")],
-)
-def test_refused_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(router={"masks": [{"name": "entropy_prune", **options}]})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_groups": 3}, "num_groups is 3, which does not divide the 16 experts"),
-        ({"num_groups": 8}, r"the entropy over a group of 2 experts is at most ln 2 = 0.693"),
-    ],
-)
-def test_refused_combinations(options: dict[str, Any], message: str) -> None:
-    router = {"masks": [{"name": "entropy_prune", **options}]}
-    with pytest.raises(UserError, match=f"moe.router.masks.0: entropy_prune: .*{message}"):
-        check_parts(moe_config(num_experts=16, router=router), 1)
-
-
-@pytest.mark.parametrize(
     ("num_groups", "router"),
     [
         (1, {"selector": {"k": 2}}),

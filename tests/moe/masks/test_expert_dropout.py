@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
 
@@ -91,38 +89,3 @@ def test_the_score_function_is_computed_over_those_left() -> None:
     torch.testing.assert_close(routing.probs_TE[:, allowed_E], kept_TE / kept_TE.sum(1, keepdim=True))
     assert not routing.probs_TE[:, ~allowed_E].any()
     assert allowed_E[routing.pairs.expert_N].all() and len(routing.pairs.expert_N) == 40
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rate": 0.95}, "rate 0.95 drops 8 of a cluster of 8 experts"),
-        ({"rate": 0.05}, "rate 0.05 drops 0 of a cluster of 8 experts"),
-        ({"rate": 1.0}, "rate must be at least 0 and under 1"),
-        ({"cluster_size": 0}, "cluster_size must be at least 1"),
-    ],
-)
-def test_refused_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(num_experts=16, router={"masks": [{"name": "expert_dropout", **options}]})
-
-
-@pytest.mark.parametrize(
-    ("options", "expert_parallel", "message"),
-    [
-        ({"cluster_size": 6}, 1, "cluster_size is 6, which does not divide the 16 experts"),
-        ({}, 4, "parallel.expert 4 puts 4 experts on a rank and would cut a cluster"),
-        ({"cluster_size": 16, "level": "cluster"}, 2, "puts 8 experts on a rank"),
-        ({"rate": 0.75}, 1, "rate 0.75 leaves 4 of 16 experts, but the selector's k is 5"),
-    ],
-)
-def test_refused_combinations(options: dict[str, Any], expert_parallel: int, message: str) -> None:
-    router = {"masks": [{"name": "expert_dropout", **options}], "selector": {"k": 5}}
-    with pytest.raises(UserError, match=f"moe.router.masks.0: expert_dropout: .*{message}"):
-        check_parts(moe_config(num_experts=16, router=router), expert_parallel)
-
-
-def test_accepted_combinations() -> None:
-    for options, expert_parallel in (({}, 2), ({"level": "global"}, 4), ({"cluster_size": 2}, 8)):
-        router = {"masks": [{"name": "expert_dropout", **options}]}
-        check_parts(moe_config(num_experts=16, router=router), expert_parallel)

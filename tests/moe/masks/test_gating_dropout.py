@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Mask, StepContext
 from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
 
@@ -100,29 +98,3 @@ def test_a_limit_after_it_chooses_among_the_ranks_own_groups() -> None:
     pairs = layer.router(make_hidden(30), layer.context).pairs
     assert (pairs.expert_N < 4).all() and len(pairs.expert_N) == 60
     assert (pairs.expert_N.view(30, 2) // 2).diff(dim=1).eq(0).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rate": 0.0}, "rate must be above 0 and at most 1"),
-        ({"rate": 1.1}, "rate must be above 0 and at most 1"),
-        ({"ranks": 1}, "ranks must be at least 2"),
-    ],
-)
-def test_refused_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(router={"masks": [{"name": "gating_dropout", **options}]})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "parallel.expert is 1, where every expert is at home"),
-        ({"ranks": 3}, "ranks is 3, which does not divide the 8 experts"),
-    ],
-)
-def test_refused_combinations(options: dict[str, Any], message: str) -> None:
-    config = moe_config(num_experts=8, router={"masks": [{"name": "gating_dropout", **options}]})
-    with pytest.raises(UserError, match=f"moe.router.masks.0: gating_dropout: {message}"):
-        check_parts(config, 1)

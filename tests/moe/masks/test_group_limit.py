@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from tests.moe.build import (
     make_hidden,
@@ -103,38 +101,6 @@ def test_the_bias_of_the_score_function_counts() -> None:
     routing = layer.router(make_hidden(30), layer.context)
     assert groups_of(routing.candidates_TE, 4) == [[3]] * 30
     assert (routing.pairs.expert_N >= 6).all() and len(routing.pairs.expert_N) == 60
-
-
-def test_no_tokens() -> None:
-    assert limit(torch.zeros(0, 8), num_groups=4, keep=2).shape == (0, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep": 8}, "keep must be at least 1 and under num_groups 8, found 8"),
-        ({"keep": 0}, "found 0"),
-        ({"best": 2}, "best is an option of score: sum"),
-        ({"score": "sum", "best": 0}, "best must be at least 1"),
-    ],
-)
-def test_refused_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(num_experts=16, router={"masks": [{"name": "group_limit", **options}]})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_groups": 6}, "num_groups is 6, which does not divide the 16 experts .* one of 2, 4, 8, 16"),
-        ({"num_groups": 8, "keep": 2}, "keep 2 leaves 4 experts in groups of 2, but the selector's k is 5"),
-        ({"score": "sum", "best": 3}, "best is 3, but a group has 2 experts"),
-    ],
-)
-def test_refused_combinations(options: dict[str, Any], message: str) -> None:
-    router = {"masks": [{"name": "group_limit", **options}], "selector": {"k": 5}}
-    with pytest.raises(UserError, match=f"moe.router.masks.0: group_limit: {message}"):
-        check_parts(moe_config(num_experts=16, router=router), 1)
 
 
 @pytest.mark.parametrize("options", [{"score": "max"}, {"score": "sum", "best": 2}], ids=str)

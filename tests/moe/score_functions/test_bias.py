@@ -8,7 +8,7 @@ import torch
 from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_hidden, make_layer, make_part, moe_config
+from tests.moe.build import make_hidden, make_layer, make_part, moe_config, observed
 
 both_score_functions = pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 
@@ -49,8 +49,7 @@ def test_the_layer_tells_the_score_function_which_experts_a_step_closed() -> Non
     )
     layer = make_layer(config, context)
     layer(make_hidden(40))
-    assert layer.observation is not None
-    wanted_E = layer.observation.wanted_E
+    wanted_E = observed(layer).wanted_E
     layer.after_step(wanted_E)
     bias_E = layer.router.score_function.bias_E
     mask: Any = layer.router.masks[0]
@@ -105,17 +104,10 @@ def test_steps_even_out_the_load() -> None:
     spreads = []
     for _ in range(80):
         layer(hidden_TH)
-        assert layer.observation is not None
-        spreads.append(float(layer.observation.wanted_E.float().std()))
-        layer.after_step(layer.observation.wanted_E)
+        wanted_E = observed(layer).wanted_E
+        spreads.append(float(wanted_E.float().std()))
+        layer.after_step(wanted_E)
     assert spreads[-1] < 0.25 * spreads[0]
-
-
-@both_score_functions
-def test_it_is_a_buffer_that_checkpoints_hold(score_function: str) -> None:
-    part = make_part("score_function", score_function, bias_update=0.5)
-    assert list(part.state_dict()) == ["bias"] and not list(part.parameters())
-    assert not part.bias_E.requires_grad
 
 
 @both_score_functions
@@ -123,8 +115,3 @@ def test_without_the_option_there_is_none(score_function: str) -> None:
     part = make_part("score_function", score_function)
     assert part.bias_E is None and not part.state_dict()
     part.after_step(torch.tensor([4, 0, 0, 0]), StepContext())
-
-
-def test_its_step_is_not_negative() -> None:
-    with pytest.raises(UserError, match="bias_update must be at least 0"):
-        moe_config(router={"score_function": {"name": "sigmoid", "bias_update": -0.1}})

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.errors import UserError
-from megamoe.moe.part import Dims, StepContext
-from megamoe.moe.scorers.cosine import CosineScorer
+from megamoe.moe.part import StepContext
 from tests.moe.build import HIDDEN, gradient_of, make_hidden, make_layer, make_part, moe_config
 
 CONTEXT = StepContext()
@@ -106,39 +104,6 @@ def test_a_vector_without_direction_scores_0_and_gets_no_gradient() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in scorer.parameters())
 
 
-def test_only_the_direction_of_a_token_counts() -> None:
-    scorer, hidden_TH = make_part("scorer", "cosine"), make_hidden(5)
-    scores_TE = scorer(hidden_TH, CONTEXT)[0]
-    torch.testing.assert_close(scorer.eval()(100 * hidden_TH, CONTEXT)[0], scores_TE)
-
-
-def test_scores_of_a_bf16_layer_are_computed_in_fp32() -> None:
-    layer = make_layer(moe_config(num_experts=4, router={"scorer": "cosine"})).bfloat16()
-    scores_TE = layer.router(make_hidden(9).bfloat16(), layer.context).scores_TE
-    scorer: Any = layer.router.scorer
-    low_TD = make_hidden(9).bfloat16().double() @ scorer.weight.double().T
-    cosine_TE = torch.nn.functional.cosine_similarity(
-        low_TD[:, None], scorer.embedding.double()[None], dim=-1
-    )
-    torch.testing.assert_close(
-        scores_TE.double(), cosine_TE / scorer.log_temperature.double().exp(), rtol=1e-4, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"routing_dim": 1}, "routing_dim must be at least 2"),
-        ({"temperature": 0.0}, "temperature must be positive"),
-        ({"routing_dim": 0, "normalise": False}, "routing_dim must be at least 1"),
-        ({"routing_dim": 4, "reduction": False}, "reduction is false; leave one of them out"),
-    ],
-)
-def test_nonsense_is_refused(options: dict[str, float], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(router={"scorer": {"name": "cosine", **options}})
-
-
 def test_without_reduction_by_hand() -> None:
     """Table 3's second row: cosines in the hidden size, with the temperature and the kept norm."""
     scorer = make_part("scorer", "cosine", num_experts=2, reduction=False, temperature=0.5)
@@ -212,9 +177,3 @@ def test_ablations_train_in_a_layer() -> None:
         layer(make_hidden(24)).square().sum().backward()
         gradients = [parameter.grad for parameter in layer.router.parameters()]
         assert all(g is not None and g.isfinite().all() and g.any() for g in gradients)
-
-
-def test_it_can_be_counted_without_memory() -> None:
-    with torch.device("meta"):
-        scorer = CosineScorer(CosineScorer.Config(), Dims(HIDDEN, 8))
-    assert sum(parameter.numel() for parameter in scorer.parameters()) == 4 * HIDDEN + 8 * 4 + 1

@@ -59,24 +59,9 @@ def test_random_tables_fill_all_experts_and_do_not_follow_each_other() -> None:
     assert len(pairs) == 36 and (pairs - 1000).abs().max() < 160
 
 
-def test_tables_depend_on_seed_and_layer_alone() -> None:
-    table_KV = make_hash(tables=2).table_KV
-    torch.manual_seed(5)
-    assert torch.equal(make_hash(tables=2).table_KV, table_KV)
-    for other in (make_hash(tables=2, seed=1), make_hash(tables=2, layer=2)):
-        assert (other.table_KV != table_KV).float().mean() > 0.6  # by chance 3/4 differ
-
-
 def test_a_wider_embedding_changes_no_ids_expert() -> None:
     """Padding the vocabulary is no other hash."""
     assert torch.equal(make_hash(vocab_size=1024).table_KV[:, :1000], make_hash(vocab_size=1000).table_KV)
-
-
-def test_the_table_is_in_the_checkpoint() -> None:
-    scorer, other = make_hash(), make_hash(seed=3)
-    assert not torch.equal(other.table_KV, scorer.table_KV)
-    other.load_state_dict(scorer.state_dict())
-    assert torch.equal(other.table_KV, scorer.table_KV)
 
 
 def test_frequency_by_hand(tmp_path: Path) -> None:
@@ -134,23 +119,6 @@ def test_without_token_ids_it_is_refused() -> None:
         make_hash(vocab_size=None)
     with pytest.raises(UserError, match="hash needs token ids.*got none"):
         make_hash()(make_hidden(3), StepContext())
-
-
-def test_options_that_do_not_go_together_are_refused() -> None:
-    for options, message in (
-        ({"balance": "frequency"}, "balance: frequency needs counts; give the PREFIX.counts.npy"),
-        ({"counts": "x.npy"}, "counts are for balance: frequency only"),
-    ):
-        with pytest.raises(UserError, match=f"moe.router.scorer: {message}"):
-            moe_config(router={**ROUTER, "scorer": {"name": "hash", **options}})
-
-
-def test_it_needs_the_selector_table() -> None:
-    check_parts(moe_config(router=ROUTER), 1)
-    with pytest.raises(
-        UserError, match="^moe.router.scorer: hash: the selector is 'top_k'.*selector: table$"
-    ):
-        check_parts(moe_config(router={"scorer": "hash"}), 1)
 
 
 @pytest.mark.parametrize(

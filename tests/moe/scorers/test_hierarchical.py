@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
-from tests.moe.build import HIDDEN, make_hidden, make_part, moe_config
+from tests.moe.build import HIDDEN, make_hidden, make_part
 
 CONTEXT = StepContext(seed=3, step=2)
 STARTED = {"seed": 1, "init_std": 0.4}
@@ -106,37 +104,8 @@ def test_a_noisy_start_spreads_the_load() -> None:
     assert (counts_E - 1000).abs().max() < 150
 
 
-def test_a_linear_start_depends_on_seed_and_layer_alone() -> None:
-    scorer = make_part("scorer", "hierarchical", dims=STARTED)
-    torch.manual_seed(9)
-    again = make_part("scorer", "hierarchical", dims=STARTED)
-    others = [
-        make_part("scorer", "hierarchical", layer=2, dims=STARTED),
-        make_part("scorer", "hierarchical", dims={**STARTED, "seed": 2}),
-    ]
-    for name in NAMES[:2]:
-        weight = getattr(scorer, name)
-        assert torch.equal(getattr(again, name), weight)
-        assert all((getattr(other, name) - weight).abs().mean() > 0.1 for other in others)
-    assert not torch.equal(scorer.weight[:2], scorer.group_weight)
-
-
 @pytest.mark.parametrize(("experts", "groups"), [(256, 16), (64, 8), (8, 2), (12, 3), (6, 2), (7, 1), (4, 2)])
 def test_the_default_is_about_the_square_root(experts: int, groups: int) -> None:
     with torch.device("meta"):
         scorer = make_part("scorer", "hierarchical", experts)
     assert scorer.group_weight.shape == (groups, HIDDEN)
-
-
-def test_refusals() -> None:
-    with pytest.raises(UserError, match="moe.router.scorer: groups must be at least 1"):
-        moe_config(router={"scorer": {"name": "hierarchical", "groups": 0}})
-    uneven = moe_config(num_experts=8, router={"scorer": {"name": "hierarchical", "groups": 3}})
-    with pytest.raises(UserError, match="^moe.router.scorer: hierarchical: groups is 3, .* 8 experts"):
-        check_parts(uneven, 1)
-    sigmoid = moe_config(router={"scorer": "hierarchical", "score_function": "sigmoid"})
-    with pytest.raises(
-        UserError, match="^moe.router.scorer: hierarchical: the score function is 'sigmoid'.*softmax$"
-    ):
-        check_parts(sigmoid, 1)
-    check_parts(moe_config(router={"scorer": "hierarchical"}), 1)  # a flat top_k over p

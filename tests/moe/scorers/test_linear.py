@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.errors import UserError
-from megamoe.moe.part import Dims, StepContext
-from megamoe.moe.scorers.linear import LinearScorer
+from megamoe.moe.part import StepContext
 from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
+from tests.moe.draws import check_keys, rows_of
 
 JITTER: dict[str, Any] = {"jitter": 0.25}
 
@@ -49,6 +48,10 @@ def noise(context: StepContext, num_tokens: int = 64, layer: int = 1) -> torch.T
     return scorer(torch.ones(num_tokens, HIDDEN), context)
 
 
+def test_jitter_follows_its_key() -> None:
+    check_keys(lambda context, layer: noise(context, rows_of(context), layer))
+
+
 def test_jitter_fills_its_bounds_and_no_more() -> None:
     factor_TH = noise(StepContext(seed=1), num_tokens=512)
     assert factor_TH.min() >= 0.75 and factor_TH.max() <= 1.25
@@ -62,36 +65,3 @@ def test_jitter_is_of_training_only() -> None:
     plain_TE = hidden_TH @ scorer.weight.T
     assert not torch.allclose(scorer(hidden_TH, StepContext()), plain_TE)
     torch.testing.assert_close(scorer.eval()(hidden_TH, StepContext()), plain_TE)
-
-
-def test_jitter_follows_the_token_not_its_place_or_rank() -> None:
-    whole_TH = noise(StepContext(seed=1, step=4))
-    order_T = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    permuted_TH = noise(StepContext(seed=1, step=4, token_index_T=order_T))
-    assert torch.equal(permuted_TH, whole_TH[order_T])
-    ranks = [noise(StepContext(1, 4, 1.0, tokens_T), 16) for tokens_T in torch.arange(64).split(16)]
-    assert torch.equal(torch.cat(ranks), whole_TH)
-
-
-def test_jitter_changes_with_seed_step_and_layer() -> None:
-    first = noise(StepContext(seed=1, step=4))
-    others = [noise(StepContext(2, 4)), noise(StepContext(1, 5)), noise(StepContext(1, 4), layer=2)]
-    assert all((first - other).abs().mean() > 0.05 for other in others)
-    assert torch.equal(first, noise(StepContext(seed=1, step=4)))
-
-
-@pytest.mark.parametrize("jitter", [-0.1, 1.0])
-def test_jitter_outside_its_range_is_refused(jitter: float) -> None:
-    with pytest.raises(UserError, match="jitter must be at least 0 and under 1"):
-        moe_config(router={"scorer": {"jitter": jitter}})
-
-
-def test_the_start_depends_on_seed_and_layer_alone() -> None:
-    config = moe_config(num_experts=4)
-    weight = make_layer(config, seed=1).get_parameter("router.scorer.weight")
-    torch.manual_seed(9)
-    part = LinearScorer(LinearScorer.Config(), Dims(HIDDEN, 4, layer=1, init_std=0.4, seed=1))
-    assert torch.equal(part.weight, weight)
-    others = [Dims(HIDDEN, 4, layer=2, init_std=0.4, seed=1), Dims(HIDDEN, 4, layer=1, init_std=0.4, seed=2)]
-    for dims in others:
-        assert (LinearScorer(LinearScorer.Config(), dims).weight - weight).abs().mean() > 0.1

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
 
@@ -91,33 +89,3 @@ def test_a_layer_draws_from_pi_old_and_takes_the_likeliest_in_evaluation() -> No
     torch.testing.assert_close(routing.pairs.weight_N, routing.scores_TE.softmax(1)[:, 3])
     best_T = (hidden_TH @ scorer.weight.T).argmax(1)
     assert torch.equal(layer.eval().router(hidden_TH, layer.context).pairs.expert_N, best_T)
-
-
-def test_options_out_of_range_are_refused() -> None:
-    for options, message in (
-        ({"old_every": 0}, "old_every must be"),
-        ({"reference_every": -1}, "reference_every"),
-    ):
-        with pytest.raises(UserError, match=message):
-            moe_config(router={"scorer": {"name": "policy", **options}})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"router": {"scorer": "policy"}}, "policy: the selector is 'top_k'.* set selector: sample"),
-        ({"losses": {}}, "policy: moe.losses lacks one .* add grpo"),
-        (
-            {"router": {**TREE["router"], "score_function": "sigmoid"}},
-            "policy: the score function is .*'sigmoid'.* set score_function: softmax",
-        ),
-        (
-            {"router": {**TREE["router"], "score_function": {"temperature": 2.0}}},
-            "the score function is 'softmax', .*set score_function.temperature: 1.0",
-        ),
-    ],
-)
-def test_invalid_combinations_are_refused(change: dict[str, Any], message: str) -> None:
-    check_parts(moe_config(**TREE), 1)
-    with pytest.raises(UserError, match=message):
-        check_parts(moe_config(**{**TREE, **change}), 1)

@@ -1,28 +1,23 @@
 """expert_choice: even loads, each expert's best tokens, the order of a token's experts, the refusals."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
+from tests.moe.build import make_router, make_scored, route_scores, select
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.05, 0.05, 0.9]])
 
 
-def route(scored: Scored, num_experts: int, k: float) -> Pairs:
-    pairs: Pairs = make_part("selector", "expert_choice", num_experts, k=k)(scored, StepContext())
-    return pairs
+route = partial(select, "expert_choice")
 
 
 def test_by_hand() -> None:
     """C = ceil(1.5 * 4 / 3) = 2: expert 0 takes the tokens 0 and 1, 1 takes 2 and 1, 2 takes 3 and 2."""
-    pairs = route(make_scored(PROBS.log(), PROBS), 3, k=1.5)
+    pairs = route(make_scored(PROBS.log(), PROBS), k=1.5)
     assert pairs.token_N.tolist() == [0, 1, 1, 2, 2, 3]
     assert pairs.expert_N.tolist() == [0, 0, 1, 1, 2, 2]
     assert pairs.choice_N.tolist() == [0, 0, 1, 0, 1, 0]
@@ -32,7 +27,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize(("k", "places"), [(1.0, 5), (2.0, 10), (0.5, 3), (8.0, 40)])
 def test_against_a_loop_over_experts(k: float, places: int) -> None:
     probs_TE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    pairs = route(make_scored(probs_TE.log(), probs_TE), 8, k)
+    pairs = route(make_scored(probs_TE.log(), probs_TE), k=k)
     values: list[list[float]] = probs_TE.tolist()
     expected: dict[int, list[int]] = {token: [] for token in range(40)}
     for expert in range(8):
@@ -49,55 +44,9 @@ def test_masks_leave_some_experts_short() -> None:
     candidates_TE[:, 0] = torch.tensor([False, False, True, False])
     candidates_TE[:, 1] = False
     probs_TE = PROBS * candidates_TE
-    pairs = route(make_scored(PROBS.log(), probs_TE, candidates_TE), 3, k=1.5)
+    pairs = route(make_scored(PROBS.log(), probs_TE, candidates_TE), k=1.5)
     pairs_set = set(zip(pairs.token_N.tolist(), pairs.expert_N.tolist(), strict=True))
     assert pairs_set == {(2, 0), (2, 2), (3, 2)}
-
-
-def test_gradient_is_that_of_the_chosen_values() -> None:
-    gradients = []
-    for plain in (False, True):
-        scores_TE = PROBS.double().log().requires_grad_()
-        probs_TE = scores_TE.exp() / scores_TE.exp().sum(1, keepdim=True)
-        factor_TE = torch.arange(12, dtype=torch.float64).reshape(4, 3).square()
-        if plain:
-            taken_TE = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1], [0, 0, 1]])
-            loss: Tensor = (probs_TE * taken_TE * factor_TE).sum()
-        else:
-            pairs = route(make_scored(scores_TE, probs_TE), 3, k=1.5)
-            loss = (pairs.weight_N * factor_TE[pairs.token_N, pairs.expert_N]).sum()
-        loss.backward()
-        gradients.append(scores_TE.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        (
-            {"capacity": "per_expert"},
-            "the capacity is 'per_expert', .* fixed number .*; set capacity: none",
-        ),
-        (
-            {"score_function": {"name": "softmax", "bias_update": 0.001}},
-            "the score function 'softmax' moves the choice by a bias, .*bias_update: 0.0",
-        ),
-        (
-            {"selector": {"name": "expert_choice", "k": 8.5, "allow_non_causal": True}},
-            r"k is 8.5, but there are only 8 experts \(moe.num_experts\); choose k <= 8",
-        ),
-    ],
-)
-def test_what_is_refused(router: dict[str, object], message: str) -> None:
-    selector = {"name": "expert_choice", "allow_non_causal": True}
-    check_parts(moe_config(router={"selector": selector}), 1)
-    with pytest.raises(UserError, match=f"^moe.router.selector: expert_choice: {message}$"):
-        check_parts(moe_config(router={"selector": selector, **router}), 1)
-
-
-def test_k_is_positive() -> None:
-    with pytest.raises(UserError, match="k must be positive"):
-        moe_config(router={"selector": {"name": "expert_choice", "k": 0}})
 
 
 def choose(scores_TE: Tensor, k: float, **router: Any) -> set[tuple[int, int]]:
@@ -127,9 +76,3 @@ def test_with_a_sigmoid_an_expert_compares_tokens_by_scores() -> None:
     limit = {"name": "group_limit", "num_groups": 4, "keep": 1}
     assert choose(scores_TE, k=1, score_function="sigmoid", masks=[limit]) >= {(2, 0), (1, 1)}
     assert (1, 0) not in choose(scores_TE, k=2, score_function="sigmoid", masks=[limit])
-
-
-def test_a_tokens_choices_stand_in_the_order_of_its_scores() -> None:
-    selector = {"name": "expert_choice", "k": 4, "allow_non_causal": True}
-    router = make_router(4, score_function="sigmoid", selector=selector)
-    assert route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).pairs.expert_N.tolist() == [2, 3, 1, 0]

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
-from tests.moe.build import gradient_of, make_part, make_scored, moe_config
+from tests.moe.build import gradient_of, make_part, make_scored
 
 # Odds by group, and inside the three groups of three experts.
 GROUPS = torch.tensor([[3.0, 9.0, 1.0]])
@@ -115,27 +113,6 @@ def test_scores_far_apart_stay_finite() -> None:
     assert pairs.weight_N.tolist() == [1, 0, 0, 0]
     pairs.weight_N.sum().backward()
     assert inner_TE.grad is not None and inner_TE.grad.isfinite().all()
-
-
-def test_refusals() -> None:
-    for options, message in (
-        ({"groups": 1}, "groups must be at least 2"),
-        ({"k": 1}, "k must be at least 2"),
-    ):
-        with pytest.raises(UserError, match=f"moe.router.selector: {message}.*top_k"):
-            moe_config(router={"selector": {"name": "hierarchical_top_k", **options}})
-    selector = "hierarchical_top_k"
-    with pytest.raises(UserError, match="^moe.router.selector: hierarchical_top_k: the scorer is 'linear'"):
-        check_parts(moe_config(router={"selector": selector}), 1)
-    router = {"scorer": {"name": "hierarchical", "groups": 2}, "selector": selector}
-    check_parts(moe_config(num_experts=4, router=router), 1)
-    for options in ({"groups": 3}, {"k": 5}):
-        many = {**router, "selector": {"name": selector, **options}}
-        with pytest.raises(UserError, match="2 groups of 4 experts; choose groups <= 2 and k <= 4"):
-            check_parts(moe_config(num_experts=8, router=many), 1)
-    biased = {**router, "score_function": {"name": "softmax", "bias_update": 0.1}}
-    with pytest.raises(UserError, match="^moe.router.selector: hierarchical_top_k: .*bias_update: 0.0$"):
-        check_parts(moe_config(num_experts=4, router=biased), 1)
 
 
 def test_weights_that_underflow_stand_in_the_order_of_their_logarithms() -> None:

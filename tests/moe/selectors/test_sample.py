@@ -8,22 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Pairs
-from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
+from tests.moe.build import make_router, make_scored, route_scores, select
+from tests.moe.draws import check_keys, rows_of
 
 PROBS = torch.tensor([0.5, 0.1, 0.3, 0.1])
 DRAWS = 20000
 
 
-def draw(k: int, probs_E: Tensor = PROBS, context: StepContext | None = None, **scored: Tensor) -> Tensor:
+def draw(k: int, probs_E: Tensor = PROBS, **scored: Tensor) -> Tensor:
     """int64 [T, K]: the experts of `DRAWS` tokens that are all alike."""
     probs_TE = probs_E.expand(DRAWS, -1)
-    pairs = make_part("selector", "sample", k=k)(
-        make_scored(probs_TE.log(), probs_TE, **scored), context or StepContext(seed=1)
-    )
+    pairs = select("sample", make_scored(probs_TE.log(), probs_TE, **scored), StepContext(seed=1), k=k)
     assert torch.equal(pairs.token_N, torch.arange(DRAWS).repeat_interleave(k))
     assert torch.equal(pairs.choice_N, torch.arange(k).repeat(DRAWS))
     return pairs.expert_N.reshape(DRAWS, k)
@@ -76,9 +72,7 @@ def test_only_candidates_are_drawn(sampling: bool) -> None:
 def test_a_token_with_few_candidates_has_fewer_pairs() -> None:
     candidates_TE = torch.tensor([[True] * 4, [False, True, False, False], [False] * 4])
     probs_TE = PROBS * candidates_TE
-    pairs = make_part("selector", "sample", k=2)(
-        make_scored(PROBS.log().expand(3, 4), probs_TE, candidates_TE), StepContext()
-    )
+    pairs = select("sample", make_scored(PROBS.log().expand(3, 4), probs_TE, candidates_TE), k=2)
     assert pairs.token_N.tolist() == [0, 0, 1]
     assert pairs.choice_N.tolist() == [0, 1, 0]
     assert pairs.expert_N[2] == 1
@@ -86,70 +80,26 @@ def test_a_token_with_few_candidates_has_fewer_pairs() -> None:
 
 def test_candidates_whose_p_underflows_still_make_up_k() -> None:
     probs_TE = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(50, 4)
-    pairs = make_part("selector", "sample", k=2)(make_scored(probs_TE, probs_TE), StepContext())
+    pairs = select("sample", make_scored(probs_TE, probs_TE), k=2)
     expert_TK = pairs.expert_N.reshape(50, 2)
     assert (expert_TK[:, 0] == 0).all() and (expert_TK[:, 1] > 0).all()
 
 
-def test_draws_follow_the_token_and_change_with_seed_step_layer_and_token() -> None:
-    def drawn(context: StepContext, layer: int = 1) -> Tensor:
-        probs_TE = torch.full((64, 8), 0.125)
-        part = make_part("selector", "sample", num_experts=8, layer=layer, k=2)
-        pairs: Pairs = part(make_scored(probs_TE, probs_TE), context)
-        return pairs.expert_N.reshape(64, 2)
+def test_draws_follow_their_key() -> None:
+    def drawn(context: StepContext, layer: int) -> Tensor:
+        probs_TE = torch.full((rows_of(context), 8), 0.125)
+        scored = make_scored(probs_TE, probs_TE)
+        return select("sample", scored, context, layer=layer, k=2).expert_N.view(-1, 2)
 
-    first = drawn(StepContext(1, 4))
-    assert torch.equal(drawn(StepContext(1, 4)), first)
-    order_T = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(drawn(StepContext(1, 4, token_index_T=order_T)), first[order_T])
-    rollout_T = torch.arange(64) + (1 << 48)
-    others = [StepContext(2, 4), StepContext(1, 5), StepContext(1, 4, token_index_T=rollout_T)]
-    for other in [*map(drawn, others), drawn(StepContext(1, 4), layer=2)]:
-        assert (other != first).float().mean() > 0.5
-
-
-@pytest.mark.parametrize("weights", ["raw", "renormalised"])
-def test_weights_and_gradients_are_of_the_score_functions_values(weights: str) -> None:
-    """Check one token's gradient down to its scores, whatever distribution it was drawn from."""
-    scores_E, plain_E = (torch.tensor([0.3, -0.4, 1.0, 0.1]).double().requires_grad_() for _ in range(2))
-    scored = make_scored(scores_E[None], scores_E.softmax(0)[None], sampling_scores_TE=torch.zeros(1, 4))
-    pairs = make_part("selector", "sample", k=2, weights=weights)(scored, StepContext(seed=2))
-    first, second = pairs.expert_N.tolist()
-    whole = plain_E.exp().sum() if weights == "raw" else plain_E[first].exp() + plain_E[second].exp()
-    weight_N = torch.stack([plain_E[first].exp(), plain_E[second].exp()]) / whole
-    torch.testing.assert_close(pairs.weight_N, weight_N)
-    for found_N in (pairs.weight_N, weight_N):
-        (found_N * torch.tensor([1.0, -3.0])).sum().backward()
-    assert plain_E.grad is not None and plain_E.grad.abs().sum() > 0.1
-    torch.testing.assert_close(scores_E.grad, plain_E.grad)
-
-
-def test_the_weight_one_has_no_gradient() -> None:
-    scored = make_scored(PROBS.log()[None], PROBS[None].clone().requires_grad_())
-    pairs = make_part("selector", "sample", k=2, weights="one")(scored, StepContext())
-    assert pairs.weight_N.tolist() == [1, 1] and not pairs.weight_N.requires_grad
+    check_keys(drawn, least=0.5)
 
 
 def test_evaluation_takes_the_largest() -> None:
-    selector = make_part("selector", "sample", k=2).eval()
     scored = make_scored(PROBS.log()[None], PROBS[None], sampling_scores_TE=torch.tensor([[0.0, 9, 0, 9]]))
-    assert selector(scored, StepContext()).expert_N.tolist() == [0, 2]
+    assert select("sample", scored, evaluate=True, k=2).expert_N.tolist() == [0, 2]
     biased = make_scored(PROBS.log()[None], PROBS[None])
     biased.ranking_TE = torch.tensor([[0.0, 2.0, 1.0, -torch.inf]])
-    assert selector(biased, StepContext()).expert_N.tolist() == [1, 2]
-
-
-def test_num_choices_is_k() -> None:
-    assert make_part("selector", "sample", k=3).num_choices == 3
-
-
-def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UserError, match="k must be at least 1"):
-        moe_config(router={"selector": {"name": "sample", "k": 0}})
-    with pytest.raises(UserError, match="with k: 1 the weights 'renormalised' .* set weights: raw"):
-        moe_config(router={"selector": {"name": "sample", "weights": "renormalised"}})
-    with pytest.raises(UserError, match="sample: k is 5, .* only 4 experts .* k <= 4"):
-        check_parts(moe_config(num_experts=4, router={"selector": {"name": "sample", "k": 5}}), 1)
+    assert select("sample", biased, evaluate=True, k=2).expert_N.tolist() == [1, 2]
 
 
 def test_what_underflows_is_still_drawn_in_proportion() -> None:
@@ -173,8 +123,3 @@ def test_a_router_draws_in_proportion_to_its_p(score_function: str) -> None:
     probs_E = scores_E.sigmoid() if score_function == "sigmoid" else scores_E.softmax(0)
     found_E = torch.bincount(routing.pairs.expert_N, minlength=4) / DRAWS
     torch.testing.assert_close(found_E, probs_E / probs_E.sum(), atol=0.012, rtol=0)
-
-
-def test_evaluation_takes_the_best_of_scores_whose_p_round_to_1() -> None:
-    router = make_router(4, score_function="sigmoid", selector={"name": "sample", "k": 2}).eval()
-    assert route_scores(router, torch.tensor([[20.0, 19, 18, 18.5]])).pairs.expert_N.tolist() == [0, 1]

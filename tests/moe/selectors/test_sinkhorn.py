@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
-from megamoe.moe.part import StepContext
 from megamoe.moe.selectors.sinkhorn import log_column_factors_E
-from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
+from tests.moe.build import make_scored, select
 
 
 def skewed_scores(num_tokens: int = 64, num_experts: int = 8) -> Tensor:
@@ -30,10 +27,9 @@ def plain_plan(scores_TE: Tensor, iterations: int) -> Tensor:
 def test_by_hand() -> None:
     """exp(s) = [[4, 1], [2, 1]]: both prefer expert 0, balanced the second goes to expert 1."""
     scores_TE = torch.tensor([[4.0, 1.0], [2.0, 1.0]]).log()
-    selector = make_part("selector", "sinkhorn", num_experts=2, iterations=50)
-    scored = make_scored(scores_TE)
-    assert selector(scored, StepContext()).expert_N.tolist() == [0, 1]
-    torch.testing.assert_close(selector(scored, StepContext()).weight_N, torch.tensor([4 / 5, 1 / 3]))
+    pairs = select("sinkhorn", make_scored(scores_TE), iterations=50)
+    assert pairs.expert_N.tolist() == [0, 1]
+    torch.testing.assert_close(pairs.weight_N, torch.tensor([4 / 5, 1 / 3]))
     # The balanced matrix is [[a, 1/2 - a], [1/2 - a, a]] with a^2 / (1/2 - a)^2 = (4 * 1) / (2 * 1).
     a = 2**0.5 / 2 / (1 + 2**0.5)
     plan_TE = scores_TE.exp() * log_column_factors_E(scores_TE, 50).exp()
@@ -45,25 +41,23 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("k", [1, 2])
 def test_against_plain_iterations(iterations: int, k: int) -> None:
     scores_TE = skewed_scores()
-    selector = make_part("selector", "sinkhorn", num_experts=8, k=k, iterations=iterations)
-    pairs = selector(make_scored(scores_TE), StepContext())
+    pairs = select("sinkhorn", make_scored(scores_TE), k=k, iterations=iterations)
     expected_TK = plain_plan(scores_TE, iterations).topk(k, dim=1).indices
     assert torch.equal(pairs.expert_N.reshape(-1, k), expected_TK)
     assert torch.equal(pairs.weight_N.reshape(-1, k), scores_TE.softmax(-1).gather(1, expected_TK))
 
 
 def test_training_balances_and_evaluation_does_not() -> None:
-    selector = make_part("selector", "sinkhorn", num_experts=8)
     scored = make_scored(skewed_scores())
-    assert torch.bincount(selector(scored, StepContext()).expert_N).max() < 20
-    expert_N = selector.eval()(scored, StepContext()).expert_N
+    assert torch.bincount(select("sinkhorn", scored).expert_N).max() < 20
+    expert_N = select("sinkhorn", scored, evaluate=True).expert_N
     assert torch.equal(expert_N, scored.probs_TE.argmax(1))
     assert torch.bincount(expert_N).max() > 50
 
 
 def test_large_scores_neither_overflow_nor_tie() -> None:
     scores_TE = skewed_scores() * 200
-    pairs = make_part("selector", "sinkhorn", num_experts=8, k=3)(make_scored(scores_TE), StepContext())
+    pairs = select("sinkhorn", make_scored(scores_TE), k=3)
     assert len(set(zip(pairs.token_N.tolist(), pairs.expert_N.tolist(), strict=True))) == 64 * 3
     assert log_column_factors_E(scores_TE, 10).isfinite().all()
 
@@ -74,44 +68,6 @@ def test_masks_hold() -> None:
     candidates_TE[:, 0] = False
     candidates_TE[2] = False
     candidates_TE[3] = torch.tensor([False, False, True, False])
-    selector = make_part("selector", "sinkhorn", k=2)
-    pairs = selector(make_scored(scores_TE, candidates_TE=candidates_TE), StepContext())
+    pairs = select("sinkhorn", make_scored(scores_TE, candidates_TE=candidates_TE), k=2)
     assert pairs.token_N.tolist() == [0, 0, 1, 1, 3, 4, 4, 5, 5]
     assert candidates_TE[pairs.token_N, pairs.expert_N].all()
-
-
-def test_gradient_is_that_of_the_score_function_alone() -> None:
-    scores_TE = skewed_scores(16, 4).double()
-    selector = make_part("selector", "sinkhorn")
-    expert_T = selector(make_scored(scores_TE), StepContext()).expert_N
-    gradients = []
-    for plain in (False, True):
-        leaf_TE = scores_TE.clone().requires_grad_()
-        probs_TE = leaf_TE.exp() / leaf_TE.exp().sum(1, keepdim=True)
-        weight_N = (
-            probs_TE[torch.arange(16), expert_T]
-            if plain
-            else selector(make_scored(leaf_TE, probs_TE), StepContext()).weight_N
-        )
-        (weight_N * torch.arange(16.0)).sum().backward()
-        gradients.append(leaf_TE.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-@pytest.mark.parametrize("option", ["k", "iterations"])
-def test_numbers_of_at_least_1(option: str) -> None:
-    with pytest.raises(UserError, match=f"{option} must be at least 1"):
-        moe_config(router={"selector": {"name": "sinkhorn", option: 0}})
-
-
-def test_what_is_refused() -> None:
-    score_function = {"name": "sigmoid", "bias_update": 0.001}
-    with pytest.raises(UserError, match="sinkhorn: .* a bias, .* undo; set score_function.bias_update: 0.0"):
-        check_parts(moe_config(router={"selector": "sinkhorn", "score_function": score_function}), 1)
-    with pytest.raises(UserError, match="sinkhorn: k is 5, .* choose k <= 4$"):
-        check_parts(moe_config(num_experts=4, router={"selector": {"name": "sinkhorn", "k": 5}}), 1)
-
-
-def test_evaluation_takes_the_best_of_scores_whose_p_round_to_1() -> None:
-    router = make_router(4, score_function="sigmoid", selector={"name": "sinkhorn", "k": 2}).eval()
-    assert route_scores(router, torch.tensor([[20.0, 19, 18, 18.5]])).pairs.expert_N.tolist() == [0, 1]

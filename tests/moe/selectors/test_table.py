@@ -1,10 +1,7 @@
 """table: the pairs are the scorer's table, each of weight 1."""
 
-import pytest
 import torch
 
-from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
 from tests.moe.build import HIDDEN, make_hidden, make_part, make_scored, moe_config
@@ -31,20 +28,3 @@ def test_a_router_has_as_many_tables_as_choices() -> None:
     pairs = router(make_hidden(3), StepContext(token_ids_T=ids_T)).pairs
     table_KV = router.get_buffer("scorer.table_KV")
     assert pairs.expert_N.tolist() == table_KV[:, ids_T].T.flatten().tolist()
-
-
-def test_refusals() -> None:
-    with pytest.raises(UserError, match="k must be at least 1"):
-        moe_config(router={"selector": {"name": "table", "k": 0}})
-    with pytest.raises(UserError, match="^moe.router.selector: table: the scorer is 'linear'.*scorer: hash$"):
-        check_parts(moe_config(router={"selector": "table"}), 1)
-    dropout = {"scorer": "hash", "selector": "table", "masks": [{"name": "expert_dropout"}]}
-    with pytest.raises(UserError, match="table: the mask 'expert_dropout' takes .*has no o"):
-        check_parts(moe_config(router=dropout), 1)
-    biased = {
-        "scorer": "hash",
-        "selector": "table",
-        "score_function": {"name": "softmax", "bias_update": 0.1},
-    }
-    with pytest.raises(UserError, match="^moe.router.selector: table: .*set score_function.bias_update: 0.0"):
-        check_parts(moe_config(router=biased), 1)

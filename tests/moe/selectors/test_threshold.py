@@ -1,23 +1,19 @@
 """threshold: as many experts as it takes, by hand and against the paper's loop; its two ends; evaluation."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_part, make_router, make_scored, moe_config, route_scores
+from megamoe.moe.routing import Scored
+from tests.moe.build import make_router, make_scored, route_scores, select
 
 PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.95, 0.01, 0.02, 0.02], [0.25, 0.45, 0.2, 0.1]])
 
 
-def route(scored: Scored, evaluate: bool = False, num_experts: int = 4, **options: Any) -> Pairs:
-    selector = make_part("selector", "threshold", num_experts, **options)
-    pairs: Pairs = selector.train(not evaluate)(scored, StepContext())
-    return pairs
+route = partial(select, "threshold")
 
 
 def scored_by(probs_TE: Tensor) -> Scored:
@@ -48,7 +44,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3, 0.6, 0.9, 0.99])
 def test_against_the_papers_loop(threshold: float) -> None:
     probs_TE = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
-    pairs = route(scored_by(probs_TE), num_experts=16, threshold=threshold)
+    pairs = route(scored_by(probs_TE), threshold=threshold)
     for token in range(50):
         found = pairs.expert_N[pairs.token_N == token].tolist()
         assert found == algorithm_1(probs_TE[token].tolist(), threshold)
@@ -57,10 +53,10 @@ def test_against_the_papers_loop(threshold: float) -> None:
 def test_the_two_ends() -> None:
     """t = 1 sends to all, though two values reach 1 by themselves in fp32."""
     probs_TE = torch.tensor([[1.0, 1e-12, 1e-13], [0.3, 0.3, 0.4]])
-    assert route(scored_by(probs_TE), num_experts=3, threshold=1.0).token_N.tolist() == [0, 0, 0, 1, 1, 1]
-    pairs = route(scored_by(probs_TE), num_experts=3, threshold=0.0)
+    assert route(scored_by(probs_TE), threshold=1.0).token_N.tolist() == [0, 0, 0, 1, 1, 1]
+    pairs = route(scored_by(probs_TE), threshold=0.0)
     assert pairs.expert_N.tolist() == [0, 2]
-    assert route(scored_by(probs_TE), num_experts=3, threshold=0.999).token_N.tolist() == [0, 1, 1, 1]
+    assert route(scored_by(probs_TE), threshold=0.999).token_N.tolist() == [0, 1, 1, 1]
 
 
 def test_evaluation_may_have_its_own() -> None:
@@ -92,34 +88,6 @@ def test_a_bias_shifts_the_order_alone() -> None:
     pairs = route(scored, threshold=0.6)
     assert pairs.expert_N.tolist() == [1, 0]
     torch.testing.assert_close(pairs.weight_N, torch.tensor([0.3, 0.5]))
-
-
-def test_gradient_is_that_of_the_chosen_values() -> None:
-    factor_N = torch.tensor([1.0, -2.0, 3.0, 0.5, 4.0], dtype=torch.float64)
-    gradients = []
-    for plain in (False, True):
-        scores_TE = PROBS.double().log().requires_grad_()
-        probs_TE = scores_TE.exp() / scores_TE.exp().sum(1, keepdim=True)
-        if plain:
-            weight_N = torch.stack([probs_TE[t, e] for t, e in ((0, 3), (0, 2), (1, 0), (2, 1), (2, 0))])
-        else:
-            weight_N = route(make_scored(scores_TE, probs_TE), threshold=0.65).weight_N
-        (weight_N * factor_N).sum().backward()
-        gradients.append(scores_TE.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-@pytest.mark.parametrize("option", ["threshold", "eval_threshold"])
-@pytest.mark.parametrize("value", [-0.1, 1.1])
-def test_a_share_is_between_0_and_1(option: str, value: float) -> None:
-    with pytest.raises(UserError, match=f"{option} must be at least 0 and at most 1"):
-        moe_config(router={"selector": {"name": "threshold", option: value}})
-
-
-def test_experts_are_gathered_in_the_order_of_scores_whose_p_round_alike() -> None:
-    """p are equal but for rounding: 0.6 of their sum takes three of four, those of the largest scores."""
-    router = make_router(4, score_function="sigmoid", selector={"name": "threshold", "threshold": 0.6})
-    assert route_scores(router, torch.tensor([[17.0, 18, 20, 19]])).pairs.expert_N.tolist() == [2, 3, 1]
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])

@@ -1,18 +1,14 @@
 """top_k: hand-readable choices, weights and gradients, too few candidates, GShard's second, drops."""
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
 from megamoe.kernels import library as kernels
 from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
 from tests.moe.build import (
@@ -23,7 +19,9 @@ from tests.moe.build import (
     make_scored,
     moe_config,
     route_scores,
+    select,
 )
+from tests.moe.draws import check_keys, rows_of
 
 # As softmax gives for scores log(10 p).
 PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.05, 0.05, 0.4], [0.3, 0.4, 0.2, 0.1]])
@@ -31,7 +29,7 @@ SCORES = (PROBS * 10).log()
 
 
 def test_choices_by_hand() -> None:
-    pairs = make_part("selector", "top_k", k=2)(make_scored(SCORES, PROBS), StepContext())
+    pairs = select("top_k", make_scored(SCORES, PROBS))
     assert pairs.token_N.tolist() == [0, 0, 1, 1, 2, 2]
     assert pairs.expert_N.tolist() == [3, 2, 0, 3, 1, 0]
     assert pairs.choice_N.tolist() == [0, 1, 0, 1, 0, 1]
@@ -48,62 +46,8 @@ def test_choices_by_hand() -> None:
 )
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_weights_by_hand(kind: str, expected: list[float], scale: float) -> None:
-    pairs = make_part("selector", "top_k", k=2, weights=kind, scale=scale)(
-        make_scored(SCORES, PROBS), StepContext()
-    )
+    pairs = select("top_k", make_scored(SCORES, PROBS), weights=kind, scale=scale)
     torch.testing.assert_close(pairs.weight_N, scale * torch.tensor(expected))
-
-
-def test_kept_softmax_takes_the_scores_and_renormalised_the_values() -> None:
-    probs_TE, scores_TE = torch.tensor([[0.8, 0.4, 0.1]]), torch.tensor([[math.log(3), 0.0, -1.0]])
-    weights = {
-        kind: make_part("selector", "top_k", num_experts=3, k=2, weights=kind)(
-            make_scored(scores_TE, probs_TE), StepContext()
-        )
-        for kind in ("kept_softmax", "renormalised")
-    }
-    torch.testing.assert_close(weights["kept_softmax"].weight_N, torch.tensor([3 / 4, 1 / 4]))
-    torch.testing.assert_close(weights["renormalised"].weight_N, torch.tensor([2 / 3, 1 / 3]))
-
-
-def one_raw(p: Tensor, s: Tensor) -> Tensor:
-    return torch.stack([p[0], p[2]])
-
-
-def one_renormalised(p: Tensor, s: Tensor) -> Tensor:
-    return torch.stack([p[0], p[2]]) / (p[0] + p[2])
-
-
-def one_kept_softmax(p: Tensor, s: Tensor) -> Tensor:
-    return torch.stack([s[0].exp(), s[2].exp()]) / (s[0].exp() + s[2].exp())
-
-
-@pytest.mark.parametrize(
-    ("kind", "formula"),
-    [("raw", one_raw), ("renormalised", one_renormalised), ("kept_softmax", one_kept_softmax)],
-)
-def test_gradients_of_the_weights(kind: str, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Check one token that chooses the experts 0 and 2, down to the scores under a sigmoid."""
-    selector = make_part("selector", "top_k", k=2, weights=kind, scale=1.5)
-    gradients = []
-    for plain in (False, True):
-        scores_E = torch.tensor([1.5, -0.3, 0.7, -2.0], dtype=torch.float64, requires_grad=True)
-        probs_E = 1 / (1 + (-scores_E).exp())
-        if plain:
-            weight_K = 1.5 * formula(probs_E, scores_E)
-        else:
-            weight_K = selector(make_scored(scores_E[None], probs_E[None]), StepContext()).weight_N
-        (weight_K * torch.tensor([1.0, -3.0])).sum().backward()
-        gradients.append(scores_E.grad)
-    assert gradients[1] is not None and gradients[1].abs().sum() > 0.01
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-def test_the_weight_one_has_no_gradient() -> None:
-    pairs = make_part("selector", "top_k", weights="one")(
-        make_scored(SCORES, PROBS.clone().requires_grad_()), StepContext()
-    )
-    assert not pairs.weight_N.requires_grad
 
 
 @pytest.mark.parametrize("kind", ["raw", "renormalised", "kept_softmax", "one"])
@@ -111,9 +55,7 @@ def test_a_token_with_few_candidates_has_fewer_pairs(kind: str) -> None:
     candidates_TE = torch.tensor([[True] * 4, [False, True, False, False], [False] * 4])
     scores_TE = SCORES.clone().requires_grad_()
     probs_TE = scores_TE.exp() / 10 * candidates_TE
-    pairs = make_part("selector", "top_k", k=2, weights=kind)(
-        make_scored(scores_TE, probs_TE, candidates_TE), StepContext()
-    )
+    pairs = select("top_k", make_scored(scores_TE, probs_TE, candidates_TE), weights=kind)
     assert pairs.token_N.tolist() == [0, 0, 1]
     assert pairs.expert_N.tolist() == [3, 2, 1]
     assert pairs.choice_N.tolist() == [0, 1, 0]
@@ -123,37 +65,18 @@ def test_a_token_with_few_candidates_has_fewer_pairs(kind: str) -> None:
 
 
 def test_values_that_all_underflow_give_weight_zero() -> None:
-    pairs = make_part("selector", "top_k", k=2)(
-        make_scored(torch.full((1, 4), -200.0), torch.zeros(1, 4)), StepContext()
-    )
+    pairs = select("top_k", make_scored(torch.full((1, 4), -200.0), torch.zeros(1, 4)))
     assert pairs.weight_N.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("kind", ["renormalised", "kept_softmax"])
-def test_normalised_weights_are_refused_at_k_1(kind: str) -> None:
-    message = f"moe.router.selector: with k: 1 the weights '{kind}' are always 1 .*set weights: raw"
-    with pytest.raises(UserError, match=message):
-        moe_config(router={"selector": {"k": 1, "weights": kind}})
-
-
-def test_k_is_at_least_1_and_at_most_the_experts() -> None:
-    with pytest.raises(UserError, match="moe.router.selector: k must be at least 1"):
-        moe_config(router={"selector": {"k": 0}})
-    config = moe_config(num_experts=4, router={"selector": {"k": 5}})
-    with pytest.raises(UserError, match="^moe.router.selector: top_k: k is 5, .* only 4 experts .* k <= 4$"):
-        check_parts(config, 1)
 
 
 MANY = 4000
 
 
-def two_of_four(second: str, probs_E: list[float], evaluate: bool = False, **options: Any) -> Pairs:
+def two_of_four(second: str, probs_E: list[float], **options: Any) -> Pairs:
     """Many tokens of the same values."""
     probs_TE = torch.tensor([probs_E]).expand(MANY, -1)
-    context = StepContext(seed=1, step=options.pop("step", 0))
-    selector = make_part("selector", "top_k", second=second, **options).train(not evaluate)
-    pairs: Pairs = selector(make_scored(probs_TE.log(), probs_TE), context)
-    return pairs
+    scored = make_scored(probs_TE.log(), probs_TE)
+    return select("top_k", scored, StepContext(seed=1), second=second, **options)
 
 
 def test_a_random_second_is_sent_where_2_g_2_exceeds_the_draw() -> None:
@@ -187,24 +110,24 @@ def test_a_sampled_second_comes_in_proportion_to_the_rest() -> None:
 
 
 @pytest.mark.parametrize("second", ["random", "sampled"])
-def test_draws_follow_seed_step_and_token_and_rest_in_evaluation(second: str) -> None:
-    probs = [0.4, 0.3, 0.2, 0.1]
+def test_a_drawn_second_follows_its_key_and_is_the_best_in_evaluation(second: str) -> None:
+    def drawn(context: StepContext, layer: int, evaluate: bool = False, second: str = second) -> Tensor:
+        probs_TE = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(rows_of(context), -1)
+        scored = make_scored(probs_TE.log(), probs_TE)
+        pairs = select("top_k", scored, context, evaluate, second=second, layer=layer)
+        sent_TE = torch.zeros(probs_TE.shape, dtype=torch.bool)
+        sent_TE[pairs.token_N, pairs.expert_N] = True
+        return sent_TE
 
-    def same(a: Pairs, b: Pairs) -> bool:
-        return torch.equal(a.token_N, b.token_N) and torch.equal(a.expert_N, b.expert_N)
-
-    assert same(two_of_four(second, probs), two_of_four(second, probs))
-    assert not same(two_of_four(second, probs), two_of_four(second, probs, step=1))
-    assert not same(two_of_four(second, probs), two_of_four(second, probs, layer=2))
-    assert same(two_of_four(second, probs, evaluate=True), two_of_four("best", probs))
+    check_keys(drawn, least=0.03)
+    assert torch.equal(drawn(StepContext(), 1, evaluate=True), drawn(StepContext(), 1, second="best"))
 
 
 @pytest.mark.parametrize("second", ["random", "sampled"])
 def test_a_second_choice_without_candidate_or_probability(second: str) -> None:
     candidates_TE = torch.tensor([[False, False, False, True], [True] * 4, [False] * 4])
     probs_TE = torch.tensor([[0, 0, 0, 1.0], [0, 0, 0, 1.0], [0.0] * 4])
-    selector = make_part("selector", "top_k", second=second)
-    pairs = selector(make_scored(torch.zeros(3, 4), probs_TE, candidates_TE), StepContext())
+    pairs = select("top_k", make_scored(torch.zeros(3, 4), probs_TE, candidates_TE), second=second)
     assert pairs.token_N.tolist() == ([0, 1, 1] if second == "sampled" else [0, 1])
     assert pairs.expert_N[:2].tolist() == [3, 3]
     assert 3 not in pairs.expert_N[2:].tolist()
@@ -241,28 +164,6 @@ def test_renormalised_before_drops_by_default_and_of_nothing() -> None:
     assert make_part("selector", "top_k").after_drops(kept).weight_N[2].item() == pytest.approx(4 / 9)
     nothing = kept.keep(torch.zeros(5, dtype=torch.bool))
     assert len(make_part("selector", "top_k", renormalise="after_drops").after_drops(nothing).weight_N) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"second": "random", "k": 3}, "second: random is a rule for k: 2, found k: 3; set second: best"),
-        (
-            {"renormalise": "after_drops", "weights": "raw"},
-            "after_drops needs weights: renormalised, found 'raw'",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        moe_config(router={"selector": options})
-
-
-def test_after_drops_needs_drops() -> None:
-    selector = {"renormalise": "after_drops"}
-    check_parts(moe_config(router={"selector": selector, "capacity": "per_expert"}), 1)
-    with pytest.raises(UserError, match="the capacity 'none' drops nothing, .*after_drops.*set capacity: "):
-        check_parts(moe_config(router={"selector": selector}), 1)
 
 
 def test_the_router_renormalises_after_its_capacity() -> None:
