@@ -38,6 +38,29 @@ ON_TRITON, PLAIN = OnTriton(), Kernels(compiled=False)
 
 
 @contextmanager
+def on_triton() -> Iterator[list[str]]:
+    """Inside, every `Kernels` takes CPU tensors to Triton's kernels; give the names of those that ran."""
+    from megamoe.kernels.triton import TritonKernels
+
+    given, names = TritonKernels.call, list[str]()
+
+    def call(self: TritonKernels, name: str, *arguments: Any) -> None:
+        names.append(name)
+        given(self, name, *arguments)
+
+    chosen = {name: getattr(OnTriton, name) for name in ("uses_triton", "multiplies", "rows_on")}
+    with mock.patch.object(TritonKernels, "call", call), mock.patch.multiple(Kernels, **chosen):
+        yield names
+
+
+@contextmanager
+def on_plain() -> Iterator[None]:
+    """Inside, every `Kernels` takes rows to PyTorch's operators."""
+    with mock.patch.object(Kernels, "rows_on", lambda self, device: None):
+        yield
+
+
+@contextmanager
 def programs_from(first: int, axis: int = 0) -> Iterator[None]:
     """The first program of each launch is number `first` of that dimension of the grid."""
     given = InterpreterBuilder.create_get_program_id

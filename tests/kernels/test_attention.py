@@ -116,14 +116,12 @@ def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
 
 
 def test_nothing_depends_on_the_threads(library: Library) -> None:
-    before = torch.get_num_threads()
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         sides = make((100, 2, 6, 2, 8))
         output = causal_attention(*sides, ROTARY)
         found.append([output, *torch.autograd.grad(output, sides, draw(*output.shape, seed=5))])
-    torch.set_num_threads(before)
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
@@ -138,8 +136,7 @@ def test_the_graph_can_be_gone_back_through_twice(library: Library) -> None:
 
 def test_what_the_library_does_not_take(library: Library) -> None:
     """Other types, columns apart, sizes that differ, and fewer heads than threads go to PyTorch."""
-    threads = torch.get_num_threads()
-    heads = max(2, threads)
+    heads = max(2, torch.get_num_threads())
     taken = make((5, 1, heads, heads, 4))
     assert attention._library_for(*taken, kernels()) is library
     assert attention._library_for(*each(Tensor.bfloat16, taken), kernels()) is None
@@ -151,7 +148,7 @@ def test_what_the_library_does_not_take(library: Library) -> None:
     assert attention._library_for(draw(5, 1, heads + 1, 4), key, value, kernels()) is None
     torch.set_num_threads(heads + 1)
     assert attention._library_for(*taken, kernels()) is None
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     use_compiled(False)
     assert attention._library_for(*taken, kernels()) is None
 
@@ -180,27 +177,22 @@ def test_gradients_beside_each_other_are_one_tensor() -> None:
     assert torch.equal(found, sent) and found.data_ptr() == sent.data_ptr()
 
 
-@pytest.mark.parametrize("case", ["apart", "swapped", "with a gap", "one of them apart", "of two tensors"])
-def test_other_gradients_are_copied_together(case: str) -> None:
+SENT = draw(3, 2, 20, seed=1)
+# In the last two a gradient begins where the one before would end if its columns followed each other.
+APART: dict[str, list[Tensor]] = {
+    "apart": [SENT[..., :4].clone(), SENT[..., 4:8].clone()],
+    "swapped": [SENT[..., 4:8], SENT[..., :4]],
+    "with a gap": [SENT[..., :4], SENT[..., 5:9]],
+    "one of them apart": [SENT[..., :4], SENT[..., 4:8].clone()],
+    "of two tensors": [SENT[..., :4], draw(3, 2, 20, seed=2)[..., 4:8]],
+    "one column": [draw(60).as_strided((3, 2, 4), (16, 8, 0), start) for start in (0, 4)],
+    "columns apart": [draw(60).as_strided((3, 2, 4), (16, 8, 2), start) for start in (0, 4)],
+}
+
+
+@pytest.mark.parametrize("parts", APART.values(), ids=APART)
+def test_other_gradients_are_copied_together(parts: list[Tensor]) -> None:
     mixed = draw(3, 2, 8).requires_grad_()
-    sent = draw(3, 2, 20, seed=1)
-    starts = {"swapped": (4, 0), "with a gap": (0, 5)}.get(case, (0, 4))
-    parts = [sent[..., start : start + 4] for start in starts]
-    if case == "apart":
-        parts = [part.clone() for part in parts]
-    if case == "one of them apart":
-        parts[1] = parts[1].clone()
-    if case == "of two tensors":
-        parts[1] = draw(3, 2, 20, seed=2)[..., 4:8]
-    (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
-    assert torch.equal(found, torch.cat(parts, dim=-1))
-
-
-@pytest.mark.parametrize("step", [0, 2])
-def test_gradients_with_columns_apart_are_copied_together(step: int) -> None:
-    """The second begins where the first would end if its columns followed each other."""
-    mixed, sent = draw(3, 8).requires_grad_(), draw(60)
-    parts = [sent.as_strided((3, 4), (16, step), start) for start in (0, 4)]
     (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
     assert torch.equal(found, torch.cat(parts, dim=-1))
 
