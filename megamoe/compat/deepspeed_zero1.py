@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from torch import Tensor, nn
+from torch import nn
 
 
 class _GradientOwner(Protocol):
@@ -73,27 +73,3 @@ def finish_step(optimizer: Any, norm: float, updates: Callable[[], None] | None)
     updates()
     optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()
-
-
-def parameters_of_groups(optimizer: Any) -> list[list[nn.Parameter]]:
-    """Return the model's parameters by group, in the order of the flat tensors.
-
-    Reason: the attribute has no documentation.
-    Seen with: DeepSpeed 0.19.8.
-    Without it: gradients would be reduced to the wrong parts.
-    Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
-    """
-    groups: list[list[nn.Parameter]] = optimizer.bf16_groups
-    return groups
-
-
-def own_gradient(optimizer: Any, group: int) -> Tensor:
-    """Return this rank's part of a group's flat gradients, which the update reads.
-
-    Reason: the attribute has no documentation.
-    Seen with: DeepSpeed 0.19.8.
-    Without it: the update would read gradients that were not reduced.
-    Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
-    """
-    part: Tensor = optimizer.fp32_groups_gradient_flat_partition[group]
-    return part
