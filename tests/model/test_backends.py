@@ -18,10 +18,10 @@ from megamoe.model.attention.core import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
 from megamoe.train import resolved, trainer
-from tests.in_subprocess import ROOT, verdicts_of
-from tests.model.check_fakes import CHECKS
+from tests.in_subprocess import ROOT, names_of_checks, verdicts_of
 from tests.tiny import check_on, tiny
 
+CHECKS = names_of_checks("tests/model/check_fakes.py", "tests/model/runs_on_fakes.py")
 LONG = "runs_of_two_ranks"
 
 
