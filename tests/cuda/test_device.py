@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.cuda.check_device import CHECKS
 from tests.cuda.runs import library_or_skip
-from tests.in_subprocess import verdicts_of
+from tests.in_subprocess import names_of_checks, verdicts_of
+
+CHECKS = names_of_checks("tests/cuda/check_device.py")
 
 
 @pytest.fixture(scope="module")

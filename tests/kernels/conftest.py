@@ -18,6 +18,13 @@ def _restored() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(params=[True, False])
+def compiled(request: pytest.FixtureRequest) -> bool:
+    """Both choices of kernels: the compiled library, and PyTorch's operators."""
+    use_compiled(request.param)
+    return bool(request.param)
+
+
 @pytest.fixture
 def library() -> Library:
     found, problem = find_library()

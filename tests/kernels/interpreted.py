@@ -14,6 +14,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
 from megamoe.kernels.choice import Kernels, RowKernels
+from megamoe.kernels.triton import TritonKernels
 
 # Of one rounding of the result. The interpreter cuts bf16 off; that a GPU rounds is seen in what is compiled.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -40,8 +41,6 @@ ON_TRITON, PLAIN = OnTriton(), Kernels(compiled=False)
 @contextmanager
 def on_triton() -> Iterator[list[str]]:
     """Inside, every `Kernels` takes CPU tensors to Triton's kernels; give the names of those that ran."""
-    from megamoe.kernels.triton import TritonKernels
-
     given, names = TritonKernels.call, list[str]()
 
     def call(self: TritonKernels, name: str, *arguments: Any) -> None:
@@ -73,10 +72,10 @@ def programs_from(first: int, axis: int = 0) -> Iterator[None]:
         yield
 
 
-def sparse(folder: str, name: str, *shape: int) -> Tensor:
-    """fp32 zeros in a file that takes no space until it is written to."""
+def sparse(folder: str, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros in a file that takes no space until it is written to."""
     path, size = str(Path(folder) / name), math.prod(shape)
-    return torch.from_file(path, shared=True, size=size, dtype=torch.float32).view(shape)
+    return torch.from_file(path, shared=True, size=size, dtype=dtype).view(shape)
 
 
 def widened(handle: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.chosen import AdamW, sum_of_squares, use_compiled
+from tests.kernels.chosen import AdamW, sum_of_squares
 from tests.kernels.drawn import draw
 
 SHAPES = [(3,), (1,), (257, 131), (4, 16, 33), (0,)]
@@ -21,12 +21,10 @@ def groups_of(parameters: list[torch.nn.Parameter]) -> list[dict[str, object]]:
     return [{"params": parameters[:2], "weight_decay": 0.0}, {"params": parameters[2:]}]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_the_update_is_pytorchs(compiled: bool, factor: float, kind: type[torch.optim.Adam]) -> None:
     """Four steps, one parameter without a gradient in the second of them; state under PyTorch's names."""
-    use_compiled(compiled)
     found, exact = make_parameters(), [torch.nn.Parameter(p.detach().double()) for p in make_parameters()]
     decoupled = kind is torch.optim.AdamW
     optimizer = AdamW(groups_of(found), decoupled_weight_decay=decoupled, fused=True, **OPTIONS)
@@ -47,10 +45,8 @@ def test_the_update_is_pytorchs(compiled: bool, factor: float, kind: type[torch.
             torch.testing.assert_close(state[name].double(), expected[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_the_two_kinds_of_decay_by_hand(compiled: bool) -> None:
     """The first step of Adam is lr in the direction of the gradient's sign; L2 can turn that sign."""
-    use_compiled(compiled)
     options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-12, "weight_decay": 0.5, "fused": True}
     for decoupled, expected in ((True, 2.0 * (1 - 0.1 * 0.5) + 0.1), (False, 2.0 - 0.1)):
         weight = torch.nn.Parameter(torch.tensor([2.0]))
@@ -59,9 +55,7 @@ def test_the_two_kinds_of_decay_by_hand(compiled: bool) -> None:
         assert weight.item() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_the_models_weights_are_the_rounded_ones(compiled: bool) -> None:
-    use_compiled(compiled)
     parameters = make_parameters()
     rounded: dict[Tensor, Tensor] = {p: torch.full_like(p, 7.0, dtype=torch.bfloat16) for p in parameters}
     for number, parameter in enumerate(parameters):
@@ -71,9 +65,7 @@ def test_the_models_weights_are_the_rounded_ones(compiled: bool) -> None:
         assert torch.equal(rounded[parameter], parameter.detach().bfloat16())
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_the_sum_of_squares(compiled: bool) -> None:
-    use_compiled(compiled)
     tensors = [draw(*shape, seed=number) for number, shape in enumerate([*SHAPES, (3, 50_000)])]
     for each in (tensors, [tensor.bfloat16() for tensor in tensors]):
         expected = sum(tensor.double().square().sum() for tensor in each)

@@ -12,7 +12,7 @@ from megamoe.kernels.attention.core import split_heads
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.library import Library
 from tests.kernels.chosen import causal_attention, kernels, plain_causal_attention, use_compiled
-from tests.kernels.drawn import assert_close_to, draw
+from tests.kernels.drawn import assert_all_close_to, assert_close_to, draw, exact_attention
 
 # Positions, sequences, query heads, key heads, columns; 64 queries make a block.
 SIZES = {
@@ -29,8 +29,8 @@ Sides = tuple[Tensor, Tensor, Tensor]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: float) -> Tensor:
-    """Compute in float64, with the whole score matrix; a pair of columns is rotated as a complex number."""
-    length, _, heads, size = query.shape
+    """Compute causal attention in float64; a pair of columns is rotated as a complex number."""
+    length, size = len(query), query.shape[-1]
 
     def turned(side: Tensor) -> Tensor:
         if base is None:
@@ -42,12 +42,8 @@ def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: 
         )
         return torch.cat((pairs.real, pairs.imag), dim=-1)
 
-    shared = heads // key.shape[2]
-    key, value = (side.repeat_interleave(shared, dim=2) for side in (turned(key), value))
-    scores = torch.einsum("sbnd,tbnd->bnst", turned(query), key) * scale
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    shares = scores.masked_fill(later, -math.inf).softmax(-1)
-    return torch.einsum("bnst,tbnd->sbnd", shares, value).flatten(2)
+    earlier = torch.ones(length, length, dtype=torch.bool).tril()
+    return exact_attention(turned(query), turned(key), value, earlier, scale)
 
 
 def make(sizes: tuple[int, int, int, int, int], factor: float = 1.0) -> Sides:
@@ -65,11 +61,9 @@ def each(change: Callable[[Tensor], Tensor], sides: Iterable[Tensor]) -> Sides:
     return query, key, value
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("base", [None, 50.0])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_formula(sizes: tuple[int, int, int, int, int], base: float | None, compiled: bool) -> None:
-    use_compiled(compiled)
     sides = make(sizes)
     doubles = each(lambda side: side.detach().double().requires_grad_(), sides)
     found, expected = (
@@ -79,14 +73,11 @@ def test_the_formula(sizes: tuple[int, int, int, int, int], base: float | None, 
     assert_close_to(found, expected, 1e-5)
     upstream = draw(*found.shape, seed=9)
     gradients = torch.autograd.grad(found, sides, upstream)
-    for one, other in zip(gradients, torch.autograd.grad(expected, doubles, upstream.double()), strict=True):
-        assert_close_to(one, other, 1e-5, unit=0.1)
+    assert_all_close_to(gradients, torch.autograd.grad(expected, doubles, upstream.double()), 1e-5, unit=0.1)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_two_positions_by_hand(compiled: bool) -> None:
     """The second one's scores are ln 3 and 0 over its scale: shares of 3/4 and 1/4."""
-    use_compiled(compiled)
     query = torch.tensor([[5.0, 1.0], [math.log(3.0), 7.0]])[:, None, None].repeat(1, 4, 1, 1)
     key = torch.tensor([[2.0, 0.0], [0.0, 0.0]])[:, None, None].repeat(1, 4, 1, 1)
     value = torch.tensor([[4.0, 8.0], [0.0, -8.0]])[:, None, None].repeat(1, 4, 1, 1)
@@ -104,10 +95,8 @@ def test_scores_of_any_size(factor: float, library: Library) -> None:
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), sides))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("length", "batch"), [(0, 2), (3, 0), (0, 0)])
 def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
-    use_compiled(compiled)
     sides = make((length, batch, 2, 2, 4))
     found = causal_attention(*sides, ROTARY)
     assert found.shape == (length, batch, 8)
@@ -153,9 +142,7 @@ def test_what_the_library_does_not_take(library: Library) -> None:
     assert attention._library_for(*taken, kernels()) is None
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_rotary_needs_an_even_width(compiled: bool) -> None:
-    use_compiled(compiled)
     with pytest.raises(ValueError, match="found heads of 3"):
         causal_attention(*make((5, 2, 2, 2, 3)), ROTARY)
 

@@ -11,8 +11,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamoe.kernels.experts.ffn import plain_swiglu_experts, swiglu_experts
+from megamoe.kernels.operators import cost_of
+from megamoe.kernels.triton import TritonKernels, experts, products
 from tests.kernels import test_experts, test_products
-from tests.kernels.drawn import assert_close_to, assert_one_rounding, draw
+from tests.kernels.drawn import assert_all_close_to, assert_close_to, assert_one_rounding, draw
 from tests.kernels.interpreted import ON_TRITON, TOLERANCES, on_triton, programs_from, sparse
 
 # Rows of each expert, input and output sizes. The tiles on CPU tensors are 32 x 32, 16 deep.
@@ -56,8 +58,7 @@ def check_experts(cases: list[tuple[str, torch.dtype]] = OF_EXPERTS) -> None:
         found = [output, *torch.autograd.grad(output, sides, sent)]
         # What lies between the products is rounded too, so the result is not exact to one rounding.
         tolerance = TOLERANCES[dtype] * (1 if dtype == torch.float32 else 4)
-        for one, other in zip(found, test_experts.exact(counts, sides, sent), strict=True):
-            assert_close_to(one, other, tolerance)
+        assert_all_close_to(found, test_experts.exact(counts, sides, sent), tolerance)
 
 
 def check_every_expert() -> None:
@@ -92,8 +93,6 @@ def check_the_host_never_reads_the_counts() -> None:
     counts = torch.tensor([3, 0, 4])
     sides = [draw(7, 16), draw(3, 16, 16, seed=1), draw(3, 16, 8, seed=2)]
     read = AssertionError("the host read a tensor")
-    from megamoe.kernels.triton import TritonKernels
-
     hidden, active, output = torch.empty(7, 16), torch.empty(7, 8), torch.empty(7, 16)
     launched: list[str] = []
 
@@ -103,8 +102,6 @@ def check_the_host_never_reads_the_counts() -> None:
             return self
 
         def __call__(self, *arguments: object, **options: object) -> None: ...
-
-    from megamoe.kernels.triton import experts, products
 
     names = [(products, "_product"), (products, "_to_weight"), (experts, "_up"), (experts, "_down_backward")]
     patched: list[Any] = [mock.patch.object(module, name, Launch()) for module, name in names]
@@ -127,8 +124,6 @@ def check_more_than_two_billion_numbers() -> None:
 
     With offsets of 32 bits each address would be that of another row or expert, which is 0.
     """
-    from megamoe.kernels.triton import experts, products
-
     width, row = 2**10, 2**21 + 32  # a multiple of the tile
     tile = {"ROWS": 32, "COLUMNS": 32, "DEPTH": 32, "PRECISION": "ieee"}
     ends = torch.tensor([row + 2])
@@ -177,8 +172,6 @@ def check_more_than_two_billion_numbers() -> None:
 
 def check_a_weight_gradient_of_late_rows() -> None:
     """The second expert's rows, and its gradient, begin beyond 2^31 numbers."""
-    from megamoe.kernels.triton import products
-
     width, row = 2**10, 2**21 + 32
     with tempfile.TemporaryDirectory() as folder:
         rows = sparse(folder, "rows", row + 2, width)
@@ -195,9 +188,6 @@ def check_a_weight_gradient_of_late_rows() -> None:
 
 def check_operators_on_fake_tensors() -> None:
     """A simulation sees each launch, its FLOPs and its bytes, and runs none."""
-    from megamoe.kernels.operators import cost_of
-    from megamoe.kernels.triton import TritonKernels
-
     rows, experts, hidden_size, ffn_size = 4096, 8, 1024, 512
     costs: dict[str, tuple[int, int]] = {}
 

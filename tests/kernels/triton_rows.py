@@ -3,7 +3,6 @@
 import math
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -13,10 +12,12 @@ from torch.nn import functional
 from megamoe.kernels import choice, router, router_sums
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts import rows
+from megamoe.kernels.triton import TritonKernels
+from megamoe.kernels.triton import router_sums as launchers
 from tests.kernels import chosen as passes
 from tests.kernels import test_rows
 from tests.kernels.drawn import assert_one_rounding
-from tests.kernels.interpreted import TOLERANCES, on_plain, on_triton
+from tests.kernels.interpreted import TOLERANCES, on_plain, on_triton, sparse
 from tests.kernels.test_layer import run_layer
 from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
 
@@ -92,8 +93,6 @@ def check_numbers_by_hand_and_at_extremes() -> None:
 
 
 def check_rows_by_token() -> None:
-    from megamoe.kernels.triton import TritonKernels
-
     strided_N = torch.tensor([[2, 9], [0, 9], [2, 9], [4, 9]])[:, 0]
     for token_N in (strided_N, strided_N.to(torch.int32)):
         row_N, ends_T = TritonKernels().rows_by_token(token_N, 5)
@@ -107,7 +106,6 @@ def check_rows_by_token() -> None:
 
 def check_nothing_is_read_or_written_beside_the_rows() -> None:
     """The inputs are surrounded by NaN and the outputs by sevens."""
-    from megamoe.kernels.triton import TritonKernels
 
     def inside(numbers: Tensor, around: float) -> tuple[Tensor, Tensor]:
         edge = torch.full((2048,), around, dtype=numbers.dtype)
@@ -147,13 +145,9 @@ def check_a_nan_stays_in_its_token() -> None:
 
 def check_rows_of_more_than_two_billion_numbers() -> None:
     """A sparse file holds only the row that is read; with 32-bit indices, row 1 would be read."""
-    from megamoe.kernels.triton import TritonKernels
-
     width, row = 2**10, 2**22 + 1
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "rows")
-        numbers = torch.from_file(path, shared=True, size=(row + 1) * width, dtype=torch.bfloat16)
-        rows_NH = numbers.view(-1, width)
+        rows_NH = sparse(folder, "rows", row + 1, width, dtype=torch.bfloat16)
         rows_NH[row] = 3
         out = torch.empty(1, width, dtype=torch.bfloat16)
         arguments = (rows_NH, torch.tensor([row]), torch.tensor([1]), None, 1, width, out)
@@ -174,8 +168,6 @@ def check_what_does_not_fit_is_pytorchs() -> None:
 
 
 def check_the_choice() -> None:
-    from megamoe.kernels.triton import TritonKernels
-
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert Kernels().rows_on(cuda) is None
     assert isinstance(Kernels(triton=True).rows_on(cuda), TritonKernels)
@@ -271,8 +263,6 @@ def sums_of_a_router(scores_TE: Tensor, token_N: Tensor, counts_E: Tensor) -> li
 
 def check_sums_of_a_router() -> None:
     """Tokens of no pair, of one, and of more pairs than experts; two programs are fewer than the blocks."""
-    from megamoe.kernels.triton import router_sums as launchers
-
     for tokens, experts in ((1, 1), (70, 16), (33, 5), (0, 4), (130, 100)):
         scores_TE = 5 * draw(tokens, experts)
         token_N = torch.arange(tokens).repeat_interleave(2)
