@@ -73,3 +73,15 @@ def finish_step(optimizer: Any, norm: float, updates: Callable[[], None] | None)
     updates()
     optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()
+
+
+def parameters_of_groups(optimizer: Any) -> list[list[nn.Parameter]]:
+    """Return the model's parameters by group, in the order of the flat tensors.
+
+    Reason: the attribute has no documentation.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: gradients would be reduced to the wrong parts.
+    Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
+    """
+    groups: list[list[nn.Parameter]] = optimizer.bf16_groups
+    return groups

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamoe.compat.deepspeed_zero1 import finish_step, give_gradients_to, is_zero1_in_bf16
+from megamoe.compat.deepspeed_zero1 import (
+    finish_step,
+    give_gradients_to,
+    is_zero1_in_bf16,
+    parameters_of_groups,
+)
 from megamoe.compat.torch_compat import step_with_scaled_gradients
 from megamoe.kernels.adamw import sum_of_squares
 from megamoe.kernels.choice import Kernels
@@ -111,7 +116,7 @@ class ScatteredGradients:
         """Return (group, place) of the parameters that are reduced one by one, the model's last one first."""
         places = {
             parameter: (number, place)
-            for number, parameters in enumerate(self._optimizer.bf16_groups)
+            for number, parameters in enumerate(parameters_of_groups(self._optimizer))
             for place, parameter in enumerate(parameters)
             if self._flat[number].numel() > bucket
         }

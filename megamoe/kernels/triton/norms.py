@@ -47,6 +47,7 @@ def summed_rms_norm(
 def _normalise(
     rows: Tensor, added: Tensor | None, weight_H: Tensor, count: int, width: int, *rest: Any
 ) -> None:
+    """Launch the kernel. rest: eps, the sum or None, the result and its scale."""
     if count:
         options = _options(width)
         grid = (triton.cdiv(count, options["ROWS"]),)
