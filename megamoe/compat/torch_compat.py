@@ -51,8 +51,6 @@ def _compile_late(model: Any = None, **options: Any) -> Any:
 class Foreach:
     """Operators on lists of tensors, each in one launch or a few on CUDA.
 
-    scale(tensors, factor), add(tensors, number): in place. copy(targets, sources): their dtypes may differ.
-
     Reason: the public torch.optim and clip_grad functions are built on `torch._foreach_...`, which have no
         public names, and torch.nn.utils.get_total_norm sums bf16 norms in bf16.
     Seen with: torch 2.13 and 2.15.
@@ -60,9 +58,20 @@ class Foreach:
     Canary: test_torch.py::test_foreach_operators
     """
 
-    scale = staticmethod(torch._foreach_mul_)
-    add = staticmethod(torch._foreach_add_)
-    copy = staticmethod(torch._foreach_copy_)
+    @staticmethod
+    def scale(tensors: list[Tensor], factor: float) -> None:
+        """Multiply each tensor in place."""
+        torch._foreach_mul_(tensors, factor)
+
+    @staticmethod
+    def add(tensors: list[Tensor], number: float) -> None:
+        """Add a number to each tensor in place."""
+        torch._foreach_add_(tensors, number)
+
+    @staticmethod
+    def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copy each source into its target, whose dtype may differ."""
+        torch._foreach_copy_(targets, sources)
 
     @staticmethod
     def norms(tensors: list[Tensor]) -> list[Tensor]:

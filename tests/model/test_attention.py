@@ -18,7 +18,8 @@ DOCUMENTS = Documents.of(torch.tensor([[0, 0, 0, 3, 3, 3, 3], [0, 0, 0, 0, 0, 5,
 @pytest.mark.parametrize("scale", [None, 0.1])
 def test_scale_and_dropout(documents: Documents | None, scale: float | None, one_rank: None) -> None:
     use_one_stream()
-    inputs = [torch.randn(S, B, HEADS, D) for _ in range(3)]
+    query, key, value = (torch.randn(S, B, HEADS, D) for _ in range(3))
+    inputs = (query, key, value)
     attention = SDPAttention(SimpleNamespace(attention_dropout=0.5, softmax_scale=scale))
     visible = torch.ones(S, S, dtype=torch.bool).tril()
     if documents is not None:
