@@ -40,28 +40,15 @@ def set_expert_groups(name: str, holders: dist.ProcessGroup, copies: dist.Proces
     groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
 
 
-def expert_holder_group(name: str) -> dist.ProcessGroup:
-    """`holders` of `set_expert_groups`.
+def expert_groups(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return (holders, copies) of `set_expert_groups`.
 
     Reason: DeepSpeed's getters begin with an underscore.
     Seen with: DeepSpeed 0.19.8.
     Without it: the groups would need a second registry beside DeepSpeed's.
     Canary: test_deepspeed.py::test_expert_groups
     """
-    group: dist.ProcessGroup = groups._get_expert_parallel_group(name)
-    return group
-
-
-def expert_copy_group(name: str) -> dist.ProcessGroup:
-    """`copies` of `set_expert_groups`.
-
-    Reason: DeepSpeed's getters begin with an underscore.
-    Seen with: DeepSpeed 0.19.8.
-    Without it: the groups would need a second registry beside DeepSpeed's.
-    Canary: test_deepspeed.py::test_expert_groups
-    """
-    group: dist.ProcessGroup = groups._get_expert_data_parallel_group(name)
-    return group
+    return groups._get_expert_parallel_group(name), groups._get_expert_data_parallel_group(name)
 
 
 def forget_groups() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from torch import Tensor, nn
+from torch import nn
 
 
 class _GradientOwner(Protocol):
@@ -85,15 +85,3 @@ def parameters_of_groups(optimizer: Any) -> list[list[nn.Parameter]]:
     """
     groups: list[list[nn.Parameter]] = optimizer.bf16_groups
     return groups
-
-
-def own_gradient(optimizer: Any, group: int) -> Tensor:
-    """Return this rank's part of a group's flat gradients, which the update reads.
-
-    Reason: the attribute has no documentation.
-    Seen with: DeepSpeed 0.19.8.
-    Without it: the update would read gradients that were not reduced.
-    Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
-    """
-    part: Tensor = optimizer.fp32_groups_gradient_flat_partition[group]
-    return part

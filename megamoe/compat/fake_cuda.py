@@ -21,7 +21,7 @@ class FakeProperties:
     Reason: PyTorch has no public class that can be made without a device.
     Seen with: torch 2.13.
     Without it: code that asks for the memory or the number of processors of the device fails.
-    Canary: test_fake_cuda.py::test_torch_cuda_answers
+    Canary: check_fake_cuda.py::check_torch_cuda_answers
     """
 
     name: str = "fake"
@@ -126,7 +126,7 @@ def fake_torch_cuda(properties: FakeProperties = FakeProperties()) -> Iterator[N
         ask it for streams, the current device and its memory.
     Seen with: torch 2.13.
     Without it: training code cannot run on fake CUDA tensors.
-    Canary: test_fake_cuda.py::test_torch_cuda_answers
+    Canary: check_fake_cuda.py::check_torch_cuda_answers
     """
     with contextlib.ExitStack() as stack:
         for name, answer in _answers(properties).items():
@@ -143,7 +143,7 @@ class FakeCudaMode(FakeTensorMode):
         no pinned memory. The mode itself is public in its documentation, but not by its name.
     Seen with: torch 2.13.
     Without it: `torch.tensor(1.0, device="cuda")` wants a real kernel.
-    Canary: test_fake_cuda.py::test_constants_stay_fake
+    Canary: check_fake_cuda.py::check_constants_stay_fake
     """
 
     avoid_device_init = True
@@ -165,7 +165,7 @@ def modules_move_fakes() -> Iterator[None]:
         references to each other.
     Seen with: torch 2.13.
     Without it: DeepSpeed cannot cast a fake model to bf16.
-    Canary: test_fake_cuda.py::test_modules_of_fakes
+    Canary: check_fake_cuda.py::check_modules_of_fakes
     """
 
     def apply(self: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
@@ -190,7 +190,7 @@ def fakes_are_drawn() -> Iterator[None]:
     Reason: it draws again what is outside of its bounds, and so reads values.
     Seen with: torch 2.13.
     Without it: a model whose weights come from a truncated normal distribution cannot be built of fakes.
-    Canary: test_fake_cuda.py::test_fakes_are_drawn
+    Canary: check_fake_cuda.py::check_fakes_are_drawn
     """
     with patch.object(nn.init, "trunc_normal_", lambda tensor, *arguments, **options: tensor):
         yield
@@ -203,7 +203,7 @@ def unknown_sizes_raise(error: Exception) -> Iterator[None]:
     Reason: the exception of fake tensors has no public name.
     Seen with: torch 2.13.
     Without it: a user of such a router reads a traceback.
-    Canary: test_fake_cuda.py::test_unknown_sizes_raise
+    Canary: check_fake_cuda.py::check_unknown_sizes_raise
     """
     try:
         yield
@@ -217,7 +217,7 @@ def join_fake_group(rank: int, size: int) -> None:
     Reason: PyTorch's fake process group is part of its own test tools.
     Seen with: torch 2.13.
     Without it: a rank of many cannot be simulated in one process.
-    Canary: test_fake_cuda.py::test_fake_group
+    Canary: check_fake_cuda.py::check_fake_group
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -230,7 +230,7 @@ def ranks_of_collective(function: Any, arguments: tuple[Any, ...]) -> list[int]:
     Reason: the operators get the group as a boxed object, for which there is no public access.
     Seen with: torch 2.13.
     Without it: collectives cannot be counted by group.
-    Canary: test_fake_cuda.py::test_ranks_of_collective
+    Canary: check_fake_cuda.py::check_ranks_of_collective
     """
     from torch.distributed._tools.fake_collectives import CollectiveOp
 
@@ -244,7 +244,7 @@ def sequence_number() -> int:
     Reason: PyTorch has no public link from an operator of the forward pass to its node.
     Seen with: torch 2.13.
     Without it: operators of the backward pass cannot be assigned to a part of the model.
-    Canary: test_fake_cuda.py::test_backward_nodes_are_found
+    Canary: check_fake_cuda.py::check_backward_nodes_are_found
     """
     return int(torch.autograd._get_sequence_nr()) - 1
 
@@ -255,7 +255,7 @@ def running_node() -> int | None:
     Reason: see `sequence_number`.
     Seen with: torch 2.13.
     Without it: see `sequence_number`.
-    Canary: test_fake_cuda.py::test_backward_nodes_are_found
+    Canary: check_fake_cuda.py::check_backward_nodes_are_found
     """
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
@@ -267,7 +267,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     Reason: fake tensors have no data_ptr.
     Seen with: torch 2.13.
     Without it: views of fake tensors cannot be told from copies.
-    Canary: test_fake_cuda.py::test_storage_key
+    Canary: check_fake_cuda.py::check_storage_key
     """
     return int(tensor.untyped_storage()._cdata)
 
@@ -278,7 +278,7 @@ def on_cuda(tensor: torch.Tensor) -> bool:
     Reason: a mode is called for each `is_cuda` of a fake tensor, which is a third of all its calls.
     Seen with: torch 2.13.
     Without it: a simulation takes a tenth longer.
-    Canary: test_fake_cuda.py::test_on_cuda
+    Canary: check_fake_cuda.py::check_on_cuda
     """
     return tensor.fake_device.type == "cuda" if isinstance(tensor, FakeTensor) else tensor.is_cuda
 
@@ -289,7 +289,7 @@ def schema_of(function: Any) -> Any:
     Reason: it has no public name.
     Seen with: torch 2.13.
     Without it: an operator that writes into its arguments cannot be told from one that reads them.
-    Canary: test_fake_cuda.py::test_schema
+    Canary: check_fake_cuda.py::check_schema
     """
     return function._schema
 
@@ -318,7 +318,7 @@ def fused_operators() -> Iterator[None]:
         S x S numbers, a norm of five operators, the gradient of SiLU of eight.
     Seen with: torch 2.13.
     Without it: these cost on fake CUDA tensors what they cost in no real run.
-    Canary: test_fake_cuda.py::test_operators_are_fused
+    Canary: check_fake_cuda.py::check_operators_are_fused
     """
     if torch.version.cuda is None:
         _declare_cuda_kernels()

@@ -48,57 +48,39 @@ def _compile_late(model: Any = None, **options: Any) -> Any:
     return call
 
 
-def scale_all(tensors: list[Tensor], factor: float) -> None:
-    """Multiply each tensor in place, in one launch on CUDA.
+class Foreach:
+    """Operators on lists of tensors, each in one launch or a few on CUDA.
 
-    Reason: the public torch.optim and clip_grad functions are built on `torch._foreach_mul_`, which has no
-        public name.
+    Reason: the public torch.optim and clip_grad functions are built on `torch._foreach_...`, which have no
+        public names, and torch.nn.utils.get_total_norm sums bf16 norms in bf16.
     Seen with: torch 2.13 and 2.15.
     Without it: a launch per parameter.
     Canary: test_torch.py::test_foreach_operators
     """
-    torch._foreach_mul_(tensors, factor)
 
+    @staticmethod
+    def scale(tensors: list[Tensor], factor: float) -> None:
+        """Multiply each tensor in place."""
+        torch._foreach_mul_(tensors, factor)
 
-def add_to_all(tensors: list[Tensor], number: float) -> None:
-    """Add a number to each tensor in place, in one launch on CUDA.
+    @staticmethod
+    def add(tensors: list[Tensor], number: float) -> None:
+        """Add a number to each tensor in place."""
+        torch._foreach_add_(tensors, number)
 
-    Reason: `torch._foreach_add_` has no public name.
-    Seen with: torch 2.13 and 2.15.
-    Without it: a launch per parameter.
-    Canary: test_torch.py::test_foreach_operators
-    """
-    torch._foreach_add_(tensors, number)
+    @staticmethod
+    def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        """Copy each source into its target, whose dtype may differ."""
+        torch._foreach_copy_(targets, sources)
 
-
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, whose dtype may differ, in a few launches on CUDA.
-
-    Reason: `torch._foreach_copy_` has no public name.
-    Seen with: torch 2.13 and 2.15.
-    Without it: a launch per parameter.
-    Canary: test_torch.py::test_foreach_operators
-    """
-    torch._foreach_copy_(targets, sources)
-
-
-def norms_of_all(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each tensor, an fp32 scalar, in a few launches on CUDA.
-
-    Reason: `torch._foreach_norm` has no public name, and torch.nn.utils.get_total_norm sums bf16 norms in
-        bf16.
-    Seen with: torch 2.13 and 2.15.
-    Without it: a launch per parameter.
-    Canary: test_torch.py::test_foreach_operators
-    """
-    return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    @staticmethod
+    def norms(tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norm of each tensor, an fp32 scalar."""
+        return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
 
 
 def step_with_scaled_gradients(
-    optimizer: torch.optim.Adam,
-    factor: float,
-    device: torch.device,
-    step: Callable[[], Any] | None = None,
+    optimizer: torch.optim.Adam, factor: float, device: torch.device, step: Callable[[], Any] | None = None
 ) -> None:
     """Take PyTorch's fused step with the gradients times `factor`, without a pass of their own.
 

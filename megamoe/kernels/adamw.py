@@ -5,14 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.compat.torch_compat import (
-    AdamState,
-    add_to_all,
-    copy_all,
-    norms_of_all,
-    scale_all,
-    step_with_scaled_gradients,
-)
+from megamoe.compat.torch_compat import AdamState, Foreach, step_with_scaled_gradients
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.library import Library
 
@@ -25,7 +18,7 @@ def sum_of_squares(tensors: list[Tensor], kernels: Kernels) -> Tensor:
     library = kernels.library_for(*tensors) if tensors[0].dtype == torch.float32 else None
     if library is not None:
         return torch.tensor(library.sum_of_squares(tensors), dtype=torch.float64)
-    return torch.stack(norms_of_all(tensors)).double().square().sum()
+    return torch.stack(Foreach.norms(tensors)).double().square().sum()
 
 
 class AdamW(torch.optim.Adam):
@@ -73,10 +66,10 @@ class AdamW(torch.optim.Adam):
             step_with_scaled_gradients(self, factor, gradients[0].device)
         else:
             if factor != 1 and gradients:
-                scale_all(gradients, factor)
+                Foreach.scale(gradients, factor)
             torch.optim.Adam.step(self)
         if rounded is not None and parameters:
-            copy_all([rounded[parameter] for parameter in parameters], parameters)
+            Foreach.copy([rounded[parameter] for parameter in parameters], parameters)
 
 
 def _decays(group: dict[str, Any]) -> tuple[float, float]:
@@ -92,7 +85,7 @@ def _update(
     factor: float,
     rounded: dict[Tensor, Tensor] | None,
 ) -> None:
-    add_to_all(state.steps, 1.0)
+    Foreach.add(state.steps, 1.0)
     counts = [float(step) for step in state.steps]
     library.adamw(
         [state.weights, state.gradients, state.means, state.squares],

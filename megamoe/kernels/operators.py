@@ -57,12 +57,8 @@ def kernel_operator(
 
     def declare(launch: Callable[..., Any]) -> Any:
         operator = torch.library.custom_op(f"megamoe::{name}", launch, mutates_args=set(mutates))
-        operator.register_fake(fake or _nothing)
+        operator.register_fake(fake or (lambda *arguments, **keywords: None))
         _costs[f"megamoe::{name}"] = KernelCost(bytes_moved, flops, launches)
         return operator
 
     return declare
-
-
-def _nothing(*arguments: Any, **keywords: Any) -> None:
-    return None

@@ -55,12 +55,7 @@ class BlockMaker:
     vocab_size: int
     make_moe_layer: MoEFactory
     init: dict[str, Callable[[Tensor], None]]
-    built: Built | None = None
-
-    def hand_on(self, prefix: str, module: nn.Module) -> None:
-        """Call `built`, if it is set."""
-        if self.built is not None:
-            self.built(prefix, module)
+    built: Built
 
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
@@ -120,7 +115,7 @@ class BlockMaker:
             names = [f"model.{name}" for name in names]
         for number in range(1, stack.num_layers + 1):
             spec = self._block(stack.name, transformer, has_source)
-            spec.params["built"] = functools.partial(self.hand_on, names[number - 1])
+            spec.params["built"] = functools.partial(self.built, names[number - 1])
             shape = self._layer_shape(stack, number, of_source, transformer.num_layers)
             build = functools.partial(self.make_moe_layer, shape)
             moe: dict[str, Any] = {"build": build, "recompute": self.config.model.recompute == "selective"}

@@ -44,7 +44,8 @@ def build_model(
     use_one_stream()
     padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
     init = init_methods(config.model, config.seed)
-    maker = BlockMaker(config, choose_modules(config), padded, make_moe_layer, init, built)
+    ready = built or (lambda prefix, module: None)
+    maker = BlockMaker(config, choose_modules(config), padded, make_moe_layer, init, ready)
     if config.model.architecture == "decoder":
         return _decoder(maker)
     if config.model.architecture == "encoder":
@@ -59,7 +60,7 @@ def _decoder(maker: BlockMaker) -> GPT:
 
     def ready(embedding: LanguageModelEmbedding) -> None:
         adapt_embedding(embedding, model)
-        maker.hand_on("model.embedding.", embedding)
+        maker.built("model.embedding.", embedding)
 
     with embedding_first(ready):
         decoder = Decoder(
@@ -93,7 +94,7 @@ def _encoder(maker: BlockMaker) -> Encoder:
     (stack,) = stacks(maker.config)
     transformer = maker.transformer(stack.num_layers)
     embedding = build_embedding(maker.config, transformer, maker.vocab_size)
-    maker.hand_on("embedding.", embedding)
+    maker.built("embedding.", embedding)
     blocks = TransformerBlock(transformer, maker.specs(stack, transformer))
     model = maker.config.model
     if model.num_labels is not None:
@@ -105,7 +106,7 @@ def _encoder_decoder(maker: BlockMaker) -> EncoderDecoder:
     of_encoder, of_decoder = stacks(maker.config)
     configs = [maker.transformer(stack.num_layers) for stack in (of_encoder, of_decoder)]
     embedding = build_embedding(maker.config, configs[1], maker.vocab_size)
-    maker.hand_on("embedding.", embedding)
+    maker.built("embedding.", embedding)
     encoder = TransformerBlock(configs[0], maker.specs(of_encoder, configs[0], of_source=True))
     decoder = TransformerBlock(configs[1], maker.specs(of_decoder, configs[1], has_source=True))
     return EncoderDecoder(embedding, encoder, decoder, Head(maker.config.model, configs[1], maker.vocab_size))

@@ -167,11 +167,7 @@ class Block(TransformerLayer):
         return all(isinstance(norm, Norm) and norm.sums(hidden_states) for norm in norms)
 
     def _with_sums_in_norms(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        rotary_pos_emb: Any = None,
-        **unused: Any,
+        self, hidden_states: Tensor, attention_mask: Any = None, rotary_pos_emb: Any = None, **unused: Any
     ) -> Tensor:
         """Compute Megatron-Core's block, without biases and dropout: attention, then the FFN or MoE layer."""
         sum_SBH, normed_SBH = self.input_layernorm(hidden_states, with_sum=True)

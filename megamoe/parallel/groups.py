@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,18 +45,6 @@ def data_group() -> dist.ProcessGroup:
     return group
 
 
-@dataclass(frozen=True)
-class _Made:
-    """The groups of one layout.
-
-    holders: ranks that together hold all experts once. copies: ranks that hold the same experts.
-    """
-
-    holders: dist.ProcessGroup
-    copies: dist.ProcessGroup
-    groups: ParallelGroups
-
-
 class _SharedGroups:
     """One process group for each set of ranks, whatever its purpose; the set of all ranks has the world's.
 
@@ -87,7 +75,8 @@ class _SharedGroups:
         self._by_ranks.clear()
 
 
-_made: dict[Layout, _Made] = {}  # of the present world
+# Of the present world: the ranks that hold all experts once, those that hold the same, and the exchange's.
+_made: dict[Layout, tuple[dist.ProcessGroup, dist.ProcessGroup, ParallelGroups]] = {}
 _shared = _SharedGroups()  # of the present world
 
 
@@ -100,10 +89,10 @@ def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
     _start_megatron(layout, timeout_minutes)
     if layout not in _made:
         _made[layout] = _make_groups(layout, timedelta(minutes=timeout_minutes))
-    made = _made[layout]
-    deepspeed_compat.set_expert_groups(expert_group_name(layout), made.holders, made.copies)
+    holders, copies, groups = _made[layout]
+    deepspeed_compat.set_expert_groups(expert_group_name(layout), holders, copies)
     tensor = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
-    return replace(made.groups, tensor=tensor)
+    return replace(groups, tensor=tensor)
 
 
 def stop_groups() -> None:
@@ -128,7 +117,9 @@ def _start_megatron(layout: Layout, timeout_minutes: float) -> None:
         )
 
 
-def _make_groups(layout: Layout, timeout: timedelta) -> _Made:
+def _make_groups(
+    layout: Layout, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup, ParallelGroups]:
     """Create the experts' groups: new ones for what they exchange, shared ones for norms and gradients."""
     expert = expert_tensor = None
     if layout.expert > 1:
@@ -140,7 +131,7 @@ def _make_groups(layout: Layout, timeout: timedelta) -> _Made:
     exchange = [group for group in (expert, expert_tensor) if group is not None]
     holders = exchange[0] if len(exchange) == 1 else _own(layout.expert_holder_groups(), shared)
     copies = _own(layout.expert_copy_groups(), shared)
-    return _Made(holders, copies, ParallelGroups(expert=expert, expert_tensor=expert_tensor))
+    return holders, copies, ParallelGroups(expert=expert, expert_tensor=expert_tensor)
 
 
 def _own(all_ranks: list[list[int]], make: Callable[[list[int]], Any]) -> dist.ProcessGroup:

@@ -4,13 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from megamoe.config.schema import Precision, RunConfig
-from megamoe.config.shapes import (
-    expert_ffn_size,
-    ffn_size,
-    moe_block_numbers,
-    moe_layer_numbers,
-    num_blocks,
-)
+from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers, num_blocks
 from megamoe.errors import UserError
 from megamoe.parallel.layout import Layout
 

@@ -344,9 +344,8 @@ def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> 
     if filled["bf16"]["enabled"] or filled["fp16"]["enabled"]:
         types = filled.setdefault("data_types", {})
         types.setdefault("grad_accum_dtype", "fp32")
-        if (
-            stage == 1
-        ):  # it reduces accumulated gradients once a step; rounding them would lose the fp32 accumulation
+        # Stage 1 reduces accumulated gradients once a step; rounding them would lose the fp32 accumulation.
+        if stage == 1:
             filled.setdefault("communication_data_type", "fp32")
             filled["bf16"].setdefault("immediate_grad_update", True)  # autograd's own go at once
     else:

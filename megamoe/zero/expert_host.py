@@ -5,7 +5,7 @@ from typing import Any
 
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
-from megamoe.compat.deepspeed_compat import expert_copy_group
+from megamoe.compat.deepspeed_compat import expert_groups
 from megamoe.compat.deepspeed_zero import mark_expert
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.layer import LayerShape, MoELayer
@@ -34,7 +34,7 @@ class MarkedMoELayer(MoELayer):
         MoELayer.__init__(self, config, shape, context, groups)
         self.ep_size = layout.expert
         self.expert_group_name = expert_group_name(layout)
-        copies = expert_copy_group(self.expert_group_name)
+        _, copies = expert_groups(self.expert_group_name)
         for parameter in self.parameters():
             parameter.sequence_parallel = layout.tensor > 1  # type: ignore[attr-defined]
         for parameter in self.experts.parameters():

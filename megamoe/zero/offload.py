@@ -58,18 +58,13 @@ def check_offload(where: str, content: dict[str, Any], stage: int) -> None:
             )
         if device == "nvme":
             _check_folder(where, section, content["zero_optimization"][section].get("nvme_path"))
-    if "offload_param" in content.get("zero_optimization", {}) and devices["offload_param"] != "none":
-        _check_together(where, devices)
-    if "nvme" in devices.values():
-        _check_async_io(where)
-
-
-def _check_together(where: str, devices: dict[Section, str]) -> None:
-    if devices["offload_optimizer"] == "none":
+    if devices["offload_param"] != "none" and devices["offload_optimizer"] == "none":
         raise UserError(
             f"{where}: zero_optimization.offload_param.device is {devices['offload_param']!r} without "
             "offload_optimizer; offload the optimiser too, to cpu or nvme"
         )
+    if "nvme" in devices.values():
+        _check_async_io(where)
 
 
 def _check_folder(where: str, section: Section, path: str | None) -> None:

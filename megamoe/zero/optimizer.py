@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor, nn
 
-from megamoe.compat.deepspeed_compat import expert_holder_group, set_grad_norm, without_inner_steps
+from megamoe.compat.deepspeed_compat import expert_groups, set_grad_norm, without_inner_steps
 from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.config.schema import OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
@@ -92,7 +92,7 @@ def global_grad_norm(
             (cut if getattr(parameter, "tensor_model_parallel", False) else whole).append(gradient)
     total = _sum_of_squares(whole, kernels)
     sums = [(cut, ModelParallelUnit.get_tensor_model_parallel_group())]
-    sums += [(expert[name], expert_holder_group(name)) for name in sorted(expert)]
+    sums += [(expert[name], expert_groups(name)[0]) for name in sorted(expert)]
     for tensors, group in sums:
         squares = _sum_of_squares(tensors, kernels)
         squares += 0 * total.to(squares.device)  # NaN where that is not finite: all ranks must see it
@@ -172,9 +172,8 @@ class MasterWeightAdamW(Stage0AdamW):
             master.allreduce = False  # type: ignore[attr-defined]
             master.group_name = parameter.group_name  # type: ignore[attr-defined]
         master.grad = torch.zeros_like(master)
-        is_stale = (
-            self.is_stale
-        )  # a hook with a strong reference would keep the optimizer and the model alive
+        # Not `self` in the hook, which would keep the optimizer and the model alive.
+        is_stale = self.is_stale
         is_stale[master] = False
 
         def accumulate(bf16_parameter: Tensor) -> None:

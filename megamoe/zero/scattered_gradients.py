@@ -18,7 +18,6 @@ from megamoe.compat.deepspeed_zero1 import (
     finish_step,
     give_gradients_to,
     is_zero1_in_bf16,
-    own_gradient,
     parameters_of_groups,
 )
 from megamoe.compat.torch_compat import step_with_scaled_gradients
@@ -42,6 +41,7 @@ class ScatteredGradients:
         self._grad_clip, self._kernels = grad_clip, kernels
         bucket = section.get("reduce_bucket_size", 5e8) if section.get("overlap_comm") else math.inf
         self._flat: list[Tensor] = self._optimizer.fp32_groups_gradients_flat
+        self._own: list[Tensor] = self._optimizer.fp32_groups_gradient_flat_partition  # this rank's parts
         self._groups: list[dist.ProcessGroup] = self._optimizer.real_dp_process_group
         self._world = dist.get_world_size(self._optimizer.dp_process_group)
         self._order = self._places_from_the_end(engine.module, bucket)
@@ -75,15 +75,14 @@ class ScatteredGradients:
             for place in range(len(self._taken[group])):
                 self._fill(group, place)
             if dist.get_world_size(self._groups[group]) > 1:
-                part = own_gradient(self._optimizer, group)
-                dist.reduce_scatter_tensor(part, self._flat[group], group=self._groups[group])
+                dist.reduce_scatter_tensor(self._own[group], self._flat[group], group=self._groups[group])
         for work in self._works:
             work.wait()
         self._works.clear()
 
     def step(self) -> None:
         """Update the weights with the clipped mean; a norm that is not finite leaves them as they are."""
-        parts = [own_gradient(self._optimizer, group) for group in range(len(self._flat))]
+        parts = self._own
         squares = sum_of_squares(parts, self._kernels)
         dist.all_reduce(squares)
         norm = math.sqrt(float(squares)) / self._world

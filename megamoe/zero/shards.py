@@ -91,36 +91,24 @@ def set_master(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def optimizer_shards(wrapper: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[Shard]:
-    """Return this rank's shards; wrapper: DeepSpeed's optimiser around torch's, or torch's alone at stage
-    0.
+    """Yield this rank's shards.
+
+    They are one with all parameters or fp32 masters at stage 0, one for each parameter group at stages 1 and
+    2, and one for each of DeepSpeed's sub-groups at stage 3.
+
+    wrapper: DeepSpeed's optimiser around torch's, or torch's alone at stage 0.
     """
     if stage == 0:
-        yield from _shards_at_zero0(optimizer)
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        pairs = zip(getattr(optimizer, "model_parameters", tensors), tensors, strict=True)
+        yield Shard(tensors, [Fragment(parameter, t, 0, 0, t.numel()) for parameter, t in pairs])
     elif stage < 3:
-        yield from _shards_at_zero1(wrapper, optimizer)
+        for ranges, group in zip(ranges_at_zero1(wrapper), optimizer.param_groups, strict=True):
+            (flat,) = group["params"]
+            yield Shard([flat], _fragments(flat, ranges))
     else:
-        yield from _shards_at_zero3(wrapper)
-
-
-def _shards_at_zero0(optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
-    """Return a shard for each parameter, or for its fp32 master."""
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    parameters = getattr(optimizer, "model_parameters", tensors)
-    pairs = zip(parameters, tensors, strict=True)
-    yield Shard(tensors, [Fragment(parameter, t, 0, 0, t.numel()) for parameter, t in pairs])
-
-
-def _shards_at_zero1(wrapper: Any, optimizer: torch.optim.Optimizer) -> Iterator[Shard]:
-    """Return a shard for each group's flat range."""
-    for ranges, group in zip(ranges_at_zero1(wrapper), optimizer.param_groups, strict=True):
-        (flat,) = group["params"]
-        yield Shard([flat], _fragments(flat, ranges))
-
-
-def _shards_at_zero3(wrapper: Any) -> Iterator[Shard]:
-    """Return a shard for each sub-group, with a slice of each of its parameters."""
-    for flat, ranges in ranges_at_zero3(wrapper):
-        yield Shard([flat], _fragments(flat, ranges))
+        for flat, ranges in ranges_at_zero3(wrapper):
+            yield Shard([flat], _fragments(flat, ranges))
 
 
 def _fragments(flat: Tensor, ranges: list[FlatRange]) -> list[Fragment]:

@@ -13,14 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from megamoe.compat import torch_compat
 from megamoe.compat.torch_compat import (
     AdamState,
-    add_to_all,
+    Foreach,
     assert_on_device,
     compile_vendors_functions_late,
-    copy_all,
     loader_deaths_raise,
     loader_processes,
-    norms_of_all,
-    scale_all,
     sgemm_address,
     shut_down_loader,
     step_with_scaled_gradients,
@@ -71,13 +68,13 @@ def test_functions_of_the_vendors_are_compiled_when_called(monkeypatch: pytest.M
 
 def test_foreach_operators() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
-    scale_all(tensors, 3.0)
-    add_to_all(tensors, 1.0)
+    Foreach.scale(tensors, 3.0)
+    Foreach.add(tensors, 1.0)
     assert [tensor.tolist() for tensor in tensors] == [[4.0] * 2, [4.0] * 3]
     halves = [torch.empty(2, dtype=torch.bfloat16), torch.empty(3, dtype=torch.bfloat16)]
-    copy_all(halves, tensors)
+    Foreach.copy(halves, tensors)
     assert [half.tolist() for half in halves] == [[4.0] * 2, [4.0] * 3]
-    norms = norms_of_all([*tensors, torch.full((5,), 3.0, dtype=torch.bfloat16)])
+    norms = Foreach.norms([*tensors, torch.full((5,), 3.0, dtype=torch.bfloat16)])
     assert all(norm.dtype == torch.float32 for norm in norms)
     torch.testing.assert_close(torch.stack(norms), torch.tensor([32.0, 48.0, 45.0]).sqrt())
     names = ("foreach_mul_", "foreach_add_", "foreach_copy_", "foreach_norm")

@@ -5,20 +5,26 @@
 Run by test_device.py in a process of their own: the device is one of a whole process.
 """
 
-import os
-from collections.abc import Callable
-from typing import Any
-
 from tests.cuda import pretended
-from tests.in_subprocess import checks_of, run_checks
 
 DEVICES = 2
+DEVICE = pretended.start(DEVICES)
+
+import os  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+from megamoe.checkpoint import writer  # noqa: E402
+from megamoe.moe.timers import OwnTime  # noqa: E402
+from tests.in_subprocess import checks_of, run_checks  # noqa: E402
 
 
 def found(kind: str, work: Callable[[], object]) -> list[pretended.Finding]:
     """What `work` makes the device tell, of that kind."""
-    import torch
-
     torch.cuda.synchronize()
     before = len(pretended.findings)
     work()
@@ -27,8 +33,6 @@ def found(kind: str, work: Callable[[], object]) -> list[pretended.Finding]:
 
 def produce_and_read(waits: bool, on_event: bool = False) -> None:
     """A side stream reads what the main stream wrote."""
-    import torch
-
     side = torch.cuda.Stream()
     values = torch.ones(8, device="cuda") * 2
     if waits and on_event:
@@ -52,8 +56,6 @@ def check_a_missing_wait_is_found() -> None:
 
 
 def check_an_event_before_the_write_does_not_help() -> None:
-    import torch
-
     def work() -> None:
         side = torch.cuda.Stream()
         values = torch.zeros(8, device="cuda")
@@ -68,8 +70,6 @@ def check_an_event_before_the_write_does_not_help() -> None:
 
 
 def check_a_write_over_what_is_still_read_is_found() -> None:
-    import torch
-
     def work(waits: bool) -> None:
         side = torch.cuda.Stream()
         values = torch.ones(8, device="cuda")
@@ -87,8 +87,6 @@ def check_a_write_over_what_is_still_read_is_found() -> None:
 
 
 def check_a_missing_record_stream_is_found() -> None:
-    import torch
-
     def work(records: bool, waits: bool) -> None:
         side = torch.cuda.Stream()
         values = torch.ones(8, device="cuda")
@@ -111,9 +109,6 @@ def check_a_missing_record_stream_is_found() -> None:
 
 
 def check_a_collective_that_nobody_waits_for_is_found() -> None:
-    import torch
-    import torch.distributed as dist
-
     def work(waits: bool) -> None:
         values = torch.ones(8, device="cuda")
         handle = dist.all_reduce(values, async_op=True)
@@ -129,17 +124,12 @@ def check_a_collective_that_nobody_waits_for_is_found() -> None:
 
 
 def _one_rank() -> None:
-    import torch.distributed as dist
-
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     if not dist.is_initialized():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def check_nccl_takes_no_cpu_tensor() -> None:
-    import torch
-    import torch.distributed as dist
-
     _one_rank()
     assert refusal(lambda: dist.all_reduce(torch.ones(2))).startswith("dist.all_reduce: No backend")
     gloo = dist.new_group([0], backend="gloo")
@@ -156,8 +146,6 @@ def refusal(work: Callable[[], object]) -> str:
 
 
 def check_mixed_devices_are_refused() -> None:
-    import torch
-
     here = torch.ones(2, device="cuda")
     for other in (torch.ones(2), torch.ones(2, device="cuda:1")):
         assert "same device" in refusal(lambda other=other: here + other)  # type: ignore[misc]
@@ -167,8 +155,6 @@ def check_mixed_devices_are_refused() -> None:
 
 
 def check_wrong_ordinals_are_refused() -> None:
-    import torch
-
     wrong: list[Callable[[], Any]] = [
         lambda: torch.cuda.set_device(DEVICES),
         lambda: torch.cuda.set_device(f"cuda:{DEVICES}"),
@@ -183,8 +169,6 @@ def check_wrong_ordinals_are_refused() -> None:
 
 
 def check_waits_of_the_host_are_found() -> None:
-    import torch
-
     values = torch.arange(4.0, device="cuda")
     mask = values > 1
     pinned = torch.empty(4, pin_memory=True)
@@ -227,8 +211,6 @@ def check_waits_of_the_host_are_found() -> None:
 
 
 def check_grouped_products_wait_unless_in_bf16() -> None:
-    import torch
-
     def product(dtype: torch.dtype) -> None:
         rows, weights = torch.ones(32, 16, device="cuda"), torch.ones(2, 16, 16, device="cuda")
         ends = torch.full((2,), 16, dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
@@ -239,9 +221,7 @@ def check_grouped_products_wait_unless_in_bf16() -> None:
 
 
 def check_kernels_are_counted() -> None:
-    import torch
-
-    device = DEVICE[0]
+    device = DEVICE
     many = [torch.ones(3, device="cuda") for _ in range(5)]
     device.kernels()
     many[0].add_(many[1])
@@ -253,9 +233,6 @@ def check_kernels_are_counted() -> None:
 
 
 def check_gradients_are_the_cpus() -> None:
-    import torch
-    from torch import nn
-
     def gradients(device: str) -> list[torch.Tensor]:
         torch.manual_seed(1)
         layers = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -269,24 +246,18 @@ def check_gradients_are_the_cpus() -> None:
 
 
 def check_pinned_memory_is_a_power_of_two() -> None:
-    import torch
-
-    DEVICE[0].most_pinned_bytes()
+    DEVICE.most_pinned_bytes()
     kept = torch.empty(1025, dtype=torch.uint8, pin_memory=True)
     assert kept.is_pinned() and kept[7:].is_pinned() and not torch.empty(8).is_pinned()
-    assert DEVICE[0].most_pinned_bytes() == 2048
+    assert DEVICE.most_pinned_bytes() == 2048
 
 
 def check_saves_take_two_pinned_pieces() -> None:
     """Of whatever sizes, dtypes and strides the tensors are; the copies are complete after `finish`."""
-    import torch
-
-    from megamoe.checkpoint import writer
-
     plain, writer.PIECE_BYTES = writer.PIECE_BYTES, 256
     try:
         pipe = writer.PinnedPipe()
-        DEVICE[0].most_pinned_bytes()
+        DEVICE.most_pinned_bytes()
         for _ in range(2):  # the second save takes the same memory
             sources = [torch.randn(sizes) for sizes in ((), (0, 3), (64,), (65,), (40, 50), (7, 3, 11))]
             sources += [torch.randn(30, 9).bfloat16(), torch.arange(1000), torch.randn(20, 30).t()]
@@ -300,17 +271,13 @@ def check_saves_take_two_pinned_pieces() -> None:
 
             assert not found("race", save)
             assert all(torch.equal(copy, source) for copy, source in zip(copies, sources, strict=True))
-        assert DEVICE[0].most_pinned_bytes() == writer.NUM_PIECES * writer.PIECE_BYTES
+        assert DEVICE.most_pinned_bytes() == writer.NUM_PIECES * writer.PIECE_BYTES
     finally:
         writer.PIECE_BYTES = plain
 
 
 def check_own_times_do_not_wait() -> None:
     """The host reads the events of a step at the beginning of the next, and waits for none."""
-    import torch
-
-    from megamoe.moe.timers import OwnTime
-
     own = OwnTime(torch.device("cuda"))
 
     def two_steps() -> None:
@@ -323,14 +290,5 @@ def check_own_times_do_not_wait() -> None:
     assert not found("sync", two_steps) and own.seconds == 0.0
 
 
-CHECKS = checks_of(globals())
-DEVICE: list[pretended.Device] = []
-
-
-def main() -> None:
-    DEVICE.append(pretended.start(DEVICES))
-    print(run_checks(CHECKS))
-
-
 if __name__ == "__main__":
-    main()
+    print(run_checks(checks_of(globals())))

@@ -12,14 +12,13 @@ It cannot see the numbers and the speed of CUDA's own kernels, nor NCCL's.
 """
 
 import atexit
-import collections
 import contextlib
 import ctypes
 import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.cuda.build import built
@@ -171,6 +170,9 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 def _queries(device: Device) -> dict[str, Any]:
+    """What the simulation's fake device answers too, and what a device of its own is needed for."""
+    from megamoe.compat.fake_cuda import FakeProperties, _answers
+
     class Context:
         def __init__(self, wanted: Any) -> None:
             self.wanted = wanted
@@ -183,31 +185,17 @@ def _queries(device: Device) -> dict[str, Any]:
         def __exit__(self, *unused: object) -> None:
             device.set_device(self.before)
 
-    properties = types.SimpleNamespace(
-        name="Pretended CUDA",
-        major=9,
-        minor=0,
-        total_memory=80 << 30,
-        multi_processor_count=132,
-        warp_size=32,
-        gcnArchName="",
-        uuid="0",
-    )
+    named = asdict(FakeProperties(name="Pretended CUDA"))
+    properties: Any = types.SimpleNamespace(**named, gcnArchName="", uuid="0")
     return {
-        **{name: _always(None) for name in ("_lazy_init", "init")},
-        **{name: _always(True) for name in ("is_available", "is_initialized", "_is_compiled")},
-        "is_bf16_supported": _always(True),
+        **_answers(properties),
         "can_device_access_peer": _always(True),
         "_is_in_bad_fork": _always(False),
-        "is_current_stream_capturing": _always(False),
         "device_count": _always(device.devices),
         "current_device": lambda: int(device.library.pretended_device()),
         "set_device": device.set_device,
         "synchronize": device.synchronize,
         "device": Context,
-        "get_device_name": _always(properties.name),
-        "get_device_capability": _always((properties.major, properties.minor)),
-        "get_device_properties": _always(properties),
         "nccl": types.SimpleNamespace(version=_always((2, 27, 0)), is_available=_always(True)),
         "nvtx": types.SimpleNamespace(
             range_push=_always(None), range_pop=_always(None), range=_always(contextlib.nullcontext())
@@ -220,18 +208,12 @@ def _memory_and_draws(devices: int) -> dict[str, Any]:
     import torch
 
     host = torch.random.default_generator
-    resets = ("peak_memory_stats", "max_memory_allocated", "max_memory_cached", "accumulated_memory_stats")
-    nothing = ["empty_cache", "ipc_collect", "manual_seed", "manual_seed_all"]
-    nothing += [f"reset_{name}" for name in resets]
-    sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return {
-        **{name: _always(None) for name in nothing},
-        **{name: _always(0) for name in (*sizes, "memory_cached", "max_memory_cached")},
-        "memory_stats": lambda *unused: collections.defaultdict(int),
+        "reset_accumulated_memory_stats": _always(None),
+        **{name: _always(0) for name in ("memory_cached", "max_memory_cached")},
         "mem_get_info": _always((70 << 30, 80 << 30)),
         "get_rng_state": lambda device="cuda": host.get_state().clone(),
         "set_rng_state": lambda state, device="cuda": host.set_state(state),
-        "initial_seed": lambda: host.initial_seed(),
         "default_generators": (host,) * devices,
     }
 

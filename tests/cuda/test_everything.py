@@ -1,5 +1,6 @@
 """Every system and many layouts on the pretended device: long, so a part of make test-full."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ SHORT += ["train.micro_batch_size=4", "train.global_batch_size=8", "optimizer.wa
 SHORT += ["evaluation.batches=1", "log.report=false"]
 
 
-def preset_runs() -> list[Run]:
+def preset_runs(folder: Path) -> list[Run]:
     """Each run of examples/presets on one rank, and with its experts on two."""
     return [
         Run(to_dict(load_config(path, [*SHORT, f"name={path.stem}_{n}", f"parallel.expert={n}"])), n)
@@ -53,7 +54,7 @@ def overlapping_runs(folder: Path) -> list[Run]:
     return runs
 
 
-def file_runs() -> list[Run]:
+def runs_of_files(folder: Path) -> list[Run]:
     """Each file of ds_configs for CUDA as it is, on two ranks that both hold all experts."""
     names = sorted(path.stem for path in DS_CONFIGS.glob("*_cuda.json"))
     assert len(names) >= 5
@@ -72,9 +73,14 @@ def _plain() -> dict[str, Any]:
     }
 
 
-def compare(pool: Pool, runs: list[Run], folder: Path) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("runs_in", [preset_runs, layout_runs, runs_of_files, overlapping_runs])
+def test_runs_are_the_same_as_on_the_cpu(
+    runs_in: Callable[[Path], list[Run]], pool: Pool, tmp_path: Path
+) -> None:
     """Every run with the CPU's; all problems together."""
-    found: dict[str, Found] = run_on_device(runs, folder)
+    runs = runs_in(tmp_path)
+    found: dict[str, Found] = run_on_device(runs, tmp_path)
     on_cpu = run_on_cpu(pool, runs)
     problems = []
     for run in runs:
@@ -83,23 +89,3 @@ def compare(pool: Pool, runs: list[Run], folder: Path) -> None:
         except AssertionError as error:
             problems.append(f"{run.name} on {run.ranks} ranks: {str(error)[-2000:]}")
     assert not problems, "\n".join(problems)
-
-
-@pytest.mark.full
-def test_every_preset(pool: Pool, tmp_path: Path) -> None:
-    compare(pool, preset_runs(), tmp_path)
-
-
-@pytest.mark.full
-def test_layouts(pool: Pool, tmp_path: Path) -> None:
-    compare(pool, layout_runs(tmp_path), tmp_path)
-
-
-@pytest.mark.full
-def test_files_for_cuda(pool: Pool, tmp_path: Path) -> None:
-    compare(pool, file_runs(), tmp_path)
-
-
-@pytest.mark.full
-def test_overlapping_communication(pool: Pool, tmp_path: Path) -> None:
-    compare(pool, overlapping_runs(tmp_path), tmp_path)

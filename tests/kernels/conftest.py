@@ -1,4 +1,4 @@
-"""The compiled library, two threads, and the choice of kernels back at the default after each test."""
+"""The compiled library, two threads; the choice of kernels and the threads are restored after each test."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,19 @@ from tests.kernels.chosen import use_compiled
 
 
 @pytest.fixture(autouse=True)
-def _choice_restored() -> Iterator[None]:
+def _restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
     use_compiled(True)
     yield
     use_compiled(True)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[True, False])
+def compiled(request: pytest.FixtureRequest) -> bool:
+    """Both choices of kernels: the compiled library, and PyTorch's operators."""
+    use_compiled(request.param)
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -25,9 +34,6 @@ def library() -> Library:
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def two_threads() -> None:
     """PyTorch's number of threads during the test, by which the kernels divide their work."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)

@@ -14,6 +14,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
 from megamoe.kernels.choice import Kernels, RowKernels
+from megamoe.kernels.triton import TritonKernels
 
 # Of one rounding of the result. The interpreter cuts bf16 off; that a GPU rounds is seen in what is compiled.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -38,6 +39,27 @@ ON_TRITON, PLAIN = OnTriton(), Kernels(compiled=False)
 
 
 @contextmanager
+def on_triton() -> Iterator[list[str]]:
+    """Inside, every `Kernels` takes CPU tensors to Triton's kernels; give the names of those that ran."""
+    given, names = TritonKernels.call, list[str]()
+
+    def call(self: TritonKernels, name: str, *arguments: Any) -> None:
+        names.append(name)
+        given(self, name, *arguments)
+
+    chosen = {name: getattr(OnTriton, name) for name in ("uses_triton", "multiplies", "rows_on")}
+    with mock.patch.object(TritonKernels, "call", call), mock.patch.multiple(Kernels, **chosen):
+        yield names
+
+
+@contextmanager
+def on_plain() -> Iterator[None]:
+    """Inside, every `Kernels` takes rows to PyTorch's operators."""
+    with mock.patch.object(Kernels, "rows_on", lambda self, device: None):
+        yield
+
+
+@contextmanager
 def programs_from(first: int, axis: int = 0) -> Iterator[None]:
     """The first program of each launch is number `first` of that dimension of the grid."""
     given = InterpreterBuilder.create_get_program_id
@@ -50,10 +72,10 @@ def programs_from(first: int, axis: int = 0) -> Iterator[None]:
         yield
 
 
-def sparse(folder: str, name: str, *shape: int) -> Tensor:
-    """fp32 zeros in a file that takes no space until it is written to."""
+def sparse(folder: str, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros in a file that takes no space until it is written to."""
     path, size = str(Path(folder) / name), math.prod(shape)
-    return torch.from_file(path, shared=True, size=size, dtype=torch.float32).view(shape)
+    return torch.from_file(path, shared=True, size=size, dtype=dtype).view(shape)
 
 
 def widened(handle: Any) -> Any:

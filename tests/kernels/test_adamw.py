@@ -6,37 +6,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.chosen import AdamW, sum_of_squares, use_compiled
+from tests.kernels.chosen import AdamW, sum_of_squares
+from tests.kernels.drawn import draw
 
 SHAPES = [(3,), (1,), (257, 131), (4, 16, 33), (0,)]
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def draw(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def make_parameters() -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(draw(shape, number)) for number, shape in enumerate(SHAPES)]
+    return [torch.nn.Parameter(draw(*shape, seed=number)) for number, shape in enumerate(SHAPES)]
 
 
 def groups_of(parameters: list[torch.nn.Parameter]) -> list[dict[str, object]]:
     return [{"params": parameters[:2], "weight_decay": 0.0}, {"params": parameters[2:]}]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_the_update_is_pytorchs(compiled: bool, factor: float, kind: type[torch.optim.Adam]) -> None:
     """Four steps, one parameter without a gradient in the second of them; state under PyTorch's names."""
-    use_compiled(compiled)
     found, exact = make_parameters(), [torch.nn.Parameter(p.detach().double()) for p in make_parameters()]
     decoupled = kind is torch.optim.AdamW
     optimizer = AdamW(groups_of(found), decoupled_weight_decay=decoupled, fused=True, **OPTIONS)
     oracle = kind(groups_of(exact), foreach=False, **OPTIONS)
     for step in range(4):
         for number, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
-            gradient = draw(ours.shape, 100 * step + number)
+            gradient = draw(*ours.shape, seed=100 * step + number)
             absent = step == 1 and number == 2
             ours.grad = None if absent else gradient.clone()
             theirs.grad = None if absent else gradient.double() * factor
@@ -50,10 +45,8 @@ def test_the_update_is_pytorchs(compiled: bool, factor: float, kind: type[torch.
             torch.testing.assert_close(state[name].double(), expected[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_the_two_kinds_of_decay_by_hand(compiled: bool) -> None:
     """The first step of Adam is lr in the direction of the gradient's sign; L2 can turn that sign."""
-    use_compiled(compiled)
     options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-12, "weight_decay": 0.5, "fused": True}
     for decoupled, expected in ((True, 2.0 * (1 - 0.1 * 0.5) + 0.1), (False, 2.0 - 0.1)):
         weight = torch.nn.Parameter(torch.tensor([2.0]))
@@ -62,40 +55,30 @@ def test_the_two_kinds_of_decay_by_hand(compiled: bool) -> None:
         assert weight.item() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_the_models_weights_are_the_rounded_ones(compiled: bool) -> None:
-    use_compiled(compiled)
     parameters = make_parameters()
     rounded: dict[Tensor, Tensor] = {p: torch.full_like(p, 7.0, dtype=torch.bfloat16) for p in parameters}
     for number, parameter in enumerate(parameters):
-        parameter.grad = draw(parameter.shape, number)
+        parameter.grad = draw(*parameter.shape, seed=number)
     AdamW(groups_of(parameters), fused=True, **OPTIONS).update(1.0, rounded)
     for parameter in parameters:
         assert torch.equal(rounded[parameter], parameter.detach().bfloat16())
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_the_sum_of_squares(compiled: bool) -> None:
-    use_compiled(compiled)
-    tensors = [draw(shape, number) for number, shape in enumerate([*SHAPES, (3, 50_000)])]
-    expected = sum(tensor.double().square().sum() for tensor in tensors)
-    torch.testing.assert_close(sum_of_squares(tensors), expected, rtol=1e-5, atol=0.0)
-    in_bf16 = [tensor.bfloat16() for tensor in tensors]
-    expected = sum(tensor.double().square().sum() for tensor in in_bf16)
-    torch.testing.assert_close(sum_of_squares(in_bf16), expected, rtol=1e-5, atol=0.0)
+    tensors = [draw(*shape, seed=number) for number, shape in enumerate([*SHAPES, (3, 50_000)])]
+    for each in (tensors, [tensor.bfloat16() for tensor in tensors]):
+        expected = sum(tensor.double().square().sum() for tensor in each)
+        torch.testing.assert_close(sum_of_squares(each), expected, rtol=1e-5, atol=0.0)
     for bad in (float("nan"), float("inf")):
         tensors[2][5, 5] = bad
         assert not sum_of_squares(tensors).isfinite()
 
 
 def test_threads_change_nothing() -> None:
-    tensors = [draw((70_001,), 1), draw((33, 77), 2)]
-    threads = torch.get_num_threads()
-    try:
-        sums = set()
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            sums.add(float(sum_of_squares(tensors)))
-    finally:
-        torch.set_num_threads(threads)
+    tensors = [draw(70_001, seed=1), draw(33, 77, seed=2)]
+    sums = set()
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        sums.add(float(sum_of_squares(tensors)))
     assert len(sums) == 1

@@ -12,7 +12,7 @@ from megamoe.kernels.attention.core import split_heads
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.library import Library
 from tests.kernels.chosen import causal_attention, kernels, plain_causal_attention, use_compiled
-from tests.kernels.drawn import assert_close_to, draw
+from tests.kernels.drawn import assert_all_close_to, assert_close_to, draw, exact_attention
 
 # Positions, sequences, query heads, key heads, columns; 64 queries make a block.
 SIZES = {
@@ -29,8 +29,8 @@ Sides = tuple[Tensor, Tensor, Tensor]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: float) -> Tensor:
-    """Compute in float64, with the whole score matrix; a pair of columns is rotated as a complex number."""
-    length, _, heads, size = query.shape
+    """Compute causal attention in float64; a pair of columns is rotated as a complex number."""
+    length, size = len(query), query.shape[-1]
 
     def turned(side: Tensor) -> Tensor:
         if base is None:
@@ -42,12 +42,8 @@ def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: 
         )
         return torch.cat((pairs.real, pairs.imag), dim=-1)
 
-    shared = heads // key.shape[2]
-    key, value = (side.repeat_interleave(shared, dim=2) for side in (turned(key), value))
-    scores = torch.einsum("sbnd,tbnd->bnst", turned(query), key) * scale
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    shares = scores.masked_fill(later, -math.inf).softmax(-1)
-    return torch.einsum("bnst,tbnd->sbnd", shares, value).flatten(2)
+    earlier = torch.ones(length, length, dtype=torch.bool).tril()
+    return exact_attention(turned(query), turned(key), value, earlier, scale)
 
 
 def make(sizes: tuple[int, int, int, int, int], factor: float = 1.0) -> Sides:
@@ -65,11 +61,9 @@ def each(change: Callable[[Tensor], Tensor], sides: Iterable[Tensor]) -> Sides:
     return query, key, value
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("base", [None, 50.0])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_formula(sizes: tuple[int, int, int, int, int], base: float | None, compiled: bool) -> None:
-    use_compiled(compiled)
     sides = make(sizes)
     doubles = each(lambda side: side.detach().double().requires_grad_(), sides)
     found, expected = (
@@ -79,14 +73,11 @@ def test_the_formula(sizes: tuple[int, int, int, int, int], base: float | None, 
     assert_close_to(found, expected, 1e-5)
     upstream = draw(*found.shape, seed=9)
     gradients = torch.autograd.grad(found, sides, upstream)
-    for one, other in zip(gradients, torch.autograd.grad(expected, doubles, upstream.double()), strict=True):
-        assert_close_to(one, other, 1e-5, unit=0.1)
+    assert_all_close_to(gradients, torch.autograd.grad(expected, doubles, upstream.double()), 1e-5, unit=0.1)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_two_positions_by_hand(compiled: bool) -> None:
     """The second one's scores are ln 3 and 0 over its scale: shares of 3/4 and 1/4."""
-    use_compiled(compiled)
     query = torch.tensor([[5.0, 1.0], [math.log(3.0), 7.0]])[:, None, None].repeat(1, 4, 1, 1)
     key = torch.tensor([[2.0, 0.0], [0.0, 0.0]])[:, None, None].repeat(1, 4, 1, 1)
     value = torch.tensor([[4.0, 8.0], [0.0, -8.0]])[:, None, None].repeat(1, 4, 1, 1)
@@ -104,10 +95,8 @@ def test_scores_of_any_size(factor: float, library: Library) -> None:
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(found.sum(), sides))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("length", "batch"), [(0, 2), (3, 0), (0, 0)])
 def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
-    use_compiled(compiled)
     sides = make((length, batch, 2, 2, 4))
     found = causal_attention(*sides, ROTARY)
     assert found.shape == (length, batch, 8)
@@ -116,14 +105,12 @@ def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
 
 
 def test_nothing_depends_on_the_threads(library: Library) -> None:
-    before = torch.get_num_threads()
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         sides = make((100, 2, 6, 2, 8))
         output = causal_attention(*sides, ROTARY)
         found.append([output, *torch.autograd.grad(output, sides, draw(*output.shape, seed=5))])
-    torch.set_num_threads(before)
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
@@ -138,8 +125,7 @@ def test_the_graph_can_be_gone_back_through_twice(library: Library) -> None:
 
 def test_what_the_library_does_not_take(library: Library) -> None:
     """Other types, columns apart, sizes that differ, and fewer heads than threads go to PyTorch."""
-    threads = torch.get_num_threads()
-    heads = max(2, threads)
+    heads = max(2, torch.get_num_threads())
     taken = make((5, 1, heads, heads, 4))
     assert attention._library_for(*taken, kernels()) is library
     assert attention._library_for(*each(Tensor.bfloat16, taken), kernels()) is None
@@ -151,14 +137,12 @@ def test_what_the_library_does_not_take(library: Library) -> None:
     assert attention._library_for(draw(5, 1, heads + 1, 4), key, value, kernels()) is None
     torch.set_num_threads(heads + 1)
     assert attention._library_for(*taken, kernels()) is None
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     use_compiled(False)
     assert attention._library_for(*taken, kernels()) is None
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_rotary_needs_an_even_width(compiled: bool) -> None:
-    use_compiled(compiled)
     with pytest.raises(ValueError, match="found heads of 3"):
         causal_attention(*make((5, 2, 2, 2, 3)), ROTARY)
 
@@ -180,27 +164,22 @@ def test_gradients_beside_each_other_are_one_tensor() -> None:
     assert torch.equal(found, sent) and found.data_ptr() == sent.data_ptr()
 
 
-@pytest.mark.parametrize("case", ["apart", "swapped", "with a gap", "one of them apart", "of two tensors"])
-def test_other_gradients_are_copied_together(case: str) -> None:
+SENT = draw(3, 2, 20, seed=1)
+# In the last two a gradient begins where the one before would end if its columns followed each other.
+APART: dict[str, list[Tensor]] = {
+    "apart": [SENT[..., :4].clone(), SENT[..., 4:8].clone()],
+    "swapped": [SENT[..., 4:8], SENT[..., :4]],
+    "with a gap": [SENT[..., :4], SENT[..., 5:9]],
+    "one of them apart": [SENT[..., :4], SENT[..., 4:8].clone()],
+    "of two tensors": [SENT[..., :4], draw(3, 2, 20, seed=2)[..., 4:8]],
+    "one column": [draw(60).as_strided((3, 2, 4), (16, 8, 0), start) for start in (0, 4)],
+    "columns apart": [draw(60).as_strided((3, 2, 4), (16, 8, 2), start) for start in (0, 4)],
+}
+
+
+@pytest.mark.parametrize("parts", APART.values(), ids=APART)
+def test_other_gradients_are_copied_together(parts: list[Tensor]) -> None:
     mixed = draw(3, 2, 8).requires_grad_()
-    sent = draw(3, 2, 20, seed=1)
-    starts = {"swapped": (4, 0), "with a gap": (0, 5)}.get(case, (0, 4))
-    parts = [sent[..., start : start + 4] for start in starts]
-    if case == "apart":
-        parts = [part.clone() for part in parts]
-    if case == "one of them apart":
-        parts[1] = parts[1].clone()
-    if case == "of two tensors":
-        parts[1] = draw(3, 2, 20, seed=2)[..., 4:8]
-    (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
-    assert torch.equal(found, torch.cat(parts, dim=-1))
-
-
-@pytest.mark.parametrize("step", [0, 2])
-def test_gradients_with_columns_apart_are_copied_together(step: int) -> None:
-    """The second begins where the first would end if its columns followed each other."""
-    mixed, sent = draw(3, 8).requires_grad_(), draw(60)
-    parts = [sent.as_strided((3, 4), (16, step), start) for start in (0, 4)]
     (found,) = torch.autograd.grad(split_heads(mixed, [4, 4]), mixed, parts)
     assert torch.equal(found, torch.cat(parts, dim=-1))
 

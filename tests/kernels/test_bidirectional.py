@@ -8,6 +8,7 @@ from megamoe.kernels.attention.core import bidirectional_attention, cross_attent
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.choice import Kernels
+from tests.kernels.drawn import exact_attention
 
 PLAIN = Kernels.of("plain", "plain")
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -16,14 +17,6 @@ HEADS, GROUPS, SIZE = 4, 2, 8
 def heads(length: int, count: int, seed: int, batch: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(length, batch, count, SIZE, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def oracle(query: Tensor, key: Tensor, value: Tensor, visible_BSL: Tensor) -> Tensor:
-    repeats = query.shape[2] // key.shape[2]
-    key, value = (side.repeat_interleave(repeats, 2) for side in (key, value))
-    scores = torch.einsum("sbnd,lbnd->bnsl", query, key) / SIZE**0.5
-    weights = scores.masked_fill(~visible_BSL[:, None], float("-inf")).softmax(-1)
-    return torch.einsum("bnsl,lbnd->sbnd", weights, value).flatten(2)
 
 
 def assert_same(found: Tensor, expected: Tensor, sides: tuple[Tensor, ...]) -> None:
@@ -52,14 +45,14 @@ def test_within_documents(rotary: Rotary | None, bounds_B: list[list[int]]) -> N
     query, key, value = sides
     if rotary is not None:
         query, key = (rotated(side, rotary, documents, PLAIN) for side in (query, key))
-    expected = oracle(query, key, value, start_BS[:, :, None] == start_BS[:, None, :])
+    expected = exact_attention(query, key, value, (start_BS[:, :, None] == start_BS[:, None, :])[:, None])
     found = bidirectional_attention(*sides, rotary, None, documents, kernels=PLAIN)
     assert_same(found, expected, sides)
 
 
 def test_whole_sequences() -> None:
     sides = (heads(9, HEADS, 1), heads(9, GROUPS, 2), heads(9, GROUPS, 3))
-    expected = oracle(*sides, torch.ones(2, 9, 9, dtype=torch.bool))
+    expected = exact_attention(*sides, torch.tensor(True))
     assert_same(bidirectional_attention(*sides, kernels=PLAIN), expected, sides)
 
 
@@ -67,7 +60,7 @@ def test_whole_sequences() -> None:
 def test_cross_attention(lengths: tuple[int, int]) -> None:
     sides = (heads(5, HEADS, 1), heads(7, HEADS, 2), heads(7, HEADS, 3))
     visible_BL = torch.arange(7) < torch.tensor(lengths)[:, None]
-    expected = oracle(*sides, visible_BL[:, None].expand(2, 5, 7))
+    expected = exact_attention(*sides, visible_BL[:, None, None])
     found = cross_attention(*sides, SourceLengths.of(torch.tensor(lengths), 7))
     assert_same(found, expected, sides)
     assert (SourceLengths.of(torch.tensor(lengths), 7) is None) == (lengths == (7, 7))

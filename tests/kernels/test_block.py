@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megamoe.kernels.attention.rotary import Rotary, angles, plain_turned
-from tests.kernels.chosen import rms_norm, turn_heads, use_compiled
+from megamoe.kernels.attention.rotary import Rotary
+from tests.kernels.chosen import rms_norm, turn_heads
 from tests.kernels.drawn import assert_close_to, draw
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -12,11 +12,9 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 5, 64), (2, 3), (300, 7), (0, 16)], ids=str)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, compiled: bool) -> None:
-    use_compiled(compiled)
     hidden = draw(*shape).to(dtype).requires_grad_()
     weight = (1 + 0.3 * draw(shape[-1], seed=1)).to(dtype).requires_grad_()
     upstream = draw(*shape, seed=2).to(dtype)
@@ -43,12 +41,10 @@ def test_rms_norm_by_hand() -> None:
     torch.testing.assert_close(found, torch.tensor([[3.0, 8.0]]) / 12.5**0.5)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 6, 64])
 def test_rotary(size: int, dtype: torch.dtype, compiled: bool) -> None:
     """Position s turns pair i by s * base^(-2i / size); queries are strided as in attention."""
-    use_compiled(compiled)
     mixed = draw(9, 2, 3, 3 * size).to(dtype).requires_grad_()
     heads = mixed[..., size : 2 * size]
     found = turn_heads(heads, Rotary(500))
@@ -64,18 +60,3 @@ def test_rotary(size: int, dtype: torch.dtype, compiled: bool) -> None:
     expected.backward(upstream.double())
     assert mixed.grad is not None and exact.grad is not None
     assert_close_to(mixed.grad, exact.grad, DTYPES[dtype])
-
-
-def test_rotary_as_megatron_cores() -> None:
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    from megamoe.compat.megatron_compat import stand_in_for_cuda
-
-    stand_in_for_cuda()
-    embedding = RotaryEmbedding(16, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True)
-    angle_SD = embedding(11)[:, 0, 0, :8]
-    cosine_SD, sine_SD = angles(11, 16, Rotary(10000), torch.device("cpu"))
-    torch.testing.assert_close(angle_SD.cos(), cosine_SD)
-    torch.testing.assert_close(angle_SD.sin(), sine_SD)
-    heads = draw(11, 1, 2, 16)
-    torch.testing.assert_close(turn_heads(heads, Rotary(10000)), plain_turned(heads, cosine_SD, sine_SD))

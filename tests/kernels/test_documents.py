@@ -46,13 +46,6 @@ def documents_of(*lengths: list[int]) -> Documents:
     return Documents.of(torch.tensor(starts, dtype=torch.int32))
 
 
-def visible_to(documents: Documents) -> Tensor:
-    """bool [B, 1, S, S]: what the mask of S x S showed."""
-    start_BS = documents.start_BS
-    place = torch.arange(start_BS.shape[1])
-    return ((place >= start_BS[..., None]) & (place <= place[:, None]))[:, None]
-
-
 def separately(sides: Sides, documents: Documents, rotary: Rotary | None) -> Tensor:
     """Each document as a batch of its own, without the code that knows of documents."""
     columns = []
@@ -73,11 +66,9 @@ def assert_equal_runs(found: Tensor, expected: Tensor, sides: Sides, others: Sid
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_separate_sequences(lengths: tuple[list[int], list[int]], groups: int, compiled: bool) -> None:
-    use_compiled(compiled)
     documents = documents_of(*lengths)
     sides = make((documents.start_BS.shape[1], 2, 4, groups, 8))
     for rotary in (None, ROTARY):
@@ -86,21 +77,6 @@ def test_separate_sequences(lengths: tuple[list[int], list[int]], groups: int, c
             separately(sides, documents, rotary),
         )
         assert_equal_runs(found, expected, sides, sides, 1e-6)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_an_explicit_mask(lengths: tuple[list[int], list[int]], compiled: bool) -> None:
-    """In float64, where positions count from the sequence's start: only their differences matter."""
-    use_compiled(compiled)
-    documents = documents_of(*lengths)
-    sides = make((documents.start_BS.shape[1], 2, 2, 2, 8))
-    query, key, value = doubles = each(lambda side: side.detach().double().requires_grad_(), sides)
-    turned = (turn_heads(query, ROTARY), turn_heads(key, ROTARY), value)
-    q, k, v = each(lambda side: side.permute(1, 2, 0, 3), turned)
-    expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible_to(documents))
-    expected = expected.permute(2, 0, 1, 3).flatten(2)
-    assert_equal_runs(causal_attention(*sides, ROTARY, None, documents), expected, sides, doubles, 2e-5)
 
 
 @pytest.mark.usefixtures("two_threads")

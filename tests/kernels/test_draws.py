@@ -5,15 +5,13 @@ import torch
 
 from megamoe.kernels.library import Library
 from megamoe.moe import rng
-from tests.kernels.chosen import uniform, use_compiled
+from tests.kernels.chosen import uniform
 from tests.moe.splitmix import unit
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_the_tensors_hash_as_integers_do(compiled: bool) -> None:
-    use_compiled(compiled)
     draw_key, tokens, first = rng.key(1, 2, 3, "test"), [0, 5, -7, 2**40, 2**63 - 1], 1000
     expected = [[unit(draw_key, token, first + c) for c in range(19)] for token in tokens]
     found = uniform(draw_key, torch.tensor(tokens), 19, first_column=first)

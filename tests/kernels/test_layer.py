@@ -23,16 +23,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def run_layer(tree: dict[str, Any], num_tokens: int, kernels: Kernels) -> list[Tensor]:
+    """Return the output, and the gradients of the inputs and of all weights."""
+    layer = make_layer(moe_config(**tree), kernels=kernels)
+    hidden_TH = make_hidden(num_tokens).requires_grad_()
+    output_TH = layer(hidden_TH)
+    (output_TH * torch.linspace(-1, 2, output_TH.shape[1])).sum().backward()
+    assert hidden_TH.grad is not None
+    return [output_TH, hidden_TH.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
 @pytest.mark.parametrize("num_tokens", [1, 24])
 @pytest.mark.parametrize("tree", CASES.values(), ids=CASES)
 def test_compiled_equals_plain(tree: dict[str, Any], num_tokens: int, library: Library) -> None:
-    def run(kernels: Kernels) -> list[Tensor]:
-        layer = make_layer(moe_config(**tree), kernels=kernels)
-        hidden_TH = make_hidden(num_tokens).requires_grad_()
-        output_TH = layer(hidden_TH)
-        (output_TH * torch.linspace(-1, 2, output_TH.shape[1])).sum().backward()
-        assert hidden_TH.grad is not None
-        return [output_TH, hidden_TH.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
-
-    compiled, plain = run(Kernels()), run(Kernels(compiled=False))
+    compiled, plain = (run_layer(tree, num_tokens, Kernels(compiled=each)) for each in (True, False))
     torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,5 @@
 """The grouped product against a float64 loop over the experts: forward and both gradients."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -38,13 +37,6 @@ def dtype(request: pytest.FixtureRequest, library: Library) -> torch.dtype:
     if chosen == torch.float32 and library.sgemm is None:
         pytest.skip("PyTorch shows no BLAS")
     return chosen
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def make(counts: list[int], in_size: int, out_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +104,6 @@ def test_any_size_in_fp32(sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("case", ["around a tile", "long gradients", "many experts"])
-@pytest.mark.usefixtures("threads")
 def test_any_number_of_threads_gives_the_same(case: str, dtype: torch.dtype) -> None:
     """The same bits, where the sums are our own; PyTorch's BLAS cuts them by its threads."""
     inputs = make(*CASES[case], dtype)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.kernels.attention.core import rotated
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.attention.rotary import Rotary, angles
 from megamoe.kernels.attention.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from tests.kernels.chosen import causal_attention, turn_heads, use_compiled
+from tests.kernels.chosen import causal_attention, kernels, turn_heads
 from tests.kernels.drawn import assert_close_to, draw
 from tests.kernels.test_attention import each, make
 
@@ -80,12 +81,10 @@ def test_scalings(name: str, share: float) -> None:
         torch.testing.assert_close(found_SR, expected_1SD[0].chunk(2, dim=-1)[0], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", FORMS)
 def test_heads_turn_as_in_transformers(name: str, compiled: bool) -> None:
     """Partial heads as in Glm4Moe, interleaved pairs as in DeepSeek-V3; heads and gradients."""
     pytest.importorskip("transformers")
-    use_compiled(compiled)
     rotary, mixed = FORMS[name], draw(9, 2, 3, 3 * SIZE).requires_grad_()
     exact = mixed.detach().clone().requires_grad_()
     found = turn_heads(mixed[..., SIZE : 2 * SIZE], rotary)
@@ -113,33 +112,23 @@ def theirs(heads_SBND: Tensor, rotary: Rotary) -> Tensor:
     return turned.permute(2, 0, 1, 3)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", FORMS)
 def test_attention_turns_what_it_gets(name: str, compiled: bool) -> None:
     """Attention with rotary positions is attention of turned heads; in documents too, with gradients."""
-    use_compiled(compiled)
     rotary = FORMS[name]
     documents = Documents.of(torch.tensor([[0] * 30 + [30] * 40, [0] * 70]))
     for each_documents in (None, documents):
         sides = make((70, 2, 4, 2, SIZE))
         query, key, value = each(lambda side: side.detach().clone().requires_grad_(), sides)
         found = causal_attention(*sides, rotary, None, each_documents)
-        turned = (placed(query, rotary, each_documents), placed(key, rotary, each_documents), value)
-        expected = causal_attention(*turned, None, None, each_documents)
+        turned = (rotated(side, rotary, each_documents, kernels()) for side in (query, key))
+        expected = causal_attention(*turned, value, None, None, each_documents)
         assert_close_to(found, expected.double(), 1e-5)
         upstream = draw(*found.shape, seed=9)
         gradients = torch.autograd.grad(found, sides, upstream)
         wanted = torch.autograd.grad(expected, (query, key, value), upstream)
         for one, other in zip(gradients, wanted, strict=True):
             assert_close_to(one, other.double(), 1e-5, unit=0.1)
-
-
-def placed(heads_SBND: Tensor, rotary: Rotary, documents: Documents | None) -> Tensor:
-    """Turn document by document."""
-    if documents is None:
-        return turn_heads(heads_SBND, rotary)
-    first = torch.cat((turn_heads(heads_SBND[:30, :1], rotary), turn_heads(heads_SBND[30:, :1], rotary)))
-    return torch.cat((first, turn_heads(heads_SBND[:, 1:], rotary)), dim=1)
 
 
 def test_columns_come_in_pairs() -> None:

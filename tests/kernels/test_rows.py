@@ -81,9 +81,7 @@ def test_compiled_equals_plain_with_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("compiled", [True, False])
 def test_combine_by_hand(compiled: bool, dtype: torch.dtype) -> None:
-    use_compiled(compiled)
     rows_NH = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=dtype, requires_grad=True)
     weight_N = torch.tensor([2, 1, 0.5], requires_grad=True)
     output_TH = combine(rows_NH, weight_N, row_tokens(torch.tensor([1, 0, 1]), 3))
@@ -93,14 +91,12 @@ def test_combine_by_hand(compiled: bool, dtype: torch.dtype) -> None:
     assert weight_N.grad is not None and weight_N.grad.tolist() == [3, 3, 11]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("keys", "size"),
     [([], 3), ([], 0), ([1, 1, 1], 4), ([3, 0, 3, 1, 0], 5), ([i * 7 % 13 for i in range(200)], 13)],
     ids=["no keys", "no keys of none", "one key", "keys with no rows", "many"],
 )
 def test_order_is_a_stable_sort(keys: list[int], size: int, compiled: bool) -> None:
-    use_compiled(compiled)
     key_N = torch.tensor(keys, dtype=torch.int64)
     order = order_by_key(key_N, size)
     assert torch.equal(order.order_N, torch.argsort(key_N, stable=True))
@@ -152,13 +148,11 @@ EXTREMES = [0.0, -0.0, 1e-30, -1.0, 88.5, -87.5, -88.5, 100, -100, 1e4, -1e4, 3e
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("compiled", [True, False])
 def test_swiglu_at_extremes(compiled: bool, dtype: torch.dtype) -> None:
     """The results are those of float64: NaN stays NaN, and no infinity becomes finite.
 
     Both forms give NaN for a gate of -inf, and 0 for gates below -88.7, whose silu is below 1e-36.
     """
-    use_compiled(compiled)
     gate, value = torch.cartesian_prod(torch.tensor(EXTREMES), torch.tensor([1.0, -0.5, 0.0, INF, NAN])).T
     rows_N2F = torch.stack([gate, value])[None].to(dtype).flatten(1).requires_grad_()
     exact_N2F = rows_N2F.detach().double().requires_grad_()

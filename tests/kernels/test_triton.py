@@ -2,44 +2,16 @@
 compiler (triton_compiled.py), each in a process of its own."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.in_subprocess import names_of_checks, output_of, verdicts_of
+
+FILES = ("triton_products", "triton_block", "triton_late", "triton_rows")
 # All run in one process. Those that `make test` leaves out repeat the others in every dtype.
-CHECKS = [
-    "grouped_products",
-    "experts",
-    "experts_are_the_three_steps",
-    "the_graph_can_be_gone_back_through_again",
-    "the_host_never_reads_the_counts",
-    "rms_norm",
-    "a_norm_of_a_sum",
-    "rotary",
-    "gradients_of_heads_are_side_by_side",
-    "cross_entropy",
-    "cross_entropy_of_infinite_logits",
-    "the_first_sort_is_enough",
-    "outputs_and_gradients_are_those_of_float64",
-    "numbers_by_hand_and_at_extremes",
-    "rows_by_token",
-    "nothing_is_read_or_written_beside_the_rows",
-    "a_nan_stays_in_its_token",
-    "rows_of_more_than_two_billion_numbers",
-    "what_does_not_fit_is_pytorchs",
-    "the_choice",
-    "scores_of_a_router",
-    "weights_of_chosen_experts",
-    "sums_of_a_router",
-    "what_is_not_finite_stays_in_the_sums",
-    "pairs_by_expert",
-]
+CHECKS = names_of_checks(*(f"tests/kernels/{name}.py" for name in FILES))
 LONG = [
     "a_whole_layer",
     "a_whole_model",
@@ -74,29 +46,23 @@ MOST_SPILLED = {"down_backward": 16}  # bytes
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def output_of(module: str, *arguments: str, **variables: str) -> Any:
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{module}", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
-    names = [item.name for item in request.session.items]
-    asked = [check for check in CHECKS + LONG if any(f"[{check}]" in name for name in names)]
-    return dict(output_of("triton_checks", *asked, TRITON_INTERPRET="1"))
+    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return verdicts_of("tests.kernels.triton_checks", CHECKS, request, **variables)
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *(pytest.param(check, marks=pytest.mark.full) for check in LONG)])
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=pytest.mark.full if check in LONG else ()) for check in CHECKS]
+)
 def test_in_the_interpreter(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""
+
+
+def compiled(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    """Return the facts that triton_compiled.py prints of each kernel."""
+    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    return dict(output_of("tests.kernels.triton_compiled", *arguments, **variables))
 
 
 EVERYWHERE = [(capability, number) for capability in (80, 90, 100) for number in ("bf16", "fp16", "fp32")]
@@ -106,8 +72,7 @@ EVERYWHERE = [(capability, number) for capability in (80, 90, 100) for number in
 @pytest.mark.parametrize(("capability", "number"), EVERYWHERE)
 def test_compiles_for_gpus(capability: int, number: str, tmp_path: Path) -> None:
     """With the hints of a real launch: loads of 128 bits, tensor cores, few registers, no spills."""
-    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    for name, facts in output_of("triton_compiled", str(capability), number, **variables).items():
+    for name, facts in compiled(tmp_path, str(capability), number).items():
         assert facts["vector_loads"] or name in OF_INDICES, name
         assert facts["narrow_loads"] <= (name == "cross_entropy"), name  # the label's logit
         assert facts["registers"] <= MOST_REGISTERS.get(name, FEW_REGISTERS), name
@@ -123,6 +88,5 @@ def test_compiles_for_gpus(capability: int, number: str, tmp_path: Path) -> None
 @pytest.mark.full
 def test_hints_are_what_makes_loads_wide(tmp_path: Path) -> None:
     """A size that is no multiple of 16 numbers leaves narrow loads: the check above can fail."""
-    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    facts = output_of("triton_compiled", "90", "bf16", "combine_odd", **variables)["combine_odd"]
+    facts = compiled(tmp_path, "90", "bf16", "combine_odd")["combine_odd"]
     assert not facts["vector_loads"] and facts["narrow_loads"]

@@ -1,9 +1,5 @@
 """Checks of Triton's norms, rotary positions, cross entropy and order of rows; triton_checks.py runs them."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -11,7 +7,6 @@ from torch import Tensor
 
 from megamoe.kernels.attention.core import split_heads
 from megamoe.kernels.attention.rotary import Rotary, turn_heads, turn_sides
-from megamoe.kernels.choice import Kernels
 from megamoe.kernels.cross_entropy import (
     Sums,
     Target,
@@ -23,7 +18,7 @@ from megamoe.kernels.cross_entropy import (
 from megamoe.kernels.experts.rows import Order, RowTokens, combine
 from megamoe.kernels.rms_norm import rms_norm, summed_rms_norm
 from tests.kernels.drawn import assert_close_to, assert_one_rounding, draw
-from tests.kernels.interpreted import ON_TRITON, PLAIN, TOLERANCES
+from tests.kernels.interpreted import ON_TRITON, PLAIN, TOLERANCES, on_plain, on_triton
 
 SHORT_NORMS: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((2, 3, 64), torch.float32),
@@ -108,44 +103,25 @@ def check_gradients_of_heads_are_side_by_side() -> None:
 
 def check_a_whole_model() -> None:
     """Blocks on Triton's kernels have the loss and all gradients of Megatron-Core's on plain ones."""
-    from megamoe.moe.part import StepContext
-    from megamoe.parallel.launch import free_port
     from tests.tiny import VOCABULARY, tiny, tiny_gpt, world_of_one
 
     tokens_BS = torch.arange(16).view(2, 8) * 5 % VOCABULARY
     position_BS = torch.arange(8).expand(2, 8)
-    found: list[list[Tensor]] = []
-    names: list[str] = []
-    # The process that started this one may listen on the port of its own world.
-    with mock.patch.dict(os.environ, MASTER_PORT=str(free_port())), world_of_one():
-        for kernels in (ON_TRITON, PLAIN):
-            context = StepContext()
-            config = tiny(
-                "moe.losses={switch_balance: 0.3, z_loss: 0.1}", "moe.router.selector={name: top_k, k: 2}"
-            )
-            with mock.patch.object(Kernels, "of", lambda *options, kernels=kernels: kernels):
-                model = tiny_gpt(config, context)
-            with recorded(names):
-                losses_BS = model(tokens_BS, position_BS, tokens_BS.roll(-1, 1))
-                gradients = torch.autograd.grad(losses_BS.mean(), list(model.parameters()))
-            found.append([losses_BS.detach(), *gradients])
+    router = "moe.router.selector={name: top_k, k: 2}"
+    config = tiny("moe.losses={switch_balance: 0.3, z_loss: 0.1}", router, "model.cpu_kernels=plain")
+
+    def run() -> list[Tensor]:
+        model = tiny_gpt(config)
+        losses_BS = model(tokens_BS, position_BS, tokens_BS.roll(-1, 1))
+        return [losses_BS.detach(), *torch.autograd.grad(losses_BS.mean(), list(model.parameters()))]
+
+    with world_of_one():
+        with on_triton() as names:
+            found = run()
+        with on_plain():
+            expected = run()
     assert names.count("summed_rms_norm") == 2 and names.count("summed_rms_norm_backward") == 4
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
-
-
-@contextmanager
-def recorded(names: list[str]) -> Iterator[None]:
-    """The names of the kernels that are launched."""
-    from megamoe.kernels.triton import TritonKernels
-
-    given = TritonKernels.call
-
-    def call(self: TritonKernels, name: str, *arguments: Any) -> None:
-        names.append(name)
-        given(self, name, *arguments)
-
-    with mock.patch.object(TritonKernels, "call", call):
-        yield
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 SHORT_TURNS = [(2, 1, torch.float32), (6, 5, torch.bfloat16)]

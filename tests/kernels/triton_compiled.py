@@ -65,6 +65,8 @@ class Launch:
 KINDS = {"x": "x", "f": FP32, "i": INDEX, "c": COUNT, "s": SIZE, "a": ANY_SIZE, "r": REAL}
 MANY = 64  # experts
 ROW: dict[str, Any] = {"ROWS": 1, "BLOCK": 2048}
+OF_SCORES = {"WEIGHT_IS_OUT_IN": True, "ROWS": 32, "COLUMNS": MANY, "DEPTH": 64}
+OF_ROWS = {"WEIGHT_IS_OUT_IN": False, "ROWS": 32, "COLUMNS": 64, "DEPTH": 16}
 OF_WEIGHT = {"ROWS": router.EXPERTS_OF_A_GRADIENT, "COLUMNS": 64, "DEPTH": 32}
 OF_TOKENS = {"ROWS": router_sums.TOKENS, "EXPERTS": MANY}
 OF_PAIRS = {"ROWS": grouping.NUMBERS // MANY, "EXPERTS": MANY}
@@ -74,30 +76,18 @@ LAUNCHES: dict[str, Launch] = {
     "combine_backward": Launch(rows._combine_backward, "xxifsxf", fixed(BLOCK=LARGEST_BLOCK)),
     "swiglu": Launch(activation._swiglu, "xsx", fixed(BLOCK=LARGEST_BLOCK)),
     "swiglu_backward": Launch(activation._swiglu_backward, "xxsx", fixed(BLOCK=LARGEST_BLOCK)),
-    "forward": Launch(
-        products._product,
-        "xxisssx",
-        product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=True),
-    ),
-    "to_rows": Launch(
-        products._product,
-        "xxisssx",
-        product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=False),
-    ),
+    "forward": Launch(products._product, "xxisssx", product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=True)),
+    "to_rows": Launch(products._product, "xxisssx", product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=False)),
     "to_weight": Launch(products._to_weight, "xxissx", product("to_weight")),
     "up": Launch(experts._up, "xxisssxx", product("up", EXPERTS=MANY)),
-    "down_backward": Launch(
-        experts._down_backward,
-        "xxisssxx",
-        product("down_backward", EXPERTS=MANY),
-    ),
+    "down_backward": Launch(experts._down_backward, "xxisssxx", product("down_backward", EXPERTS=MANY)),
     "rms_norm": Launch(norms._rms_norm, "xxasrxf", fixed(**ROW, added=None, sum=None)),
     "summed_rms_norm": Launch(norms._rms_norm, "xxxasrxxf", fixed(**ROW)),
     "rms_norm_backward": Launch(norms._rms_norm_backward, "xxxfasxf", fixed(**ROW, sent_to_sum=None)),
     "summed_rms_norm_backward": Launch(norms._rms_norm_backward, "xxxxfasxf", fixed(**ROW)),
     "sum_parts": Launch(sums._sum_parts, "fasx", fixed(ROWS=sums.PARTS, BLOCK=sums.COLUMNS)),
-    "router_scores": Launch(router._scores, "xxassf", fixed(ROWS=32, COLUMNS=MANY, DEPTH=64)),
-    "router_to_rows": Launch(router._to_rows, "fxassx", fixed(ROWS=32, COLUMNS=64, DEPTH=16)),
+    "router_scores": Launch(router._fp32_product, "xxassf", fixed(**OF_SCORES)),
+    "router_to_rows": Launch(router._fp32_product, "fxassx", fixed(**OF_ROWS)),
     "router_to_weight": Launch(router._to_weight, "fxassf", fixed(**OF_WEIGHT)),
     "z_loss": Launch(router_sums._z_loss, "fasff", fixed(**OF_TOKENS)),
     "z_loss_backward": Launch(router_sums._z_loss_backward, "fffasf", fixed(**OF_TOKENS)),
@@ -138,14 +128,7 @@ def resources(ptx: str, capability: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [
-            str(assembler),
-            "-v",
-            f"--gpu-name={target[1]}",
-            str(path),
-            "-o",
-            str(Path(folder) / "out"),
-        ]
+        command = [str(assembler), "-v", f"--gpu-name={target[1]}", str(path), "-o", f"{folder}/out"]
         shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
     patterns = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores"}
     return {

@@ -5,6 +5,8 @@ import tempfile
 import torch
 from torch import Tensor
 
+from megamoe.kernels.triton import cross_entropy, norms, router_sums
+from megamoe.kernels.triton import rotary as launcher
 from tests.kernels.drawn import assert_close_to, draw
 from tests.kernels.interpreted import programs_from, sparse
 
@@ -13,8 +15,6 @@ LATE, LATE_WIDTH = 2**21 + 32, 2**10  # a row that begins beyond 2^31 numbers
 
 def check_norms_of_late_rows() -> None:
     """Rows, sums, results and gradients beyond 2^31 numbers; the parts of the weight's gradient too."""
-    from megamoe.kernels.triton import norms
-
     sizes, count = {"ROWS": 2, "BLOCK": LATE_WIDTH}, LATE + 2
     weight, scale = draw(LATE_WIDTH, seed=1), torch.zeros(count)
     with tempfile.TemporaryDirectory() as folder, programs_from(LATE // 2):
@@ -45,8 +45,6 @@ def exact_norm(rows: Tensor, weight: Tensor, sent: Tensor) -> tuple[tuple[Tensor
 
 
 def check_rotary_of_late_positions() -> None:
-    from megamoe.kernels.triton import rotary as launcher
-
     heads, half = 16, LATE_WIDTH // 32
     strides = (LATE_WIDTH, LATE_WIDTH, 2 * half)  # of positions, of the only sequence, of heads
     with tempfile.TemporaryDirectory() as folder, programs_from(LATE):
@@ -64,8 +62,6 @@ def check_rotary_of_late_positions() -> None:
 
 def check_losses_of_late_tokens() -> None:
     """Cross entropy, and the sums over a router's scores."""
-    from megamoe.kernels.triton import cross_entropy, router_sums
-
     tokens, words, experts = LATE + 1, LATE_WIDTH, 512
     label = torch.full((tokens,), 7)
     largest, sums, of_label, totals = (torch.zeros(tokens) for _ in range(4))

@@ -1,7 +1,6 @@
 """Checks of Triton's grouped products and experts in its interpreter; triton_checks.py runs them."""
 
 import tempfile
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -11,10 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamoe.kernels.experts.ffn import swiglu_experts
-from megamoe.kernels.experts.grouped_gemm import grouped_product
-from tests.kernels.drawn import assert_close_to, assert_one_rounding, draw
-from tests.kernels.interpreted import ON_TRITON, TOLERANCES, programs_from, sparse
+from megamoe.kernels.experts.ffn import plain_swiglu_experts, swiglu_experts
+from megamoe.kernels.operators import cost_of
+from megamoe.kernels.triton import TritonKernels, experts, products
+from tests.kernels import test_experts, test_products
+from tests.kernels.drawn import assert_all_close_to, assert_close_to, assert_one_rounding, draw
+from tests.kernels.interpreted import ON_TRITON, TOLERANCES, on_triton, programs_from, sparse
 
 # Rows of each expert, input and output sizes. The tiles on CPU tensors are 32 x 32, 16 deep.
 CASES: dict[str, tuple[list[int], int, int]] = {
@@ -31,27 +32,13 @@ OF_EXPERTS = [("no rows", torch.float32), ("experts without rows", torch.bfloat1
 EVERY_CASE = [(case, dtype) for case in CASES for dtype in TOLERANCES]
 
 
-def spans(counts: list[int]) -> list[slice]:
-    return [slice(*pair) for pair in pairwise(sum(counts[:e]) for e in range(len(counts) + 1))]
-
-
 def check_grouped_products(cases: list[tuple[str, torch.dtype]] = CASE_AND_DTYPES) -> None:
     """Forward and both gradients against a loop in float64."""
     for case, dtype in cases:
-        counts, inner, outer = CASES[case]
-        rows = draw(sum(counts), inner).to(dtype).requires_grad_()
-        weight = draw(len(counts), outer, inner, seed=1).to(dtype).requires_grad_()
-        sent = draw(sum(counts), outer, seed=2).to(dtype)
-        output = grouped_product(rows, weight, torch.tensor(counts), ON_TRITON)
-        found = [output, *torch.autograd.grad(output, [rows, weight], sent)]
-        wide = [side.detach().double() for side in (rows, weight, sent)]
-        pairs = list(zip(spans(counts), wide[1], strict=True))
-        exact = [
-            torch.cat([wide[0][span] @ own.T for span, own in pairs]),
-            torch.cat([wide[2][span] @ own for span, own in pairs]),
-            torch.stack([wide[2][span].T @ wide[0][span] for span, _ in pairs]),
-        ]
-        for one, other in zip(found, exact, strict=True):
+        inputs, counts = test_products.make(*CASES[case], dtype), CASES[case][0]
+        with on_triton():
+            found = test_products.run(*inputs, counts)
+        for one, other in zip(found, test_products.exact(*inputs, counts), strict=True):
             assert one.dtype == dtype, case
             assert_one_rounding(one, other)
 
@@ -60,35 +47,18 @@ def check_every_grouped_product() -> None:
     check_grouped_products(EVERY_CASE)
 
 
-def ffn(sides: list[Tensor], counts: list[int]) -> Tensor:
-    rows, up, down = sides
-    return swiglu_experts(rows, up, down, torch.tensor(counts), ON_TRITON)
-
-
-def exact_experts(counts: list[int], sides: list[Tensor], sent: Tensor) -> list[Tensor]:
-    rows, up, down = (side.detach().double().requires_grad_() for side in sides)
-    outputs = []
-    for span, one, two in zip(spans(counts), up, down, strict=True):
-        gate, value = (rows[span] @ one.T).chunk(2, dim=-1)
-        outputs.append((functional.silu(gate) * value) @ two.T)
-    output = torch.cat(outputs)
-    return [output, *torch.autograd.grad(output, [rows, up, down], sent.double())]
-
-
 def check_experts(cases: list[tuple[str, torch.dtype]] = OF_EXPERTS) -> None:
     """SwiGLU beside the products, with gradients, against the formula in float64."""
     for case, dtype in cases:
-        counts, hidden_size, ffn_size = CASES[case]
-        shapes = [(sum(counts), hidden_size), (len(counts), 2 * ffn_size, hidden_size)]
-        shapes.append((len(counts), hidden_size, ffn_size))
-        sides = [draw(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
-        output = ffn(sides, counts)
+        counts, drawn = CASES[case][0], test_experts.make(*CASES[case])
+        rows, up, down = (side.detach().to(dtype).requires_grad_() for side in drawn)
+        sides = rows, up, down
+        output = swiglu_experts(*sides, torch.tensor(counts), ON_TRITON)
         sent = draw(*output.shape, seed=7).to(dtype)
         found = [output, *torch.autograd.grad(output, sides, sent)]
         # What lies between the products is rounded too, so the result is not exact to one rounding.
         tolerance = TOLERANCES[dtype] * (1 if dtype == torch.float32 else 4)
-        for one, other in zip(found, exact_experts(counts, sides, sent), strict=True):
-            assert_close_to(one, other, tolerance)
+        assert_all_close_to(found, test_experts.exact(counts, sides, sent), tolerance)
 
 
 def check_every_expert() -> None:
@@ -96,13 +66,8 @@ def check_every_expert() -> None:
 
 
 def check_the_graph_can_be_gone_back_through_again() -> None:
-    sides = [draw(7, 8), draw(2, 8, 8, seed=1), draw(2, 8, 4, seed=2)]
-    for side in sides:
-        side.requires_grad_()
-    output = ffn(sides, [3, 4])
-    first = torch.autograd.grad(output, sides, output.detach(), retain_graph=True)
-    again = torch.autograd.grad(output, sides, output.detach())
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    with on_triton():
+        test_experts.test_the_graph_can_be_gone_back_through_again(None)
 
 
 def check_experts_are_the_three_steps() -> None:
@@ -110,26 +75,17 @@ def check_experts_are_the_three_steps() -> None:
     counts = [5, 0, 40]
     sides = [draw(45, 24), draw(3, 32, 24, seed=1), draw(3, 24, 16, seed=2)]
     rows, up, down = (side.bfloat16() for side in sides)
-    from megamoe.kernels.experts.ffn import plain_swiglu_experts
-
-    found = swiglu_experts(rows, up, down, torch.tensor(counts), ON_TRITON)
-    assert torch.equal(found, plain_swiglu_experts(rows, up, down, torch.tensor(counts), ON_TRITON))
+    found, steps = (
+        compute(rows, up, down, torch.tensor(counts), ON_TRITON)
+        for compute in (swiglu_experts, plain_swiglu_experts)
+    )
+    assert torch.equal(found, steps)
 
 
 def check_only_the_gradients_that_are_wanted() -> None:
-    counts = [5, 0, 9]
     for wanted in ((0,), (1,), (2,), (0, 2)):
-        sides = [draw(14, 16), draw(3, 16, 16, seed=1), draw(3, 16, 8, seed=2)]
-        for place, side in enumerate(sides):
-            side.requires_grad_(place in wanted)
-        output = ffn(sides, counts)
-        sent = draw(*output.shape, seed=7)
-        output.backward(sent)
-        exact = exact_experts(counts, sides, sent)[1:]
-        for place, side in enumerate(sides):
-            assert (side.grad is not None) == (place in wanted)
-            if side.grad is not None:
-                assert_close_to(side.grad, exact[place], 3e-6)
+        with on_triton():
+            test_experts.test_only_the_gradients_that_are_wanted(wanted, None)
 
 
 def check_the_host_never_reads_the_counts() -> None:
@@ -137,8 +93,6 @@ def check_the_host_never_reads_the_counts() -> None:
     counts = torch.tensor([3, 0, 4])
     sides = [draw(7, 16), draw(3, 16, 16, seed=1), draw(3, 16, 8, seed=2)]
     read = AssertionError("the host read a tensor")
-    from megamoe.kernels.triton import TritonKernels
-
     hidden, active, output = torch.empty(7, 16), torch.empty(7, 8), torch.empty(7, 16)
     launched: list[str] = []
 
@@ -148,8 +102,6 @@ def check_the_host_never_reads_the_counts() -> None:
             return self
 
         def __call__(self, *arguments: object, **options: object) -> None: ...
-
-    from megamoe.kernels.triton import experts, products
 
     names = [(products, "_product"), (products, "_to_weight"), (experts, "_up"), (experts, "_down_backward")]
     patched: list[Any] = [mock.patch.object(module, name, Launch()) for module, name in names]
@@ -172,8 +124,6 @@ def check_more_than_two_billion_numbers() -> None:
 
     With offsets of 32 bits each address would be that of another row or expert, which is 0.
     """
-    from megamoe.kernels.triton import experts, products
-
     width, row = 2**10, 2**21 + 32  # a multiple of the tile
     tile = {"ROWS": 32, "COLUMNS": 32, "DEPTH": 32, "PRECISION": "ieee"}
     ends = torch.tensor([row + 2])
@@ -222,8 +172,6 @@ def check_more_than_two_billion_numbers() -> None:
 
 def check_a_weight_gradient_of_late_rows() -> None:
     """The second expert's rows, and its gradient, begin beyond 2^31 numbers."""
-    from megamoe.kernels.triton import products
-
     width, row = 2**10, 2**21 + 32
     with tempfile.TemporaryDirectory() as folder:
         rows = sparse(folder, "rows", row + 2, width)
@@ -240,9 +188,6 @@ def check_a_weight_gradient_of_late_rows() -> None:
 
 def check_operators_on_fake_tensors() -> None:
     """A simulation sees each launch, its FLOPs and its bytes, and runs none."""
-    from megamoe.kernels.operators import cost_of
-    from megamoe.kernels.triton import TritonKernels
-
     rows, experts, hidden_size, ffn_size = 4096, 8, 1024, 512
     costs: dict[str, tuple[int, int]] = {}
 

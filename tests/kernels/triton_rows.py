@@ -2,10 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -15,41 +12,16 @@ from torch.nn import functional
 from megamoe.kernels import choice, router, router_sums
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts import rows
+from megamoe.kernels.triton import TritonKernels
+from megamoe.kernels.triton import router_sums as launchers
 from tests.kernels import chosen as passes
 from tests.kernels import test_rows
 from tests.kernels.drawn import assert_one_rounding
+from tests.kernels.interpreted import TOLERANCES, on_plain, on_triton, sparse
+from tests.kernels.test_layer import run_layer
 from tests.kernels.test_rows import NAN, TOKENS, activated, combined, draw, gathered
-from tests.moe.build import make_hidden, make_layer, moe_config
 
 WIDTHS = [1, 7, 16, 1030]  # of the last, two blocks
-# Of one rounding. The interpreter cuts bf16 off; that a GPU rounds it is seen in what is compiled.
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-@contextmanager
-def on_triton() -> Iterator[list[str]]:
-    """CPU tensors are for Triton; gives the names of the passes that it ran."""
-    from megamoe.kernels.triton import TritonKernels
-
-    names: list[str] = []
-
-    class Recorded(TritonKernels):
-        def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-            names.append(name)
-            super().call(name, dtype, *arguments)
-
-    chosen: dict[str, Any] = {
-        "rows_on": lambda self, device: Recorded(),
-        "uses_triton": lambda self, device: True,
-    }
-    with mock.patch.multiple(Kernels, **chosen, multiplies=lambda self, rows: True):
-        yield names
-
-
-@contextmanager
-def on_plain() -> Iterator[None]:
-    with mock.patch.object(Kernels, "rows_on", lambda self, device: None):
-        yield
 
 
 def exactly_gathered(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int) -> list[Tensor]:
@@ -111,17 +83,8 @@ def check_all_outputs_and_gradients_are_those_of_float64() -> None:
     check_outputs_and_gradients_are_those_of_float64(EVERY_CASE)
 
 
-def check_outputs_and_gradients_are_the_plain_ones() -> None:
-    for name, (run, _, _) in PASSES.items():
-        for case, tokens in TOKENS.items():
-            with on_triton():
-                found = run(torch.float32, *tokens, 7)
-            with on_plain():
-                close(found, run(torch.float32, *tokens, 7), f"{name}, {case}")
-
-
 def check_numbers_by_hand_and_at_extremes() -> None:
-    """Run the tests of the other kernels; `compiled` is ignored here."""
+    """The tests of the other kernels, in which `compiled` has no effect here."""
     with on_triton() as names:
         for dtype in (torch.float32, torch.bfloat16):
             test_rows.test_combine_by_hand(compiled=False, dtype=dtype)
@@ -130,8 +93,6 @@ def check_numbers_by_hand_and_at_extremes() -> None:
 
 
 def check_rows_by_token() -> None:
-    from megamoe.kernels.triton import TritonKernels
-
     strided_N = torch.tensor([[2, 9], [0, 9], [2, 9], [4, 9]])[:, 0]
     for token_N in (strided_N, strided_N.to(torch.int32)):
         row_N, ends_T = TritonKernels().rows_by_token(token_N, 5)
@@ -145,7 +106,6 @@ def check_rows_by_token() -> None:
 
 def check_nothing_is_read_or_written_beside_the_rows() -> None:
     """The inputs are surrounded by NaN and the outputs by sevens."""
-    from megamoe.kernels.triton import TritonKernels
 
     def inside(numbers: Tensor, around: float) -> tuple[Tensor, Tensor]:
         edge = torch.full((2048,), around, dtype=numbers.dtype)
@@ -185,13 +145,9 @@ def check_a_nan_stays_in_its_token() -> None:
 
 def check_rows_of_more_than_two_billion_numbers() -> None:
     """A sparse file holds only the row that is read; with 32-bit indices, row 1 would be read."""
-    from megamoe.kernels.triton import TritonKernels
-
     width, row = 2**10, 2**22 + 1
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "rows")
-        numbers = torch.from_file(path, shared=True, size=(row + 1) * width, dtype=torch.bfloat16)
-        rows_NH = numbers.view(-1, width)
+        rows_NH = sparse(folder, "rows", row + 1, width, dtype=torch.bfloat16)
         rows_NH[row] = 3
         out = torch.empty(1, width, dtype=torch.bfloat16)
         arguments = (rows_NH, torch.tensor([row]), torch.tensor([1]), None, 1, width, out)
@@ -212,8 +168,6 @@ def check_what_does_not_fit_is_pytorchs() -> None:
 
 
 def check_the_choice() -> None:
-    from megamoe.kernels.triton import TritonKernels
-
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert Kernels().rows_on(cuda) is None
     assert isinstance(Kernels(triton=True).rows_on(cuda), TritonKernels)
@@ -233,21 +187,14 @@ def check_the_choice() -> None:
 
 
 def check_a_whole_layer() -> None:
-    def run() -> list[Tensor]:
-        layer = make_layer(moe_config(num_experts=4))
-        hidden_TH = make_hidden(10).requires_grad_()
-        output_TH = layer(hidden_TH)
-        (output_TH * torch.linspace(-1, 2, output_TH.shape[1])).sum().backward()
-        assert hidden_TH.grad is not None
-        return [output_TH, hidden_TH.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
-
     with on_triton() as names:
-        found = run()
+        found = run_layer({"num_experts": 4}, 10, Kernels())
     both_ways = ("router_scores", "chosen_weights", "experts", "combine")
     once = ("combine", "gate_sums", "group_pairs")
     assert sorted(names) == sorted([*both_ways, *(f"{name}_backward" for name in both_ways), *once])
     with on_plain():
-        torch.testing.assert_close(found, run(), rtol=1e-5, atol=1e-5)
+        expected = run_layer({"num_experts": 4}, 10, Kernels())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 # Tokens, experts, hidden.
@@ -267,10 +214,7 @@ def check_scores_of_a_router() -> None:
         hidden_TH = draw(tokens, width).to(dtype).requires_grad_()
         weight_EH = draw(experts, width, seed=1).to(dtype).requires_grad_()
         sent_TE = draw(tokens, experts, seed=2)
-        sides = [
-            hidden_TH.detach().double().requires_grad_(),
-            weight_EH.detach().double().requires_grad_(),
-        ]
+        sides = [side.detach().double().requires_grad_() for side in (hidden_TH, weight_EH)]
         exact_TE = sides[0] @ sides[1].T
         exact = [exact_TE, *torch.autograd.grad(exact_TE, sides, sent_TE.double())]
         with on_triton() as names:
@@ -319,8 +263,6 @@ def sums_of_a_router(scores_TE: Tensor, token_N: Tensor, counts_E: Tensor) -> li
 
 def check_sums_of_a_router() -> None:
     """Tokens of no pair, of one, and of more pairs than experts; two programs are fewer than the blocks."""
-    from megamoe.kernels.triton import router_sums as launchers
-
     for tokens, experts in ((1, 1), (70, 16), (33, 5), (0, 4), (130, 100)):
         scores_TE = 5 * draw(tokens, experts)
         token_N = torch.arange(tokens).repeat_interleave(2)

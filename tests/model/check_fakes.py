@@ -11,7 +11,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformer_engine
+from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
+from transformer_engine.common.recipe import Float8CurrentScaling, Format, MXFP8BlockScaling
+from transformer_engine.pytorch import fp8_autocast
+from transformer_engine.pytorch.attention import rope
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from megamoe.checkpoint.state import weight_chunks
 from megamoe.errors import UserError
@@ -131,9 +137,6 @@ def check_products_of_no_rows() -> None:
 
 
 def check_rows_are_filled_up_to_what_fp8_needs() -> None:
-    from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
-    from transformer_engine.pytorch import fp8_autocast
-
     for fp8, recipe, unit in (("tensorwise", Float8CurrentScaling(), 16), ("mxfp8", MXFP8BlockScaling(), 32)):
         experts = make_experts(transformer_engine_grouped_linear(fp8)).bfloat16()
         counts_E = torch.tensor([1, 0, unit + 1])
@@ -188,8 +191,6 @@ def check_every_product_of_a_block_is_in_fp8_and_the_router_is_not() -> None:
 
 
 def watch_routers(model: GPT, seen: list[Any]) -> None:
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
     def note(module: Router, inputs: Any, routing: Any) -> None:
         assert not any("transformer_engine" in type(part).__module__ for part in module.modules())
         seen.append((routing.scores_TE.dtype, FP8GlobalStateManager.get_fp8_recipe()))
@@ -214,9 +215,6 @@ def check_what_is_recomputed_is_in_fp8_again() -> None:
 
 
 def check_the_options_of_fp8_reach_the_recipe() -> None:
-    from megatron.core.fp8_utils import get_fp8_recipe
-    from transformer_engine.common.recipe import Format
-
     def recipe(*overrides: str) -> Any:
         return get_fp8_recipe(both(*FP8_SIZES, *overrides)[1].model.config)
 
@@ -239,8 +237,6 @@ def refusal(*overrides: str) -> str:
 
 
 def check_what_fp8_cannot_do_is_refused() -> None:
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
     fp8 = ("model.fp8=delayed", *FP8_SIZES)
     assert refusal(*fp8) == ""
     assert "the precision is fp32" in refusal(*fp8, f"parallel.deepspeed={ds_config('zero1_fp32')}")
@@ -279,8 +275,6 @@ def check_the_summary_says_what_is_used() -> None:
 
 
 def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
-    import transformer_engine
-
     transformer_engine.__version__ = "2.2.1"
     backends.find_transformer_engine.cache_clear()
     try:
@@ -303,8 +297,6 @@ def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
 
 def check_rotary_positions_are_fused() -> None:
     """Queries and keys of both blocks; under PyTorch's attention, for documents, too."""
-    from transformer_engine.pytorch.attention import rope
-
     for settings in ((), ("data.document_aware=true",)):
         rope.calls.clear()
         plain, engine = both(*settings)

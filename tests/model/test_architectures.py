@@ -12,7 +12,6 @@ from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.model.architectures.language_model import LanguageModel
-from megamoe.model.size import model_size
 from tests.model.plain import embedded, plain_decoder, plain_encoder, sinusoids
 from tests.tiny import VOCABULARY, tiny, tiny_model
 
@@ -135,23 +134,6 @@ def test_documents_and_padding_do_not_see_each_other(one_rank: None, position: s
     changed = model.whole_logits(other, place_BS, Documents.of(start_BS))
     assert not torch.allclose(changed[:, 0], found[:, 0])  # from a later token: attention is bidirectional
     torch.testing.assert_close(changed[:, 3:], found[:, 3:])
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (*ENCODER, "model.head_transform=true"),
-        (*ENCODER, "model.norm_position=post", "moe.layers={insert_after: [1]}", "model.position=learned"),
-        (*ENCODER, "model.norm_position=post", "moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"),
-        (*BOTH, "moe.layers={encoder: {at: [1]}, decoder: {every: 2}}", "model.tie_embeddings=false"),
-        (*BOTH, "moe.layers={decoder: {insert_after: [1]}}", "model.norm_position=post", "model.bias=true"),
-    ],
-)
-def test_size_is_that_of_the_model(one_rank: None, overrides: tuple[str, ...]) -> None:
-    config = tiny("moe.layers=none", *overrides)
-    model = tiny_model(config)
-    expected = sum(parameter.numel() for parameter in model.parameters())
-    assert model_size(config, VOCABULARY).total == expected
 
 
 def test_numbers_go_on_from_the_encoder_to_the_decoder(one_rank: None) -> None:

@@ -85,28 +85,33 @@ for _name in ("Qwen3", "OLMoE"):
     CASES[f"{_name}, without groups"] = replace(CASES[_name], overrides=_overrides)
 
 
-def theirs_of(case: Case, config: RunConfig) -> tuple[nn.Module, nn.Module, Any]:
+def of_transformers(name: str, block: int, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
     """Return the attention, the rotary positions and the configuration of transformers' model."""
     transformers = pytest.importorskip("transformers")
-    folder, prefix = case.name.split(".")
+    folder, prefix = name.split(".")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    settings = getattr(transformers, f"{prefix}Config")(max_position_embeddings=S, **options)
+    settings._attn_implementation = "eager"
+    attention = getattr(module, f"{prefix}Attention")(settings, block)
+    return attention, getattr(module, f"{prefix}RotaryEmbedding")(settings), settings
+
+
+def theirs_of(case: Case, config: RunConfig) -> tuple[nn.Module, nn.Module, Any]:
     model = config.model
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rope_base)}
     if "partial_rotary_factor" in case.options:
         rotary["partial_rotary_factor"] = case.options["partial_rotary_factor"]
-    settings = getattr(transformers, f"{prefix}Config")(
+    return of_transformers(
+        case.name,
+        case.block - 1,
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_layers,
         num_attention_heads=model.num_attention_heads,
         num_key_value_heads=model.num_query_groups,
         rms_norm_eps=model.norm_eps,
-        max_position_embeddings=S,
         rope_parameters=rotary,
         **case.options,
     )
-    settings._attn_implementation = "eager"
-    attention = getattr(module, f"{prefix}Attention")(settings, case.block - 1)
-    return attention, getattr(module, f"{prefix}RotaryEmbedding")(settings), settings
 
 
 def names_of(attention: nn.Module, theirs: nn.Module) -> dict[str, str]:
@@ -163,26 +168,29 @@ def test_outputs_and_gradients(name: str, kernels: str) -> None:
     with torch.no_grad():
         for other, parameter in theirs.named_parameters():
             parameter.copy_(part_of(other, ours[places[other]], *sizes))
+    assert_same(attention, theirs, rotary, mask_of(theirs, settings))
+    for other, parameter in theirs.named_parameters():
+        mine = part_of(other, gradient_of(ours[places[other]]), *sizes)
+        same_gradient(mine, gradient_of(parameter), other)
+
+
+def assert_same(attention: nn.Module, theirs: nn.Module, rotary: nn.Module, mask_B1SS: Tensor) -> None:
+    """Run both forward and backward: the same outputs, and gradients of the input."""
     hidden_SBH = torch.randn(S, B, HIDDEN, requires_grad=True)
     output, bias = attention(hidden_SBH, None)
     found_SBH = output if bias is None else output + bias
     their_BSH = hidden_SBH.detach().transpose(0, 1).requires_grad_()
     angles = rotary(their_BSH, torch.arange(S)[None])
-    expected_BSH, _ = theirs(
-        their_BSH, position_embeddings=angles, attention_mask=mask_of(theirs, settings, their_BSH)
-    )
+    expected_BSH, _ = theirs(their_BSH, position_embeddings=angles, attention_mask=mask_B1SS)
     upstream_SBH = torch.randn_like(found_SBH)
     found_SBH.backward(upstream_SBH)
     expected_BSH.backward(upstream_SBH.transpose(0, 1))
     assert expected_BSH.std() > 0.1
     torch.testing.assert_close(found_SBH, expected_BSH.transpose(0, 1), rtol=1e-5, atol=1e-5)
     same_gradient(gradient_of(hidden_SBH), gradient_of(their_BSH).transpose(0, 1), "input")
-    for other, parameter in theirs.named_parameters():
-        mine = part_of(other, gradient_of(ours[places[other]]), *sizes)
-        same_gradient(mine, gradient_of(parameter), other)
 
 
-def mask_of(theirs: nn.Module, settings: Any, hidden_BSH: Tensor) -> Tensor:
+def mask_of(theirs: nn.Module, settings: Any) -> Tensor:
     """Return transformers' own mask for the module's block, additive [B, 1, S, S]."""
     from transformers import masking_utils
 
@@ -190,7 +198,7 @@ def mask_of(theirs: nn.Module, settings: Any, hidden_BSH: Tensor) -> Tensor:
     make = masking_utils.create_sliding_window_causal_mask if sliding else masking_utils.create_causal_mask
     mask: Tensor = make(
         config=settings,
-        inputs_embeds=hidden_BSH,
+        inputs_embeds=torch.zeros(B, S, HIDDEN),
         attention_mask=None,
         past_key_values=None,
         position_ids=torch.arange(S)[None],

@@ -1,11 +1,9 @@
 """Accelerators: refused by name where they are not, left alone where nobody asks, used where they are.
 
-What needs them runs on stand-ins, in a process of its own: see on_stand_ins.py. No GPU is in it.
+What needs them runs on stand-ins in a process of its own: see check_fakes.py. It has no GPU.
 """
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,30 +18,17 @@ from megamoe.model.attention.core import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
 from megamoe.train import resolved, trainer
-from tests.model.check_fakes import CHECKS
+from tests.in_subprocess import ROOT, names_of_checks, verdicts_of
 from tests.tiny import check_on, tiny
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
+CHECKS = names_of_checks("tests/model/check_fakes.py", "tests/model/runs_on_fakes.py")
 LONG = "runs_of_two_ranks"
 
 
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
-    asked = [check for check in CHECKS if any(f"[{check}]" in item.name for item in request.session.items)]
-    # A world of this process, of another test, has its variables here.
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.model.check_fakes", *asked],
-        cwd=ROOT,
-        env={**outside, "PYTHONPATH": f"{ROOT / 'tests/fakes'}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert found.returncode == 0, found.stderr
-    return dict(json.loads(found.stdout.splitlines()[-1]))
+    path = f"{ROOT / 'tests/fakes'}{os.pathsep}{ROOT}"
+    return verdicts_of("tests.model.check_fakes", CHECKS, request, PYTHONPATH=path)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from megamoe.kernels.library import find_library
 from megamoe.model.size import mean_choices, model_size
 from megamoe.moe.part import Dims, Part
 from tests.moe.plain import plain_activation
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 
 S = 8
 POSITIONS = torch.arange(S)[None]
@@ -32,6 +32,9 @@ def text(rows: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
     return words[:, :-1], words[:, 1:]
 
 
+ENCODER = ["moe.layers=none", "model.architecture=encoder", "train.objective=masked"]
+BOTH = ["moe.layers=none", "model.architecture=encoder_decoder", "train.objective=span_corruption"]
+POST_INSERTED = ["model.norm_position=post", "moe.layers={insert_after: [1]}"]
 SIZES: dict[str, list[str]] = {
     "as it is": [],
     "dense": ["moe.layers=none"],
@@ -103,13 +106,29 @@ SIZES: dict[str, list[str]] = {
         "model.bias=true",
         "model.num_query_groups=1",
     ],
+    "encoder": [*ENCODER, "model.head_transform=true"],
+    "encoder, inserted": [*ENCODER, *POST_INSERTED, "model.position=learned"],
+    "encoder, sub-layers": [*ENCODER, *POST_INSERTED, "moe.expert_sublayers=2"],
+    "encoder-decoder": [
+        *BOTH,
+        "model.encoder_layers=3",
+        "moe.layers={encoder: {at: [1]}, decoder: {every: 2}}",
+        "model.tie_embeddings=false",
+    ],
+    "encoder-decoder, inserted": [
+        *BOTH,
+        "model.encoder_layers=3",
+        "moe.layers={decoder: {insert_after: [1]}}",
+        "model.norm_position=post",
+        "model.bias=true",
+    ],
 }
 
 
 @pytest.mark.parametrize("case", SIZES)
 def test_size_is_that_of_the_built_model(one_rank: None, case: str) -> None:
     config = tiny(*SIZES[case])
-    model = tiny_gpt(config)
+    model = tiny_model(config)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".layer.experts." in name)
     size = model_size(config, VOCABULARY)
     assert size.total == sum(parameter.numel() for parameter in model.parameters())
@@ -258,37 +277,15 @@ def test_the_order_of_what_came_before_matters(one_rank: None, position: str) ->
     assert ((before - after).abs() > 1e-4).all()
 
 
-@pytest.mark.parametrize("position", ["rope", "learned"])
-def test_attention_stops_at_document_boundaries(one_rank: None, position: str) -> None:
-    """The second document's losses are those of the same document by itself."""
-    model = tiny_gpt(tiny("model.init_std=0.5", f"model.position={position}"))
-    tokens, labels = text()
-    tokens = torch.where(tokens == 0, 1, tokens)
-    tokens[0, 2] = 0  # ends the first document, three tokens long
-    items = document_items(tokens[0], eod=0)
-    documents = Documents.of(items["document_start"][None])
-    assert documents.bounds == (0, 3, S)
-    together = model(tokens, items["position_ids"][None], labels, documents)[0]
-    other = tokens.clone()
-    other[0, :2] = (other[0, :2] + 3) % VOCABULARY
-    assert torch.equal(document_items(other[0], eod=0)["document_start"], items["document_start"])
-    beside_another = model(other, items["position_ids"][None], labels, documents)[0]
-    alone = model(tokens[:, 3:], POSITIONS[:, : S - 3], labels[:, 3:])[0]
-    torch.testing.assert_close(together[3:], beside_another[3:], rtol=0, atol=1e-5)
-    torch.testing.assert_close(together[3:], alone, rtol=0, atol=1e-6)
-    causal = model(tokens, POSITIONS, labels)[0]
-    assert not torch.allclose(causal[3:], alone, atol=1e-3)
-
-
 @pytest.mark.parametrize("kernels", ["compiled", "plain"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("recompute", "position"), [("none", "rope"), ("none", "learned"), ("full", "rope")])
 def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
-    one_rank: None, kernels: Literal["compiled", "plain"], recompute: str
+    one_rank: None, kernels: str, recompute: str, position: str
 ) -> None:
-    """Two packed sequences against five batches of one document each."""
+    """Two packed sequences against five batches of one document each; together without limits they differ."""
     if kernels == "compiled" and find_library()[0] is None:
         pytest.skip(find_library()[1])
-    options = [f"model.cpu_kernels={kernels}", f"model.recompute={recompute}"]
+    options = [f"model.cpu_kernels={kernels}", f"model.recompute={recompute}", f"model.position={position}"]
     length = 140
     model = tiny_gpt(tiny("model.init_std=0.3", f"data.sequence_length={length}", *options))
     words = torch.randint(1, VOCABULARY, (2, length + 1), generator=torch.Generator().manual_seed(3))
@@ -310,6 +307,7 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
         for total, gradient in zip(expected, torch.autograd.grad(losses.sum(), weights), strict=True):
             total += gradient
     torch.testing.assert_close(packed.flatten(), torch.cat(alone), rtol=1e-6, atol=2e-6)
+    assert not torch.allclose(model(tokens, positions, labels)[0, 64:], packed[0, 64:], atol=1e-3)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * max(1.0, float(other.abs().max())))
 

@@ -1,6 +1,5 @@
 """Multi-head latent attention against transformers' DeepSeek-V2 and V3, alone and in a model."""
 
-import importlib
 from typing import Any
 
 import pytest
@@ -12,12 +11,19 @@ from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import find_library
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.attention.key_value_cache import KeyValueCache
-from tests.model.test_attention_of_transformers import same_gradient
+from tests.model.test_attention_of_transformers import (
+    HIDDEN,
+    S,
+    assert_same,
+    gradient_of,
+    of_transformers,
+    same_gradient,
+)
 from tests.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-B, S, HEADS, HIDDEN = 2, 75, 4, 48
+HEADS = 4
 SHAPE = (f"model.hidden_size={HIDDEN}", f"model.num_attention_heads={HEADS}", f"data.sequence_length={S}")
 COMPRESSED = {"query_rank": 10, "key_value_rank": 14, "nope_size": 8, "rope_size": 6, "value_size": 9}
 WHOLE = {"key_value_rank": 14, "nope_size": 6, "rope_size": 4, "value_size": 16}  # wide values
@@ -49,20 +55,17 @@ def overrides_of(latent: dict[str, int], rotary: dict[str, Any]) -> list[str]:
     return keys + [f"model.rotary.{key}={str(value).lower()}" for key, value in rotary.items()]
 
 
-def theirs_of(name: str, latent: dict[str, int], rotary: dict[str, Any]) -> list[nn.Module]:
-    """Return the attention and the rotary positions of transformers' model."""
-    transformers = pytest.importorskip("transformers")
-    folder, prefix = name.split(".")
-    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+def theirs_of(name: str, latent: dict[str, int], rotary: dict[str, Any]) -> tuple[nn.Module, nn.Module, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if "scaling" in rotary:
         rope |= {key: YARN[key] for key in ("factor", "mscale", "mscale_all_dim")}
         rope |= {"rope_type": "yarn", "original_max_position_embeddings": YARN["original_length"]}
-    settings = getattr(transformers, f"{prefix}Config")(
+    return of_transformers(
+        name,
+        0,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
-        max_position_embeddings=S,
         rope_parameters=rope,
         attention_bias=False,
         q_lora_rank=latent.get("query_rank"),
@@ -72,9 +75,6 @@ def theirs_of(name: str, latent: dict[str, int], rotary: dict[str, Any]) -> list
         v_head_dim=latent["value_size"],
         **({"rope_interleave": rotary.get("interleaved", False)} if "V3" in name else {}),
     )
-    settings._attn_implementation = "eager"
-    attention = getattr(module, f"{prefix}Attention")(settings, 0)
-    return [attention, getattr(module, f"{prefix}RotaryEmbedding")(settings)]
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "plain"])
@@ -83,10 +83,13 @@ def test_outputs_and_gradients(case: str, kernels: str) -> None:
     if kernels == "compiled" and find_library()[0] is None:
         pytest.skip(find_library()[1])
     name, latent, rotary = CASES[case]
-    theirs, positions = theirs_of(name, latent, rotary)
+    theirs, positions, _ = theirs_of(name, latent, rotary)
     keys = [*overrides_of(latent, rotary), f"model.cpu_kernels={kernels}", "model.norm_eps=1e-6"]
     ours = tiny_gpt(tiny(*SHAPE, *keys)).model.decoder.layers[0].self_attention
-    places = {each: place_of(each) for each, _ in theirs.named_parameters()}
+    places = {}
+    for each, _ in theirs.named_parameters():
+        module, _, kind = each.rpartition(".")
+        places[each] = f"{PLACES[module]}.{kind}"
     parameters = dict(ours.named_parameters())
     assert sorted(places.values()) == sorted(parameters)
     random = torch.Generator().manual_seed(3)
@@ -95,29 +98,9 @@ def test_outputs_and_gradients(case: str, kernels: str) -> None:
             drawn = torch.randn(parameter.shape, generator=random) * (0.3 if parameter.dim() > 1 else 1)
             parameter.copy_(drawn)
             parameters[places[each]].copy_(drawn)
-    hidden_SBH = torch.randn(S, B, HIDDEN, generator=random, requires_grad=True)
-    found_SBH, bias = ours(hidden_SBH, None)
-    assert bias is None
-    their_BSH = hidden_SBH.detach().transpose(0, 1).requires_grad_()
-    later_SS = torch.full((S, S), float("-inf")).triu(1)
-    angles = positions(their_BSH, torch.arange(S)[None])
-    expected_BSH, _ = theirs(their_BSH, position_embeddings=angles, attention_mask=later_SS[None, None])
-    upstream_SBH = torch.randn(found_SBH.shape, generator=random)
-    found_SBH.backward(upstream_SBH)
-    expected_BSH.backward(upstream_SBH.transpose(0, 1))
-    assert expected_BSH.std() > 0.1
-    torch.testing.assert_close(found_SBH, expected_BSH.transpose(0, 1), rtol=1e-5, atol=1e-5)
-    assert hidden_SBH.grad is not None and their_BSH.grad is not None
-    same_gradient(hidden_SBH.grad, their_BSH.grad.transpose(0, 1), "input")
+    assert_same(ours, theirs, positions, torch.full((S, S), float("-inf")).triu(1)[None, None])
     for each, parameter in theirs.named_parameters():
-        found, expected = parameters[places[each]].grad, parameter.grad
-        assert found is not None and expected is not None, each
-        same_gradient(found, expected, each)
-
-
-def place_of(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    return f"{PLACES[module]}.{kind}"
+        same_gradient(gradient_of(parameters[places[each]]), gradient_of(parameter), each)
 
 
 MODEL = [*overrides_of(COMPRESSED, SCALED), "model.init_std=0.3"]

@@ -63,8 +63,7 @@ def test_a_group_for_each_set_of_ranks(made: list[tuple[int, ...]], layout: Layo
     for group, all_ranks in zip(exchange, own, strict=True):
         (expected,) = [ranks for ranks in all_ranks if last in ranks]
         assert ranks_of(group) == expected if group is not None else len(expected) == 1
-    name = expert_group_name(layout)
-    holders, copies = deepspeed_compat.expert_holder_group(name), deepspeed_compat.expert_copy_group(name)
+    holders, copies = deepspeed_compat.expert_groups(expert_group_name(layout))
     assert [ranks_of(holders)] == [ranks for ranks in layout.expert_holder_groups() if last in ranks]
     assert [ranks_of(copies)] == [ranks for ranks in layout.expert_copy_groups() if last in ranks]
     data, tensor = (

@@ -43,27 +43,6 @@ def test_experts_across_tensor_ranks_by_hand() -> None:
 
 
 @pytest.mark.parametrize("layout", LEGAL, ids=str)
-def test_the_groups_cover_the_world(layout: Layout) -> None:
-    world = list(range(layout.ranks))
-    kinds = {
-        "expert": (layout.expert_groups(), layout.expert),
-        "expert_tensor": (layout.expert_tensor_groups(), layout.expert_tensor),
-        "holders": (layout.expert_holder_groups(), layout.expert_ranks),
-        "copies": (layout.expert_copy_groups(), layout.expert_copies),
-    }
-    for kind, (groups, size) in kinds.items():
-        assert sorted(rank for group in groups for rank in group) == world, kind
-        assert {len(group) for group in groups} == {size}, kind
-    for holders, copies in product(kinds["holders"][0], kinds["copies"][0]):
-        assert len(set(holders) & set(copies)) == 1
-    for group in layout.expert_groups():  # in the order of what they hold: the all-to-all counts on it
-        assert [layout.expert_rank(rank) for rank in group] == list(range(layout.expert))
-    for groups in (layout.expert_tensor_groups(), layout.expert_copy_groups()):
-        for group in groups:
-            assert len({layout.expert_rank(rank) for rank in group}) == 1
-
-
-@pytest.mark.parametrize("layout", LEGAL, ids=str)
 def test_the_order_is_megatrons(layout: Layout) -> None:
     dense = RankGenerator(tp=layout.tensor, ep=1, dp=layout.data, pp=1, cp=1, order=ORDER)
     for group in dense.get_ranks("tp"):
@@ -78,3 +57,7 @@ def test_the_order_is_megatrons(layout: Layout) -> None:
     assert sorted(experts.get_ranks("tp")) == layout.expert_tensor_groups()
     assert sorted(experts.get_ranks("tp-ep")) == layout.expert_holder_groups()
     assert sorted(experts.get_ranks("dp")) == layout.expert_copy_groups()
+    for group in layout.expert_groups():  # in the order of what they hold: the all-to-all counts on it
+        assert [layout.expert_rank(rank) for rank in group] == list(range(layout.expert))
+    for group in layout.expert_tensor_groups() + layout.expert_copy_groups():
+        assert len({layout.expert_rank(rank) for rank in group}) == 1

@@ -192,12 +192,8 @@ def test_every_problem_of_a_layout_is_reported() -> None:
 )
 def test_what_is_not_supported_is_reported(key: str, way_out: str) -> None:
     with pytest.raises(UserError) as refusal:
-        unsupported(key)
+        load_config(None, [f"parallel.{key}=2"])
     where, _, message = str(refusal.value).partition(": ")
     assert where == "configuration"
     assert message.startswith(f"parallel.{key}: {key} parallelism is not supported; take this key out")
     assert way_out in message and "\n" not in message
-
-
-def unsupported(key: str) -> RunConfig:
-    return load_config(None, [f"parallel.{key}=2"])

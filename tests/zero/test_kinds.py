@@ -1,6 +1,6 @@
 """AdamW and Adam at every ZeRO stage, against PyTorch's own on the same model; and where Adam is refused."""
 
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +15,9 @@ from megamoe.parallel.launch import World
 from megamoe.zero.deepspeed_config import ParallelPlan, fill_in
 from megamoe.zero.engine import Engine, _build_optimizer
 from megamoe.zero.optimizer import parameter_groups
+from tests.distributed.runs import ds_config
 from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
-ROOT = Path(__file__).parents[2]
 KINDS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 OPTIONS = ("optimizer.weight_decay=0.5", "optimizer.grad_clip=0.05", "optimizer.eps=0.001")
 STEPS, LR = 3, 0.01
@@ -29,11 +29,10 @@ def losses_of(model: nn.Module, step: int) -> torch.Tensor:
     return losses
 
 
-def reference(name: str) -> dict[str, torch.Tensor]:
-    """The weights after plain PyTorch's steps."""
-    config = tiny(f"optimizer.name={name}", *OPTIONS)
-    model = tiny_gpt(config).train()
-    optimizer = KINDS[name](parameter_groups(model, config.optimizer), lr=LR, betas=(0.9, 0.95), eps=0.001)
+def reference(name: str, groups_of: Callable[[GPT], list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
+    """Return the weights after plain PyTorch's steps."""
+    model = tiny_gpt(tiny(*OPTIONS)).train()
+    optimizer = KINDS[name](groups_of(model), lr=LR, betas=(0.9, 0.95), eps=0.001)
     for step in range(STEPS):
         optimizer.zero_grad()
         losses_of(model, step).backward()
@@ -43,33 +42,41 @@ def reference(name: str) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
+def stepped(stage: int, *overrides: str) -> dict[str, torch.Tensor]:
+    """Return the weights after the same steps of our engine."""
+    engine = tiny_engine(tiny(f"parallel.deepspeed={ds_config(f'zero{stage}_fp32')}", *OPTIONS, *overrides))
+    engine.train(True)
+    for step in range(STEPS):
+        engine.backward(loss_of(engine, step))
+        engine.step(LR)
+    weights = dict(engine.model.named_parameters())
+    with engine.gathered(weights.values()):
+        return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.fixture(scope="module")
 def references(one_rank: None) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: reference(name) for name in KINDS}
+    """Return them with the groups of `optimizer.weight_decay`."""
+    config = tiny(*OPTIONS).optimizer
+    return {name: reference(name, lambda model: parameter_groups(model, config)) for name in KINDS}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_steps_are_pytorchs(references: dict[str, dict[str, torch.Tensor]], name: str, stage: int) -> None:
-    path = f"parallel.deepspeed={ROOT}/ds_configs/zero{stage}_fp32.json"
-    config = tiny(f"optimizer.name={name}", path, *OPTIONS)
-    engine = tiny_engine(config)
-    engine.train(True)
-    for step in range(STEPS):
-        engine.backward(_loss(engine, step))
-        engine.step(LR)
-    assert isinstance(engine.model, GPT)
+    found = stepped(stage, f"optimizer.name={name}")
+    assert_same(found, references[name])
     other = references["adam" if name == "adamw" else "adamw"]
-    furthest = 0.0
-    for key, weight in engine.model.named_parameters():
-        with engine.gathered([weight]):
-            found = weight.detach().clone()
-        torch.testing.assert_close(found, references[name][key], rtol=1e-5, atol=1e-6, msg=key)
-        furthest = max(furthest, float((found - other[key]).abs().max()))
-    assert furthest > 1e-3
+    assert max(float((weight - other[key]).abs().max()) for key, weight in found.items()) > 1e-3
 
 
-def _loss(engine: Engine, step: int) -> torch.Tensor:
+def loss_of(engine: Engine, step: int) -> torch.Tensor:
     text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
     positions = torch.arange(8).expand_as(text)
     losses: torch.Tensor = engine.forward(

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megamoe.config import dump_yaml
 from megamoe.errors import UserError
+from megamoe.model.architectures.decoder import GPT
 from megamoe.train.trainer import Trainer
 from megamoe.zero.deepspeed_config import ParallelPlan, fill_in
 from megamoe.zero.optimizer import parameter_groups
+from tests.distributed.runs import ds_config
 from tests.tiny import restored_process, tiny, tiny_engine, tiny_gpt
-from tests.zero.test_kinds import KINDS, LR, OPTIONS, ROOT, STEPS, _loss, losses_of
+from tests.zero.test_kinds import KINDS, LR, OPTIONS, assert_same, loss_of, reference, stepped
 
 GROUPS = (
     r"optimizer.groups=[{pattern: 'router\.', lr_scale: 0.1, weight_decay: 0.0}, "
@@ -41,22 +42,15 @@ def by_hand(name: str) -> tuple[float, float]:
 @pytest.fixture(scope="module")
 def references(one_rank: None) -> dict[str, dict[str, torch.Tensor]]:
     """Return the weights after PyTorch's steps, with each parameter in a separate group."""
-    return {kind: reference(kind) for kind in KINDS}
+    return {kind: reference(kind, groups_by_hand) for kind in KINDS}
 
 
-def reference(kind: str) -> dict[str, torch.Tensor]:
-    model = tiny_gpt(tiny(*OPTIONS)).train()
+def groups_by_hand(model: GPT) -> list[dict[str, Any]]:
     groups = []
     for name, parameter in model.named_parameters():
         scale, decay = by_hand(name)
         groups.append({"params": [parameter], "lr": LR * scale, "weight_decay": decay})
-    optimizer = KINDS[kind](groups, betas=(0.9, 0.95), eps=0.001)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses_of(model, step).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-    return {name: weight.detach() for name, weight in model.named_parameters()}
+    return groups
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -64,19 +58,11 @@ def reference(kind: str) -> dict[str, torch.Tensor]:
 def test_steps_are_those_of_pytorchs_groups(
     references: dict[str, dict[str, torch.Tensor]], kind: str, stage: int
 ) -> None:
-    path = f"parallel.deepspeed={ROOT}/ds_configs/zero{stage}_fp32.json"
-    config = tiny(f"optimizer.name={kind}", path, GROUPS, *OPTIONS)
-    start = {name: weight.detach().clone() for name, weight in tiny_gpt(config).named_parameters()}
-    engine = tiny_engine(config)
-    engine.train(True)
-    for step in range(STEPS):
-        engine.backward(_loss(engine, step))
-        engine.step(LR)
-    for name, weight in engine.model.named_parameters():
-        with engine.gathered([weight]):
-            found = weight.detach().clone()
-        torch.testing.assert_close(found, references[kind][name], rtol=1e-5, atol=1e-6, msg=name)
-        assert torch.equal(found, start[name]) == (by_hand(name)[0] == 0), name
+    start = dict(tiny_gpt(tiny(*OPTIONS)).named_parameters())
+    found = stepped(stage, f"optimizer.name={kind}", GROUPS)
+    assert_same(found, references[kind])
+    for name, weight in found.items():
+        assert torch.equal(weight, start[name]) == (by_hand(name)[0] == 0), name
 
 
 def test_the_masters_of_a_bf16_model_are_in_the_same_groups(one_rank: None) -> None:
@@ -84,7 +70,7 @@ def test_the_masters_of_a_bf16_model_are_in_the_same_groups(one_rank: None) -> N
     config = tiny(GROUPS, *OPTIONS, *bf16)
     engine = tiny_engine(config)
     engine.train(True)
-    engine.backward(_loss(engine, 0))
+    engine.backward(loss_of(engine, 0))
     engine.step(LR)
     wanted: dict[tuple[float, float], int] = {}
     for name, weight in engine.model.named_parameters():
@@ -134,10 +120,7 @@ def test_a_frozen_parameter_is_not_trained(one_rank: None) -> None:
 @pytest.mark.parametrize(
     ("value", "line"),
     [
-        (
-            "[{pattern: '('}]",
-            r"groups\.0\.pattern: expected a regular .*: unclosed group \(found '\('\)",
-        ),
+        ("[{pattern: '('}]", r"groups\.0\.pattern: expected a regular .*: unclosed group \(found '\('\)"),
         ("[{pattern: '(?=a)'}]", r"groups\.0\.pattern: expected a regular expression: look-around, .*"),
         ("[{pattern: '(a{1000}){1000}'}]", r"groups\.0\.pattern: .* exceeds size limit .*"),
         ("[{pattern: ''}]", r"groups\.0\.pattern: expected a regular expression of 1 to 200 characters .*"),
@@ -177,7 +160,7 @@ def test_adams_decay_of_a_group_is_refused_where_deepspeed_takes_adamw() -> None
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_run_resumes_with_other_parameter_groups(stage: int, tmp_path: Path) -> None:
     """Moments go by the parameter's name: with groups that change nothing, the steps are the same ones."""
-    path = f"parallel.deepspeed={ROOT}/ds_configs/zero{stage}_fp32.json"
+    path = f"parallel.deepspeed={ds_config(f'zero{stage}_fp32')}"
     common = [f"output={tmp_path}", path, "evaluation.batches=0", "train.steps=4"]
     nothing = r"optimizer.groups=[{pattern: 'layers\.1'}, {pattern: 'experts\.up|norm'}]"
     wanted = losses(4, *common, "name=whole")

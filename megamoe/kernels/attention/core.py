@@ -78,12 +78,11 @@ def plain_causal_attention(
     kernels: Kernels,
 ) -> Tensor:
     """Compute `causal_attention` by PyTorch's operators."""
+    sides = (query_SBND, key_SBGD, value_SBGD)
     if rotary is not None and documents is None:
-        sides = turn_sides(query_SBND, key_SBGD, value_SBGD, rotary, kernels)
-        query_SBND, key_SBGD, value_SBGD = sides
+        query_SBND, key_SBGD, value_SBGD = turn_sides(*sides, rotary, kernels)
     elif rotary is not None:
-        query_SBND = rotated(query_SBND, rotary, documents, kernels)
-        key_SBGD = rotated(key_SBGD, rotary, documents, kernels)
+        query_SBND, key_SBGD = (rotated(side, rotary, documents, kernels) for side in sides[:2])
     sides = (query_SBND, key_SBGD, value_SBGD)
     takes_lengths = documents is not None or variant.window is not None
     if takes_lengths and variant.only_window and fits_varlen(query_SBND):
@@ -109,8 +108,7 @@ def bidirectional_attention(
     It uses PyTorch's operators: the compiled library's pass is causal. dropout_p: of attention weights.
     """
     if rotary is not None:
-        query_SBND = rotated(query_SBND, rotary, documents, kernels)
-        key_SBGD = rotated(key_SBGD, rotary, documents, kernels)
+        query_SBND, key_SBGD = (rotated(side, rotary, documents, kernels) for side in (query_SBND, key_SBGD))
     sides = (query_SBND, key_SBGD, value_SBGD)
     if documents is not None and not dropout_p and fits_varlen(query_SBND):
         return varlen_attention(*sides, documents, scale, causal=False)
@@ -131,8 +129,7 @@ def cross_attention(
     the distance of positions in two sequences has no meaning.
     """
     visible = None if lengths is None else lengths.visible_B11L
-    options = {"attn_mask": visible, "dropout_p": dropout_p, "scale": scale}
-    return _attend(query_SBND, key_LBND, value_LBND, **options)
+    return _attend(query_SBND, key_LBND, value_LBND, attn_mask=visible, dropout_p=dropout_p, scale=scale)
 
 
 def rotated(heads_SBND: Tensor, rotary: Rotary, documents: Documents | None, kernels: Kernels) -> Tensor:
@@ -256,19 +253,8 @@ class _Attention(torch.autograd.Function):
         length, batch, heads, size = query.shape
         output = query.new_empty(length, batch, heads * size)
         log_sum_BNS = query.new_empty(batch, heads, length)
-        ctx.settings = (
-            length,
-            batch,
-            heads,
-            key.shape[2],
-            size,
-            cosine,
-            sine,
-            scale,
-            start_BS,
-            window,
-            soft_cap,
-        )
+        sizes = (length, batch, heads, key.shape[2], size)
+        ctx.settings = (*sizes, cosine, sine, scale, start_BS, window, soft_cap)
         sides = (*_heads(query), *_heads(key), *_heads(value))
         sums = (output, log_sum_BNS, sinks_N)
         library.call("attention", query.dtype, library.sgemm, *sides, *ctx.settings, *sums)

@@ -53,13 +53,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        up: Tensor,
-        down: Tensor,
-        ends: Tensor,
-        library: RowKernels,
-        kernels: Kernels,
+        ctx: Any, rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, library: RowKernels, kernels: Kernels
     ) -> Tensor:
         hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
         blas = blas_of(library, rows.dtype)  # with it, the activated rows need no memory

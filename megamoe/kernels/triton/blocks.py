@@ -8,7 +8,7 @@ import torch
 import triton
 
 LARGEST_BLOCK = 1024  # columns that one program of a pass over rows holds at a time
-AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capabilities
+AMPERE, HOPPER = 8, 9  # major compute capabilities; later ones have the tiles of Hopper
 INTERPRETED = 0  # tensors of the CPU
 
 
@@ -42,10 +42,6 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("up", 2, HOPPER): Tile(128, 64, 64, 8, 4),
     ("down_backward", 2, HOPPER): Tile(128, 64, 64, 8, 4),
     ("to_weight", 2, HOPPER): Tile(128, 128, 64, 8, 4),
-    ("product", 2, BLACKWELL): Tile(128, 128, 64, 8, 4),
-    ("up", 2, BLACKWELL): Tile(128, 64, 64, 8, 4),
-    ("down_backward", 2, BLACKWELL): Tile(128, 64, 64, 8, 4),
-    ("to_weight", 2, BLACKWELL): Tile(128, 128, 64, 8, 4),
     ("product", 4, AMPERE): Tile(64, 64, 16, 4, 3),
     ("up", 4, AMPERE): Tile(64, 32, 16, 4, 3),
     ("down_backward", 4, AMPERE): Tile(64, 32, 16, 4, 3),

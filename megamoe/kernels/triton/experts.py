@@ -5,38 +5,33 @@ computes the gradient of the first product's result where the gradient of the ac
 product, and the activated rows once more. Sizes: N rows, E experts, H hidden, F FFN columns.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.costs import bytes_of
+from megamoe.kernels.triton.costs import bytes_of, each_once
 from megamoe.kernels.triton.products import add_product, find_rows, launch, multiply, weigh
 from megamoe.kernels.triton.tiles import inside, store_block
 
 
-def _cost_of_forward(
-    rows_NH: Tensor,
-    up_EGH: Tensor,
-    down_EHF: Tensor,
-    ends_E: Tensor,
-    count: int,
-    hidden_size: int,
-    ffn_size: int,
-    hidden_NG: Tensor,
-    active_NF: Tensor,
-    out_NH: Tensor,
-) -> tuple[int, int]:
-    """Return (bytes, FLOPs): the activated rows are written and read."""
-    moved = bytes_of(rows_NH, up_EGH, down_EHF, ends_E, hidden_NG, active_NF, active_NF, out_NH)
-    return moved, 6 * len(rows_NH) * hidden_size * ffn_size
+def _forward_bytes(*arguments: Any, result: None) -> int:
+    """The activated rows are written and read."""
+    return each_once(*arguments, result=result) + bytes_of(arguments[-2])
+
+
+def _forward_flops(rows_NH: Tensor, *others: Any, result: None) -> int:
+    hidden_size, ffn_size = others[4:6]
+    return 6 * len(rows_NH) * hidden_size * ffn_size
 
 
 @kernel_operator(
     "experts",
     mutates={"hidden_NG", "active_NF", "out_NH"},
-    bytes_moved=lambda *arguments, result: _cost_of_forward(*arguments)[0],
-    flops=lambda *arguments, result: _cost_of_forward(*arguments)[1],
+    bytes_moved=_forward_bytes,
+    flops=_forward_flops,
     launches=2,
 )
 def experts(
@@ -60,21 +55,10 @@ def experts(
 
 
 def _cost_of_backward(
-    sent_NH: Tensor,
-    rows_NH: Tensor,
-    up_EGH: Tensor,
-    down_EHF: Tensor,
-    ends_E: Tensor,
-    count: int,
-    hidden_size: int,
-    ffn_size: int,
-    hidden_NG: Tensor,
-    active_NF: Tensor,
-    to_rows_NH: Tensor | None,
-    to_up_EGH: Tensor | None,
-    to_down_EHF: Tensor | None,
+    sent_NH: Tensor, rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, ends_E: Tensor, *others: Any
 ) -> tuple[int, int]:
     """Return (bytes, FLOPs) of the product for the activated rows and of the gradients that are wanted."""
+    _, hidden_size, ffn_size, hidden_NG, active_NF, to_rows_NH, to_up_EGH, to_down_EHF = others
     product = 2 * len(rows_NH) * hidden_size * ffn_size
     moved = bytes_of(sent_NH, down_EHF, ends_E, hidden_NG, hidden_NG, active_NF)
     flops = product

@@ -4,6 +4,8 @@
 the sum as well. It has no counterpart for the CPU.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -43,21 +45,13 @@ def summed_rms_norm(
 
 
 def _normalise(
-    rows: Tensor,
-    added: Tensor | None,
-    weight_H: Tensor,
-    count: int,
-    width: int,
-    eps: float,
-    sum: Tensor | None,
-    out: Tensor,
-    scale_N: Tensor,
+    rows: Tensor, added: Tensor | None, weight_H: Tensor, count: int, width: int, *rest: Any
 ) -> None:
+    """Launch the kernel. rest: eps, the sum or None, the result and its scale."""
     if count:
-        block, tall = _blocks(width)
-        options = {"ROWS": tall, "BLOCK": block, "num_warps": _warps(block * tall)}
-        arguments = (rows, added, weight_H, count, width, eps, sum, out, scale_N)
-        _rms_norm[(triton.cdiv(count, tall),)](*arguments, **options)
+        options = _options(width)
+        grid = (triton.cdiv(count, options["ROWS"]),)
+        _rms_norm[grid](rows, added, weight_H, count, width, *rest, **options)
 
 
 @kernel_operator("rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2)
@@ -72,7 +66,7 @@ def rms_norm_backward(
     to_weight_H: Tensor,
 ) -> None:
     """Compute the gradients of the rows and of the weight, the latter in one order of sums."""
-    _differentiate(sent, None, rows, weight_H, scale_N, count, width, to_rows, to_weight_H)
+    _differentiate((sent, None, rows, weight_H, scale_N), count, width, to_rows, to_weight_H)
 
 
 @kernel_operator(
@@ -90,40 +84,27 @@ def summed_rms_norm_backward(
     to_weight_H: Tensor,
 ) -> None:
     """Compute `rms_norm_backward`, and add `sent_to_sum` to the gradient of the rows."""
-    _differentiate(sent, sent_to_sum, rows, weight_H, scale_N, count, width, to_rows, to_weight_H)
+    _differentiate((sent, sent_to_sum, rows, weight_H, scale_N), count, width, to_rows, to_weight_H)
 
 
 def _differentiate(
-    sent: Tensor,
-    sent_to_sum: Tensor | None,
-    rows: Tensor,
-    weight_H: Tensor,
-    scale_N: Tensor,
-    count: int,
-    width: int,
-    to_rows: Tensor,
-    to_weight_H: Tensor,
+    sides: tuple[Tensor | None, ...], count: int, width: int, to_rows: Tensor, to_weight_H: Tensor
 ) -> None:
     if not count:
         to_weight_H.zero_()
         return
-    block, tall = _blocks(width)
-    programs = min(PROGRAMS, triton.cdiv(count, tall))
-    part_PH = torch.empty(programs, width, dtype=torch.float32, device=rows.device)
-    options = {"ROWS": tall, "BLOCK": block, "num_warps": _warps(block * tall)}
-    arguments = (sent, sent_to_sum, rows, weight_H, scale_N, count, width, to_rows, part_PH)
-    _rms_norm_backward[(programs,)](*arguments, **options)
+    options = _options(width)
+    programs = min(PROGRAMS, triton.cdiv(count, options["ROWS"]))
+    part_PH = to_rows.new_empty(programs, width, dtype=torch.float32)
+    _rms_norm_backward[(programs,)](*sides, count, width, to_rows, part_PH, **options)
     sum_parts(part_PH, to_weight_H)
 
 
-def _blocks(width: int) -> tuple[int, int]:
-    """Return the columns and the rows that a program holds at a time."""
+def _options(width: int) -> dict[str, int]:
+    """Return the rows and the columns that a program holds at a time, and its warps."""
     block = triton.next_power_of_2(width)
-    return block, max(1, NUMBERS // block)
-
-
-def _warps(numbers: int) -> int:
-    return min(16, max(4, numbers // 1024))
+    tall = max(1, NUMBERS // block)
+    return {"ROWS": tall, "BLOCK": block, "num_warps": min(16, max(4, block * tall // 1024))}
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.blocks import Tile, tile_for
+from megamoe.kernels.triton.blocks import tile_for
 from megamoe.kernels.triton.costs import each_once
 from megamoe.kernels.triton.tiles import load_block, load_turned, store_block
 
@@ -21,17 +21,8 @@ from megamoe.kernels.triton.tiles import load_block, load_turned, store_block
 FP32_PRECISION = "ieee"
 
 
-def _flops(
-    rows: Tensor,
-    other: Tensor,
-    ends_E: Tensor,
-    experts: int,
-    inner: int,
-    outer: int,
-    out: Tensor,
-    *,
-    result: None,
-) -> int:
+def _flops(rows: Tensor, *others: Any, result: None) -> int:
+    inner, outer = others[3:5]
     return 2 * len(rows) * inner * outer
 
 
@@ -106,21 +97,15 @@ def launch(
 ) -> None:
     """Launch a kernel that multiplies rows by their expert's weight, with a program for each tile.
 
-    kind: of the table of tiles. inner: columns of the rows. columns: of the result.
+    Each expert may have one tile that is not full. The grid is one dimension, because a second one may have
+    65,535 programs at most. kind: of the table of tiles. inner: columns of the rows. columns: of the result.
     """
     tile = tile_for(kind, rows)
+    row_tiles = triton.cdiv(len(rows), tile.rows) + min(experts, len(rows))
+    grid = (row_tiles * triton.cdiv(columns, tile.columns),)
     constants |= {"EXPERTS": triton.next_power_of_2(experts), "PRECISION": precision_of(rows)}
     arguments = (rows, weight, ends_E, experts, inner, columns, *outputs)
-    kernel[grid_of(rows, experts, columns, tile)](*arguments, **constants, **tile.options())
-
-
-def grid_of(rows: Tensor, experts: int, columns: int, tile: Tile) -> tuple[int]:
-    """Return the number of programs: each expert may have one tile that is not full.
-
-    It is one dimension, because a second one may have 65,535 programs at most.
-    """
-    row_tiles = triton.cdiv(len(rows), tile.rows) + min(experts, len(rows))
-    return (row_tiles * triton.cdiv(columns, tile.columns),)
+    kernel[grid](*arguments, **constants, **tile.options())
 
 
 def precision_of(rows: Tensor) -> str:
@@ -199,13 +184,20 @@ def add_product(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Return sum + rows[row, depth :] weight[column, depth :]^T over DEPTH places, 0 beyond the edges."""
+    """Return sum + rows[row, depth :] weight[column, depth :]^T over DEPTH places, 0 beyond the edges.
+
+    With PRECISION "ieee" both factors are multiplied in fp32, whatever they are.
+    """
     place = depth + tl.arange(0, DEPTH)
     left = load_block(rows, row, place, count, inner)
+    if PRECISION == "ieee":
+        left = left.to(tl.float32)
     if WEIGHT_IS_OUT_IN:
         right = load_turned(weight, column, place, outer, inner)
     else:
         right = load_block(weight, place, column, inner, outer)
+    if PRECISION == "ieee":
+        right = right.to(tl.float32)
     return tl.dot(left, right, sum, input_precision=PRECISION)
 
 

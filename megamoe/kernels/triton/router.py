@@ -3,13 +3,16 @@
 The product reads the tokens in the model's dtype and sums in fp32. Plain forms: `kernels/router.py`.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.costs import bytes_of, each_once
+from megamoe.kernels.triton.costs import each_once
+from megamoe.kernels.triton.products import add_product
 from megamoe.kernels.triton.sums import sum_parts
 from megamoe.kernels.triton.tiles import inside, load_block, load_turned, store_block
 
@@ -26,42 +29,33 @@ def _experts_of_a_block(experts: int) -> int:
     return min(MOST_EXPERTS, max(16, triton.next_power_of_2(experts)))
 
 
-def _flops(rows_TH: Tensor, other: Tensor, tokens: int, experts: int, width: int, *rest: object) -> int:
-    return 2 * tokens * experts * width
+def _flops(rows_TH: Tensor, weight_EH: Tensor, *others: Any, result: None) -> int:
+    return 2 * len(rows_TH) * weight_EH.numel()
 
 
-@kernel_operator(
-    "router_scores", mutates={"out_TE"}, bytes_moved=each_once, flops=lambda *a, result: _flops(*a)
-)
+@kernel_operator("router_scores", mutates={"out_TE"}, bytes_moved=each_once, flops=_flops)
 def scores(rows_TH: Tensor, weight_EH: Tensor, tokens: int, experts: int, width: int, out_TE: Tensor) -> None:
     """Compute out = rows weight^T in fp32."""
     if out_TE.numel():
         block = _experts_of_a_block(experts)
         grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(experts, block))
         sizes = {"ROWS": TOKENS, "COLUMNS": block, "DEPTH": DEPTH}
-        _scores[grid](rows_TH, weight_EH, tokens, experts, width, out_TE, **sizes)
+        _fp32_product[grid](
+            rows_TH, weight_EH, tokens, width, experts, out_TE, WEIGHT_IS_OUT_IN=True, **sizes
+        )
 
 
-def _bytes_of_backward(
-    sent_TE: Tensor,
-    rows_TH: Tensor,
-    weight_EH: Tensor,
-    tokens: int,
-    experts: int,
-    width: int,
-    to_rows_TH: Tensor,
-    to_weight_EH: Tensor,
-) -> int:
-    """The parts of the weight's gradient are written and read."""
-    parts = 2 * PARTS * 4 * experts * width
-    return bytes_of(sent_TE, sent_TE, rows_TH, weight_EH, to_rows_TH, to_weight_EH) + parts
+def _bytes_of_backward(sent_TE: Tensor, rows_TH: Tensor, weight_EH: Tensor, *rest: Any, result: None) -> int:
+    """The scores' gradient is read twice; the parts of the weight's gradient are written and read."""
+    parts = 2 * PARTS * 4 * weight_EH.numel()
+    return each_once(sent_TE, sent_TE, rows_TH, weight_EH, *rest, result=result) + parts
 
 
 @kernel_operator(
     "router_scores_backward",
     mutates={"to_rows_TH", "to_weight_EH"},
-    bytes_moved=lambda *arguments, result: _bytes_of_backward(*arguments),
-    flops=lambda *a, result: 2 * _flops(*a[1:]),
+    bytes_moved=_bytes_of_backward,
+    flops=lambda sent_TE, *others, result: 2 * _flops(*others, result=result),
     launches=3,
 )
 def scores_backward(
@@ -80,7 +74,8 @@ def scores_backward(
         return
     grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(width, DEPTH))
     sizes = {"ROWS": TOKENS, "COLUMNS": DEPTH, "DEPTH": 16}
-    _to_rows[grid](sent_TE, weight_EH, tokens, experts, width, to_rows_TH, **sizes)
+    arguments = (sent_TE, weight_EH, tokens, experts, width, to_rows_TH)
+    _fp32_product[grid](*arguments, WEIGHT_IS_OUT_IN=False, **sizes)
     block = min(EXPERTS_OF_A_GRADIENT, _experts_of_a_block(experts))
     parts = min(PARTS, triton.cdiv(tokens, TOKENS))
     part_PEH = torch.empty(parts, experts, width, dtype=torch.float32, device=rows_TH.device)
@@ -130,35 +125,27 @@ def chosen_weights_backward(
 
 
 @triton.jit
-def _scores(  # type: ignore[no-untyped-def]
-    rows, weight, tokens, experts, width, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+def _fp32_product(  # type: ignore[no-untyped-def]
+    rows,
+    weight,
+    tokens,
+    inner,
+    outer,
+    out,
+    WEIGHT_IS_OUT_IN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """Each program computes the scores of ROWS tokens for COLUMNS experts."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    expert = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    sum = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for depth in range(0, width, DEPTH):
-        place = depth + tl.arange(0, DEPTH)
-        left = load_block(rows, row, place, tokens, width).to(tl.float32)
-        right = load_turned(weight, expert, place, experts, width).to(tl.float32)
-        sum = tl.dot(left, right, sum, input_precision="ieee")
-    store_block(out, row, expert, tokens, experts, sum)
-
-
-@triton.jit
-def _to_rows(  # type: ignore[no-untyped-def]
-    sent, weight, tokens, experts, width, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
-):
-    """Each program computes ROWS x COLUMNS of the rows' gradient."""
+    """Each program computes ROWS x COLUMNS of the rows times a weight [outer, inner] or [inner, outer]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, experts, DEPTH):
-        expert = first + tl.arange(0, DEPTH)
-        left = load_block(sent, row, expert, tokens, experts)
-        right = load_block(weight, expert, column, experts, width).to(tl.float32)
-        sum = tl.dot(left, right, sum, input_precision="ieee")
-    store_block(out, row, column, tokens, width, sum)
+    for depth in range(0, inner, DEPTH):
+        sum = add_product(
+            sum, rows, row, tokens, weight, column, outer, depth, inner, WEIGHT_IS_OUT_IN, "ieee", DEPTH
+        )
+    store_block(out, row, column, tokens, outer, sum)
 
 
 @triton.jit
@@ -180,16 +167,7 @@ def _to_weight(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _chosen_weights(  # type: ignore[no-untyped-def]
-    probs,
-    expert,
-    tokens,
-    experts,
-    choices,
-    smallest,
-    scale,
-    out,
-    ROWS: tl.constexpr,
-    CHOICES: tl.constexpr,
+    probs, expert, tokens, experts, choices, smallest, scale, out, ROWS: tl.constexpr, CHOICES: tl.constexpr
 ):
     """Each program handles ROWS tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -66,13 +66,7 @@ def balance_loss(
 
 @kernel_operator("gate_sums", mutates={"sums_2", "width_D"}, bytes_moved=each_once, launches=3)
 def gate_sums(
-    probs_TE: Tensor,
-    token_N: Tensor,
-    tokens: int,
-    experts: int,
-    pairs: int,
-    sums_2: Tensor,
-    width_D: Tensor,
+    probs_TE: Tensor, token_N: Tensor, tokens: int, experts: int, pairs: int, sums_2: Tensor, width_D: Tensor
 ) -> None:
     """Compute the sums over tokens of the entropy and of the largest share, and how many tokens have each
     number of pairs, at most E. token_N: int64, ascending. sums_2: fp32. width_D: int64 [E + 1].

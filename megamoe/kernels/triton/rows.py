@@ -3,13 +3,15 @@
 Sums are fp32, each in one order, without atomics. Sizes: T tokens, N (token, expert) pairs, H columns.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.blocks import row_block
-from megamoe.kernels.triton.costs import bytes_of, each_once
+from megamoe.kernels.triton.costs import each_once
 
 
 @kernel_operator("combine", mutates={"out"}, bytes_moved=each_once)
@@ -30,20 +32,9 @@ def combine(
     _combine[(tokens, triton.cdiv(width, block))](rows_NH, row_N, ends_T, weight_N, width, out, BLOCK=block)
 
 
-def _bytes_of_combine_backward(
-    gradient_TH: Tensor,
-    rows_NH: Tensor,
-    token_N: Tensor,
-    weight_N: Tensor,
-    count: int,
-    width: int,
-    to_rows_NH: Tensor,
-    to_weight_N: Tensor,
-    *,
-    result: None,
-) -> int:
+def _bytes_of_combine_backward(gradient_TH: Tensor, rows_NH: Tensor, *rest: Any, result: None) -> int:
     """A row of the gradient is read for each row."""
-    return bytes_of(rows_NH, rows_NH, token_N, weight_N, to_rows_NH, to_weight_N)
+    return each_once(rows_NH, rows_NH, *rest, result=result)
 
 
 @kernel_operator(

@@ -1,7 +1,6 @@
 """The encoder: bidirectional attention, and a head that predicts tokens or labels."""
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
@@ -62,9 +61,7 @@ class Encoder(LanguageModel):
         """int64 [B, S] -> fp32 [B, S, padded vocabulary] on every tensor-parallel rank."""
         assert isinstance(self.head, Head)
         hidden_SBH = self.hidden(tokens_BS, position_ids_BS, documents)
-        logits_SBV = self.head(hidden_SBH, self.embedding.word_embeddings.weight)
-        whole: Tensor = gather_from_tensor_model_parallel_region(logits_SBV)
-        return whole.transpose(0, 1).float()
+        return self.head.whole_logits(hidden_SBH, self.embedding.word_embeddings.weight)
 
     def label_logits(self) -> Tensor | None:
         """See `LanguageModel`."""

@@ -1,7 +1,6 @@
 """The encoder-decoder: a causal decoder that also attends to an encoder's output."""
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
@@ -108,7 +107,8 @@ class EncoderDecoder(LanguageModel):
     ) -> Tensor:
         """int64 [B, S] and [B, L] -> fp32 [B, S, padded vocabulary] on every tensor-parallel rank."""
         sources = (source_BL, source_position_ids_BL, documents, source_documents, source_lengths)
-        return self._gathered(self.hidden(tokens_BS, position_ids_BS, *sources))
+        hidden_SBH = self.hidden(tokens_BS, position_ids_BS, *sources)
+        return self.head.whole_logits(hidden_SBH, self.embedding.word_embeddings.weight)
 
     def encoded(
         self, source_BL: Tensor, source_position_ids_BL: Tensor, source_lengths_B: Tensor
@@ -134,12 +134,8 @@ class EncoderDecoder(LanguageModel):
         source: of `encoded`. cache: the tokens continue those that it holds; None: they are
         whole targets.
         """
-        return self._gathered(self._decode(tokens_BS, position_ids_BS, cache, source, None))
-
-    def _gathered(self, hidden_SBH: Tensor) -> Tensor:
-        logits_SBV = self.head(hidden_SBH, self.embedding.word_embeddings.weight)
-        whole: Tensor = gather_from_tensor_model_parallel_region(logits_SBV)
-        return whole.transpose(0, 1).float()
+        hidden_SBH = self._decode(tokens_BS, position_ids_BS, cache, source, None)
+        return self.head.whole_logits(hidden_SBH, self.embedding.word_embeddings.weight)
 
     def problem_with_cache(self) -> str | None:
         """See `LanguageModel`."""

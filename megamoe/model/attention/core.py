@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -91,13 +91,9 @@ class SDPAttention(nn.Module):
         self.soft_cap: float | None = getattr(config, "soft_cap", None)
         self.softmax_offset: nn.Parameter | None = None
         if getattr(config, "sinks", False):
-            self._add_sinks(config.num_attention_heads, config.tensor_model_parallel_size)
-
-    def _add_sinks(self, heads: int, ranks: int) -> None:
-        self.softmax_offset = nn.Parameter(torch.zeros(heads // ranks))
-        self.softmax_offset.tensor_model_parallel = ranks > 1  # type: ignore[attr-defined]
-        self.softmax_offset.partition_dim = 0  # type: ignore[attr-defined]
-        self.softmax_offset.partition_stride = 1  # type: ignore[attr-defined]
+            ranks = config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(config.num_attention_heads // ranks))
+            set_tensor_model_parallel_attributes(self.softmax_offset, ranks > 1, 0, 1)
 
     def forward(
         self,

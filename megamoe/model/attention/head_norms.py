@@ -7,6 +7,7 @@ import torch
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -52,8 +53,7 @@ class NormOfAllHeads(nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(heads // ranks * size))
         for parameter in self.parameters():
-            parameter.tensor_model_parallel = self.is_cut  # type: ignore[attr-defined]
-            parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(parameter, self.is_cut, 0, 1)
 
     def forward(self, heads_SBND: Tensor) -> Tensor:
         """Return the norm of the heads, of which these are one rank's."""

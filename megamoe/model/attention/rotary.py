@@ -1,5 +1,6 @@
 """The configuration's rotary positions: as a value for our kernels, and as Megatron-Core's module."""
 
+from dataclasses import fields
 from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -10,6 +11,8 @@ from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.attention.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from megamoe.model.modules import Modules
 
+SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+
 
 def rotary_of(model: ModelConfig) -> Rotary:
     """Return the rotary positions of a checked configuration with `position: rope`."""
@@ -18,26 +21,12 @@ def rotary_of(model: ModelConfig) -> Rotary:
 
 
 def _scaling(rotary: RotaryConfig) -> Scaling | None:
+    """Return the scaling that is named, whose fields are keys of the configuration."""
     if rotary.scaling == "none":
         return None
-    assert rotary.factor is not None
-    if rotary.scaling == "linear":
-        return LinearScaling(rotary.factor)
-    assert rotary.original_length is not None
-    if rotary.scaling == "llama3":
-        assert rotary.low_frequency_factor is not None and rotary.high_frequency_factor is not None
-        factors = rotary.low_frequency_factor, rotary.high_frequency_factor
-        return Llama3Scaling(rotary.factor, rotary.original_length, *factors)
-    return YarnScaling(
-        rotary.factor,
-        rotary.original_length,
-        beta_fast=rotary.beta_fast or YarnScaling.beta_fast,
-        beta_slow=rotary.beta_slow or YarnScaling.beta_slow,
-        mscale=rotary.mscale,
-        mscale_all_dim=rotary.mscale_all_dim,
-        attention_factor=rotary.attention_factor,
-        truncate=rotary.truncate is not False,
-    )
+    kind: type[Scaling] = SCALINGS[rotary.scaling]
+    values = {field.name: getattr(rotary, field.name) for field in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 class Frequencies(RotaryEmbedding):

@@ -47,10 +47,11 @@ class LabelHead(nn.Module, ABC):
         self.logits = None if self.training else logits
         return logits
 
-    @abstractmethod
-    def _logits(self, hidden_SBH: Tensor, documents: Documents | None) -> Tensor: ...
+    def _logits(self, hidden_SBH: Tensor, documents: Documents | None) -> Tensor:
+        """Return the logits of each token, fp32 [B, S, labels]."""
+        logits_BSC: Tensor = self.output(hidden_SBH.transpose(0, 1)).float()
+        return logits_BSC
 
-    @abstractmethod
     def losses(
         self, hidden_SBH: Tensor, labels_BS: Tensor, documents: Documents | None, label_smoothing: float
     ) -> Tensor:
@@ -58,6 +59,10 @@ class LabelHead(nn.Module, ABC):
 
         label_smoothing: the share that the other labels get.
         """
+        return self._losses(self.forward(hidden_SBH, documents), labels_BS, label_smoothing)
+
+    @abstractmethod
+    def _losses(self, logits: Tensor, labels_BS: Tensor, label_smoothing: float) -> Tensor: ...
 
 
 class Classifier(LabelHead):
@@ -66,7 +71,7 @@ class Classifier(LabelHead):
 
     The pooled state is the first token's, or the mean over the tokens without padding (model.pooling).
     model.pooler adds BERT's linear layer and tanh. The label stands at the first token, and so does its loss:
-    the cross entropy of a label, or the squared error of a number.
+    the cross entropy of a label (int64), or the squared error of a number (fp32).
     """
 
     def _logits(self, hidden_SBH: Tensor, documents: Documents | None) -> Tensor:
@@ -76,11 +81,7 @@ class Classifier(LabelHead):
         logits_BC: Tensor = self.output(pooled_BH).float()
         return logits_BC
 
-    def losses(
-        self, hidden_SBH: Tensor, labels_BS: Tensor, documents: Documents | None, label_smoothing: float
-    ) -> Tensor:
-        """See `LabelHead`. labels_BS: int64, the number of a label, or fp32, the number to predict."""
-        logits_BC = self.forward(hidden_SBH, documents)
+    def _losses(self, logits_BC: Tensor, labels_BS: Tensor, label_smoothing: float) -> Tensor:
         if self.predicts == "number":
             loss_B = (logits_BC[:, 0] - labels_BS[:, 0]).square()
         else:
@@ -89,39 +90,31 @@ class Classifier(LabelHead):
 
 
 class TokenClassifier(LabelHead):
-    """Logits of each token, [B, S, labels], without pooling (Devlin et al. 2018, BERT, section 5.3)."""
+    """Logits of each token, [B, S, labels], without pooling (Devlin et al. 2018, BERT, section 5.3).
 
-    def _logits(self, hidden_SBH: Tensor, documents: Documents | None) -> Tensor:
-        logits_BSC: Tensor = self.output(hidden_SBH.transpose(0, 1)).float()
-        return logits_BSC
+    Each token has a label, int64, and its cross entropy as loss.
+    """
 
-    def losses(
-        self, hidden_SBH: Tensor, labels_BS: Tensor, documents: Documents | None, label_smoothing: float
-    ) -> Tensor:
-        """See `LabelHead`. labels_BS: int64, the label of each token."""
-        return _cross_entropy(self.forward(hidden_SBH, documents), labels_BS, label_smoothing)
+    def _losses(self, logits_BSC: Tensor, labels_BS: Tensor, label_smoothing: float) -> Tensor:
+        return _cross_entropy(logits_BSC, labels_BS, label_smoothing)
 
 
 class SpanHead(LabelHead):
     """The scores of each token as the first and as the last of a span, [B, S, 2] (Devlin et al. 2018, BERT,
     section 4.2); minus infinity at padding.
+
+    The labels are the positions of both, int64, at places 0 and 1. The losses there are the cross entropies
+    over the positions, without label smoothing.
     """
 
     def _logits(self, hidden_SBH: Tensor, documents: Documents | None) -> Tensor:
-        logits_BSC: Tensor = self.output(hidden_SBH.transpose(0, 1)).float()
+        logits_BSC = super()._logits(hidden_SBH, documents)
         if documents is None:
             return logits_BSC
         return logits_BSC.masked_fill((documents.start_BS != 0)[..., None], float("-inf"))
 
-    def losses(
-        self, hidden_SBH: Tensor, labels_BS: Tensor, documents: Documents | None, label_smoothing: float
-    ) -> Tensor:
-        """Return the cross entropy over the positions: of the first token at place 0, of the last at 1.
-
-        labels_BS: int64, the two positions, at places 0 and 1.
-        """
-        logits_B2S = self.forward(hidden_SBH, documents).transpose(1, 2)
-        loss_B2 = _cross_entropy(logits_B2S, labels_BS[:, :SIDES], 0.0)
+    def _losses(self, logits_BS2: Tensor, labels_BS: Tensor, label_smoothing: float) -> Tensor:
+        loss_B2 = _cross_entropy(logits_BS2.transpose(1, 2), labels_BS[:, :SIDES], 0.0)
         return functional.pad(loss_B2, (0, labels_BS.shape[1] - SIDES))
 
 

@@ -2,7 +2,11 @@
 
 import copy
 
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from torch import Tensor, nn
 
 from megamoe.config.schema import ModelConfig
@@ -60,6 +64,11 @@ class Head(nn.Module):
             hidden_SBH = self.transform(hidden_SBH)
         logits: Tensor = self.output_layer(hidden_SBH, weight=words if self.is_tied else None)[0]
         return logits
+
+    def whole_logits(self, hidden_SBH: Tensor, words: Tensor) -> Tensor:
+        """Return all logits, fp32 [B, S, padded vocabulary], on every tensor-parallel rank."""
+        whole: Tensor = gather_from_tensor_model_parallel_region(self.forward(hidden_SBH, words))
+        return whole.transpose(0, 1).float()
 
     def losses(
         self,

@@ -5,7 +5,9 @@ from typing import Any
 from torch import nn
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Fused:
+    """With the arguments of Apex's norms."""
+
     def __init__(
         self,
         normalized_shape: Any,
@@ -13,15 +15,12 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
+        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
 
 
-class FusedRMSNorm(nn.RMSNorm):
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
+class FusedLayerNorm(_Fused, nn.LayerNorm):
+    pass
+
+
+class FusedRMSNorm(_Fused, nn.RMSNorm):
+    pass
