@@ -36,7 +36,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, above: list[Path], count: list[int]) -> dict[str, Any]:
-    """above: the files that name this one as a base, outermost first. count: [files read so far]."""
+    """Return a file merged over its bases; above: the files that build on it; count: [files read so far]."""
     place = path.resolve()
     if place in above:
         raise UserError(f"--config: {above[-1]}: base: {path} is based on this file itself; leave it out")

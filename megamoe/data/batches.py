@@ -8,6 +8,7 @@ Loader processes are forked when the stream is made. Make streams early, and clo
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -64,7 +65,7 @@ def warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-class BatchStream:
+class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
     """An iterator over one rank's micro batches.
 
     Its j-th micro batch holds the samples from `start_sample + (j * data_size + data_rank) *
@@ -111,9 +112,6 @@ class BatchStream:
             report=report,
         )
 
-    def __iter__(self) -> "BatchStream":
-        return self
-
     def __next__(self) -> Batch:
         """Return the next micro batch.
 
@@ -141,9 +139,6 @@ class BatchStream:
         """End the loader processes. May be called twice."""
         self._is_closed = True
         self._loader.close()
-
-    def __enter__(self) -> "BatchStream":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

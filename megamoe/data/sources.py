@@ -13,7 +13,7 @@ import json
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -40,7 +40,7 @@ class Source:
         return plain.suffix == ".jsonl"
 
 
-class Tap:
+class Tap(AbstractContextManager["Tap"]):
     """A file that hashes and counts its bytes as they are read. Usable as a context manager.
 
     `advance` is called with the size of each read.
@@ -65,9 +65,6 @@ class Tap:
         for _ in self.chunks():
             pass
         return self._digest.hexdigest()
-
-    def __enter__(self) -> "Tap":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
