@@ -63,19 +63,17 @@ def live_main(runs: list[Run]) -> str:
     return main_of(*_content(runs), None)
 
 
-COMPARISON_NOTE = (
-    "Runs whose configurations differ in nothing but the seed and the name are one curve: "
-    "the mean, in a band from the lowest run to the highest."
-)
-
-
 def _content(runs: list[Run]) -> tuple[str, str, list[str], list[Section]]:
     """Return the heading of a page, the line below it, its HTML before the charts, and the charts."""
     if len(runs) == 1:
         (run,) = runs
         return run.name, headline(run), _parts(run), run_sections(run.rows)
     title = f"Comparison of {len(runs)} runs"
-    return title, COMPARISON_NOTE, _comparison_parts(runs), comparison_sections(runs)
+    note = (
+        "Runs whose configurations differ in nothing but the seed and the name are one curve: "
+        "the mean, in a band from the lowest run to the highest."
+    )
+    return title, note, _comparison_parts(runs), comparison_sections(runs)
 
 
 def headline(run: Run) -> str:
