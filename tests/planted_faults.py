@@ -130,8 +130,8 @@ FAULTS = (
         "a run resumes at exactly the sample at which it stopped",
         "data.md",
         "megamoe/data/batches.py",
-        "            start = start_sample + number * self._stride\n",
-        "            start = number * self._stride\n",
+        "            start = start_sample + number * stride\n",
+        "            start = number * stride\n",
         ("tests/data/test_batches.py", "tests/distributed/test_resume.py"),
     ),
     Fault(

@@ -91,16 +91,15 @@ class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
         report: Callable[[str], None] = warn,
         make_batch: "MakeBatch | None" = None,
     ) -> None:
-        self._num_samples = len(dataset)  # type: ignore[arg-type]
-        self._start_sample = start_sample
-        self._stride = micro_batch_size * data_size
+        num_samples, stride = len(dataset), micro_batch_size * data_size  # type: ignore[arg-type]
+        self._num_samples, self._start_sample, self._stride = num_samples, start_sample, stride
         self._num_taken = 0
         self._is_closed = False
 
         def indices_from(number: int) -> Iterator[list[int]]:
             """Yield the sample numbers of each micro batch; end when some rank would have none."""
-            start = start_sample + number * self._stride
-            for first in range(start, self._num_samples - self._stride + 1, self._stride):
+            start = start_sample + number * stride
+            for first in range(start, num_samples - stride + 1, stride):
                 own = first + data_rank * micro_batch_size
                 yield list(range(own, own + micro_batch_size))
 
