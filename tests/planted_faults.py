@@ -130,8 +130,8 @@ FAULTS = (
         "a run resumes at exactly the sample at which it stopped",
         "data.md",
         "megamoe/data/batches.py",
-        "            start_sample, self._num_samples, micro_batch_size,",
-        "            0, self._num_samples, micro_batch_size,",
+        "            start = start_sample + number * stride\n",
+        "            start = number * stride\n",
         ("tests/data/test_batches.py", "tests/distributed/test_resume.py"),
     ),
     Fault(

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megamoe.analysis.command import check_writable
 from megamoe.errors import UserError
 from megamoe.metrics.report.live import LiveServer
-from megamoe.metrics.report.page import REPORT_FILE, write_comparison, write_report
+from megamoe.metrics.report.page import REPORT_FILE, write_page, write_report
 from megamoe.metrics.report.run_statistics import comparison_table, read_run
 
 COMPARISON_FILE = "comparison.html"
@@ -112,7 +112,7 @@ def _write(folders: list[Path], output: Path | None) -> None:
     for folder in folders:
         print(write_report(folder))
     if len(runs) > 1:
-        print(write_comparison(runs, page))
+        print(write_page(runs, page))
         print(f"\n{comparison_table(runs)}")
 
 

@@ -88,7 +88,7 @@ class Perplexity:
 
 @dataclass
 class _Sums:
-    """Of this rank's micro batches."""
+    """Sums over this rank's micro batches; the fields are those of `Perplexity`."""
 
     loss: float = 0.0
     tokens: float = 0.0
@@ -153,10 +153,8 @@ def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> 
 
 def _num_tokens(batch: Batch) -> int:
     """Return the tokens of both sides, without padding."""
-    lengths = (batch.lengths_B, batch.source_lengths_B)
-    if batch.lengths_B is None:
-        return batch.tokens_BS.numel()
-    return sum(int(length_B.sum()) for length_B in lengths if length_B is not None)
+    lengths = [each for each in (batch.lengths_B, batch.source_lengths_B) if each is not None]
+    return sum(int(length_B.sum()) for length_B in lengths) if lengths else batch.tokens_BS.numel()
 
 
 def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator[tuple[int, Batch]]:

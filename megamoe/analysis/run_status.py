@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -94,44 +95,35 @@ def is_complete(folder: Path) -> bool:
 def as_text(report: RunReport) -> str:
     """Return the screen of `tools/status.py`."""
     last = report.launches[-1] if report.launches else {}
-    started = f"{report.launches[-1]['from_step']}" if last else ""
+    started = f", the last at step {last['from_step']}" if last else ""
+    saved = _shown(report.checkpoint_age_s, _ago)
     steps = f"{report.step}" if report.steps is None else f"{report.step} of {report.steps}"
     rows = [
         ("run", str(report.folder)),
         ("state", report.verdict + (f": {printable(report.reason)}" if report.reason else "")),
         ("step", steps),
-        ("loss", _number(report.loss, "{:.4f}")),
-        ("tokens/s", "" if report.tokens_per_s is None else format_count(report.tokens_per_s)),
-        ("time left", _duration(report.eta_s)),
-        ("last progress", _ago(report.silence_s)),
-        ("heartbeat", _ago(report.heartbeat_age_s)),
-        ("checkpoint", _checkpoint(report)),
+        ("loss", _shown(report.loss, "{:.4f}".format)),
+        ("tokens/s", _shown(report.tokens_per_s, format_count)),
+        ("time left", _shown(report.eta_s, format_duration)),
+        ("last progress", _shown(report.silence_s, _ago)),
+        ("heartbeat", _shown(report.heartbeat_age_s, _ago)),
+        ("checkpoint", ", ".join(filter(None, (report.checkpoint or "none", saved)))),
         ("skipped steps", str(report.skipped_steps)),
-        (
-            "restarts",
-            str(max(0, len(report.launches) - 1)) + (f", the last at step {started}" if last else ""),
-        ),
+        ("restarts", str(max(0, len(report.launches) - 1)) + started),
         ("rank 0", ", ".join(f"{key} {last[key]}" for key in ("host", "pid", "job") if last.get(key))),
     ]
+    further = [("straggler", it, f"{it.get('times')} times the median") for it in report.stragglers]
+    further += [("failure", it, f"{it.get('reason')}") for it in report.failures]
     rows += [
-        (
-            "straggler",
-            printable(f"rank {it.get('rank')} on {it.get('host')}: {it.get('times')} times the median"),
-        )
-        for it in report.stragglers
-    ]
-    rows += [
-        ("failure", printable(f"rank {it.get('rank')} on {it.get('host')}: {it.get('reason')}"))
-        for it in report.failures
+        (name, printable(f"rank {it.get('rank')} on {it.get('host')}: {what}")) for name, it, what in further
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in rows if value)
 
 
 def _judge(report: RunReport, beat: dict[str, Any], now: float) -> None:
     state, age = beat.get("state"), max(0.0, now - float(beat.get("time", 0)))
-    report.step = (
-        max(report.step, int(beat.get("step", 0))) if state == "running" else int(beat.get("step", 0))
-    )
+    step = int(beat.get("step", 0))
+    report.step = max(report.step, step) if state == "running" else step
     report.steps = beat.get("steps")
     if state in ("finished", "stopped", "failed"):
         report.verdict, report.reason = state, beat.get("reason") or ""
@@ -182,12 +174,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             lines = file.read(TAIL).split(b"\n")
     except (OSError, ValueError):
         return []
-    found = []
-    for line in lines[1:] if size > TAIL else lines:
-        record = _parse(line)
-        if record:
-            found.append(record)
-    return found
+    return list(filter(None, map(_parse, lines[1:] if size > TAIL else lines)))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -205,19 +192,9 @@ def _parse(text: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _checkpoint(report: RunReport) -> str:
-    if report.checkpoint is None:
-        return "none"
-    return f"{report.checkpoint}, {_ago(report.checkpoint_age_s)}"
+def _shown(value: float | None, text: Callable[[float], str]) -> str:
+    return "" if value is None else text(value)
 
 
-def _ago(seconds: float | None) -> str:
-    return "" if seconds is None else f"{format_duration(seconds)} ago"
-
-
-def _duration(seconds: float | None) -> str:
-    return "" if seconds is None else format_duration(seconds)
-
-
-def _number(value: float | None, pattern: str) -> str:
-    return "" if value is None else pattern.format(value)
+def _ago(seconds: float) -> str:
+    return f"{format_duration(seconds)} ago"

@@ -1,6 +1,5 @@
 """A trained model from a checkpoint, without optimizer and DeepSpeed engine, at any layout."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from megamoe.checkpoint.manager import first_intact
 from megamoe.checkpoint.state import load_weights
 from megamoe.config import RunConfig, configure
 from megamoe.config.schema import ParallelConfig
+from megamoe.data.batches import warn
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
@@ -131,7 +131,9 @@ class Session:
         factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
         model = build_model(config, run.vocabulary.size, factory)
         raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
-        precision = self._precision(meta)
+        precision = self.precision or meta["layout"]["precision"]
+        if precision == "fp16" and self.world.device.type == "cpu":
+            precision = "fp32"
         _round(model, DTYPES[precision])
         model.to(self.world.device).eval()
         routing = RunRouting(run, self.world)
@@ -175,24 +177,18 @@ class Session:
             UserError: on every rank, if there is none.
         """
         if path not in self._intact:
-            found = _checkpoints(path)
+            found, is_run = find_checkpoints(path)
+            if is_run:  # the one first that a resume would load first
+                found = candidates(found[0].parent) or found
             if not self._is_started:
                 launch.start(self.world, ParallelConfig().timeout_minutes)
                 self._is_started = True
-            self._intact[path], _ = first_intact(found, self._report, "name another step_* folder or run")
+            self._intact[path], _ = first_intact(found, warn, "name another step_* folder or run")
         return self._intact[path]
-
-    def _report(self, line: str) -> None:
-        print(f"warning: {line}", file=sys.stderr)
 
     def _load(self, path: Path, model: nn.Module, layout: Layout) -> None:
         with CheckpointReader(path, KEY) as reader:
             load_weights(reader, model, layout, self.world.rank)
-
-    def _precision(self, meta: Meta) -> str:
-        precision = self.precision or meta["layout"]["precision"]
-        on_cpu = self.world.device.type == "cpu"
-        return "fp32" if precision == "fp16" and on_cpu else precision
 
 
 @contextmanager
@@ -247,13 +243,7 @@ def configuration_of(meta: Meta, path: Path, overrides: Sequence[str], replays: 
     return config
 
 
-def _checkpoints(path: Path) -> list[Path]:
-    """The named checkpoint, or those of a run, the one that a resume would load first."""
-    found, is_run = find_checkpoints(path)
-    return candidates(found[0].parent) or found if is_run else found
-
-
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters to the dtype; buffers stay fp32, as training keeps them."""
+    """Convert the parameters to the dtype; buffers stay fp32, as in training."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

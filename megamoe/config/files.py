@@ -36,14 +36,14 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, above: list[Path], count: list[int]) -> dict[str, Any]:
-    """above: the files that name this one as a base, outermost first. count: [files read so far]."""
+    """Return a file merged over its bases; above: the files that build on it; count: [files read so far]."""
     place = path.resolve()
     if place in above:
         raise UserError(f"--config: {above[-1]}: base: {path} is based on this file itself; leave it out")
     count[0] += 1
     if count[0] > MOST_FILES:
         raise UserError(f"--config: {path}: more than {MOST_FILES} files of bases; merge some of them")
-    tree = _mapping(path, above[-1] if above else None)
+    tree = read_mapping(path, f"--config: {above[-1]}: base" if above else "--config")
     bases = tree.pop("base", None)
     if bases is None:
         return tree
@@ -53,10 +53,6 @@ def _read(path: Path, above: list[Path], count: list[int]) -> dict[str, Any]:
             raise UserError(f"--config: {path}: base: expected a file or a list of them, found {shown(name)}")
         merged = merge(merged, _read(path.parent / name, [*above, place], count))
     return merge(merged, tree)
-
-
-def _mapping(path: Path, named_in: Path | None) -> dict[str, Any]:
-    return read_mapping(path, f"--config: {named_in}: base" if named_in else "--config")
 
 
 def read_mapping(path: Path, where: str) -> dict[str, Any]:

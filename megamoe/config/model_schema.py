@@ -15,16 +15,15 @@ from megamoe.config.bounds import (
     Size,
     Small,
 )
-from megamoe.config.parts import STRICT
+from megamoe.config.parts import Section
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "swiglu_clamped"]
 
 
 @dataclass
-class AttentionConfig:
+class AttentionConfig(Section):
     """Variants of attention, each as some published model has it."""
 
-    __pydantic_config__ = STRICT
     query_key_norm: Literal["none", "head", "whole"] = "none"  # before rotation: per head, or over all heads
     input_bias: bool | None = None  # of the projections to queries, keys, values; default: model.bias
     output_bias: bool | None = None  # of the output projection; default: model.bias
@@ -36,13 +35,12 @@ class AttentionConfig:
 
 
 @dataclass
-class RotaryConfig:
+class RotaryConfig(Section):
     """Which columns rotary positions turn, and the scaling of their frequencies for longer sequences.
 
     The keys from `factor` on belong to a scaling, and have the meaning of transformers' `rope_parameters`.
     """
 
-    __pydantic_config__ = STRICT
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a head's columns, from the first, that turn
     interleaved: bool = False  # pairs of columns 2i and 2i + 1, as in DeepSeek, instead of the two halves
     scaling: Literal["none", "linear", "yarn", "llama3"] = "none"  # for sequences longer than first trained
@@ -59,10 +57,9 @@ class RotaryConfig:
 
 
 @dataclass
-class LatentConfig:
+class LatentConfig(Section):
     """Multi-head latent attention (DeepSeek-V2): sizes of a head, and ranks of the compressed states."""
 
-    __pydantic_config__ = STRICT
     key_value_rank: Size  # of the compressed keys and values
     nope_size: Size  # columns of a query and key head without rotary positions
     rope_size: Size  # columns with rotary positions; all key heads share them
@@ -71,19 +68,17 @@ class LatentConfig:
 
 
 @dataclass
-class MultiTokenConfig:
+class MultiTokenConfig(Section):
     """Multi-token prediction (DeepSeek-V3): further blocks predict the tokens after the next one."""
 
-    __pydantic_config__ = STRICT
     depth: Annotated[int, Field(ge=0, le=64)] = 0  # D: the number of further tokens, and of blocks; 0: none
     weight: PositiveFloat = 0.3  # of the mean of their losses
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section):
     """The transformer, of Megatron-Core's blocks."""
 
-    __pydantic_config__ = STRICT
     architecture: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
     num_layers: Layers = 4  # transformer blocks; of an encoder_decoder, those of the decoder
     encoder_layers: Layers | None = None  # blocks of an encoder_decoder's encoder; default: num_layers

@@ -22,6 +22,12 @@ LARGEST_INT, LARGEST_FLOAT, SMALLEST_FLOAT = 10**9, 10**6, 1e-12
 STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
+class Section:
+    """A section of the configuration, a dataclass: unknown keys, and values of another type, are refused."""
+
+    __pydantic_config__ = STRICT
+
+
 @dataclasses.dataclass(frozen=True)
 class PartChoice:
     """A part chosen by name, with its checked options (an instance of the part's `Config`)."""
@@ -42,7 +48,7 @@ class PartChoice:
 
 
 def one_part(kind: str) -> PlainValidator:
-    """Validator of a key that holds one part; options without a name belong to the kind's default part."""
+    """Return the validator of a key that holds a part; options without a name are the default part's."""
 
     def validate(value: Any) -> PartChoice:
         if value is None:  # in YAML, `none` may mean the part or null

@@ -30,7 +30,7 @@ from megamoe.config.bounds import (
 )
 from megamoe.config.model_schema import Activation as Activation
 from megamoe.config.model_schema import ModelConfig as ModelConfig
-from megamoe.config.parts import STRICT, PartChoice, names_inside, none_at_all, one_part, one_size
+from megamoe.config.parts import PartChoice, Section, names_inside, none_at_all, one_part, one_size
 from megamoe.config.paths import is_dataset, is_run_name
 from megamoe.config.patterns import checked_pattern
 
@@ -39,10 +39,9 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass
-class SourceConfig:
+class SourceConfig(Section):
     """One indexed dataset: a path without its .bin/.idx ending, and its share of the blend."""
 
-    __pydantic_config__ = STRICT
     path: Annotated[str, AfterValidator(is_dataset)]
     weight: PositiveFloat = 1.0
 
@@ -51,10 +50,9 @@ Sources = list[SourceConfig]  # a bare path stands for {path: ...}
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Section):
     """The data: text that `tools/prepare_data.py` turned into .bin/.idx files, or mock data."""
 
-    __pydantic_config__ = STRICT
     sources: Sources = field(default_factory=list)  # blended by weight, cut by `split`
     sampling_exponent: NonNegativeFloat | None = (
         None  # a: weights are tokens^a, instead of the sources' weights
@@ -72,13 +70,12 @@ class DataConfig:
 
 
 @dataclass
-class StackLayersConfig:
+class StackLayersConfig(Section):
     """The positions of the MoE layers in one stack of blocks, which are counted from 1.
 
     An MoE layer replaces the FFN of every n-th block or of listed blocks, or is inserted after a block.
     """
 
-    __pydantic_config__ = STRICT
     every: Layers | None = None  # n: blocks n, 2n, 3n, ...
     at: list[Layers] = field(default_factory=list)  # further blocks
     insert_after: list[Layers] = field(
@@ -93,7 +90,6 @@ class LayersConfig(StackLayersConfig):
     An encoder_decoder has two stacks, each with positions of its own under `encoder` and `decoder`.
     """
 
-    __pydantic_config__ = STRICT
     encoder: StackLayersConfig | None = None  # of an encoder_decoder
     decoder: StackLayersConfig | None = None  # of an encoder_decoder
 
@@ -115,10 +111,9 @@ ExpertSize = Annotated[Size | None, BeforeValidator(one_size)]
 
 
 @dataclass
-class RouterConfig:
+class RouterConfig(Section):
     """The stages of the router, in order."""
 
-    __pydantic_config__ = STRICT
     scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer"))
     masks: Masks = field(default_factory=list)  # in order, or `none`
     score_function: ScoreFunction = field(default_factory=lambda: PartChoice.default("score_function"))
@@ -128,10 +123,9 @@ class RouterConfig:
 
 
 @dataclass
-class MoEConfig:
+class MoEConfig(Section):
     """The MoE layer: its positions, experts, router and auxiliary losses."""
 
-    __pydantic_config__ = STRICT
     layers: LayersConfig = field(default_factory=LayersConfig)
     num_experts: Size = 8  # in each MoE layer
     expert_ffn_hidden_size: ExpertSize = None  # FFN size of every expert; default: the dense blocks' size
@@ -149,10 +143,9 @@ class MoEConfig:
 
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(Section):
     """How ranks share the work. The data-parallel size is the world size divided by `tensor`."""
 
-    __pydantic_config__ = STRICT
     tensor: Size = 1  # ranks that share a micro batch and split attention, dense FFNs and the embedding
     sequence: bool = False  # sequence parallelism: norms and dropout on a part of the sequence
     expert: Size = 1  # ranks that share one set of experts
@@ -163,10 +156,9 @@ class ParallelConfig:
 
 
 @dataclass
-class GroupConfig:
+class GroupConfig(Section):
     """A parameter group with its own learning rate and decay: parameters whose names match `pattern`."""
 
-    __pydantic_config__ = STRICT
     pattern: Annotated[
         str, AfterValidator(checked_pattern)
     ]  # regular expression, searched in the parameter's name
@@ -175,10 +167,9 @@ class GroupConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW or Adam, and its learning-rate schedule. Steps are optimiser steps."""
 
-    __pydantic_config__ = STRICT
     name: Literal["adamw", "adam"] = "adamw"  # adamw: decoupled weight decay; adam: L2 regularisation
     lr: Rate = 3e-4  # the peak
     min_lr: Annotated[float, Field(ge=0, le=1000)] = 0.0
@@ -196,29 +187,26 @@ class OptimizerConfig:
 
 
 @dataclass
-class RampupConfig:
+class RampupConfig(Section):
     """Grow the global batch from `start` by `increment` until train.global_batch_size."""
 
-    __pydantic_config__ = STRICT
     start: PositiveInt
     increment: PositiveInt
     samples: Annotated[int, Field(gt=0, le=10**12)]  # samples over which the batch grows in equal steps
 
 
 @dataclass
-class ProfilerConfig:
+class ProfilerConfig(Section):
     """A window of steps recorded with torch.profiler, written to <run>/profile."""
 
-    __pydantic_config__ = STRICT
     start_step: PositiveInt | None = None  # None: off
     num_steps: Layers = 3
 
 
 @dataclass
-class LossSpikeConfig:
+class LossSpikeConfig(Section):
     """Does not apply a step whose loss is far above the previous ones (OLMo 2's rule)."""
 
-    __pydantic_config__ = STRICT
     sigmas: PositiveFloat | None = None  # standard deviations above the mean; None: off
     window: Annotated[int, Field(ge=2, le=10**6)] = (
         128  # previous applied steps; the rule starts after as many
@@ -227,10 +215,9 @@ class LossSpikeConfig:
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Section):
     """Length and batch sizes of the training. Batch sizes count sequences."""
 
-    __pydantic_config__ = STRICT
     objective: ObjectiveChoice = field(default_factory=lambda: PartChoice.default("objective"))
     steps: PositiveInt | None = None  # optimiser steps of the whole run; default: 100, if no epochs
     epochs: PositiveFloat | None = None  # instead of steps: passes over the training data, in whole batches
@@ -254,20 +241,18 @@ class TrainConfig:
 
 
 @dataclass
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """Validation at intervals, and always at the end of the run."""
 
-    __pydantic_config__ = STRICT
     every: NonNegativeInt = 0  # steps; 0: only at the end
     batches: SizeOrZero = 8  # global batches per validation set; 0: no evaluation
     at_start: bool = False
 
 
 @dataclass
-class InitConfig:
+class InitConfig(Section):
     """Start a new run from the weights of another run's checkpoint, with a fresh optimiser."""
 
-    __pydantic_config__ = STRICT
     path: PathText | None = None  # a step_* folder
     experts: Literal["same", "cut", "copy"] = "same"  # cut a dense FFN into the experts, or copy it into each
     noise: NonNegativeFloat = 0.0  # std of noise on cut or copied experts, over the std of the FFN's weight
@@ -275,10 +260,9 @@ class InitConfig:
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When checkpoints are saved, how many are kept, and which one a launch resumes from."""
 
-    __pydantic_config__ = STRICT
     every: NonNegativeInt = 0  # steps; 0: only at the end
     keep: Size = 2
     background: bool = True  # write during training, from a copy in host memory
@@ -288,10 +272,9 @@ class CheckpointConfig:
 
 
 @dataclass
-class WandbConfig:
+class WandbConfig(Section):
     """Weights & Biases; offline if nobody is logged in."""
 
-    __pydantic_config__ = STRICT
     enabled: bool = False
     mode: Literal["auto", "online", "offline"] = "auto"
     project: str = "megamoe"
@@ -301,10 +284,9 @@ class WandbConfig:
 
 
 @dataclass
-class LogConfig:
+class LogConfig(Section):
     """Where metrics are written; metrics.jsonl always is."""
 
-    __pydantic_config__ = STRICT
     every: PositiveInt = 1  # steps
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False
@@ -321,10 +303,9 @@ class LogConfig:
 
 
 @dataclass
-class RunConfig:
+class RunConfig(Section):
     """The whole configuration of a run."""
 
-    __pydantic_config__ = STRICT
     name: Annotated[str, AfterValidator(is_run_name)] = "run"  # name of the run and its folder
     output: PathText = "runs"  # the run's folder is <output>/<name>
     overwrite: bool = False  # replace an existing run folder

@@ -35,7 +35,7 @@ def stacks(config: RunConfig) -> list[Stack]:
         stack = Stack(model.architecture, 1, model.num_layers, layers)
         depth = model.multi_token_prediction.depth
         return [stack] if depth == 0 else [stack, _prediction(stack, depth)]
-    encoder_layers = num_encoder_layers(model)
+    encoder_layers = model.encoder_layers or model.num_layers
     return [
         Stack("encoder", 1, encoder_layers, layers.encoder or StackLayersConfig()),
         Stack("decoder", 1 + encoder_layers, model.num_layers, layers.decoder or StackLayersConfig()),
@@ -48,11 +48,6 @@ def _prediction(stack: Stack, depth: int) -> Stack:
     at = all_of_them if last in stack.moe_blocks else []
     inserted = all_of_them if last in stack.layers.insert_after else []
     return Stack("prediction", last + 1, depth, StackLayersConfig(at=at, insert_after=inserted))
-
-
-def num_encoder_layers(model: ModelConfig) -> int:
-    """Return the number of blocks of an encoder_decoder's encoder."""
-    return model.encoder_layers or model.num_layers
 
 
 def num_blocks(config: RunConfig) -> int:

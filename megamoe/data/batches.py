@@ -8,9 +8,10 @@ Loader processes are forked when the stream is made. Make streams early, and clo
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -43,23 +44,20 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on `device`, but for lengths and documents, which the host reads."""
-        moved: dict[str, Any] = {}
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            stays = tensor is None or field.name in ON_HOST
-            moved[field.name] = tensor if stays else tensor.to(device, non_blocking=True)
-        return Batch(**moved)
+        moved = {
+            name: tensor.to(device, non_blocking=True)
+            for name, tensor in vars(self).items()
+            if tensor is not None and name not in ON_HOST
+        }
+        return replace(self, **moved)
 
     def repeat(self, times: int) -> "Batch":
         """Return the micro batch repeated: all of its sequences, `times` times."""
         if times == 1:
             return self
         assert self.predicted_P is None and self.lengths_B is None
-        repeated: dict[str, Any] = {}
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            repeated[field.name] = None if tensor is None else torch.cat([tensor] * times)
-        return Batch(**repeated)
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return replace(self, **{name: torch.cat([tensor] * times) for name, tensor in tensors.items()})
 
 
 def warn(line: str) -> None:
@@ -67,7 +65,7 @@ def warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-class BatchStream:
+class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
     """An iterator over one rank's micro batches.
 
     Its j-th micro batch holds the samples from `start_sample + (j * data_size + data_rank) *
@@ -93,24 +91,25 @@ class BatchStream:
         report: Callable[[str], None] = warn,
         make_batch: "MakeBatch | None" = None,
     ) -> None:
-        self._num_samples = len(dataset)  # type: ignore[arg-type]
-        self._start_sample = start_sample
-        self._stride = micro_batch_size * data_size
+        num_samples, stride = len(dataset), micro_batch_size * data_size  # type: ignore[arg-type]
+        self._num_samples, self._start_sample, self._stride = num_samples, start_sample, stride
         self._num_taken = 0
         self._is_closed = False
-        indices = _MicroBatchIndices(
-            start_sample, self._num_samples, micro_batch_size, data_rank * micro_batch_size, self._stride
-        )
+
+        def indices_from(number: int) -> Iterator[list[int]]:
+            """Yield the sample numbers of each micro batch; end when some rank would have none."""
+            start = start_sample + number * stride
+            for first in range(start, num_samples - stride + 1, stride):
+                own = first + data_rank * micro_batch_size
+                yield list(range(own, own + micro_batch_size))
+
         self._loader: Loader[Batch | str] = Loader(
             _Numbered(dataset),
-            indices.from_batch,
+            indices_from,
             collate=partial(collate, make_batch or stacked),
             workers=workers,
             report=report,
         )
-
-    def __iter__(self) -> "BatchStream":
-        return self
 
     def __next__(self) -> Batch:
         """Return the next micro batch.
@@ -140,30 +139,8 @@ class BatchStream:
         self._is_closed = True
         self._loader.close()
 
-    def __enter__(self) -> "BatchStream":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class _MicroBatchIndices:
-    """The sample numbers of each micro batch of one rank; ends when some rank would have no micro batch."""
-
-    start: int
-    stop: int
-    size: int
-    offset: int
-    stride: int
-
-    def from_batch(self, number: int) -> "_MicroBatchIndices":
-        """Return the indices without the first `number` micro batches."""
-        return replace(self, start=self.start + number * self.stride)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in range(self.start, self.stop - self.stride + 1, self.stride):
-            yield list(range(first + self.offset, first + self.offset + self.size))
 
 
 class _Numbered(Dataset[tuple[int, dict[str, torch.Tensor] | str]]):

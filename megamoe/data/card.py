@@ -7,7 +7,7 @@ cheap check that .bin and .idx belong together. `verify.py` reads them whole.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,40 +23,23 @@ LARGEST_CARD = 1 << 28  # bytes; each file that was read has some 200
 Card = TypeVar("Card")
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataFiles:
-    """The names of a dataset's files; `prefix` is what the configuration's `path` names."""
+    """The names of a dataset's files; `prefix` is what the configuration's `path` names.
+
+    counts: the file with each token id's count, int64 [vocabulary]. partial: the folder in which an
+    unfinished preparation keeps its files.
+    """
 
     prefix: Path
 
-    def _with(self, ending: str) -> Path:
-        return self.prefix.with_name(self.prefix.name + ending)
-
-    @property
-    def bin(self) -> Path:
-        return self._with(".bin")
-
-    @property
-    def idx(self) -> Path:
-        return self._with(".idx")
-
-    @property
-    def counts(self) -> Path:
-        """The file with each token id's count: int64 [vocabulary]."""
-        return self._with(".counts.npy")
-
-    @property
-    def tokenizer(self) -> Path:
-        return self._with(".tokenizer.json")
-
-    @property
-    def card(self) -> Path:
-        return self._with(".card.json")
-
-    @property
-    def partial(self) -> Path:
-        """The folder in which an unfinished preparation keeps its files."""
-        return self.prefix.with_name(f".{self.prefix.name}.partial")
+    def __post_init__(self) -> None:
+        name = self.prefix.name
+        self.bin, self.idx = self.prefix.with_name(f"{name}.bin"), self.prefix.with_name(f"{name}.idx")
+        self.counts = self.prefix.with_name(f"{name}.counts.npy")
+        self.tokenizer = self.prefix.with_name(f"{name}.tokenizer.json")
+        self.card = self.prefix.with_name(f"{name}.card.json")
+        self.partial = self.prefix.with_name(f".{name}.partial")
 
 
 @dataclass(frozen=True)
@@ -111,10 +94,6 @@ class DataCard:
     bin: FileCard
     idx: FileCard
     largest_token: int | None = None  # id that occurs; None: the card is from before it was noted
-
-    def save(self, path: Path) -> None:
-        """Write the card, with a checksum over its content."""
-        save_checked(asdict(self), path)
 
 
 def save_checked(content: dict[str, Any], path: Path) -> None:
@@ -193,7 +172,10 @@ def check_files(prefix: str, card: DataCard | None) -> None:
                 )
             raise UserError(f"data {prefix!r}: no file {str(path)!r}; prepare it with tools/prepare_data.py")
     header, expected = read_header(files.idx)
-    for path, size in ((files.bin, expected), *_sizes_in_card(files, card)):
+    sizes = [(files.bin, expected)]
+    if card:
+        sizes += [(files.bin, card.bin.size), (files.idx, card.idx.size)]
+    for path, size in sizes:
         found = path.stat().st_size
         if found != size:
             what = "truncated" if found < size else "too long"
@@ -206,7 +188,3 @@ def check_files(prefix: str, card: DataCard | None) -> None:
             raise UserError(
                 f"data index {str(files.idx)!r} has {what} {of_index}, its card says {of_card}; {AGAIN}"
             )
-
-
-def _sizes_in_card(files: DataFiles, card: DataCard | None) -> list[tuple[Path, int]]:
-    return [(files.bin, card.bin.size), (files.idx, card.idx.size)] if card else []

@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import Dataset
 
+from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles
 from megamoe.data.epochs import blend_weights
 from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
@@ -33,9 +34,6 @@ from megamoe.data.verify import cache_folder, verify_sources
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.host_memory import available_bytes
-
-if TYPE_CHECKING:
-    from megamoe.config.schema import DataConfig, SourceConfig
 
 __all__ = ["Datasets", "Vocabulary", "build_datasets", "resolve_vocabulary"]
 
@@ -61,7 +59,7 @@ class Datasets:
 
 
 def build_datasets(
-    data: "DataConfig", vocabulary: Vocabulary, *, seed: int, train_samples: int, validation_samples: int
+    data: DataConfig, vocabulary: Vocabulary, *, seed: int, train_samples: int, validation_samples: int
 ) -> Datasets:
     """Build the training set (at least 1 sample) and, if `validation_samples` > 0, the validation sets.
 
@@ -103,7 +101,7 @@ def build_datasets(
     return Datasets(train, validation, test)
 
 
-def check_split(data: "DataConfig") -> list[float]:
+def check_split(data: DataConfig) -> list[float]:
     """Return the shares of train, validation and test, which sum to 1.
 
     Raises:
@@ -117,7 +115,7 @@ def check_split(data: "DataConfig") -> list[float]:
     return [share / sum(data.split) for share in data.split]
 
 
-def _mock(data: "DataConfig", vocabulary: Vocabulary, name: str, num_samples: int, seed: int) -> MockDataset:
+def _mock(data: DataConfig, vocabulary: Vocabulary, name: str, num_samples: int, seed: int) -> MockDataset:
     return MockDataset(
         name,
         num_samples,
@@ -129,8 +127,8 @@ def _mock(data: "DataConfig", vocabulary: Vocabulary, name: str, num_samples: in
 
 
 def _build(
-    data: "DataConfig",
-    sources: "Sequence[SourceConfig]",
+    data: DataConfig,
+    sources: Sequence[SourceConfig],
     vocabulary: Vocabulary,
     identities: Mapping[str, str],
     split: list[float],

@@ -2,21 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
 
+from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
 from megamoe.data.index_file import read_header, tokens_before
 
-if TYPE_CHECKING:
-    from megamoe.config.schema import DataConfig, SourceConfig
 
-
-def samples_per_epoch(data: "DataConfig") -> int:
+def samples_per_epoch(data: DataConfig) -> int:
     """Return the samples of all sources' train splits, each counted once, whatever the blend's weights.
 
     As in Megatron-Core's GPTDataset, a source of n tokens has (n - 1) // sequence_length samples, for the
@@ -34,7 +31,7 @@ def samples_per_epoch(data: "DataConfig") -> int:
     return total
 
 
-def blend_weights(sources: "Sequence[SourceConfig]", exponent: float | None) -> list[float]:
+def blend_weights(sources: Sequence[SourceConfig], exponent: float | None) -> list[float]:
     """Return each source's share of a blend, in their order. The shares sum to 1.
 
     The shares follow `weight`, or with an exponent a the sizes: n_i^a / sum_j n_j^a for n_i tokens (Conneau

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,11 @@ class IndexCache:
                 return f"{path} is missing"
             if path.stat().st_size != size:
                 return f"{path} has {path.stat().st_size} bytes, expected {size}"
-            if self._reads_whole and self._hash(path) != sha256:
+            if not self._reads_whole:
+                continue
+            if self._scans.of(path, ("sha256",), partial(scan, path))["sha256"] != sha256:
                 return f"{path} is damaged or another index (its SHA-256 differs)"
         return None
-
-    def _hash(self, path: Path) -> str:
-        return str(self._scans.of(path, ("sha256",), lambda: scan(path))["sha256"])
 
     def _write(self, record: Path, key: str, paths: dict[str, Path], arrays: Arrays) -> None:
         record.unlink(missing_ok=True)

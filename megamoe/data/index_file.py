@@ -10,10 +10,8 @@ The memory that is used here does not grow with the file, or with a number in it
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,29 +28,19 @@ CHUNK = 1 << 18  # sequences that are checked at a time
 AGAIN = "put the right file back or prepare the data again"
 
 
-@dataclass(frozen=True)
+@dataclass
 class IndexHeader:
-    """The header, and the offsets in the file that follow from it, in bytes."""
+    """The header; the bytes of a token; and the offsets in the file that follow from it, in bytes."""
 
     dtype: str
     num_sequences: int
     num_boundaries: int
 
-    @property
-    def token_bytes(self) -> int:
-        return np.dtype(self.dtype).itemsize
-
-    @property
-    def pointers_at(self) -> int:
-        return HEADER.size + 4 * self.num_sequences
-
-    @property
-    def boundaries_at(self) -> int:
-        return self.pointers_at + 8 * self.num_sequences
-
-    @property
-    def file_size(self) -> int:
-        return self.boundaries_at + 8 * self.num_boundaries
+    def __post_init__(self) -> None:
+        self.token_bytes = np.dtype(self.dtype).itemsize
+        self.pointers_at = HEADER.size + 4 * self.num_sequences
+        self.boundaries_at = self.pointers_at + 8 * self.num_sequences
+        self.file_size = self.boundaries_at + 8 * self.num_boundaries
 
 
 def read_header(idx: Path) -> tuple[IndexHeader, int]:
@@ -130,8 +118,7 @@ def read_lengths(idx: Path, count: int | None = None) -> Iterator[np.ndarray]:
     """Yield the lengths of the sequences, int32 [N] at a time; count: their number, if known."""
     if count is None:
         count = read_header(idx)[0].num_sequences
-    with open(idx, "rb") as file:
-        yield from _chunks(file, HEADER.size, count, "<i4", f"data index {str(idx)!r} is")
+    yield from _chunks(idx, HEADER.size, count, "<i4", f"data index {str(idx)!r} is")
 
 
 def tokens_before(idx: Path, sequence: int) -> int:
@@ -159,25 +146,18 @@ def check_arithmetic(idx: Path, bin_size: int) -> tuple[IndexHeader, int]:
     """
     header, _ = read_header(idx)
     broken = f"data index {str(idx)!r} is damaged:"
-    with ExitStack() as stack:
-        try:
-            files = [stack.enter_context(open(idx, "rb")) for _ in range(3)]
-        except OSError as error:
-            raise UserError(f"{broken} not readable: {error.strerror}") from error
-        _check_boundaries(files[2], header, broken)
-        end = _check_sequences(files[0], files[1], header, bin_size, broken)
+    _check_boundaries(idx, header, broken)
+    end = _check_sequences(idx, header, bin_size, broken)
     if end != bin_size:
         raise UserError(f"{broken} its sequences end at byte {end}, the .bin has {bin_size}; {AGAIN}")
     return header, end // header.token_bytes
 
 
-def _check_sequences(
-    lengths_file: Any, pointers_file: Any, header: IndexHeader, bin_size: int, broken: str
-) -> int:
+def _check_sequences(idx: Path, header: IndexHeader, bin_size: int, broken: str) -> int:
     """Check lengths and pointers; return the byte at which the last sequence ends."""
     end, first = 0, 0
-    lengths = _chunks(lengths_file, HEADER.size, header.num_sequences, "<i4", broken)
-    pointers = _chunks(pointers_file, header.pointers_at, header.num_sequences, "<i8", broken)
+    lengths = _chunks(idx, HEADER.size, header.num_sequences, "<i4", broken)
+    pointers = _chunks(idx, header.pointers_at, header.num_sequences, "<i8", broken)
     for lengths_N, pointers_N in zip(lengths, pointers, strict=True):
         if lengths_N.min() < 0:
             wrong = int(np.argmax(lengths_N < 0))
@@ -197,9 +177,9 @@ def _check_sequences(
     return end
 
 
-def _check_boundaries(file: Any, header: IndexHeader, broken: str) -> None:
+def _check_boundaries(idx: Path, header: IndexHeader, broken: str) -> None:
     last: int | None = None
-    for boundaries_N in _chunks(file, header.boundaries_at, header.num_boundaries, "<i8", broken):
+    for boundaries_N in _chunks(idx, header.boundaries_at, header.num_boundaries, "<i8", broken):
         if last is None and boundaries_N[0] != 0:
             raise UserError(f"{broken} the first document begins at sequence {boundaries_N[0]}; {AGAIN}")
         if boundaries_N[0] < (last or 0) or np.any(boundaries_N[1:] < boundaries_N[:-1]):
@@ -211,15 +191,16 @@ def _check_boundaries(file: Any, header: IndexHeader, broken: str) -> None:
         )
 
 
-def _chunks(file: Any, place: int, count: int, dtype: str, broken: str) -> Iterator[np.ndarray]:
+def _chunks(idx: Path, place: int, count: int, dtype: str, broken: str) -> Iterator[np.ndarray]:
     """Yield the `count` numbers from byte `place` on, at most CHUNK at a time."""
-    file.seek(place)
-    for first in range(0, count, CHUNK):
-        size = min(CHUNK, count - first) * np.dtype(dtype).itemsize
-        try:
-            content = file.read(size)
-        except OSError as error:
-            raise UserError(f"{broken} not readable: {error.strerror}") from error
-        if len(content) < size:
-            raise UserError(f"{broken} it was truncated while it was read; {AGAIN}")
-        yield np.frombuffer(content, dtype)
+    try:
+        with open(idx, "rb") as file:
+            file.seek(place)
+            for first in range(0, count, CHUNK):
+                size = min(CHUNK, count - first) * np.dtype(dtype).itemsize
+                content = file.read(size)
+                if len(content) < size:
+                    raise UserError(f"{broken} it was truncated while it was read; {AGAIN}")
+                yield np.frombuffer(content, dtype)
+    except OSError as error:
+        raise UserError(f"{broken} not readable: {error.strerror}") from error

@@ -9,16 +9,14 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megamoe.config.schema import DataConfig
 from megamoe.data.card import FileCard, load_checked
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
-
-if TYPE_CHECKING:
-    from megamoe.config.schema import DataConfig
 
 LABELS = "labels.json"
 ENDING = ".jsonl"
@@ -71,7 +69,7 @@ def load_label_card(path: str) -> LabelCard:
     return card
 
 
-def label_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Vocabulary:
+def label_vocabulary(data: DataConfig, model_vocab_size: int | None) -> Vocabulary:
     """Return the vocabulary of `data.tokenizer`, or of the tokenizer in the folder above the labels'.
 
     Raises:

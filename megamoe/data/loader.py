@@ -12,7 +12,7 @@ import re
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -30,7 +30,7 @@ STDERR = 2
 Batch = TypeVar("Batch")
 
 
-class Loader(Generic[Batch]):
+class Loader(Iterator[Batch]):
     """An iterator over batches.
 
     Args:
@@ -60,9 +60,6 @@ class Loader(Generic[Batch]):
         # what is registered last runs first, which finalize's own hook does not ensure.
         self._finalizer.atexit = False
         atexit.register(self._finalizer)
-
-    def __iter__(self) -> "Loader[Batch]":
-        return self
 
     def __next__(self) -> Batch:
         while True:

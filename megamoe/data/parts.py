@@ -25,7 +25,7 @@ from megamoe.data.encode import start_worker
 from megamoe.data.index_file import read_lengths, write_index
 from megamoe.data.sources import Source
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain
+from megamoe.plain_files import read_plain, replace_file
 
 FOLDER = "parts"
 RECORDS = f"{FOLDER}/*.json"
@@ -54,10 +54,8 @@ class Part:
         for path in (self.files.bin, self.files.idx, self.files.counts):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        partial = self._record.with_suffix(".new")
         record = {"key": self.key, "size": self.files.bin.stat().st_size, "facts": facts}
-        partial.write_text(json.dumps(record), encoding="utf-8")
-        os.replace(partial, self._record)
+        replace_file(self._record, json.dumps(record).encode())
 
     def read(self) -> Record | None:
         """Return the record of a finished part: `size` of its .bin in bytes, and `facts`."""

@@ -27,13 +27,7 @@ from megamoe.data.index_file import token_dtype
 from megamoe.data.parts import FOLDER, RECORDS, Part, Record, cut, join_parts, unfinished, write_parts
 from megamoe.data.sources import Source, Tap, find_sources, read_documents
 from megamoe.data.special import expand
-from megamoe.data.tokenizers import (
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    load_with_special,
-    train_bpe,
-)
+from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, load_with_special, train_bpe
 from megamoe.data.write import TextCounts, locked_folder, reference_of, write_card, write_tokens
 from megamoe.errors import UserError
 
@@ -71,8 +65,8 @@ def prepare(preparation: Preparation) -> DataCard:
             written, or a broken tokenizer. Nothing that looks finished is left then; finished parts are,
             for the next run.
     """
+    _check(preparation)
     files = DataFiles(Path(preparation.output))
-    _check(preparation, files)
     sources = find_sources(preparation.inputs, preparation.stdlib)
     if preparation.shuffle_files is not None:
         random.Random(preparation.shuffle_files).shuffle(sources)
@@ -84,7 +78,7 @@ def prepare(preparation: Preparation) -> DataCard:
             if len(groups) == 1:
                 corpus = _Corpus(sources, preparation, "tokenize")
                 counts = corpus.counts
-                counts_V = write_tokens(corpus.batches(), tokenizer, new, preparation.workers)
+                counts_V = write_tokens(_batches(corpus), tokenizer, new, preparation.workers)
             else:
                 parts = _parts(groups, preparation, tokenizer, files.partial / FOLDER)
                 counts, counts_V = _write_in_parts(parts, preparation, tokenizer, new)
@@ -99,7 +93,7 @@ def prepare(preparation: Preparation) -> DataCard:
     return card
 
 
-def _check(preparation: Preparation, files: DataFiles) -> None:
+def _check(preparation: Preparation) -> None:
     for name in ("workers", "max_documents"):
         value = getattr(preparation, name)
         if value is not None and value < 1:
@@ -108,10 +102,11 @@ def _check(preparation: Preparation, files: DataFiles) -> None:
         raise UserError(f"workers {preparation.workers}: expected at most {MOST_WORKERS}")
     if preparation.vocab_size > LARGEST_VOCABULARY:
         raise UserError(f"vocab_size {preparation.vocab_size}: expected at most {LARGEST_VOCABULARY:,}")
-    if not files.prefix.name or preparation.output.endswith("/"):
+    if not Path(preparation.output).name or preparation.output.endswith("/"):
         raise UserError(f"output {preparation.output!r} is a folder; expected a prefix such as data/corpus")
     if preparation.overwrite:
         return
+    files = DataFiles(Path(preparation.output))
     for path in (files.card, files.bin, files.idx, files.counts, files.tokenizer):
         if path.exists():
             raise UserError(f"output {str(path)!r} exists; choose another --output or add --overwrite")
@@ -170,12 +165,9 @@ class _Corpus:
         limit = self._preparation.max_documents
         return limit is not None and self.counts.documents >= limit
 
-    def batches(self) -> Iterator[list[str]]:
-        """Yield the documents in batches that are large enough for a worker."""
-        return _batches(self)
-
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the documents in batches that are large enough for a worker."""
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -256,14 +248,9 @@ def _publish(new: DataFiles, files: DataFiles) -> None:
     """Rename the files to their final names. The old card is deleted first, the new one comes last."""
     files.card.unlink(missing_ok=True)
     files.tokenizer.unlink(missing_ok=True)
-    for source, target in (
-        (new.tokenizer, files.tokenizer),
-        (new.bin, files.bin),
-        (new.idx, files.idx),
-        (new.counts, files.counts),
-        (new.card, files.card),
-    ):
+    for name in ("tokenizer", "bin", "idx", "counts", "card"):
+        source: Path = getattr(new, name)
         if source.exists():
             with open(source, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(source, target)
+            os.replace(source, getattr(files, name))

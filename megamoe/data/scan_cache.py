@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from megamoe.errors import UserError
+from megamoe.plain_files import replace_file
 
 CHUNK_BYTES = 1 << 22
 # A file may change twice within one tick of its file system's clock, so a recent file is read again.
@@ -78,11 +79,9 @@ class ScanCache:
         if place is None:
             return
         content = {"state": state, "facts": results, "checksum": _checksum(state, results)}
-        partial = place.with_name(f".{place.name}.{os.getpid()}.tmp")
         with suppress(OSError):  # an unwritable cache is reported by the code that needs it
             place.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(content), encoding="utf-8")
-            os.replace(partial, place)
+            replace_file(place, json.dumps(content).encode())
 
 
 def _state(path: Path) -> Results:

@@ -13,6 +13,7 @@ import json
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -39,74 +40,67 @@ class Source:
         return plain.suffix == ".jsonl"
 
 
-class Tap(io.RawIOBase):
-    """A file that hashes and counts its bytes as they are read.
+class Tap(AbstractContextManager["Tap"]):
+    """A file that hashes and counts its bytes as they are read. Usable as a context manager.
 
     `advance` is called with the size of each read.
     """
 
     def __init__(self, source: Source, advance: Callable[[int], Any]) -> None:
-        self._file = open(source.path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+        self._file = open(source.path, "rb", buffering=0)  # noqa: SIM115 (closed by __exit__)
         self._advance = advance
         self._digest = hashlib.sha256()
         self.num_bytes = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer) or 0
-        self._digest.update(memoryview(buffer)[:count])
-        self.num_bytes += count
-        self._advance(count)
-        return count
+    def chunks(self) -> Iterator[bytes]:
+        """Yield what has not been read yet."""
+        while chunk := self._file.read(CHUNK_BYTES):
+            self._digest.update(chunk)
+            self.num_bytes += len(chunk)
+            self._advance(len(chunk))
+            yield chunk
 
     def sha256(self) -> str:
         """Return the SHA-256 of the whole file; read what has not been read yet."""
-        while self.read(CHUNK_BYTES):
+        for _ in self.chunks():
             pass
         return self._digest.hexdigest()
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
-        super().close()
 
 
-class _ZstdReader(io.RawIOBase):
-    """Decompresses zstd frames. Unlike the library's reader it detects a truncated file."""
+class _Chunks(io.RawIOBase):
+    """A file of chunks of bytes, none of which is empty."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._chunks = self._decompress(raw)
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
         self._pending = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._pending:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._pending = chunk
+        self._pending = self._pending or next(self._chunks, b"")
         count = min(len(buffer), len(self._pending))
         buffer[:count] = self._pending[:count]
         self._pending = self._pending[count:]
         return count
 
-    @staticmethod
-    def _decompress(raw: IO[bytes]) -> Iterator[bytes]:
-        frame = None
-        data = raw.read(CHUNK_BYTES)
+
+def _decompressed_zstd(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Decompress zstd frames. Unlike the library's reader this detects a truncated file."""
+    frame = None
+    for data in chunks:
         while data:
-            if frame is None:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(data)
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            if found := frame.decompress(data):
+                yield found
             data = b""
             if frame.eof:
                 data, frame = frame.unused_data, None
-            data = data or raw.read(CHUNK_BYTES)
-        if frame is not None:
-            raise EOFError("the compressed file ends before its end marker")
+    if frame is not None:
+        raise EOFError("the compressed file ends before its end marker")
 
 
 def find_sources(inputs: list[str], stdlib: bool) -> list[Source]:
@@ -135,8 +129,8 @@ def _files_of(item: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        visible = (file for file in path.rglob("*") if not _is_hidden(file.relative_to(path)))
-        found = [file for file in visible if file.is_file()]
+        files = (file for file in path.rglob("*") if file.is_file())
+        found = [file for file in files if not any(p.startswith(".") for p in file.relative_to(path).parts)]
     elif glob.has_magic(item):
         found = [Path(file) for file in glob.glob(item, recursive=True) if Path(file).is_file()]
     else:
@@ -144,10 +138,6 @@ def _files_of(item: str) -> list[Path]:
     if not found:
         raise UserError(f"input {item!r} holds no files; expected text or .jsonl files")
     return sorted(found)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _standard_library() -> list[Source]:
@@ -167,14 +157,11 @@ def read_documents(source: Source, tap: Tap, key: str) -> Iterator[str]:
         UserError: naming file and line, for text that is not UTF-8, a line that is not JSON, or a
             missing key; naming the file, if it cannot be read or decompressed.
     """
-    try:
-        with _decompressed(source, tap) as stream:
-            if source.is_json_lines:
-                yield from _read_json_lines(source, stream, key)
-            else:
-                yield _decode(source, stream.read(), first_line=1)
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
+    with _decompressed(source, tap) as stream:
+        if source.is_json_lines:
+            yield from _read_json_lines(source, stream, key)
+        else:
+            yield _decode(source, stream.read(), first_line=1)
 
 
 def read_lines(source: Source, tap: Tap) -> Iterator[str]:
@@ -184,34 +171,24 @@ def read_lines(source: Source, tap: Tap) -> Iterator[str]:
         UserError: naming file and line, for text that is not UTF-8; naming the file, if it cannot be read or
             decompressed.
     """
+    with _decompressed(source, tap) as stream:
+        for number, line in enumerate(stream, start=1):
+            yield _decode(source, line, first_line=number).removesuffix("\n").removesuffix("\r")
+
+
+@contextmanager
+def _decompressed(source: Source, tap: Tap) -> Iterator[IO[bytes]]:
+    """Raise a UserError if the file cannot be read or decompressed inside the block."""
+    chunks = tap.chunks()
+    if source.path.suffix == ".zst":
+        chunks = _decompressed_zstd(chunks)
+    stream: IO[bytes] = io.BufferedReader(_Chunks(chunks), CHUNK_BYTES)
+    if source.path.suffix == ".gz":
+        stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK_BYTES)
     try:
-        with _decompressed(source, tap) as stream:
-            for number, line in enumerate(stream, start=1):
-                yield _decode(source, line, first_line=number).removesuffix("\n").removesuffix("\r")
+        yield stream
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
-
-
-def _decompressed(source: Source, tap: Tap) -> IO[bytes]:
-    raw = io.BufferedReader(_Borrowed(tap), CHUNK_BYTES)
-    if source.path.suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), CHUNK_BYTES)
-    if source.path.suffix == ".zst":
-        return io.BufferedReader(_ZstdReader(raw), CHUNK_BYTES)
-    return raw
-
-
-class _Borrowed(io.RawIOBase):
-    """Reads from a Tap without closing it, because its hash is needed afterwards."""
-
-    def __init__(self, tap: Tap) -> None:
-        self._tap = tap
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._tap.readinto(buffer)
 
 
 def _read_json_lines(source: Source, stream: IO[bytes], key: str) -> Iterator[str]:

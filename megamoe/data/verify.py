@@ -9,25 +9,22 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megamoe.config.schema import DataConfig
 from megamoe.data.card import DataCard, DataFiles, check_files, load_card
 from megamoe.data.index_file import AGAIN, check_arithmetic, read_header
 from megamoe.data.ranks import once_per_machine, rank
 from megamoe.data.scan_cache import CHUNK_BYTES, Results, ScanCache, scan
 from megamoe.errors import UserError
 
-if TYPE_CHECKING:
-    from megamoe.config.schema import DataConfig
-
 MOST_THREADS = 8
 TOLD_FROM_BYTES = 4e9  # some seconds of reading
 MOST_TOKEN_IDS = 2**63
 
 
-def verify_sources(data: "DataConfig", paths: Iterable[str], vocab_size: int) -> dict[str, str]:
+def verify_sources(data: DataConfig, paths: Iterable[str], vocab_size: int) -> dict[str, str]:
     """Verify each dataset; return the SHA-256 of its .idx, which identifies its data, by path.
 
     `data.verify` decides: `full` reads .bin and .idx if they have changed; `structure` does not read the
@@ -64,7 +61,7 @@ def verify_sources(data: "DataConfig", paths: Iterable[str], vocab_size: int) ->
     return dict(zip(unique, found[0], strict=True))
 
 
-def cache_folder(data: "DataConfig", path: str) -> Path:
+def cache_folder(data: DataConfig, path: str) -> Path:
     """Return `data.cache`, or the folder `cache` beside the dataset."""
     return Path(data.cache) if data.cache else Path(path).parent / "cache"
 

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megamoe.config.schema import DataConfig
 from megamoe.data.card import DataCard, TokenizerCard, check_files, load_card
 from megamoe.data.parallel_text.card import datasets_of
 from megamoe.data.special import NOTHING_RESERVED, SpecialTokens
 from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
-
-if TYPE_CHECKING:
-    from megamoe.config.schema import DataConfig
 
 MOCK_VOCAB_SIZE = 1024
 MOCK_EOD = 0
@@ -61,7 +58,7 @@ class Vocabulary:
         return replace(self, size=self.size - self.added, added=0)
 
 
-def resolve_vocabulary(data: "DataConfig", model_vocab_size: int | None) -> Vocabulary:
+def resolve_vocabulary(data: DataConfig, model_vocab_size: int | None) -> Vocabulary:
     """Check the data's files and return the vocabulary. Reads only cards and index headers.
 
     Of prepared pairs both sides are checked.
@@ -114,7 +111,7 @@ def _check_agreement(known: tuple[str, TokenizerCard], path: str, card: DataCard
         )
 
 
-def _find_tokenizer(data: "DataConfig", known: tuple[str, TokenizerCard] | None) -> Tokenizer | None:
+def _find_tokenizer(data: DataConfig, known: tuple[str, TokenizerCard] | None) -> Tokenizer | None:
     """Return `data.tokenizer` if set, else the card's if its file exists; compare it with the card."""
     if known is None:
         return load_tokenizer(data.tokenizer) if data.tokenizer else None

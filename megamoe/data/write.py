@@ -5,14 +5,14 @@ import fcntl
 import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megamoe import __version__
-from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard
+from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard, save_checked
 from megamoe.data.encode import encode_batches
 from megamoe.data.index_file import read_lengths, token_dtype, write_index
 from megamoe.data.tokenizers import Tokenizer, is_bytes
@@ -96,7 +96,7 @@ def write_card(
         idx=file_card(files.idx),
         largest_token=int(np.flatnonzero(counts_V)[-1]),
     )
-    card.save(files.card)
+    save_checked(asdict(card), files.card)
     return card
 
 

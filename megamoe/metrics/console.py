@@ -7,7 +7,7 @@ job's log file) plain lines appear now and then, so that the file stays readable
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console
@@ -43,7 +43,7 @@ def print_summary(rows: Mapping[str, Sequence[tuple[str, object]]], console: Con
     console.print(table)
 
 
-class ProgressLine:
+class ProgressLine(AbstractContextManager["ProgressLine"]):
     """The live line of a run: `step 120/400 | loss 4.213 | ... | ETA 3m12s`.
 
     Without a terminal the first and the last update and those with a validation loss are printed, and between
@@ -101,16 +101,11 @@ class ProgressLine:
             _print_plain(self._console, self._line)
         self._recent.clear()
 
-    def __enter__(self) -> "ProgressLine":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def eta_s(self) -> float | None:
-        """Seconds until the last step at the speed of the recent updates; None before two of them."""
+        """Return the seconds to the last step at the speed of the recent updates; None before two of them."""
         if len(self._recent) < 2:
             return None
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]

@@ -15,7 +15,7 @@ def format_number(value: float, pattern: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`45s`, `3m12s`, `2h05m`, `3d04h`."""
+    """Format a duration in seconds: `45s`, `3m12s`, `2h05m`, `3d04h`."""
     if not abs(seconds) < 1e12:  # nor NaN
         return f"{seconds:.3g}s"
     whole = round(seconds)

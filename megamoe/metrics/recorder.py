@@ -9,27 +9,16 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from megamoe.config.schema import LogConfig
 from megamoe.errors import UserError
 from megamoe.metrics.reader import whole_lines
-from megamoe.metrics.sinks.summaries import Shown, Summaries
+from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
 from megamoe.metrics.sinks.wandb_sink import WandbSink
 
 METRICS_FILE = "metrics.jsonl"
-BLOCK = 1 << 20  # bytes copied at a time
-
-
-class Copy(Protocol):
-    """An output for metrics beside metrics.jsonl."""
-
-    def log(self, metrics: dict[str, Any], shown: Shown) -> None:
-        """Write one step. metrics: as in metrics.jsonl; shown: what is to be shown of them."""
-
-    def close(self) -> None:
-        """Write out what is pending."""
 
 
 class JsonLinesSink:
@@ -54,21 +43,18 @@ class JsonLinesSink:
 
 
 class Recorder:
-    """Hands each step's metrics to metrics.jsonl, and their summaries to W&B and TensorBoard."""
+    """Hands each step's metrics to metrics.jsonl, and their summaries to W&B and TensorBoard (`copies`)."""
 
-    def __init__(self, lines: JsonLinesSink, copies: list[Copy], heat_map_every: int) -> None:
+    def __init__(
+        self, lines: JsonLinesSink, copies: list[TensorBoardSink | WandbSink], heat_map_every: int
+    ) -> None:
         self._lines = lines
         self._copies = copies
         self._summaries = Summaries(heat_map_every)
 
     @classmethod
     def open(
-        cls,
-        run_folder: Path,
-        log: LogConfig,
-        run_name: str,
-        config: dict[str, Any],
-        resumed_step: int | None,
+        cls, run_folder: Path, log: LogConfig, run_name: str, config: dict[str, Any], resumed_step: int | None
     ) -> "Recorder":
         """Open the sinks that `log` names, in `run_folder`, which is made if it is missing.
 
@@ -81,7 +67,9 @@ class Recorder:
         """
         run_folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard comes first: it alone may raise, and then no existing file has been replaced.
-        copies: list[Copy] = [TensorBoardSink(run_folder / "tensorboard")] if log.tensorboard else []
+        copies: list[TensorBoardSink | WandbSink] = []
+        if log.tensorboard:
+            copies.append(TensorBoardSink(run_folder / "tensorboard"))
         if log.wandb.enabled:
             repeats = None if resumed_step is None else _repeats(run_folder / METRICS_FILE, resumed_step)
             copies.append(WandbSink(run_folder, log.wandb, run_name, config, repeats))
@@ -89,7 +77,7 @@ class Recorder:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Record one step. Values: numbers, lists of numbers, and anything with `.tolist()`."""
-        plain = {key: _to_plain(value) for key, value in metrics.items()}
+        plain = {key: it.tolist() if hasattr(it, "tolist") else it for key, it in metrics.items()}
         self._lines.log(plain)
         if self._copies:
             shown = self._summaries.of(plain)
@@ -125,10 +113,6 @@ def _repeats(path: Path, resumed_step: int) -> int:
     return last - resumed_step
 
 
-def _to_plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def _name_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -145,37 +129,14 @@ def _keep_whole(path: Path, step: int) -> None:
     Raises:
         UserError: as `whole_lines`.
     """
-    kept: list[tuple[int, int]] = []  # ranges of bytes
-    for line in whole_lines(path, step):
-        start = kept.pop()[0] if kept and kept[-1][1] == line.start else line.start
-        kept.append((start, line.end))
-    if kept == [(0, path.stat().st_size)] and _ends_line(path):
-        return
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with path.open("rb") as source, temporary.open("wb") as target:
-            for start, end in kept:
-                source.seek(start)
-                _copy(source, target, end - start)
+            for line in whole_lines(path, step):
+                source.seek(line.start)
+                target.write(source.read(line.end - line.start) + (b"" if line.ended else b"\n"))
             target.flush()
             os.fsync(target.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
-
-
-def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
-    """Copy this many bytes, and a newline if they do not end with one."""
-    block = b""
-    while count > 0:
-        block = source.read(min(count, BLOCK))
-        count -= len(block)
-        target.write(block)
-    if not block.endswith(b"\n"):
-        target.write(b"\n")

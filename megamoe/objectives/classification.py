@@ -144,7 +144,6 @@ class Regression(TextObjective):
     predicts = "number"
     has_names, outputs, smooths = False, 1, False
     metrics = ("squared_error",)
-    expected = '{"text": ..., "label": ...}'
 
     @classmethod
     def label(cls, line: Line) -> float:

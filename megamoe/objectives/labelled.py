@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item
-from megamoe.data.datasets import SPLIT_NAMES, VALID, Datasets, check_split
+from megamoe.data.datasets import VALID, Datasets, check_split
 from megamoe.data.labels import AGAIN, ENDING, Line, label_vocabulary, load_label_card, read_lines
 from megamoe.data.pairs import filled, positions
 from megamoe.data.tokenizers import Tokenizer, load_tokenizer
@@ -143,7 +143,7 @@ class Labelled(TrainingObjective, ABC):
                 raise ValueError(
                     f"data.{key}: found {len(sources)} sources, expected one file of labelled texts"
                 )
-        if dict(zip(SPLIT_NAMES, check_split(data), strict=True))["test"] > 0:
+        if check_split(data)[2] > 0:
             raise ValueError(
                 "data.split: found a share for test, but there is a test set for each language; set it to 0, "
                 "and name sets in train.objective.languages or data.validation"
@@ -155,7 +155,7 @@ class Labelled(TrainingObjective, ABC):
 
     @classmethod
     def shares(cls, options: Any, config: RunConfig) -> TokenShares:
-        """Of the mean length of the training texts."""
+        """Return what is computed of a training text of mean length."""
         vocabulary, most = cls.data_vocabulary(config), config.data.sequence_length
         examples = _examples(cls, config.data.sources[0].path, vocabulary, most)
         share = float(np.mean([len(example.tokens_S) for example in examples])) / most
@@ -236,7 +236,7 @@ class Labelled(TrainingObjective, ABC):
     def _sets(self, train: Path) -> dict[str, str]:
         """Return the file of each validation set, by name."""
         found: dict[str, str] = {}
-        if dict(zip(SPLIT_NAMES, check_split(self.config.data), strict=True))[VALID] > 0:
+        if check_split(self.config.data)[1] > 0:
             found[VALID] = str(train.with_name(VALID + ENDING))
         known = {
             path.name[len("test.") : -len(ENDING)]: path for path in train.parent.glob(f"test.*{ENDING}")

@@ -1,6 +1,6 @@
 """Masked language modelling: predict tokens that were hidden, from both sides."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -114,7 +114,7 @@ class Masked(TrainingObjective):
         """Return the batch, with the places that have a loss."""
         batch = stacked(items, indices)
         place_P = batch.loss_mask_BS.T.flatten().nonzero().flatten()
-        return Batch(**{**vars(batch), "predicted_P": place_P})
+        return replace(batch, predicted_P=place_P)
 
     def _units(self, tokens_S: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
         """Return the places of the chosen tokens, those of a unit together; no place twice."""

@@ -125,8 +125,8 @@ class TrainingObjective:
 
     def draws(self, place: str) -> np.random.Generator:
         """Return the random generator of one sample."""
-        text = f"{self.config.seed}/objective/{place}".encode()
-        return np.random.Generator(np.random.Philox(key=_number(text)))
+        digest = hashlib.blake2b(f"{self.config.seed}/objective/{place}".encode(), digest_size=16).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
     def samples_per_epoch(self) -> int:
         """Return the training samples of one pass over the data, which is not mock data."""
@@ -170,10 +170,6 @@ def named_failure(objective: TrainingObjective, method: str) -> Iterator[None]:
         raise UserError(
             f"train.objective: {method} of {part.__name__} failed{failure_of(part, error)}"
         ) from error
-
-
-def _number(text: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
 
 
 PER_TOKEN = ("tokens", "labels", "loss_mask")  # of a sample that is one sequence

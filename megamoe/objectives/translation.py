@@ -9,18 +9,11 @@ from torch.utils.data import Dataset
 
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item
-from megamoe.data.datasets import SPLIT_NAMES, VALID, Datasets, check_split
+from megamoe.data.datasets import VALID, Datasets, check_split
 from megamoe.data.pairs import pair_batch
 from megamoe.data.parallel_text.batches import OrderedPairs, PairBatches
 from megamoe.data.parallel_text.card import PairCard, is_pairs, load_pair_card
-from megamoe.data.parallel_text.dataset import (
-    Direction,
-    PairDataset,
-    PairOptions,
-    Tag,
-    TooLong,
-    verify_pairs,
-)
+from megamoe.data.parallel_text.dataset import Direction, PairDataset, PairOptions, Tag, TooLong, verify_pairs
 from megamoe.data.parallel_text.languages import select_languages
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
@@ -90,7 +83,7 @@ class Translation(TrainingObjective):
 
     @classmethod
     def shares(cls, options: Config, config: RunConfig) -> TokenShares:
-        """Of the mean lengths by the card, before any cut."""
+        """Return what is computed of a pair of mean lengths, by the card and before any cut."""
         prefix, most = config.data.sources[0].path, config.data.sequence_length
         sizes, lengths = _groups(options, load_pair_card(prefix)[0])
         share_G = sizes ** (1.0 if config.data.sampling_exponent is None else config.data.sampling_exponent)
@@ -113,10 +106,10 @@ class Translation(TrainingObjective):
         self._checked: list[str] = [self._prefix]
         self._validation: dict[str, PairDataset] = {}
         self._test: PairDataset | None = None
-        shares = dict(zip(SPLIT_NAMES, check_split(data), strict=True))
-        if shares[VALID] > 0:
+        _, valid, test = check_split(data)
+        if valid > 0:
             self._open_valid(self._beside(VALID))
-        if shares[TEST] > 0:
+        if test > 0:
             self._test = self._open_part(self._beside(TEST))
         for name, sources in data.validation.items():
             if name in self._validation:

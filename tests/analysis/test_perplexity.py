@@ -31,8 +31,8 @@ PAIR: dict[str, Any] = {"tensor": 2, "expert": 2, "deepspeed": ds_config("zero3_
 
 
 def trained_run(folder: Path, **changes: Any) -> dict[str, float]:
-    """Job: two steps, a checkpoint, the choices in `record`, and the validation loss that it reports."""
-    trainer = Trainer(small_run(folder, **RUN, **changes, log__routing=str(folder / "record")))
+    """Job: two steps, a checkpoint, and the validation losses that training reports."""
+    trainer = Trainer(small_run(folder, **changes))
     for _ in range(2):
         trainer.step()
     reported = trainer.evaluate()
@@ -41,15 +41,17 @@ def trained_run(folder: Path, **changes: Any) -> dict[str, float]:
     return reported
 
 
-def evaluated(path: Path, points: list[list[str]], overrides: list[str]) -> list[dict[str, Any]]:
-    """Job: what an evaluation finds at each point."""
+def evaluated(
+    path: Path, points: list[list[str]], overrides: list[str], names: tuple[str, ...] = ("valid",)
+) -> list[dict[str, Any]]:
+    """Job: what an evaluation finds at each point, on the named sets."""
     found = []
     with session(overrides, replays=True) as ranks:
         for point in points:
-            trained = ranks.open(path, point)
+            trained = ranks.open(path, point, ("decoder", "encoder_decoder"))
             samples = trained.validation_samples
-            dataset = datasets_of(trained, samples).validation["valid"]
-            found.append(perplexity_on(trained, dataset, samples).as_data())
+            sets = datasets_of(trained, samples).validation
+            found += [perplexity_on(trained, sets[name], samples, name).as_data() for name in names]
     return found
 
 
@@ -57,7 +59,8 @@ def evaluated(path: Path, points: list[list[str]], overrides: list[str]) -> list
 def run_folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A run trained on two ranks at TP 2 x EP 2 and ZeRO 3, and its validation loss."""
     folder = tmp_path_factory.mktemp("evaluated")
-    reported, _ = pool.run(trained_run, folder, parallel=PAIR, ranks=2)
+    changes = {**RUN, "parallel": PAIR, "log__routing": str(folder / "record")}
+    reported, _ = pool.run(trained_run, folder, **changes, ranks=2)
     return folder / "small", reported["val/lm_loss"]
 
 

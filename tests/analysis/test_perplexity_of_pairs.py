@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 
-from megamoe.analysis.perplexity import datasets_of, perplexity_on
-from megamoe.analysis.trained_model import session
-from megamoe.parallel import launch
-from megamoe.train.trainer import Trainer
+from tests.analysis.test_perplexity import evaluated, trained_run
 from tests.data.parallel_text.pairs import make_pairs
 from tests.distributed.pool import Pool
-from tests.distributed.runs import small_run
 
 BOTH: dict[str, Any] = {
     "model__architecture": "encoder_decoder",
@@ -37,37 +33,14 @@ def pair_run(pairs: Path) -> dict[str, Any]:
     }
 
 
-def trained(folder: Path, changes: dict[str, Any]) -> dict[str, float]:
-    """Job: two steps, a checkpoint, and the validation losses that training reports."""
-    trainer = Trainer(small_run(folder, **changes))
-    for _ in range(2):
-        trainer.step()
-    reported = trainer.evaluate()
-    trainer.save()
-    trainer.close()
-    return reported
-
-
-def evaluated(path: Path, overrides: list[str], names: list[str]) -> list[dict[str, Any]]:
-    """Job: what an evaluation finds on the named sets."""
-    try:
-        with session(overrides) as ranks:
-            model = ranks.open(path, architectures=("encoder_decoder",))
-            samples = model.validation_samples
-            sets = datasets_of(model, samples).validation
-            return [perplexity_on(model, sets[name], samples, name).as_data() for name in names]
-    finally:
-        launch.stop()
-
-
-SETS = ["valid", "en-it"]
+SETS = ("valid", "en-it")
 
 
 @pytest.fixture(name="run", scope="module")
 def _run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A run that learns to translate, and its validation losses on the sets."""
     folder = tmp_path_factory.mktemp("translated")
-    (reported,) = pool.run(trained, folder, pair_run(make_pairs(folder, [0.8, 0.2, 0])), ranks=1)
+    (reported,) = pool.run(trained_run, folder, **pair_run(make_pairs(folder, [0.8, 0.2, 0])), ranks=1)
     losses = [reported[name] for name in ("val/lm_loss", "val/en-it/lm_loss")]
     assert losses[0] != losses[1]
     return folder / "small", losses
@@ -76,7 +49,7 @@ def _run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
 def test_translation(pool: Pool, run: tuple[Path, list[float]]) -> None:
     """Each token takes 2 experts, of FFN size 32, in the place of a dense FFN of 64."""
     path, losses = run
-    (alone,) = pool.run(evaluated, path, [], SETS, ranks=1)
+    (alone,) = pool.run(evaluated, path, [[]], [], SETS, ranks=1)
     for found, reported in zip(alone, losses, strict=True):
         assert found["lm_loss"] == pytest.approx(reported, abs=1e-6)
         assert (found["experts_per_token"], found["dense_share"]) == (2, 1.0)
@@ -85,14 +58,14 @@ def test_translation(pool: Pool, run: tuple[Path, list[float]]) -> None:
 @pytest.mark.full
 def test_translation_on_two_ranks(pool: Pool, run: tuple[Path, list[float]]) -> None:
     path, losses = run
-    found, _ = pool.run(evaluated, path, ["parallel.expert=2"], SETS, ranks=2)
+    found, _ = pool.run(evaluated, path, [[]], ["parallel.expert=2"], SETS, ranks=2)
     assert [each["lm_loss"] for each in found] == pytest.approx(losses, abs=1e-6)
 
 
 @pytest.mark.full
 def test_span_corruption(pool: Pool, tmp_path: Path) -> None:
     run = {**BOTH, "train__objective": "span_corruption"}
-    (reported,) = pool.run(trained, tmp_path, run, ranks=1)
-    (alone,) = pool.run(evaluated, tmp_path / "small", [], ["valid"], ranks=1)
+    (reported,) = pool.run(trained_run, tmp_path, **run, ranks=1)
+    (alone,) = pool.run(evaluated, tmp_path / "small", [[]], [], ranks=1)
     assert alone[0]["lm_loss"] == pytest.approx(reported["val/lm_loss"], abs=1e-6)
     assert alone[0]["experts_per_token"] == 2

@@ -8,6 +8,7 @@ import pytest
 
 from megamoe.analysis.run_status import as_text, is_complete, newest_checkpoint, read_status
 from megamoe.errors import UserError
+from megamoe.resilience import heartbeat
 from megamoe.resilience.run_status import RunStatus
 from tests.checkpoint import checkpoint
 
@@ -84,6 +85,7 @@ def test_what_a_launch_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     run = tmp_path / "run"
     run.mkdir()
+    heartbeat.tick()  # the last one may be as old as this process
     with RunStatus(run, 0, 2, lambda: 7, 9) as status:
         assert read_status(run).verdict == "running"
         status.reason = "signal SIGUSR1"

@@ -1,26 +1,15 @@
 """`tools/status.py --watch`: a screen for each look, until the last step is done."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("status_tool", ROOT / "tools" / "status.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tools import status as tool
 
 
 def beat(folder: Path, step: int, state: str = "running") -> None:
@@ -28,7 +17,7 @@ def beat(folder: Path, step: int, state: str = "running") -> None:
     (folder / "heartbeat.json").write_text(json.dumps(content))
 
 
-def watched(tool: Any, monkeypatch: pytest.MonkeyPatch, steps: list[Callable[[], None]]) -> list[float]:
+def watched(monkeypatch: pytest.MonkeyPatch, steps: list[Callable[[], None]]) -> list[float]:
     """In place of each sleep do the next of `steps`; return the seconds that were asked for."""
     asked: list[float] = []
 
@@ -41,7 +30,7 @@ def watched(tool: Any, monkeypatch: pytest.MonkeyPatch, steps: list[Callable[[],
 
 
 def test_watch_ends_with_the_run(
-    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     beat(tmp_path, 1)
     changes = [
@@ -49,7 +38,7 @@ def test_watch_ends_with_the_run(
         lambda: beat(tmp_path, 2),
         lambda: beat(tmp_path, 3, "finished"),
     ]
-    asked = watched(tool, monkeypatch, changes)
+    asked = watched(monkeypatch, changes)
     assert tool.main([str(tmp_path), "--watch", "--every", "2.5"]) == 0 and asked == [2.5] * 3
     screens = capsys.readouterr().out.split("\n\n")
     states = [dict(row.split(maxsplit=1) for row in screen.splitlines()) for screen in screens[:-1]]
@@ -58,28 +47,26 @@ def test_watch_ends_with_the_run(
     assert "\033" not in "".join(screens)
     # As JSON a line each.
     beat(tmp_path, 1)
-    watched(tool, monkeypatch, changes[2:])
+    watched(monkeypatch, changes[2:])
     assert tool.main([str(tmp_path), "--watch", "--json"]) == 0
     assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [1, 3]
 
 
 def test_watch_clears_a_terminal_and_is_interrupted(
-    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     beat(tmp_path, 1)
-    watched(tool, monkeypatch, [interrupt])
+    watched(monkeypatch, [interrupt])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert tool.main([str(tmp_path), "--watch"]) == 130
     assert capsys.readouterr().out.count(tool.CLEAR) == 1
 
 
 @pytest.mark.parametrize("every", ["0", "-1", "nan", "inf", "1e300"])
-def test_seconds_that_are_none(
-    every: str, tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seconds_that_are_none(every: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([str(tmp_path), "--watch", "--every", every]) == 2
     assert capsys.readouterr().err.startswith(f"error: --every: found {float(every):g}, expected seconds")
 
@@ -87,10 +74,8 @@ def test_seconds_that_are_none(
 @pytest.mark.full
 def test_a_reader_that_goes_ends_the_watch(tmp_path: Path) -> None:
     beat(tmp_path, 1)
-    command = [sys.executable, "tools/status.py", str(tmp_path), "--watch", "--every", "0.1"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, tool.__file__, str(tmp_path), "--watch", "--every", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("run ")
         process.stdout.close()

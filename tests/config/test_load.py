@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from megamoe.config import PartChoice, RunConfig, dump_yaml, load_config, parse_config, to_dict
+from megamoe.config.schema import SourceConfig
 from megamoe.errors import UserError
 from megamoe.moe.losses.z_loss import ZLoss
 from megamoe.moe.selectors.top_k import TopK
@@ -45,17 +46,6 @@ def test_numbers_with_exponents_are_numbers(load: Load, text: str, expected: flo
         assert isinstance(config.optimizer.lr, float)
 
 
-def test_text_that_only_looks_like_a_number_stays_text(load: Load) -> None:
-    assert load("name: 1e4x").name == "1e4x"
-    assert load("name: '1e4'").name == "1e4"
-
-
-def test_words_for_true_and_null_are_text_as_keys(load: Load) -> None:
-    """The language no (Norwegian) is a name; PyYAML's keys would be False and None."""
-    found = load("data: {validation: {no: a, null: b}}").data.validation
-    assert {name: sources[0].path for name, sources in found.items()} == {"no": "a", "null": "b"}
-
-
 @pytest.mark.parametrize(
     ("override", "key", "expected"),
     [
@@ -83,21 +73,65 @@ def test_overrides(load: Load, override: str, key: str, expected: object) -> Non
     assert value_at(load(text, override), key) == expected
 
 
-def test_an_override_goes_into_an_existing_section_and_a_missing_one(load: Load) -> None:
-    config = load("moe: {router: {selector: {k: 4, scale: 2.0}}}", "moe.router.selector.k=3")
-    assert config.moe.router.selector.options == TopK.Config(k=3, scale=2.0)
-    assert load("moe: {layers: none}", "moe.layers.every=2").moe.layers.every == 2
-    assert load("", "seed=1", "seed=2").seed == 2
-    masked = load("train: {objective: masked}", "train.objective.unit=word").train.objective
-    assert masked.to_dict() | {"name": "masked", "unit": "word"} == masked.to_dict()
+Z_LOSS, BALANCE = "moe.losses.z_loss", "moe.losses.switch_balance"
 
 
-def test_losses_by_weight_or_by_options(load: Load) -> None:
-    config = load("moe: {losses: {z_loss: 1, switch_balance: {weight: 0.5, first_choice: true}}}")
-    assert config.moe.losses["z_loss"] == PartChoice("loss", "z_loss", ZLoss.Config(weight=1.0))
-    balance = config.moe.losses["switch_balance"].options
-    assert (balance.weight, balance.first_choice) == (0.5, True)
-    assert load("moe: {losses: {z_loss: }}").moe.losses["z_loss"].options == ZLoss.Config()
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("name: 1e4x", (), {"name": "1e4x"}),
+        ("name: '1e4'", (), {"name": "1e4"}),
+        # The language no (Norwegian) is a name; PyYAML's keys would be False and None.
+        ("data: {validation: {no: [], null: []}}", (), {"data.validation": {"no": [], "null": []}}),
+        ("data: {sources: one}", (), {"data.sources": [SourceConfig("one")]}),
+        (
+            "data: {sources: [a, {path: b, weight: 2}], validation: {code: c, web: [{path: d}]}}",
+            (),
+            {
+                "data.sources": [SourceConfig("a"), SourceConfig("b", 2.0)],
+                "data.validation": {"code": [SourceConfig("c")], "web": [SourceConfig("d")]},
+            },
+        ),
+        (
+            "data: {validation: {a: [&web {path: w, weight: 2}], b: [{<<: *web, path: v}]}}",
+            (),
+            {"data.validation.b": [SourceConfig("v", 2.0)]},
+        ),
+        (
+            "moe: {router: {selector: {k: 4, scale: 2.0}}}",
+            ("moe.router.selector.k=3",),
+            {"moe.router.selector.options": TopK.Config(k=3, scale=2.0)},
+        ),
+        ("moe: {layers: none}", ("moe.layers.every=2",), {"moe.layers.every": 2}),
+        ("", ("seed=1", "seed=2"), {"seed": 2}),
+        (
+            "train: {objective: masked}",
+            ("train.objective.unit=word",),
+            {"train.objective.name": "masked", "train.objective.options.unit": "word"},
+        ),
+        ("moe: {losses: {z_loss: 1}}", (), {Z_LOSS: PartChoice("loss", "z_loss", ZLoss.Config(weight=1.0))}),
+        ("moe: {losses: {z_loss: }}", (), {f"{Z_LOSS}.options": ZLoss.Config()}),
+        (
+            "moe: {losses: {switch_balance: {weight: 0.5, first_choice: true}}}",
+            (),
+            {f"{BALANCE}.options.weight": 0.5, f"{BALANCE}.options.first_choice": True},
+        ),
+        ("moe: {losses: {z_loss: 0.1}}", ("moe.losses.z_loss=none",), {"moe.losses": {}}),
+        (
+            "",
+            ("moe.losses.z_loss=none", "moe.losses.z_loss.weight=2"),
+            {f"{Z_LOSS}.options": ZLoss.Config(weight=2.0)},
+        ),
+        ("moe: {losses: }", (), {"moe.losses": {}}),
+        ("moe: {router: moec, losses: none}", (), {"moe.losses": {}}),
+        ("moe: {router: {capacity: null}}", (), {"moe.router.capacity.name": "none"}),
+    ],
+)
+def test_shorthands_and_overrides(
+    load: Load, text: str, overrides: tuple[str, ...], expected: dict[str, object]
+) -> None:
+    config = load(text, *overrides)
+    assert {key: value_at(config, key) for key in expected} == expected
 
 
 def test_a_pattern_of_sources_is_written_out(load: Load, tmp_path: Path) -> None:
@@ -110,30 +144,14 @@ def test_a_pattern_of_sources_is_written_out(load: Load, tmp_path: Path) -> None
         load(f"data: {{sources: '{tmp_path}/x*'}}")
 
 
-def test_sources_by_path_or_in_full(load: Load) -> None:
-    config = load("data: {sources: [a, {path: b, weight: 2}], validation: {code: c, web: [{path: d}]}}")
-    assert [(source.path, source.weight) for source in config.data.sources] == [("a", 1.0), ("b", 2.0)]
-    assert {name: sources[0].path for name, sources in config.data.validation.items()} == {
-        "code": "c",
-        "web": "d",
-    }
-    assert load("data: {sources: one}").data.sources[0].path == "one"
-
-
 def test_the_mapping_that_is_read_is_left_as_it_was() -> None:
     tree = {"moe": {"layers": "none", "losses": {"z_loss": 1.0}}, "data": {"sources": ["a"]}}
     parse_config(tree)
     assert tree == {"moe": {"layers": "none", "losses": {"z_loss": 1.0}}, "data": {"sources": ["a"]}}
 
 
-def test_null_is_the_part_none(load: Load) -> None:
-    assert load("moe: {router: {capacity: null}}").moe.router.capacity == PartChoice.default(
-        "capacity", "none"
-    )
-
-
-def test_masks_may_be_none(load: Load) -> None:
-    assert load("moe: {router: {preset: moec}}").moe.router.masks
+def test_masks_of_a_preset_may_be_none(load: Load) -> None:
+    assert load("moe: {router: moec}").moe.router.masks
     assert load("moe: {router: {preset: moec, masks: none}}").moe.router.masks == []
     assert load("moe: {router: moec}", "moe.router.masks=none").moe.router.masks == []
 
@@ -148,26 +166,12 @@ def test_a_loss_may_occur_twice_under_different_keys(load: Load) -> None:
     assert (losses["near"].options.scope, losses["far"].options.scope) == ("sequence", "micro_batch")
     assert losses["far"].options.weight == 0.5
     assert load(dump_yaml(config)) == config
-
-
-def test_a_loss_under_a_key_of_its_own_can_be_dropped_and_put_back(load: Load) -> None:
     assert set(load(TWO, "moe.losses.far=none").moe.losses) == {"near"}
-    assert set(load("moe: {losses: {z_loss: 0.1}}", "moe.losses.z_loss=none").moe.losses) == set()
-    put_back = load("", "moe.losses.z_loss=none", "moe.losses.z_loss.weight=2").moe.losses
-    assert put_back["z_loss"].options == ZLoss.Config(weight=2.0)
 
 
 def test_an_empty_section_of_losses_changes_nothing(load: Load) -> None:
-    assert load("moe: {losses: }").moe.losses == {}
     for losses in ("losses: ", "losses: {clustering: , switch_balance: }"):
         assert load(f"moe: {{router: moec, {losses}}}").moe == load("moe: {router: moec}").moe
-    assert load("moe: {router: moec, losses: none}").moe.losses == {}
-
-
-def test_anchors_and_merges_work(load: Load) -> None:
-    config = load("data: {validation: {a: [&web {path: w, weight: 2}], b: [{<<: *web, path: v}]}}")
-    (source,) = config.data.validation["b"]
-    assert (source.path, source.weight) == ("v", 2.0)
 
 
 FULL = """

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import yaml
 
 from megamoe import registry
 from megamoe.config import RunConfig, dump_yaml, load_config, parse_config
@@ -21,9 +22,8 @@ TREE: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def own_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.discover()
-    monkeypatch.setitem(registry._presets, "own", registry.Preset("own", TREE, "these tests"))
+def own_preset(own_registry: None) -> None:
+    registry.register_preset("own", TREE, "these tests")
 
 
 def moe(**tree: Any) -> Any:
@@ -40,10 +40,8 @@ def test_an_option_is_merged_into_the_presets_part() -> None:
     assert (found.router.selector.options.k, found.router.selector.options.scale) == (2, 2.0)
     assert found.router.scorer.options.jitter == 0.5
     assert found.router.score_function.name == "sigmoid"
-
-
-def test_the_name_alone_of_the_same_part_keeps_its_options() -> None:
-    assert moe(router={"preset": "own", "scorer": "linear"}).router.scorer.options.jitter == 0.25
+    named = moe(router={"preset": "own", "scorer": "linear"})
+    assert named.router.scorer.options.jitter == 0.25, "the name alone of the same part keeps its options"
 
 
 def test_another_part_takes_the_place() -> None:
@@ -76,9 +74,9 @@ def test_a_loss_that_is_none_must_be_one() -> None:
         moe(router="own", losses={"zlos": "none"})
 
 
-def test_a_preset_may_have_losses_under_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_may_have_losses_under_other_keys() -> None:
     tree = {"losses": {"far": {"name": "switch_balance", "first_choice": True}}}
-    monkeypatch.setitem(registry._presets, "far", registry.Preset("far", tree, "these tests"))
+    registry.register_preset("far", tree, "these tests")
     options = moe(router="far", losses={"far": 0.5}).losses["far"].options
     assert (options.weight, options.first_choice) == (0.5, True)
     assert moe(router="far", losses={"far": "none"}).losses == {}
@@ -86,9 +84,9 @@ def test_a_preset_may_have_losses_under_other_keys(monkeypatch: pytest.MonkeyPat
     assert (replaced.name, replaced.options.weight) == ("z_loss", 0.001)
 
 
-def test_an_option_without_a_name_belongs_to_the_stages_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_without_a_name_belongs_to_the_stages_default() -> None:
     tree = {"router": {"selector": {"k": 3}}, "losses": "none"}
-    monkeypatch.setitem(registry._presets, "bare", registry.Preset("bare", tree, "these tests"))
+    registry.register_preset("bare", tree, "these tests")
     assert moe(router="bare").router.selector.options.k == 3
     for mine in ({"scale": 2.0}, {"name": "top_k", "scale": 2.0}):
         selector = moe(router={"preset": "bare", "selector": mine}).router.selector
@@ -96,13 +94,13 @@ def test_an_option_without_a_name_belongs_to_the_stages_default(monkeypatch: pyt
     assert set(moe(router="bare", losses={"z_loss": 0.1}).losses) == {"z_loss"}
 
 
-def test_a_preset_may_build_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_may_build_on_another() -> None:
     tree = {
         "router": {"preset": "own", "selector": {"k": 2}},
         "losses": {"z_loss": "none", "entropy_x": {"name": "switch_balance"}},
     }
-    monkeypatch.setitem(registry._presets, "upper", registry.Preset("upper", tree, "these tests"))
-    monkeypatch.setitem(registry._presets, "alias", registry.Preset("alias", {"router": "upper"}, "tests"))
+    registry.register_preset("upper", tree, "these tests")
+    registry.register_preset("alias", {"router": "upper"}, "tests")
     for name in ("upper", "alias"):
         found = moe(router={"preset": name, "scorer": {"jitter": 0.5}})
         assert (found.router.selector.options.k, found.router.selector.options.scale) == (2, 2.0)
@@ -142,10 +140,4 @@ def test_every_preset_parses_and_its_dump_reads_back_equal(name: str) -> None:
     config = parse_config({"moe": {"router": name, "num_experts": 16}})
     assert isinstance(config, RunConfig)
     assert parse_config({"moe": registry.get_preset(name).tree | {"num_experts": 16}}) == config
-    assert load_config_of(dump_yaml(config)) == config
-
-
-def load_config_of(text: str) -> RunConfig:
-    import yaml
-
-    return parse_config(yaml.safe_load(text))
+    assert parse_config(yaml.safe_load(dump_yaml(config))) == config

@@ -2,6 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
+
+from megamoe.config import RunConfig
+from tests.tiny import tiny
 
 LABELS = ["a_words", "b_words", "unused"]
 
@@ -17,6 +21,21 @@ def make_labels(folder: Path) -> Path:
             [(text(number), LABELS[number % 2]) for number in range(first, first + size)],
         )
     return output
+
+
+def labelled_config(train: Path, objective: dict[str, Any], outputs: int, *overrides: str) -> RunConfig:
+    """A tiny encoder that learns a task from a file of examples."""
+    return tiny(
+        "data.mock=false",
+        f"data.sources=[{train}]",
+        "data.tokenizer=bytes",
+        "data.sequence_length=32",
+        "model.vocab_size=null",
+        "model.architecture=encoder",
+        f"model.num_labels={outputs}",
+        f"train.objective={objective}",
+        *overrides,
+    )
 
 
 def text(number: int) -> str:

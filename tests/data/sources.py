@@ -3,12 +3,14 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from torch.utils.data import Dataset
 
 from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets, build_datasets, resolve_vocabulary
 from megamoe.data.prepare import Preparation, prepare
 
@@ -33,7 +35,26 @@ def build(data: DataConfig, train: int = 10, validation: int = 0, seed: int = 1)
     return build_datasets(data, vocabulary, seed=seed, train_samples=train, validation_samples=validation)
 
 
-def letters(dataset: torch.utils.data.Dataset, number: int) -> Counter:
+def stream(
+    dataset: Dataset, size: int, start: int = 0, rank: int = 0, ranks: int = 1, **options: Any
+) -> BatchStream:
+    """The micro batches that a rank gets, of `size` samples; by default they are read in this process."""
+    return BatchStream(
+        dataset,
+        start_sample=start,
+        micro_batch_size=size,
+        data_rank=rank,
+        data_size=ranks,
+        **({"workers": 0} | options),
+    )
+
+
+def take(batches: BatchStream, number: int) -> list[Batch]:
+    with batches:
+        return [next(batches) for _ in range(number)]
+
+
+def letters(dataset: Dataset, number: int) -> Counter:
     """Return the letters of the first samples: each test source consists of one letter."""
     return Counter(chr(int(dataset[index]["tokens"][0])) for index in range(number))
 

@@ -1,6 +1,5 @@
 """Indexed data to samples: file checks, splits, blends, document boundaries, the cache, mock."""
 
-import os
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 import megamoe.data.datasets
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import load_card
-from megamoe.data.datasets import build_datasets, resolve_vocabulary
+from megamoe.data.datasets import resolve_vocabulary
 from megamoe.data.documents import document_items
 from megamoe.errors import UserError
 from tests.data.sources import EOD, build, config, letters, make_bare_data, make_data
@@ -52,11 +51,7 @@ def test_broken_files(tmp_path: Path) -> None:
         resolve_vocabulary(config(bare, tokenizer="bytes"), None)
 
 
-def test_broken_card_and_empty_data(tmp_path: Path) -> None:
-    path = make_data(tmp_path / "a", ["x" * 50])
-    Path(path + ".card.json").write_text("{}")
-    with pytest.raises(UserError, match=r"a\.card\.json.*broken"):
-        resolve_vocabulary(config(path), None)
+def test_empty_data(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(str(tmp_path / "none.bin"), dtype=np.int32)
     builder.finalize(str(tmp_path / "none.idx"))
     with pytest.raises(UserError, match="empty"):
@@ -64,7 +59,7 @@ def test_broken_card_and_empty_data(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.sources is empty"):
         resolve_vocabulary(config(), None)
     with pytest.raises(UserError, match=r"data\.validation\.v is empty"):
-        resolve_vocabulary(config(path, validation={"v": []}), None)
+        resolve_vocabulary(config("x", validation={"v": []}), None)
 
 
 # Samples
@@ -88,11 +83,6 @@ def test_samples_are_the_text_shifted_by_one(tmp_path: Path) -> None:
     assert [int(again[index]["tokens"][0]) - 33 for index in range(8)] == starts
     other = build(data, train=8, seed=2).train
     assert [int(other[index]["tokens"][0]) - 33 for index in range(8)] != starts
-
-
-def test_small_data_is_repeated(tmp_path: Path) -> None:
-    dataset = build(config(make_data(tmp_path / "a", ["x" * 20])), train=50).train
-    assert len(dataset) >= 50  # type: ignore[arg-type]
 
 
 def test_document_boundaries_by_hand(tmp_path: Path) -> None:
@@ -201,14 +191,6 @@ def test_cache_is_used_and_knows_new_data(tmp_path: Path) -> None:
     assert len(list((tmp_path / "deep" / "elsewhere").glob("*.npy"))) == 3
 
 
-def test_index_cut_short_by_a_killed_run_is_made_again(tmp_path: Path) -> None:
-    data = config(make_data(tmp_path / "a", ["".join(map(chr, range(40, 120)))]))
-    before = build(data).train[3]["tokens"].tolist()
-    for file in (tmp_path / "cache").glob("*.npy"):
-        os.truncate(file, file.stat().st_size - 4)
-    assert build(data).train[3]["tokens"].tolist() == before
-
-
 def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     path = make_data(tmp_path / "a", ["x" * 99])
     (tmp_path / "file").write_text("")
@@ -263,35 +245,22 @@ def test_mock_is_deterministic_and_can_be_learnt() -> None:
     # Nine in ten follow the rule; a model can reach that, but no more.
     follows = ((item["labels"] - item["tokens"]) % 1024 == 7).float().mean()
     assert 0.85 < follows < 0.95 and item["tokens"].min() >= 0 and item["tokens"].max() < 1024
-
-
-def test_documents_equal_megatron_cores() -> None:
-    """Its mask of S x S, made of our starts, and its positions and loss mask."""
-    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-
-    data = DataConfig(mock=True, sequence_length=40, document_aware=True)
-    vocabulary = resolve_vocabulary(data, 8)
-    datasets = build_datasets(data, vocabulary, seed=1, train_samples=20, validation_samples=0)
-    for index in range(20):
-        item = datasets.train[index]
-        expected = _get_ltor_masks_and_position_ids(item["tokens"], 0, True, True, True, True)
-        for key, tensor in zip(("loss_mask", "position_ids"), expected[1:], strict=True):
-            assert torch.equal(item[key], tensor) and item[key].dtype == tensor.dtype
-        place = torch.arange(40)
-        hidden = (place < item["document_start"][:, None]) | (place > place[:, None])
-        assert torch.equal(hidden[None], expected[0])
+    assert "document_start" in build(DataConfig(mock=True, document_aware=True)).train[0]
 
 
 @pytest.mark.parametrize("ends", [[], [0], [4], [0, 1, 2, 3, 4], [1, 3]])
-def test_documents_wherever_they_end(ends: list[int]) -> None:
+def test_documents_equal_megatron_cores(ends: list[int]) -> None:
+    """Its mask of S x S, made of our starts, and its positions and loss mask."""
     from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
     tokens = torch.ones(5, dtype=torch.int64)
     tokens[ends] = 0
     found = document_items(tokens, eod=0)
-    _, loss_mask, position_ids = _get_ltor_masks_and_position_ids(tokens, 0, True, True, True, False)
-    assert torch.equal(found["loss_mask"], loss_mask) and torch.equal(found["position_ids"], position_ids)
-    assert torch.equal(found["document_start"], (torch.arange(5) - position_ids).int())
+    mask, *expected = _get_ltor_masks_and_position_ids(tokens, 0, True, True, True, True)
+    for key, tensor in zip(("loss_mask", "position_ids"), expected, strict=True):
+        assert torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype
+    place = torch.arange(5)
+    assert torch.equal(mask, ((place < found["document_start"][:, None]) | (place > place[:, None]))[None])
 
 
 def test_the_index_is_the_same_with_documents_and_without(tmp_path: Path) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.data.batches import BatchStream
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.errors import UserError
-from tests.data.sources import build, config, make_data
+from tests.data.sources import build, config, make_data, stream
 
 
 def blend(folder: Path) -> CheckedDataset:
@@ -59,12 +58,10 @@ def test_a_replaced_or_removed_file_is_still_readable(tmp_path: Path) -> None:
 def test_a_stream_reports_it_in_one_line(tmp_path: Path, workers: int) -> None:
     """It is not the traceback of a loader process."""
     dataset = build(config(make_data(tmp_path / "a", ["x" * 2000])), train=200).train
-    with BatchStream(
-        dataset, start_sample=0, micro_batch_size=1, data_rank=0, data_size=1, workers=workers
-    ) as stream:
-        next(stream)
+    with stream(dataset, 1, workers=workers) as batches:
+        next(batches)
         os.truncate(tmp_path / "a.bin", 10)
         with pytest.raises(UserError) as message:
             for _ in range(100):
-                next(stream)
+                next(batches)
     assert str(message.value).startswith(f"data: {tmp_path}/a.bin had ") and "\n" not in str(message.value)

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import gzip
 import hashlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -30,9 +29,9 @@ from megamoe.data.card import DataCard, check_files, load_card
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
+from tools import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL: Any = importlib.util.spec_from_file_location("prepare_data_tool", ROOT / "tools" / "prepare_data.py")
 EOD = 256
 TEXT = "to be or not to be " * 50
 
@@ -298,16 +297,10 @@ def test_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path, point: st
     check_files(str(tmp_path / "out"), load_card(str(tmp_path / "out")))
 
 
-def tool() -> Any:
-    module = importlib.util.module_from_spec(TOOL)
-    TOOL.loader.exec_module(module)
-    return module
-
-
 def test_tool_writes_data_and_says_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_bytes(json_lines("abc", ""))
     options = ["--tokenizer", "bytes", "--output", str(tmp_path / "new" / "out")]
-    assert tool().main([str(tmp_path / "in.jsonl"), *options]) == 0
+    assert prepare_data.main([str(tmp_path / "in.jsonl"), *options]) == 0
     out = capsys.readouterr().out
     assert "1 documents, 4 tokens" in out and "1 empty" in out
     assert documents_of(tmp_path / "new" / "out") == ["abc"]
@@ -317,7 +310,7 @@ def test_tool_verifies_what_was_prepared(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "in.txt").write_text("abc")
     prefix = str(tmp_path / "out")
     run(tmp_path / "out", tmp_path / "in.txt")
-    main = tool().main
+    main = prepare_data.main
     assert main(["--verify", prefix]) == 0
     assert capsys.readouterr().out == f"{prefix}: sizes, SHA-256, index and token ids (up to 256) are right\n"
     (tmp_path / "out.bin").write_bytes(bytes((tmp_path / "out.bin").stat().st_size))
@@ -336,11 +329,9 @@ def test_tool_on_a_full_disk_is_an_error_without_traceback(tmp_path: Path) -> No
     def fill_the_disk() -> None:
         sys.dont_write_bytecode = True  # Python 3.11 would leave a module's cache cut short for good
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        main = tool().main
+        arguments = [str(tmp_path / "in.txt"), "--tokenizer=bytes", f"--output={tmp_path / 'to' / 'out'}"]
         with open(tmp_path / "errors", "w") as errors, contextlib.redirect_stderr(errors):
-            code = main(
-                [str(tmp_path / "in.txt"), "--tokenizer=bytes", f"--output={tmp_path / 'to' / 'out'}"]
-            )
+            code = prepare_data.main(arguments)
         sys.exit(code)
 
     assert in_a_process(fill_the_disk) == 2

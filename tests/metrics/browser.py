@@ -4,7 +4,6 @@ https://chromedevtools.github.io/devtools-protocol/: with --remote-debugging-pip
 from file descriptor 3 and answers on 4. Each is a JSON object that ends with a NUL.
 """
 
-import base64
 import json
 import os
 import select
@@ -109,11 +108,6 @@ class Page:
     def _mouse(self, kind: str, x: float, y: float, button: str) -> None:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
 
-    def picture(self, path: Path, whole: bool = False) -> None:
-        """Write a PNG of the page: of what is in view, or of the whole."""
-        found = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
-
     def problems(self) -> list[str]:
         """Return what the page wrote to the console as errors, and its uncaught exceptions."""
         found = []
@@ -127,12 +121,9 @@ class Page:
 
     def requested(self) -> list[str]:
         """Return the addresses that the page asked for, without what lies in the page itself."""
-        urls = [event["params"]["request"]["url"] for event in self.events if _is_request(event)]
+        requests = (it["params"] for it in self.events if it.get("method") == "Network.requestWillBeSent")
+        urls = [request["request"]["url"] for request in requests]
         return [url for url in urls if not url.startswith(("data:", "blob:"))]
-
-
-def _is_request(event: dict[str, Any]) -> bool:
-    return event.get("method") == "Network.requestWillBeSent"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from megamoe.metrics.report.comparison import (
     labels_of,
     seed_rows,
 )
-from megamoe.metrics.report.page import write_comparison
+from megamoe.metrics.report.page import write_page
 from megamoe.metrics.report.run_statistics import Run, comparison_row, read_run
 
 CONFIG = """name: {name}
@@ -131,7 +131,7 @@ def test_every_axis_of_the_comparison_has_its_unit(tmp_path: Path) -> None:
 
 def test_the_page_of_a_comparison(runs: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "DPI", 20)
-    page = write_comparison(runs, tmp_path / "c.html").read_text(encoding="utf-8")
+    page = write_page(runs, tmp_path / "c.html").read_text(encoding="utf-8")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     titles = re.findall(r"<h2>(.*?)</h2>", page)
     assert titles == ["Runs", "Over seeds", "What differs in the configurations", "Loss", "Routing"]
@@ -140,5 +140,5 @@ def test_the_page_of_a_comparison(runs: list[Run], tmp_path: Path, monkeypatch: 
 
 def test_runs_that_differ_in_nothing_and_have_no_record(tmp_path: Path) -> None:
     empty = [run_of(tmp_path / name, []) for name in ("a", "b")]
-    page = write_comparison(empty, tmp_path / "c.html").read_text(encoding="utf-8")
+    page = write_page(empty, tmp_path / "c.html").read_text(encoding="utf-8")
     assert "Nothing but names and folders" in page and not (tmp_path / "c.png").exists()

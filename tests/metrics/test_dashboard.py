@@ -22,12 +22,6 @@ OPTIONS = ["--project", "p", "--entity", "e", "--group-by", "layout,seed", "--co
 
 
 @pytest.fixture
-def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
-@pytest.fixture
 def package() -> None:
     pytest.importorskip("wandb_workspaces")
 

@@ -17,10 +17,8 @@ from megamoe.errors import UserError
 from megamoe.metrics import reader
 from megamoe.metrics.reader import Record
 from megamoe.metrics.report.live import LiveServer
-from tests.metrics.test_report import tool
 from tests.tiny import one_line
-
-TOOL = Path(__file__).parents[2] / "tools" / "report.py"
+from tools import report as tool
 
 
 def line(step: int, loss: float = 2.0) -> str:
@@ -81,18 +79,18 @@ def test_a_used_port_is_refused_in_one_line(folder: Path, capsys: pytest.Capture
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        told = one_line(tool().main([str(folder), "--live", f"--port={port}"]), capsys)
+        told = one_line(tool.main([str(folder), "--live", f"--port={port}"]), capsys)
     assert told.startswith(f"error: --port: {port} cannot be opened (Address already in use)")
 
 
 def test_a_live_report_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot read" in one_line(tool().main([str(tmp_path), "--live", "--port=0"]), capsys)
+    assert "cannot read" in one_line(tool.main([str(tmp_path), "--live", "--port=0"]), capsys)
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "http"])
 def test_what_is_no_port_is_refused(folder: Path, port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        tool().main([str(folder), "--live", f"--port={port}"])
+        tool.main([str(folder), "--live", f"--port={port}"])
     assert ended.value.code == 2 and "expected a number from 0 to 65535" in capsys.readouterr().err
 
 
@@ -141,7 +139,7 @@ def test_a_grown_record_names_the_line_of_the_whole_file(tmp_path: Path) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_interrupted(folder: Path, number: signal.Signals) -> None:
     (folder / "metrics.jsonl").write_text(line(1))
-    command = [sys.executable, str(TOOL), str(folder), "--live", "--port=0"]
+    command = [sys.executable, tool.__file__, str(folder), "--live", "--port=0"]
     # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -1,6 +1,5 @@
 """The report and the comparison: numbers worked by hand, dense runs, nothing half written."""
 
-import importlib.util
 import json
 import math
 import re
@@ -20,9 +19,9 @@ from megamoe.metrics.report.run_statistics import comparison_table, compute_stat
 from megamoe.metrics.report.sections import load_shares, run_sections
 from megamoe.metrics.report.themes import LIGHT, colour_of
 from tests.tiny import one_line
+from tools import report as tool
 
 PNG = b"\x89PNG\r\n\x1a\n"
-TOOL = Path(__file__).parents[2] / "tools" / "report.py"
 
 
 def moe_rows() -> list[dict[str, Any]]:
@@ -66,34 +65,28 @@ def panels_of(page: str) -> dict[str, Any]:
 
 def full_rows() -> list[dict[str, Any]]:
     """Four steps with every kind of metric of docs/metrics.md."""
-    rows = []
-    for row in moe_rows():
-        own: dict[str, Any] = {
-            "perf/tflops_per_rank": 1.5,
-            "perf/mfu": 0.25,
-            "train/switch_balance/weighted": 0.01,
-        }
+    names = "max_vio max_vio_run load_cv dead experts_per_token gate_entropy top1_prob imbalance dropped"
+    own: dict[str, Any] = {
+        "perf/tflops_per_rank": 1.5,
+        "perf/mfu": 0.25,
+        "train/switch_balance/weighted": 0.01,
+        "train/batch_size": 8,
+        "train/loss_scale": 512.0,
+        "train/skipped_steps": 1,
+        "test/lm_loss": 4.75,
+        **{f"perf/{stage}_s": 0.5 for stage in ("route", "dispatch", "experts", "combine")},
+    }
+    for prefix in ("moe/", "moe/layer_02/", "moe/layer_10/"):
+        own |= {prefix + name: 0.5 for name in (*names.split(), "rank_imbalance", "rank_overload")}
+    for layer in ("moe/layer_02", "moe/layer_10"):
         own |= {
-            "train/batch_size": 8,
-            "train/loss_scale": 512.0,
-            "train/skipped_steps": 1,
-            "test/lm_loss": 4.75,
+            f"{layer}/loss/switch_balance": 1.5,
+            f"{layer}/gradient_share/switch_balance": 0.125,
+            f"{layer}/width_histogram": [0, 3, 1],
+            f"{layer}/rank_load": [7, 5],
+            f"{layer}/scorer/temperature": 0.07,
         }
-        own |= {f"perf/{stage}_s": 0.5 for stage in ("route", "dispatch", "experts", "combine")}
-        for prefix in ("moe/", "moe/layer_02/", "moe/layer_10/"):
-            names = (
-                "max_vio max_vio_run load_cv dead experts_per_token gate_entropy top1_prob imbalance dropped"
-            )
-            own |= {prefix + name: 0.5 for name in (*names.split(), "rank_imbalance", "rank_overload")}
-        for layer in ("layer_02", "layer_10"):
-            own |= {
-                f"moe/{layer}/loss/switch_balance": 1.5,
-                f"moe/{layer}/gradient_share/switch_balance": 0.125,
-            }
-            own |= {f"moe/{layer}/width_histogram": [0, 3, 1], f"moe/{layer}/rank_load": [7, 5]}
-            own |= {f"moe/{layer}/scorer/temperature": 0.07}
-        rows.append(row | own)
-    return rows
+    return [row | own for row in moe_rows()]
 
 
 def make_run(folder: Path, rows: list[dict[str, Any]], **summary: Any) -> Path:
@@ -308,22 +301,10 @@ def test_the_comparison_is_aligned_and_right(tmp_path: Path) -> None:
     assert " ".join(second.split()) == "dense-baseline - - 2 128 - - - - - -"
 
 
-def tool() -> Any:
-    spec: Any = importlib.util.spec_from_file_location("tool_report", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOL), *map(str, arguments)], capture_output=True, text=True, timeout=60
-    )
-
-
 def test_the_tool_writes_reports_and_compares(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name, dense_rows()) for name in ("one", "two")]
-    done = run_tool(*folders)
+    command = [sys.executable, tool.__file__, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "comparison.html").exists() and (tmp_path / "comparison.png").exists()
     assert all((folder / "report.html").exists() for folder in folders)
@@ -340,14 +321,14 @@ def test_the_tool_refuses_in_one_line_and_writes_nothing(
         (empty, "no metrics"),
         (tmp_path, "cannot read"),
     ):
-        told = one_line(tool().main([str(good), str(bad)]), capsys)
+        told = one_line(tool.main([str(good), str(bad)]), capsys)
         assert told.startswith(f"error: {bad}") and output in told
     assert not (good / "report.html").exists()
 
 
 def test_a_folder_named_twice_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", dense_rows())
-    assert tool().main([str(folder), f"{folder}/../run"]) == 0
+    assert tool.main([str(folder), f"{folder}/../run"]) == 0
     assert capsys.readouterr().out.count("\n") == 1 and not (tmp_path / "comparison.html").exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megamoe.metrics.report import picture
 from megamoe.metrics.report.live import LiveServer
-from megamoe.metrics.report.page import write_comparison, write_report
+from megamoe.metrics.report.page import write_page, write_report
 from megamoe.metrics.report.run_statistics import read_run
 from tests.metrics.browser import CHROMIUM, Page, opened
 from tests.metrics.test_report import full_rows
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(picture, "DPI", 20)
         write_report(folder)
-        write_comparison([read_run(folder), read_run(folder)], folder / "comparison.html")
+        write_page([read_run(folder), read_run(folder)], folder / "comparison.html")
     return folder
 
 

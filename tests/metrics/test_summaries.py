@@ -74,20 +74,11 @@ def test_summaries_by_hand() -> None:
     widths = {"moe/layer_02/width_histogram": [2, 1], "moe/layer_04/width_histogram": [0, 3, *[0] * 40, 7]}
     shown = Summaries(0).of({"step": 3, "time": 5.0, "train/lr": 0.1, **loads, **dead, **widths})
     assert (shown.step, shown.time, shown.images) == (3, 5.0, {})
-    expected = {
-        "time": 5.0,
-        "train/lr": 0.1,
-        "moe/dead": 2,
-        **{
-            f"layers/dead/{n}": v
-            for n, v in (("min", 0), ("p25", 0.5), ("median", 1), ("p75", 1.5), ("max", 2))
-        },
-        # Loads over their means: 3, 0, 0 and 0.5, 1, 1.5.
-        **{
-            f"load/{n}": v
-            for n, v in (("min", 0), ("p25", 0.125), ("median", 0.75), ("p75", 1.375), ("max", 3))
-        },
-    }
+    expected = {"time": 5.0, "train/lr": 0.1, "moe/dead": 2}
+    # Loads over their means: 3, 0, 0 and 0.5, 1, 1.5.
+    quantiles = {"layers/dead": (0, 0.5, 1, 1.5, 2), "load": (0, 0.125, 0.75, 1.375, 3)}
+    for name, values in quantiles.items():
+        expected |= zip((f"{name}/{n}" for n in ("min", "p25", "median", "p75", "max")), values, strict=True)
     extremes = {"most": [(3, 2, 0), (1.5, 4, 2), (1, 4, 1)], "least": [(0, 2, 1), (0, 2, 2), (0.5, 4, 0)]}
     for name, found in extremes.items():
         for rank, (value, layer, expert) in enumerate(found, start=1):

@@ -14,15 +14,7 @@ from megamoe.metrics.recorder import Recorder
 from megamoe.metrics.sinks.wandb_sink import choose_mode
 
 wandb = pytest.importorskip("wandb")
-
-
-@pytest.fixture(autouse=True)
-def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    netrc_file = tmp_path / "netrc"
-    monkeypatch.setenv("NETRC", str(netrc_file))
-    return netrc_file
+pytestmark = pytest.mark.usefixtures("nobody_is_logged_in")
 
 
 class FakeRun:
@@ -51,6 +43,13 @@ class FakeRun:
 
     def finish(self) -> None:
         pass
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
+    run = FakeRun()
+    monkeypatch.setattr(wandb, "init", run.init)
+    return run
 
 
 def open_recorder(folder: Path, resumed_step: int | None = None) -> Recorder:
@@ -83,11 +82,7 @@ def test_an_offline_run_is_recorded_without_network(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_load_becomes_summaries_a_histogram_and_a_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = FakeRun()
-    monkeypatch.setattr(wandb, "init", run.init)
+def test_a_load_becomes_summaries_a_histogram_and_a_picture(tmp_path: Path, run: FakeRun) -> None:
     open_recorder(tmp_path).log({"step": 100, "train/lr": 0.1, "moe/layer_02/load": [3, 0, 1, 4]})
     (logged,) = run.logged
     histogram, picture = logged.pop("load/histogram"), logged.pop("load/heat_map_1")
@@ -97,18 +92,16 @@ def test_a_load_becomes_summaries_a_histogram_and_a_picture(
     assert run.inits[0]["config"] == {"seed": 7}
 
 
-def test_alerts_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun()
-    monkeypatch.setattr(wandb, "init", run.init)
+def test_alerts_reach_wandb(tmp_path: Path, run: FakeRun) -> None:
     recorder = open_recorder(tmp_path)
     for step, loss in enumerate((3.0, float("nan"), float("nan")), start=1):
         recorder.log({"step": step, "train/lm_loss": loss})
     assert run.alerts == [("divergence", "step 2: train/lm_loss is nan, the lowest so far was 3")]
 
 
-def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun()
-    monkeypatch.setattr(wandb, "init", run.init)
+def test_a_resumed_run_continues_the_same_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: FakeRun
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "made-up")
     for resumed_step in (None, 1, None):
         open_recorder(tmp_path, resumed_step).close()
@@ -117,12 +110,8 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch:
     assert (first["resume"], again["resume"], first["mode"]) == (None, "allow", "online")
 
 
-def test_the_counter_grows_over_launches_that_repeat_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_counter_grows_over_launches_that_repeat_steps(tmp_path: Path, run: FakeRun) -> None:
     """The launches log 10-50, resume after 20, after 60, and after 30."""
-    run = FakeRun()
-    monkeypatch.setattr(wandb, "init", run.init)
     for resumed_step, steps in ((None, (10, 50)), (20, (30, 60)), (60, (70,)), (30, (40,))):
         recorder = open_recorder(tmp_path, resumed_step)
         for step in steps:
@@ -136,13 +125,15 @@ def test_the_counter_grows_over_launches_that_repeat_steps(
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
 def test_a_failing_wandb_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    run: FakeRun,
+    where: str,
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise wandb.errors.CommError("no route\nand a long explanation")
 
-    run = FakeRun()
-    monkeypatch.setattr(wandb, "init", run.init)
     monkeypatch.setattr(wandb if where == "init" else run, where, fail)
     with caplog.at_level(logging.WARNING):
         recorder = open_recorder(tmp_path)
@@ -165,9 +156,7 @@ def test_a_missing_wandb_costs_one_warning(
     assert len(caplog.records) == 1 and "goes on without it" in caplog.text
 
 
-def test_the_limits_keep_wandb_from_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun()
-    monkeypatch.setattr(wandb, "init", run.init)
+def test_the_limits_keep_wandb_from_hanging(tmp_path: Path, run: FakeRun) -> None:
     open_recorder(tmp_path).close()
     settings: SimpleNamespace = run.inits[0]["settings"]
     assert 0 < settings.init_timeout <= 60 and 0 < settings.finish_timeout <= 60

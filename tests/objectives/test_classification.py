@@ -7,23 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from megamoe.config import RunConfig, to_dict
-from megamoe.data.batches import Batch, BatchStream
+from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.flops import model_flops
 from megamoe.model.heads.labels import Classifier
-from megamoe.model.size import model_size
 from megamoe.moe.part import StepContext
 from megamoe.train.objective import token_shares
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_resume
 from megamoe.train.step import evaluate, model_inputs, set_context
 from tests.checkpoint_files import write_checkpoint
-from tests.data.labelled import make_labels, write
-from tests.tiny import tiny, tiny_engine, tiny_model
+from tests.data.labelled import labelled_config, make_labels, write
+from tests.data.sources import stream, take
+from tests.tiny import tiny_engine
 
 END = 256
 
@@ -34,34 +33,16 @@ def _labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(labels: Path, *overrides: str, **options: Any) -> RunConfig:
-    return tiny(
-        "data.mock=false",
-        f"data.sources=[{labels / 'train.jsonl'}]",
-        "data.tokenizer=bytes",
-        "data.sequence_length=32",
-        "model.vocab_size=null",
-        "model.architecture=encoder",
-        "model.num_labels=3",
-        f"train.objective={ {'name': 'classification', **options} }",
-        *overrides,
-    )
+    return labelled_config(labels / "train.jsonl", {"name": "classification", **options}, 3, *overrides)
 
 
 def batches_of(
     run: ResolvedRun, count: int, name: str = "train", start: int = 0, ranks: int = 1
 ) -> list[Batch]:
+    """The batches of the last of so many ranks."""
     sets = run.objective.datasets(1000, 16)
-    stream = BatchStream(
-        sets.train if name == "train" else sets.validation[name],
-        start_sample=start,
-        micro_batch_size=2,
-        data_rank=ranks - 1,
-        data_size=ranks,
-        workers=0,
-        make_batch=run.objective.batch,
-    )
-    with stream:
-        return [next(stream) for _ in range(count)]
+    dataset = sets.train if name == "train" else sets.validation[name]
+    return take(stream(dataset, 2, start, ranks - 1, ranks, make_batch=run.objective.batch), count)
 
 
 def texts(batches: list[Batch]) -> list[tuple[tuple[int, ...], int]]:
@@ -103,51 +84,6 @@ def test_a_text_of_a_validation_set_counts_once(labels: Path) -> None:
     assert not run.objective.datasets(8, 0).validation
     without = resolve_run(config_of(labels, "data.split=[1, 0, 0]", languages=["de"]), 1)
     assert list(without.objective.datasets(8, 8).validation) == ["de"]
-
-
-HEADS = {
-    "mean": (),
-    "first": ("model.pooling=first",),
-    "pooler": ("model.pooling=first", "model.pooler=true"),
-    "mean_pooler": ("model.pooler=true", "train.label_smoothing=0.1"),
-}
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("overrides", HEADS.values(), ids=HEADS)
-def test_the_loss_is_that_of_plain_pytorch(labels: Path, overrides: tuple[str, ...]) -> None:
-    """From the hidden states; with padding, whose ids have no influence, and which gets no gradient."""
-    config = config_of(labels, "moe.layers=none", *overrides)
-    run = resolve_run(config, 1)
-    model = tiny_model(config, vocab_size=run.vocabulary.size)
-    assert isinstance(model, Encoder) and isinstance(model.head, Classifier)
-    for parameter in model.head.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    (batch,) = batches_of(run, 1)
-    assert batch.lengths_B is not None and len(set(batch.lengths_B.tolist())) == 2
-    inputs: dict[str, Any] = model_inputs(batch)
-    smoothing = config.train.label_smoothing
-    losses_BS = model(**inputs, label_smoothing=smoothing)
-    hidden_SBH = model.hidden(batch.tokens_BS, batch.position_ids_BS, inputs["documents"])
-    rows = []
-    for row, length in enumerate(batch.lengths_B.tolist()):
-        one_SH = hidden_SBH[:length, row]
-        state_H = one_SH[0] if config.model.pooling == "first" else one_SH.mean(0)
-        if model.head.pooler is not None:
-            state_H = torch.tanh(state_H @ model.head.pooler.weight.T + model.head.pooler.bias)
-        rows.append(model.head.output.weight @ state_H + model.head.output.bias)
-    # PyTorch gives the label itself a part of the smoothed share too: a third of it with three labels.
-    expected_B = functional.cross_entropy(
-        torch.stack(rows), batch.labels_BS[:, 0], reduction="none", label_smoothing=smoothing * 3 / 2
-    )
-    torch.testing.assert_close(losses_BS[:, 0], expected_B, rtol=1e-5, atol=1e-6)
-    assert losses_BS[:, 1:].abs().sum() == 0
-    padding_BS = torch.arange(batch.tokens_BS.shape[1]) >= batch.lengths_B[:, None]
-    other = model(
-        **{**inputs, "tokens_BS": batch.tokens_BS.masked_fill(padding_BS, 65)}, label_smoothing=smoothing
-    )
-    assert torch.equal(other, losses_BS)
-    assert sum(each.numel() for each in model.parameters()) == model_size(config, run.vocabulary.size).total
 
 
 @pytest.mark.usefixtures("one_rank")

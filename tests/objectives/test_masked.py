@@ -27,6 +27,12 @@ def objective(vocabulary: Vocabulary = VOCABULARY, seed: int = 1, **options: Any
     return Masked(Masked.Config(**options), tiny(*ENCODER, f"seed={seed}"), vocabulary)
 
 
+def by_words(probability: float) -> Masked:
+    """The objective that masks whole words, of bytes."""
+    vocabulary = Vocabulary(257, 256, ByteTokenizer()).with_added(1)
+    return objective(vocabulary, unit="word", probability=probability)
+
+
 def item(number: int, length: int = LENGTH) -> Item:
     tokens = torch.randint(WORDS, (length,), generator=torch.Generator().manual_seed(number))
     return {
@@ -92,7 +98,7 @@ def test_lengths_of_spans() -> None:
 
 def test_whole_words_of_text() -> None:
     tokenizer = ByteTokenizer()
-    made = objective(Vocabulary(257, 256, tokenizer).with_added(1), unit="word", probability=0.3)
+    made = by_words(0.3)
     text = "The quick brown fox, it jumps; naïve words über alles."
     tokens = torch.tensor(tokenizer.encode(text))
     places = range(len(tokens))
@@ -111,13 +117,13 @@ def test_whole_words_of_text() -> None:
 
 
 def test_a_single_long_word_is_cut() -> None:
-    made = objective(Vocabulary(257, 256, ByteTokenizer()).with_added(1), unit="word", probability=0.25)
+    made = by_words(0.25)
     found = made.sample({**item(0, 8), "tokens": torch.full((8,), ord("a"))}, "train/0")
     assert found["loss_mask"].sum() == 2
 
 
 def test_of_words_that_are_all_too_long_a_random_one_is_cut() -> None:
-    made = objective(Vocabulary(257, 256, ByteTokenizer()).with_added(1), unit="word", probability=0.2)
+    made = by_words(0.2)
     tokens = torch.tensor([*b"aaaa", 256, *b"bbbb"])
     given = {**item(0, len(tokens)), "tokens": tokens}
     masks = [made.sample(given, f"train/{number}")["loss_mask"] for number in range(20)]
@@ -148,11 +154,6 @@ def test_only_ends_of_documents() -> None:
     made = objective()
     found = made.sample({**item(0), "tokens": torch.zeros(LENGTH, dtype=torch.int64)}, "train/0")
     assert found["loss_mask"].sum() == 0 and not found["tokens"].any()
-
-
-def test_the_mask_is_the_id_behind_the_data() -> None:
-    assert VOCABULARY.size == WORDS + 1 and VOCABULARY.of_data.size == WORDS
-    assert objective().mask_id == WORDS
 
 
 def test_a_reserved_mask_is_used_and_reserved_tokens_are_left_alone() -> None:

@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from megamoe.config import RunConfig, load_config
-from megamoe.data.batches import BatchStream
 from megamoe.errors import UserError
 from megamoe.train.resolved import resolve_run
+from tests.data.sources import stream, take
 from tests.tiny import BASE
 
 PAGE = (Path(__file__).parents[2] / "docs/objectives.md").read_text()
@@ -53,31 +53,32 @@ def test_the_stacks_of_the_page(tmp_path: Path) -> None:
     assert config.model.encoder_layers == 6
 
 
+OWN = "__import__('megamoe.objectives.objective', fromlist=['x']).TrainingObjective"
+
+
+def odd_run(folder: Path, base: str, body: str) -> RunConfig:
+    source = MADE_OF_TEXT.replace("BASE", base).replace("BODY", body)
+    return written(folder, source, {"plugins": ["reversed.py"], "train": {"objective": "odd"}})
+
+
 @pytest.mark.parametrize(
     ("base", "body", "message"),
     [
-        ("object", "pass", "train.objective: odd is no TrainingObjective"),
+        ("object", "pass", "odd is no TrainingObjective"),
+        (OWN, "pass", "odd: its class must set architectures, those of model.architecture that"),
         (
-            "__import__('megamoe.objectives.objective', fromlist=['x']).TrainingObjective",
-            "pass",
-            "train.objective: odd: its class must set architectures, those of model.architecture that",
-        ),
-        (
-            "__import__('megamoe.objectives.objective', fromlist=['x']).TrainingObjective",
+            OWN,
             "architectures = ('decoder',)\n    def __init__(self, *given): raise KeyError('mine')",
-            "train.objective: odd failed at line 11 of reversed.py: KeyError: 'mine'",
+            "odd failed at line 11 of reversed.py: KeyError: 'mine'",
         ),
     ],
 )
 def test_a_wrong_objective(own_registry: None, tmp_path: Path, base: str, body: str, message: str) -> None:
-    source = MADE_OF_TEXT.replace("BASE", base).replace("BODY", body)
-    tree = {"plugins": ["reversed.py"], "train": {"objective": "odd"}}
-    config = written(tmp_path, source, tree)
-    with pytest.raises(UserError, match=re.escape(message)):
+    config = odd_run(tmp_path, base, body)
+    with pytest.raises(UserError, match=re.escape(f"train.objective: {message}")):
         resolve_run(config, 1)
 
 
-OWN = "__import__('megamoe.objectives.objective', fromlist=['x']).TrainingObjective"
 FAILURES = {
     "sample": (
         "def sample(self, item, place): return item['nothing']",
@@ -97,18 +98,8 @@ FAILURES = {
 @pytest.mark.parametrize("method", FAILURES)
 def test_an_objective_that_fails_in_the_loader(own_registry: None, tmp_path: Path, method: str) -> None:
     body, message = FAILURES[method]
-    source = MADE_OF_TEXT.replace("BASE", OWN).replace("BODY", f"architectures = ('decoder',)\n    {body}")
-    tree = {"plugins": ["reversed.py"], "train": {"objective": "odd"}}
-    objective = resolve_run(written(tmp_path, source, tree), 1).objective
+    config = odd_run(tmp_path, OWN, f"architectures = ('decoder',)\n    {body}")
+    objective = resolve_run(config, 1).objective
     train = objective.datasets(train_samples=4, validation_samples=4).train
-    stream = BatchStream(
-        train,
-        start_sample=0,
-        micro_batch_size=2,
-        data_rank=0,
-        data_size=1,
-        workers=0,
-        make_batch=objective.make_batch,
-    )
-    with stream, pytest.raises(UserError, match=re.escape(f"train.objective: {message}")):
-        next(stream)
+    with pytest.raises(UserError, match=re.escape(f"train.objective: {message}")):
+        take(stream(train, 2, make_batch=objective.make_batch), 1)

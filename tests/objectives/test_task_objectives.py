@@ -20,8 +20,9 @@ from megamoe.model.size import model_size
 from megamoe.objectives.labelled import Labelled
 from megamoe.train.resolved import resolve_run
 from megamoe.train.step import model_inputs
+from tests.data.labelled import labelled_config
 from tests.tasks.made import answers, regression, tagging, write_jsonl
-from tests.tiny import tiny, tiny_model
+from tests.tiny import tiny_model
 
 END = 256
 OUTPUTS = {
@@ -34,8 +35,17 @@ ROWS = {
     "tagging": tagging(0, 9),
     "span": answers(0, 9),
     "regression": regression(0, 9),
-    "classification": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}],
+    "classification": [{"text": "a" * size, "label": "AB"[size % 2]} for size in range(1, 9)],
 }
+HEADS = [
+    ("tagging", ()),
+    ("span", ()),
+    ("regression", ()),
+    ("classification", ()),
+    ("classification", ("model.pooling=first",)),
+    ("classification", ("model.pooling=first", "model.pooler=true")),
+    ("classification", ("model.pooler=true", "train.label_smoothing=0.1")),
+]
 
 
 def config_of(
@@ -45,20 +55,8 @@ def config_of(
     write_jsonl(folder / "train.jsonl", rows)
     (folder / "labels.json").write_text(json.dumps({"labels": ["A", "B"]}))
     predicts, outputs = OUTPUTS[name]
-    return tiny(
-        "data.mock=false",
-        f"data.sources=[{folder / 'train.jsonl'}]",
-        "data.split=[1, 0, 0]",
-        "data.tokenizer=bytes",
-        "data.sequence_length=32",
-        "model.vocab_size=null",
-        "model.architecture=encoder",
-        f"model.num_labels={outputs}",
-        f"model.predicts={predicts}",
-        "moe.layers=none",
-        f"train.objective={ {'name': name, **options} }",
-        *overrides,
-    )
+    more = ("data.split=[1, 0, 0]", f"model.predicts={predicts}", "moe.layers=none", *overrides)
+    return labelled_config(folder / "train.jsonl", {"name": name, **options}, outputs, *more)
 
 
 def opened(config: RunConfig) -> tuple[Labelled, list[Any]]:
@@ -185,10 +183,10 @@ def test_the_best_span_is_that_of_a_search(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", ["tagging", "span", "regression"])
-def test_the_loss_is_that_of_plain_pytorch(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "overrides"), HEADS)
+def test_the_loss_is_that_of_plain_pytorch(tmp_path: Path, name: str, overrides: tuple[str, ...]) -> None:
     """From the hidden states, at the labels' places; with padding, whose ids have no influence."""
-    config = config_of(tmp_path, name, ROWS[name])
+    config = config_of(tmp_path, name, ROWS[name], *overrides)
     run = resolve_run(config, 1)
     model = tiny_model(config, vocab_size=run.vocabulary.size)
     assert isinstance(model, Encoder) and isinstance(model.head, LabelHead)
@@ -198,11 +196,16 @@ def test_the_loss_is_that_of_plain_pytorch(tmp_path: Path, name: str) -> None:
     batch = batch_of(objective, examples)
     assert batch.lengths_B is not None and len(set(batch.lengths_B.tolist())) > 2
     inputs: dict[str, Any] = model_inputs(batch)
-    losses_BS = model(**inputs) * batch.loss_mask_BS
+    smoothing = config.train.label_smoothing
+    losses_BS = model(**inputs, label_smoothing=smoothing) * batch.loss_mask_BS
     hidden_SBH = model.hidden(batch.tokens_BS, batch.position_ids_BS, inputs["documents"])
     for row, (example, length) in enumerate(zip(examples, batch.lengths_B.tolist(), strict=True)):
         states_SH = hidden_SBH[:length, row]
-        states_SH = states_SH.mean(0, keepdim=True) if name == "regression" else states_SH
+        if name in ("regression", "classification"):
+            first = config.model.pooling == "first"
+            states_SH = states_SH[:1] if first else states_SH.mean(0, keepdim=True)
+            if model.head.pooler is not None:
+                states_SH = torch.tanh(states_SH @ model.head.pooler.weight.T + model.head.pooler.bias)
         logits_SC = states_SH @ model.head.output.weight.T + model.head.output.bias
         labels_P = torch.from_numpy(example.labels_P)
         if name == "regression":
@@ -210,12 +213,16 @@ def test_the_loss_is_that_of_plain_pytorch(tmp_path: Path, name: str) -> None:
         elif name == "span":
             expected = functional.cross_entropy(logits_SC.T, labels_P, reduction="none")
         else:
-            expected = functional.cross_entropy(logits_SC[example.places_P], labels_P, reduction="none")
+            # PyTorch gives the label itself a part of the smoothed share too: half of it with two labels.
+            expected = functional.cross_entropy(
+                logits_SC[example.places_P], labels_P, reduction="none", label_smoothing=2 * smoothing
+            )
         places = torch.from_numpy(example.places_P)
         torch.testing.assert_close(losses_BS[row, places], expected, rtol=1e-5, atol=1e-6)
         assert losses_BS[row].count_nonzero() <= len(places)
     padding_BS = torch.arange(batch.tokens_BS.shape[1]) >= batch.lengths_B[:, None]
-    other = model(**{**inputs, "tokens_BS": batch.tokens_BS.masked_fill(padding_BS, 65)})
+    inputs |= {"tokens_BS": batch.tokens_BS.masked_fill(padding_BS, 65)}
+    other = model(**inputs, label_smoothing=smoothing)
     assert torch.equal(other * batch.loss_mask_BS, losses_BS)
     assert sum(each.numel() for each in model.parameters()) == model_size(config, run.vocabulary.size).total
     assert model_flops(config, run.vocabulary.size).token > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megamoe.config import RunConfig
-from megamoe.data.batches import Batch, BatchStream
+from megamoe.data.batches import Batch
 from megamoe.data.parallel_text.dataset import PairDataset, PairOptions
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
@@ -17,6 +17,7 @@ from megamoe.objectives.objective import TokenShares
 from megamoe.train.objective import build_objective, token_shares
 from megamoe.train.resolved import resolve_run
 from tests.data.parallel_text.pairs import make_pairs
+from tests.data.sources import stream, take
 from tests.tiny import restored_process, tiny
 
 
@@ -42,17 +43,8 @@ def config_of(pairs: Path, *overrides: str, **options: Any) -> RunConfig:
 
 def batches_of(config: RunConfig, count: int, ranks: int = 1, rank: int = 0, start: int = 0) -> list[Batch]:
     run = resolve_run(config, 1)
-    stream = BatchStream(
-        run.objective.datasets(10_000, 0).train,
-        start_sample=start,
-        micro_batch_size=config.train.micro_batch_size,
-        data_rank=rank,
-        data_size=ranks,
-        workers=0,
-        make_batch=run.objective.batch,
-    )
-    with stream:
-        return [next(stream) for _ in range(count)]
+    dataset, micro = run.objective.datasets(10_000, 0).train, config.train.micro_batch_size
+    return take(stream(dataset, micro, start, rank, ranks, make_batch=run.objective.batch), count)
 
 
 def texts(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -60,10 +52,7 @@ def texts(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     assert batch.source_BL is not None and batch.source_lengths_B is not None and batch.lengths_B is not None
     sides = (
         [tuple(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)]
-        for tokens, lengths in (
-            (batch.source_BL, batch.source_lengths_B),
-            (batch.labels_BS, batch.lengths_B),
-        )
+        for tokens, lengths in ((batch.source_BL, batch.source_lengths_B), (batch.labels_BS, batch.lengths_B))
     )
     return list(zip(*sides, strict=True))
 

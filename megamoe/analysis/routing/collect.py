@@ -5,14 +5,14 @@ in `megamoe.moe.routing`. Sums cover every token of the pass. Single tokens are 
 the memory is bounded: for each layer about 4 (H + D + 4 E) bytes a sampled token, on every rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamoe.analysis.perplexity import micro_batches
 from megamoe.analysis.routing.sample import TokenSample
@@ -104,15 +104,17 @@ def collect(
     Raises:
         UserError: as `perplexity_on`.
     """
-    found = {number: _LayerSums.of(layer, len(sample), thresholds) for number, layer in layers.items()}
+    found = {number: _LayerSums(layer, len(sample), thresholds) for number, layer in layers.items()}
     window_SW = torch.zeros(len(sample), 2 * WINDOW + 1, dtype=torch.int64)
-    loss, places = torch.zeros(3, dtype=torch.float64), _Places()
-    with _hooks({layers[number].router: sums.hook(places) for number, sums in found.items()}):
+    loss = torch.zeros(3, dtype=torch.float64)
+    with hooked((layers[number].router, sums.add) for number, sums in found.items()):
         for number, batch in micro_batches(trained, dataset, samples):
             set_context(trained.context, batch, number)
             assert trained.context.token_index_T is not None
-            places.place_M, places.row_M = sample.find(trained.context.token_index_T)
-            window_SW[places.place_M] = windows(batch, places.row_M) + 1
+            place_M, row_M = sample.find(trained.context.token_index_T)
+            for sums in found.values():
+                sums.place_M, sums.row_M = place_M, row_M
+            window_SW[place_M] = windows(batch, row_M) + 1
             losses_BS = trained.model(**model_inputs(batch))
             masked_BS = losses_BS * batch.loss_mask_BS
             parts = (masked_BS.double().sum(), batch.loss_mask_BS.sum(), masked_BS.numel())
@@ -155,95 +157,69 @@ def required_experts(probs_TE: Tensor, threshold: float) -> Tensor:
     return (too_few_T + 1).clamp(max=probs_TE.shape[1])
 
 
-@dataclass
-class _Places:
-    """The sampled tokens of the micro batch: their places in the sample and their rows."""
-
-    place_M: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    row_M: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-
-
-@dataclass
 class _LayerSums:
-    """What a layer's router did on this rank; rows of tokens of other ranks are 0.
+    """What a layer's router did on this rank.
 
-    project: the scorer's. chosen_SE: int32, 1 for a chosen expert. first_S: 1 more than in `LayerPass`.
+    found: rows of tokens of other ranks are 0; chosen_SE is int32, and first_S is 1 more than in the result.
+    place_M, row_M: the sampled tokens of the micro batch, as `TokenSample.find` returns them.
     """
 
-    thresholds: tuple[float, ...]
-    project: Callable[[Tensor], Tensor] | None
-    load_E: Tensor
-    wanted_E: Tensor
-    required_CE: Tensor
-    chosen_SE: Tensor
-    first_S: Tensor
-    hidden_SH: Tensor
-    projected_SD: Tensor | None
+    place_M: Tensor
+    row_M: Tensor
 
-    @classmethod
-    def of(cls, layer: MoELayer, size: int, thresholds: tuple[float, ...]) -> "_LayerSums":
-        dims = layer.router.dims
+    def __init__(self, layer: MoELayer, size: int, thresholds: tuple[float, ...]) -> None:
+        dims, device = layer.router.dims, next(layer.parameters()).device
+        self._thresholds = thresholds
         # A scorer that compares tokens and experts in another space has this method.
-        project: Callable[[Tensor], Tensor] | None = getattr(layer.router.scorer, "project", None)
-        width = 0 if project is None else project(_zeros(layer, 1, dims.hidden_size)).shape[1]
-        hidden_SH = torch.zeros(size, dims.hidden_size)
-        return cls(
-            thresholds,
-            project,
+        self._project: Callable[[Tensor], Tensor] | None = getattr(layer.router.scorer, "project", None)
+        projected_SD = None
+        if self._project is not None:
+            width = self._project(torch.zeros(1, dims.hidden_size, device=device)).shape[1]
+            projected_SD = torch.zeros(size, width)
+        self.found = LayerPass(
             load_E=torch.zeros(dims.num_experts, dtype=torch.int64),
             wanted_E=torch.zeros(dims.num_experts, dtype=torch.int64),
             required_CE=torch.zeros(len(thresholds), dims.num_experts, dtype=torch.int64),
+            hidden_SH=torch.zeros(size, dims.hidden_size),
+            projected_SD=projected_SD,
             chosen_SE=torch.zeros(size, dims.num_experts, dtype=torch.int32),
             first_S=torch.zeros(size, dtype=torch.int64),
-            hidden_SH=hidden_SH,
-            projected_SD=None if project is None else torch.zeros(size, width),
         )
 
-    def hook(self, places: _Places) -> Callable[[Router, tuple[Any, ...], Routing], None]:
-        """Return a forward hook of the layer's router that adds a micro batch."""
+    def add(self, router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
+        """Add a micro batch: a forward hook of the layer's router."""
+        self.found.load_E += routing.counts_E().cpu()
+        self.found.wanted_E += routing.wanted_counts_E().cpu()
+        for c, threshold in enumerate(self._thresholds):
+            number_T = required_experts(routing.probs_TE, threshold)
+            self.found.required_CE[c] += torch.bincount(number_T.cpu() - 1, minlength=routing.num_experts)
+        if len(self.found.first_S):
+            # Collective under tensor parallelism, so also where no token is in the sample.
+            self._keep(router.spread.whole(inputs[0]), routing)
 
-        def add(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
-            self.load_E += routing.counts_E().cpu()
-            self.wanted_E += routing.wanted_counts_E().cpu()
-            for c, threshold in enumerate(self.thresholds):
-                number_T = required_experts(routing.probs_TE, threshold)
-                self.required_CE[c] += torch.bincount(number_T.cpu() - 1, minlength=routing.num_experts)
-            if len(self.first_S):
-                # Collective under tensor parallelism, so also where no token is in the sample.
-                self._keep(router.spread.whole(inputs[0]), routing, places)
-
-        return add
-
-    def _keep(self, hidden_TH: Tensor, routing: Routing, places: _Places) -> None:
-        place_M, row_M = places.place_M, places.row_M
+    def _keep(self, hidden_TH: Tensor, routing: Routing) -> None:
+        found, place_M, row_M = self.found, self.place_M, self.row_M
         hidden_MH = hidden_TH[row_M.to(hidden_TH.device)].float()
-        self.hidden_SH[place_M] = hidden_MH.cpu()
-        if self.project is not None and self.projected_SD is not None:
-            self.projected_SD[place_M] = self.project(hidden_MH).float().cpu()
+        found.hidden_SH[place_M] = hidden_MH.cpu()
+        if self._project is not None and found.projected_SD is not None:
+            found.projected_SD[place_M] = self._project(hidden_MH).float().cpu()
         token_N, expert_N = routing.wanted.token_N.cpu(), routing.wanted.expert_N.cpu()
         chosen_TE = torch.zeros(routing.num_tokens, routing.num_experts, dtype=torch.int32)
         chosen_TE[token_N, expert_N] = 1
-        self.chosen_SE[place_M] = chosen_TE[row_M]
+        found.chosen_SE[place_M] = chosen_TE[row_M]
         is_first_N = (routing.wanted.choice_N == 0).cpu()
         first_T = torch.zeros(routing.num_tokens, dtype=torch.int64)
         first_T[token_N[is_first_N]] = expert_N[is_first_N] + 1
-        self.first_S[place_M] = first_T[row_M]
+        found.first_S[place_M] = first_T[row_M]
 
     def reduced(self, device: torch.device) -> LayerPass:
         """Sum over the data-parallel ranks; each sampled token has its values on one of them."""
-        return LayerPass(
-            load_E=_over_ranks(self.load_E, device),
-            wanted_E=_over_ranks(self.wanted_E, device),
-            required_CE=_over_ranks(self.required_CE, device),
-            hidden_SH=_over_ranks(self.hidden_SH, device),
-            projected_SD=None if self.projected_SD is None else _over_ranks(self.projected_SD, device),
-            chosen_SE=_over_ranks(self.chosen_SE, device).bool(),
-            first_S=_over_ranks(self.first_S, device) - 1,
-        )
-
-
-def _zeros(layer: MoELayer, *shape: int) -> Tensor:
-    return torch.zeros(*shape, device=next(layer.parameters()).device)
+        summed: dict[str, Any] = {
+            name: None if tensor is None else _over_ranks(tensor, device)
+            for name, tensor in vars(self.found).items()
+        }
+        summed |= {"chosen_SE": summed["chosen_SE"].bool(), "first_S": summed["first_S"] - 1}
+        return LayerPass(**summed)
 
 
 def _over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
@@ -255,8 +231,9 @@ def _over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _hooks(hooks: dict[Router, Callable[..., Any]]) -> Iterator[None]:
-    handles = [router.register_forward_hook(hook) for router, hook in hooks.items()]
+def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Add forward hooks to modules, and remove them at the end."""
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
     try:
         yield
     finally:

@@ -189,13 +189,9 @@ DRAW: dict[str, Callable[[Figure, Results], None]] = {
 
 
 def _lines(
-    axes: Axes,
-    results: Results,
-    name: str,
-    value: Callable[[Any], float | None],
-    inside: str | None = None,
+    axes: Axes, results: Results, name: str, value: Callable[[Any], float | None], inside: str | None = None
 ) -> None:
-    """A line for each layer over the steps of one run, or for each checkpoint over the layers."""
+    """Draw a line for each layer over the steps of one run, or for each checkpoint over the layers."""
     rows = [row for row in results["checkpoints"] if name in row["analyses"]]
     found = [row["analyses"][name][inside] if inside else row["analyses"][name] for row in rows]
     steps = [row["step"] for row in rows]
@@ -231,7 +227,7 @@ def _last(results: Results, name: str) -> tuple[str, Any]:
 
 
 def _panels(figure: Figure, title: str, numbers: list[str]) -> list[tuple[Axes, str]]:
-    """An axes for each layer, in rows; the figure grows with them."""
+    """Return an axes for each layer, in rows; the figure grows with them."""
     shown = numbers[:MOST_PANELS]
     rest = f" (first {MOST_PANELS} of {len(numbers)} layers)" if len(numbers) > len(shown) else ""
     columns = min(COLUMNS, len(shown))

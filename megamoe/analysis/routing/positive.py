@@ -1,7 +1,7 @@
 """Positive activations: the share of an FFN's intermediate values that its activation leaves above 0."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.analysis.perplexity import micro_batches
+from megamoe.analysis.routing.collect import hooked
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.config.shapes import expert_activation
 from megamoe.errors import UserError
@@ -50,11 +51,18 @@ def positive_activations(
         UserError: as `check_activation` and `perplexity_on`.
     """
     check_activation(trained)
-    experts = {number: _Positives(trained.world.device) for number in layers}
-    dense: dict[int, _Positives] = {}
-    if trained.config.model.activation in SIGNED:
-        dense = {number: _Positives(trained.world.device) for number, _ in _dense_blocks(trained)}
-    with _counting(trained, layers, experts, dense):
+    activation, device = trained.config.model.activation, trained.world.device
+    blocks = dict(_dense_blocks(trained)) if activation in SIGNED else {}
+    experts = {number: _Positives(device) for number in layers}
+    dense = {number: _Positives(device, is_gated(activation)) for number in blocks}
+    hooks: list[tuple[nn.Module, Any]] = [
+        (module, experts[number].add_experts)
+        for number, layer in layers.items()
+        for module in layer.experts.modules()  # an expert of several sub-layers has several
+        if isinstance(module, GroupedExperts)
+    ]
+    hooks += [(linear, dense[number].add_dense) for number, linear in blocks.items()]
+    with hooked(hooks):
         for number, batch in micro_batches(trained, dataset, samples):
             set_context(trained.context, batch, number)
             trained.model(**model_inputs(batch))
@@ -74,65 +82,35 @@ def up_projections(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -
 
 
 class _Positives:
-    """Values above 0, and all values, of this rank."""
+    """Values above 0, and all values, of this rank. gated: whether a dense FFN's activation is gated."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, gated: bool = False) -> None:
+        self.counts, self._gated = torch.zeros(2, dtype=torch.int64, device=device), gated
 
-    def add(self, values: Tensor) -> None:
+    def add_experts(self, module: GroupedExperts, inputs: tuple[Any, ...], output: Tensor) -> None:
+        for values in up_projections(module, inputs[0], inputs[1]):
+            self._add(values)
+
+    def add_dense(
+        self, module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+    ) -> None:
+        values, bias = output
+        values = values if bias is None else values + bias
+        self._add(values.chunk(2, dim=-1)[0] if self._gated else values)
+
+    def _add(self, values: Tensor) -> None:
         self.counts[0] += (values > 0).sum()
         self.counts[1] += values.numel()
 
     def share(self) -> float | None:
-        """Over all ranks: each computes its own rows, or its own slice of an FFN."""
+        """Return the share over all ranks: each computes its own rows, or its own slice of an FFN."""
         dist.all_reduce(self.counts)
         positive, values = self.counts.tolist()
         return positive / values if values else None
 
 
 def _dense_blocks(trained: TrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """The first linear layer of each dense FFN, with its block's number."""
+    """Yield the number of each block with a dense FFN, and the FFN's first linear layer."""
     for block in trained.decoder.model.decoder.layers:
         with suppress(AttributeError):
             yield block.layer_number, block.mlp.linear_fc1
-
-
-@contextmanager
-def _counting(
-    trained: TrainedModel,
-    layers: dict[int, MoELayer],
-    experts: dict[int, _Positives],
-    dense: dict[int, _Positives],
-) -> Iterator[None]:
-    """Count what passes through; an expert of several sub-layers counts all of them."""
-    handles = []
-    for number, layer in layers.items():
-        for module in layer.experts.modules():
-            if isinstance(module, GroupedExperts):
-                handles.append(module.register_forward_hook(_expert_hook(experts[number])))
-    for number, linear in _dense_blocks(trained):
-        if number in dense:
-            gated = is_gated(trained.config.model.activation)
-            handles.append(linear.register_forward_hook(_dense_hook(dense[number], gated)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _expert_hook(found: _Positives) -> Any:
-    def add(module: GroupedExperts, inputs: tuple[Any, ...], output: Tensor) -> None:
-        for values in up_projections(module, inputs[0], inputs[1]):
-            found.add(values)
-
-    return add
-
-
-def _dense_hook(found: _Positives, gated: bool) -> Any:
-    def add(module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
-        values, bias = output
-        values = values if bias is None else values + bias
-        found.add(values.chunk(2, dim=-1)[0] if gated else values)
-
-    return add

@@ -1,11 +1,11 @@
 """How much the loss rises when an expert is removed."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from megamoe.analysis.perplexity import perplexity_on
+from megamoe.analysis.routing.collect import hooked
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.router import Router
@@ -37,15 +37,10 @@ def removal(trained: TrainedModel, dataset: Any, samples: int, layers: dict[int,
     return found
 
 
-@contextmanager
-def without_expert(layer: MoELayer, expert: int) -> Iterator[None]:
+def without_expert(layer: MoELayer, expert: int) -> AbstractContextManager[None]:
     """Drop the pairs of one expert of a layer."""
 
     def drop(router: Router, inputs: tuple[Any, ...], routing: Routing) -> Routing:
         return replace(routing, pairs=routing.pairs.keep(routing.pairs.expert_N != expert))
 
-    handle = layer.router.register_forward_hook(drop)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return hooked([(layer.router, drop)])

@@ -66,16 +66,8 @@ class Examined:
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return {
-            "path": str(self.path),
-            "run": self.run,
-            "step": self.step,
-            "seed": self.seed,
-            "precision": self.precision,
-            "lm_loss": self.lm_loss,
-            "tokens": self.tokens,
-            "analyses": self.found,
-        }
+        plain = {key: value for key, value in vars(self).items() if key not in ("layers", "found")}
+        return {**plain, "path": str(self.path), "analyses": self.found}
 
 
 @dataclass
@@ -191,22 +183,13 @@ def examine(trained: TrainedModel, data: StudyData, options: Options) -> Examine
     if "removal" in wanted:
         results["removal"] = removal(*inputs, layers)
     if trained.world.is_first:  # the others have the same tokens, and would only compute the same
-        results |= {name: _of_pass(name, trained, found) for name in wanted if name in OF_PASS}
+        for name, of_layer in ((name, OF_PASS[name]) for name in wanted if name in OF_PASS):
+            results[name] = {str(n): of_layer(trained, found, layer) for n, layer in found.layers.items()}
     for layer in found.layers.values():  # what comparisons do not need
         layer.hidden_SH, layer.projected_SD = layer.hidden_SH[:0], None
     run = trained.path.parent.parent if trained.path.parent.name == "checkpoints" else trained.path
-    config, precision = trained.config, trained.precision
-    return Examined(
-        trained.path,
-        run.name,
-        trained.step,
-        config.seed,
-        precision,
-        found.lm_loss,
-        found.tokens,
-        found.layers,
-        results,
-    )
+    facts = (trained.path, run.name, trained.step, trained.config.seed, trained.precision)
+    return Examined(*facts, found.lm_loss, found.tokens, found.layers, results)
 
 
 def compare(examined: list[Examined], options: Options) -> Iterator[tuple[str, Any]]:
@@ -249,7 +232,7 @@ def _consistency(runs: list[Examined]) -> dict[str, Any]:
 
 
 def _suitable(trained: TrainedModel) -> tuple[str, ...]:
-    """The analyses that need no comparison and that the model allows."""
+    """Return the analyses that need no comparison and that the model allows."""
     signed = expert_activation(trained.config) in SIGNED
     return tuple(name for name in ALONE if name not in ASKED_FOR and (signed or name != "positive"))
 
@@ -268,10 +251,6 @@ def check_shape(trained: TrainedModel, first: Examined, options: Options) -> Non
 def _fingerprint(trained: TrainedModel) -> str | None:
     tokenizer = trained.vocabulary.tokenizer
     return None if tokenizer is None else tokenizer.fingerprint
-
-
-def _of_pass(name: str, trained: TrainedModel, found: RoutingPass) -> dict[str, Any]:
-    return {str(number): OF_PASS[name](trained, found, layer) for number, layer in found.layers.items()}
 
 
 def _tokens(trained: TrainedModel, found: RoutingPass, layer: LayerPass) -> dict[str, Any]:

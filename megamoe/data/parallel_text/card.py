@@ -5,35 +5,26 @@ the one is the translation of document i of the other. The pairs of a language f
 card says which language has how many.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from megamoe.data.card import PAIRS, DataCard, DataFiles, check_files, load_card, load_checked, save_checked
+from megamoe.data.card import PAIRS, DataCard, DataFiles, check_files, load_card, load_checked
 from megamoe.errors import UserError
 
 AGAIN = "prepare the pairs again with tools/prepare_pairs.py"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PairFiles:
     """The names of a split's files; `prefix` is such as `data/catalogues/pairs/train`."""
 
     prefix: Path
 
-    def _with(self, ending: str) -> Path:
-        return self.prefix.with_name(self.prefix.name + ending)
-
-    @property
-    def source(self) -> DataFiles:
-        return DataFiles(self._with(".source"))
-
-    @property
-    def target(self) -> DataFiles:
-        return DataFiles(self._with(".target"))
-
-    @property
-    def card(self) -> Path:
-        return self._with(PAIRS)
+    def __post_init__(self) -> None:
+        name = self.prefix.name
+        self.source = DataFiles(self.prefix.with_name(f"{name}.source"))
+        self.target = DataFiles(self.prefix.with_name(f"{name}.target"))
+        self.card = self.prefix.with_name(f"{name}{PAIRS}")
 
 
 def is_pairs(prefix: str) -> bool:
@@ -66,10 +57,6 @@ class PairCard:
     languages: list[LanguageCard]
     source_idx_sha256: str
     target_idx_sha256: str
-
-    def save(self, path: Path) -> None:
-        """Write the card, with a checksum over its content."""
-        save_checked(asdict(self), path)
 
 
 def load_pair_card(prefix: str) -> tuple[PairCard, DataCard, DataCard]:

@@ -13,12 +13,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from megamoe.config.schema import DataConfig
 from megamoe.data.card import DataFiles
 from megamoe.data.index_file import check_arithmetic
 from megamoe.data.parallel_text.card import PairCard, PairFiles, load_pair_card
@@ -27,9 +28,6 @@ from megamoe.data.verify import verify_sources
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.data.write import lengths_of
 from megamoe.errors import UserError
-
-if TYPE_CHECKING:
-    from megamoe.config.schema import DataConfig
 
 Direction = Literal["from", "into", "both"]
 Tag = Literal["source", "target", "none"]
@@ -228,7 +226,7 @@ class _Side:
         return tokens
 
 
-def verify_pairs(data: "DataConfig", prefixes: Sequence[str], vocabulary: Vocabulary) -> dict[str, str]:
+def verify_pairs(data: DataConfig, prefixes: Sequence[str], vocabulary: Vocabulary) -> dict[str, str]:
     """Verify the datasets of splits as `data.verify` says; return the SHA-256 of each .idx by its path.
 
     Every rank must call it, as `verify_sources`.

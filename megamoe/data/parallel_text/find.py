@@ -7,6 +7,7 @@ LANGUAGE.po or LANGUAGE.mo. Where both are present the .po is read: it has the c
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
@@ -124,23 +125,19 @@ def _catalogues(
                 language=language,
                 label=_label(root, folder, domain),
                 endings=tuple(ending for ending in ENDINGS if ending in endings[stem]),
-                read=_Reader(stem, files),
+                read=partial(_read, files, stem),
             )
         )
     return found
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads one of the files of a catalogue."""
-
-    stem: PurePosixPath
-    files: "dict[PurePosixPath, Path] | dict[PurePosixPath, zipfile.Path]"
-
-    def __call__(self, ending: str) -> bytes:
-        with self.files[self.stem.with_suffix(ending)].open("rb") as file:
-            content: bytes = file.read(LARGEST_CATALOGUE)
-        return content
+def _read(
+    files: "dict[PurePosixPath, Path] | dict[PurePosixPath, zipfile.Path]", stem: PurePosixPath, ending: str
+) -> bytes:
+    """Read one of the files of a catalogue."""
+    with files[stem.with_suffix(ending)].open("rb") as file:
+        content: bytes = file.read(LARGEST_CATALOGUE)
+    return content
 
 
 def _language_and_module(stem: PurePosixPath) -> tuple[str | None, PurePosixPath, str]:

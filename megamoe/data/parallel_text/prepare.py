@@ -207,33 +207,27 @@ def _read_catalogues(item: str, preparation: PairPreparation, counts: Counts) ->
         raise UserError(f"catalogues {item!r}: empty: no message in it is translated; leave it out")
 
 
+@dataclass
 class _Writer:
     """Writes everything into a new folder.
 
-    Args:
-        folder: the new folder; final: the place that it will be moved to.
+    folder: the new folder. final: the place that it will be moved to.
     """
 
-    def __init__(
-        self,
-        preparation: PairPreparation,
-        source_language: str,
-        pairs: Sequence[Pair],
-        splits: Sequence[str],
-        folder: Path,
-        final: Path,
-    ) -> None:
-        self._preparation, self._source_language = preparation, source_language
-        self._pairs, self._splits = pairs, splits
-        self._folder, self._final = folder, final
+    preparation: PairPreparation
+    source_language: str
+    pairs: Sequence[Pair]
+    splits: Sequence[str]
+    folder: Path
+    final: Path
 
     def write(self, counts: Counts) -> PairsSummary:
-        (self._folder / "pairs").mkdir(parents=True)
-        (self._folder / "mono").mkdir()
+        (self.folder / "pairs").mkdir(parents=True)
+        (self.folder / "mono").mkdir()
         self._tokenizer = self._find_tokenizer(counts)
-        file = TRAINED.get(self._preparation.tokenizer, TRAINED[TRAIN])
-        made, published = self._folder / file, self._final / file
-        reference = reference_of(self._tokenizer, self._final, made, published)
+        file = TRAINED.get(self.preparation.tokenizer, TRAINED[TRAIN])
+        made, published = self.folder / file, self.final / file
+        reference = reference_of(self._tokenizer, self.final, made, published)
         is_outside = is_bytes(reference) or Path(reference).is_absolute()
         self._reference = reference if is_outside else f"../{reference}"
         for split in SPLITS:
@@ -241,37 +235,37 @@ class _Writer:
         tokens = self._write_corpora()
         labels = write_labels(
             self._labelled(),
-            self._splits,
-            self._source_language,
-            self._preparation.min_label,
-            self._folder / "labels",
+            self.splits,
+            self.source_language,
+            self.preparation.min_label,
+            self.folder / "labels",
             self._most_texts(),
         )
         summary = PairsSummary(
             megamoe=__version__,
-            source_language=self._source_language,
-            pairs={split: self._splits.count(split) for split in SPLITS},
-            languages=count_languages(self._pairs),
+            source_language=self.source_language,
+            pairs={split: self.splits.count(split) for split in SPLITS},
+            languages=count_languages(self.pairs),
             left_out=dict(counts.left_out.most_common()),
             labels=labels,
             vocab_size=self._tokenizer.vocab_size,
             tokens=tokens,
-            options=asdict(self._preparation),
+            options=asdict(self.preparation),
             warnings=counts.warnings,
             sources=counts.sources,
         )
-        save_checked(asdict(summary), self._folder / CARD_FILE)
+        save_checked(asdict(summary), self.folder / CARD_FILE)
         return summary
 
     def _labelled(self) -> Sequence[Pair]:
         """Return the pairs with the labels of `label_by`."""
-        if self._preparation.label_by == "module":
-            return self._pairs
-        return [replace(pair, label=re.split("[./]", pair.label)[0]) for pair in self._pairs]
+        if self.preparation.label_by == "module":
+            return self.pairs
+        return [replace(pair, label=re.split("[./]", pair.label)[0]) for pair in self.pairs]
 
     def _most_texts(self) -> dict[str, int] | None:
         """Return how many texts of a label each split's sets may have: `max_label` in proportion to it."""
-        most, shares = self._preparation.max_label, self._preparation.split
+        most, shares = self.preparation.max_label, self.preparation.split
         if most is None:
             return None
         return {
@@ -280,11 +274,11 @@ class _Writer:
 
     def _find_tokenizer(self, counts: Counts) -> Tokenizer:
         """Return the tokenizer: trained on the training texts of all languages, or the one that is named."""
-        preparation = self._preparation
-        languages = [self._source_language, *count_languages(self._pairs)]
+        preparation = self.preparation
+        languages = [self.source_language, *count_languages(self.pairs)]
         tags = [language_tag(language) for language in languages]
         if preparation.tokenizer in TRAINED:
-            path = self._folder / TRAINED[preparation.tokenizer]
+            path = self.folder / TRAINED[preparation.tokenizer]
             texts = (text for texts in self._corpora("train").values() for text in texts)
             train = train_bpe if preparation.tokenizer == TRAIN else train_sentencepiece
             train(texts, preparation.vocab_size, path, [*expand(preparation.special), *tags])
@@ -302,7 +296,7 @@ class _Writer:
 
     def _write_pairs(self, split: str, counts: Counts) -> None:
         """Write both sides of a split, and their card; nothing if the split is empty."""
-        pairs, most = list(in_split(self._pairs, self._splits, split)), self._preparation.max_overlap
+        pairs, most = list(in_split(self.pairs, self.splits, split)), self.preparation.max_overlap
         if split != SPLITS[0]:
             few = [pair for pair in pairs if overlap(pair) <= most]
             if len(few) < len(pairs):
@@ -311,7 +305,7 @@ class _Writer:
             pairs = few
         if not pairs:
             return
-        files = PairFiles(self._folder / "pairs" / split)
+        files = PairFiles(self.folder / "pairs" / split)
         sides = [
             self._write_dataset(files.source, [pair.source for pair in pairs]),
             self._write_dataset(files.target, [pair.target for pair in pairs]),
@@ -322,13 +316,14 @@ class _Writer:
             tokens = [int(side[start : start + number].sum()) for side in lengths]
             languages.append(LanguageCard(language, number, *tokens))
             start += number
-        PairCard(
+        card = PairCard(
             megamoe=__version__,
-            source_language=self._source_language,
+            source_language=self.source_language,
             languages=languages,
             source_idx_sha256=sides[0].idx.sha256,
             target_idx_sha256=sides[1].idx.sha256,
-        ).save(files.card)
+        )
+        save_checked(asdict(card), files.card)
 
     def _write_corpora(self) -> dict[str, int]:
         """Write the training texts of each language, and those of all languages for validation and test.
@@ -336,26 +331,26 @@ class _Writer:
         Returns:
             The tokens of the training texts by language.
         """
-        folder, tokens = self._folder / "mono", {}
+        folder, tokens = self.folder / "mono", {}
         for language, texts in self._corpora("train").items():
             tokens[language] = self._write_dataset(DataFiles(folder / language), texts).tokens
-        if self._preparation.bilingual:
+        if self.preparation.bilingual:
             pairs_of: dict[str, list[str]] = {}
-            for pair in in_split(self._pairs, self._splits, "train"):
+            for pair in in_split(self.pairs, self.splits, "train"):
                 pairs_of.setdefault(pair.language, []).append(f"{pair.source}\n{pair.target}")
             for language, texts in pairs_of.items():
-                self._write_dataset(DataFiles(self._folder / "bilingual" / language), texts)
+                self._write_dataset(DataFiles(self.folder / "bilingual" / language), texts)
         for split in SPLITS[1:]:
             texts = [text for texts in self._corpora(split).values() for text in texts]
             if texts:
-                self._write_dataset(DataFiles(self._folder / f"mono_{split}" / "all"), texts)
+                self._write_dataset(DataFiles(self.folder / f"mono_{split}" / "all"), texts)
         return tokens
 
     def _corpora(self, split: str) -> dict[str, list[str]]:
         """Return the texts of a split by language, each once."""
-        texts: dict[str, dict[str, None]] = {self._source_language: {}}
-        for pair in in_split(self._pairs, self._splits, split):
-            texts[self._source_language][pair.source] = None
+        texts: dict[str, dict[str, None]] = {self.source_language: {}}
+        for pair in in_split(self.pairs, self.splits, split):
+            texts[self.source_language][pair.source] = None
             texts.setdefault(pair.language, {})[pair.target] = None
         return {language: list(found) for language, found in texts.items()}
 

@@ -1,21 +1,15 @@
 """Sets runs side by side: groups of runs that differ in their seed, curves over seeds, differing keys."""
 
 import json
+import os
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megamoe.metrics.formats import format_number, readable
 from megamoe.metrics.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
-from megamoe.metrics.report.run_statistics import (
-    Run,
-    RunStatistics,
-    further_sets,
-    series,
-)
+from megamoe.metrics.report.run_statistics import Run, further_sets, series
 
 NAMES = {"name", "output", "overwrite", "checkpoint.resume"}  # keys that say nothing about the training
 PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
@@ -85,14 +79,8 @@ def differ_in_seed(runs: list[Run]) -> bool:
 def _name_of(labels: list[str], runs: list[Run]) -> str:
     if len(labels) == 1:
         return labels[0]
-    common = _start_of_all(labels).rstrip("-_ ./") or labels[0]
+    common = os.path.commonprefix(labels).rstrip("-_ ./") or labels[0]  # noqa: RUF071 (characters)
     return f"{common} ({len(labels)} {'seeds' if differ_in_seed(runs) else 'runs'})"
-
-
-def _start_of_all(labels: list[str]) -> str:
-    first, last = min(labels), max(labels)
-    equal = (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return first[: next(equal, min(len(first), len(last)))]
 
 
 def config_differences(runs: list[Run]) -> list[list[str]]:
@@ -100,15 +88,11 @@ def config_differences(runs: list[Run]) -> list[list[str]]:
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NAMES)
     rows = []
     for key in keys:
-        values = [_shown(run.config[key]) if key in run.config else "-" for run in runs]
+        found = [run.config.get(key, "-") for run in runs]
+        values = [readable(it if isinstance(it, str) else json.dumps(it), LONGEST_VALUE) for it in found]
         if len(set(values)) > 1:
             rows.append([key, *values])
     return rows
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return readable(text, LONGEST_VALUE)
 
 
 def comparison_sections(runs: list[Run]) -> list[Section]:
@@ -134,8 +118,9 @@ def _panels(groups: list[Group], metrics: dict[str, tuple[str, str]]) -> list[Pa
     for key, (title, label) in metrics.items():
         curves = _curves(groups, key, "step", smoothed=title.endswith("(smoothed)"))
         if curves:
-            limits = spike_limits([value for curve in curves for value in curve.y])
-            panels.append(Panel(title, label, curves, limits=None if _has_band(curves) else limits))
+            has_band = any(curve.low is not None for curve in curves)
+            limits = None if has_band else spike_limits([value for curve in curves for value in curve.y])
+            panels.append(Panel(title, label, curves, limits=limits))
     return panels
 
 
@@ -145,26 +130,15 @@ def _by_tokens(panel: Panel, groups: list[Group], key: str) -> Panel:
     return Panel(f"{panel.title} by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits)
 
 
-def _has_band(curves: list[Curve]) -> bool:
-    return any(curve.low is not None for curve in curves)
-
-
 def _curves(groups: list[Group], key: str, x: str, smoothed: bool) -> list[Curve]:
     curves = []
     for place, group in enumerate(groups):
-        found = [_series_by(run, key, x) for run in group.runs]
+        found = [series(run.rows, key, x) for run in group.runs]
         shown = [(at, smooth(values) if smoothed else clipped(values)) for at, values in found if at]
         if shown:
             colour: Colour = PALETTE[place % len(PALETTE)]
             curves.append(band_curve(group.name, shown, colour, place >= len(PALETTE)))
     return curves
-
-
-def _series_by(run: Run, key: str, x: str) -> tuple[list[int], list[float]]:
-    if x == "step":
-        return series(run.rows, key)
-    both = [row for row in run.rows if row.get(key) is not None and row.get(x) is not None]
-    return [row[x] for row in both], [row[key] for row in both]
 
 
 def band_curve(
@@ -184,16 +158,15 @@ def band_curve(
 
 def seed_rows(groups: list[Group]) -> list[list[str]]:
     """Return a row for each group: its name, its runs, and the mean and deviation of their last values."""
-    columns: list[tuple[Callable[[RunStatistics], float | None], str]] = [
-        (lambda stats: stats.val_loss_last, "{:.4f}"),
-        (lambda stats: stats.val_loss_best, "{:.4f}"),
-        (lambda stats: stats.tokens_per_s, "{:,.0f}"),
-        (lambda stats: stats.max_imbalance, "{:.2f}"),
-    ]
     rows = []
     for group in groups:
         stats = [run.statistics for run in group.runs]
-        cells = [_mean_and_deviation([value(it) for it in stats], pattern) for value, pattern in columns]
+        cells = [
+            _mean_and_deviation([it.val_loss_last for it in stats], "{:.4f}"),
+            _mean_and_deviation([it.val_loss_best for it in stats], "{:.4f}"),
+            _mean_and_deviation([it.tokens_per_s for it in stats], "{:,.0f}"),
+            _mean_and_deviation([it.max_imbalance for it in stats], "{:.2f}"),
+        ]
         rows.append([group.name, str(len(group.runs)), *cells])
     return rows
 

@@ -159,14 +159,11 @@ def _panel(panel: Panel, x_values: dict[tuple[float, ...], int]) -> dict[str, An
 
 def _curve(curve: Curve, x_values: dict[tuple[float, ...], int]) -> dict[str, Any]:
     return {
+        **vars(curve),
         "name": _text(curve.name),
         "x": x_values.setdefault(tuple(curve.x), len(x_values)),
         "y": _numbers(curve.y),
         "colour": [colour_of(theme, curve.colour) for theme in (LIGHT, DARK)],
-        "faint": curve.faint,
-        "points": curve.points,
-        "named": curve.named,
-        "dashed": curve.dashed,
         "low": None if curve.low is None else _numbers(curve.low),
         "high": None if curve.high is None else _numbers(curve.high),
     }

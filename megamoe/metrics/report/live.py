@@ -15,7 +15,7 @@ from megamoe.errors import UserError
 from megamoe.metrics.recorder import METRICS_FILE
 from megamoe.metrics.report.document import document
 from megamoe.metrics.report.page import live_main
-from megamoe.metrics.report.run_statistics import CONFIG_FILE, Record, Run, read_run
+from megamoe.metrics.report.run_statistics import CONFIG_FILE, Record, read_run
 
 ADDRESS = "127.0.0.1"
 REFRESH_S = 3.0
@@ -45,16 +45,14 @@ class LiveRuns:
         with self._lock:
             version = f'"{hash(tuple(map(_state, self._folders))) & 0xFFFFFFFFFFFF:x}"'
             if version != self._version:
-                self._main = live_main(self._read())
+                folders = zip(self._folders, self._records, strict=True)
+                self._main = live_main([read_run(folder, record) for folder, record in folders])
                 self._version = version
             return self._version, self._main
 
     def title(self) -> str:
         """Return the title of the page."""
         return ", ".join(folder.resolve().name for folder in self._folders)
-
-    def _read(self) -> list[Run]:
-        return [read_run(folder, record) for folder, record in zip(self._folders, self._records, strict=True)]
 
 
 def _state(folder: Path) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ A page needs no network. Files are replaced in one move, so that a reader never 
 from html import escape
 from pathlib import Path
 
-from megamoe.metrics.formats import format_count, format_duration, format_number, readable
+from megamoe.metrics.formats import format_count, format_duration, format_number
 from megamoe.metrics.report.comparison import (
     comparison_sections,
     config_differences,
@@ -17,19 +17,12 @@ from megamoe.metrics.report.comparison import (
 )
 from megamoe.metrics.report.document import document, main_of, table
 from megamoe.metrics.report.panels import Section
-from megamoe.metrics.report.run_statistics import (
-    COMPARED,
-    Run,
-    RunStatistics,
-    comparison_row,
-    read_run,
-)
+from megamoe.metrics.report.run_statistics import COMPARED, Run, RunStatistics, comparison_row, read_run
 from megamoe.metrics.report.sections import run_sections
 from megamoe.metrics.report.themes import LIGHT
 from megamoe.plain_files import replace_file
 
 REPORT_FILE = "report.html"
-IMAGE_FILE = "report.png"
 
 
 def write_report(run_folder: Path) -> Path:
@@ -42,49 +35,45 @@ def write_report(run_folder: Path) -> Path:
         UserError: if the folder or its metrics are missing or broken.
         OSError: if a file cannot be written.
     """
-    run = read_run(run_folder)
-    sections = run_sections(run.rows)
-    png = _picture(sections, run.name)
-    if png is not None:
-        replace_file(run_folder / IMAGE_FILE, png)
-    page = document(run.name, main_of(run.name, headline(run), _parts(run), sections, png))
-    replace_file(run_folder / REPORT_FILE, page.encode(errors="backslashreplace"))
-    return run_folder / REPORT_FILE
+    return write_page([read_run(run_folder)], run_folder / REPORT_FILE)
 
 
-def write_comparison(runs: list[Run], path: Path) -> Path:
-    """Write the page that compares runs, and its picture beside it as PNG; return the path of the page.
+def write_page(runs: list[Run], path: Path) -> Path:
+    """Write the page of a run, or the page that compares runs, and its picture beside it as PNG; return its
+    path.
 
     Raises:
         OSError: if a file cannot be written.
     """
-    sections = comparison_sections(runs)
-    title = _comparison_title(runs)
-    png = _picture(sections, title)
-    if png is not None:
+    title, subtitle, parts, sections = _content(runs)
+    png = None
+    if sections:
+        # Imported here: matplotlib is a part of a second, and each rank's start would wait for it.
+        from megamoe.metrics.report import picture
+
+        png = picture.render(sections, LIGHT, title)
         replace_file(path.with_suffix(".png"), png)
-    main = main_of(title, COMPARISON_NOTE, _comparison_parts(runs), sections, png)
-    replace_file(path, document(title, main).encode(errors="backslashreplace"))
+    page = document(title, main_of(title, subtitle, parts, sections, png))
+    replace_file(path, page.encode(errors="backslashreplace"))
     return path
 
 
 def live_main(runs: list[Run]) -> str:
     """Return the `<main>` of the page of one run, or of a comparison, without a picture."""
+    return main_of(*_content(runs), None)
+
+
+def _content(runs: list[Run]) -> tuple[str, str, list[str], list[Section]]:
+    """Return the heading of a page, the line below it, its HTML before the charts, and the charts."""
     if len(runs) == 1:
         (run,) = runs
-        return main_of(run.name, headline(run), _parts(run), run_sections(run.rows), None)
-    parts = _comparison_parts(runs)
-    return main_of(_comparison_title(runs), COMPARISON_NOTE, parts, comparison_sections(runs), None)
-
-
-COMPARISON_NOTE = (
-    "Runs whose configurations differ in nothing but the seed and the name are one curve: "
-    "the mean, in a band from the lowest run to the highest."
-)
-
-
-def _comparison_title(runs: list[Run]) -> str:
-    return f"Comparison of {len(runs)} runs"
+        return run.name, headline(run), _parts(run), run_sections(run.rows)
+    title = f"Comparison of {len(runs)} runs"
+    note = (
+        "Runs whose configurations differ in nothing but the seed and the name are one curve: "
+        "the mean, in a band from the lowest run to the highest."
+    )
+    return title, note, _comparison_parts(runs), comparison_sections(runs)
 
 
 def headline(run: Run) -> str:
@@ -142,13 +131,8 @@ def _comparison_parts(runs: list[Run]) -> list[str]:
     return parts
 
 
-def _of_set(stats: RunStatistics) -> str:
-    """Return the name of the validation set behind a label; nothing for the main one."""
-    return "" if stats.val_set is None else f" ({readable(stats.val_set, 30)})"
-
-
 def _tiles(stats: RunStatistics) -> list[tuple[str, str]]:
-    of_set = _of_set(stats)
+    of_set = stats.of_set
     tiles = [
         (f"Validation loss{of_set}", stats.val_loss_last, "{:.3f}"),
         (f"Perplexity{of_set}", stats.perplexity, "{:,.1f}"),
@@ -161,7 +145,7 @@ def _tiles(stats: RunStatistics) -> list[tuple[str, str]]:
 
 def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
     """Return the run's statistics as (label, text), without those that were not recorded."""
-    fall, of_set = stats.val_fall_percent, _of_set(stats)
+    fall, of_set = stats.val_fall_percent, stats.of_set
     further = {name: loss for name, loss in stats.further_val_losses.items() if name != stats.val_set}
     total, active = run.summary.get("parameters_total"), run.summary.get("parameters_active")
     rows: list[tuple[str, str, float | None]] = [
@@ -189,11 +173,3 @@ def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
         ]
         table.append(("Experts never used", "; ".join(idle) or "none"))
     return table
-
-
-def _picture(sections: list[Section], title: str) -> bytes | None:
-    """Return the PNG of the sections, or None if there are none."""
-    # Imported here: matplotlib is a part of a second, and each rank's start would wait for it.
-    from megamoe.metrics.report import picture
-
-    return picture.render(sections, LIGHT, title) if sections else None

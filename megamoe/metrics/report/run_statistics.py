@@ -80,6 +80,11 @@ class RunStatistics:
     never_used: dict[str, list[int]]  # layer -> experts that received nothing in any recorded step
 
     @property
+    def of_set(self) -> str:
+        """The name of the validation set, to stand behind a label; nothing for the main one."""
+        return "" if self.val_set is None else f" ({readable(self.val_set, 30)})"
+
+    @property
     def perplexity(self) -> float | None:
         """The exponential of the last validation loss."""
         if self.val_loss_last is None:
@@ -166,10 +171,10 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return summary
 
 
-def series(rows: Rows, key: str) -> tuple[list[int], list[Any]]:
-    """Return the steps that recorded `key`, and its values."""
-    recorded = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    return [step for step, _ in recorded], [value for _, value in recorded]
+def series(rows: Rows, key: str, x: str = "step") -> tuple[list[int], list[Any]]:
+    """Return the values of `x` in the rows that recorded both, and the values of `key`."""
+    recorded = [(row[x], row[key]) for row in rows if row.get(key) is not None and row.get(x) is not None]
+    return [at for at, _ in recorded], [value for _, value in recorded]
 
 
 def moe_layers(rows: Rows) -> list[str]:
@@ -223,21 +228,14 @@ def _last(values: list[Any]) -> Any:
 
 
 def _worst_imbalance(row: dict[str, Any]) -> float | None:
-    return max(
-        (
-            value
-            for key, value in row.items()
-            if key.startswith("moe/") and key.endswith("/imbalance") and value is not None
-        ),
-        default=None,
-    )
+    found = (row[key] for key in row if key.startswith("moe/") and key.endswith("/imbalance"))
+    return max((value for value in found if value is not None), default=None)
 
 
 def _time_in_steps(rows: Rows) -> float | None:
     """Sum the time of all steps: each record counts for the steps since the record before it."""
-    timed = [(row["step"], row["perf/step_s"]) for row in rows if row.get("perf/step_s") is not None]
-    steps_before = [0, *(step for step, _ in timed)]
-    spans = [(step - before) * step_s for (step, step_s), before in zip(timed, steps_before, strict=False)]
+    steps, seconds = series(rows, "perf/step_s")
+    spans = [(step - before) * s for step, before, s in zip(steps, [0, *steps], seconds, strict=False)]
     return sum(spans) if spans else None
 
 
@@ -273,10 +271,8 @@ def comparison_row(run: Run) -> list[str]:
     def show_count(value: float | None) -> str:
         return "-" if value is None else format_count(value)
 
-    of_set = "" if stats.val_set is None else f" ({readable(stats.val_set, 30)})"
-
     def show_loss(value: float | None) -> str:
-        return "-" if value is None else show(value, "{:.4f}") + of_set
+        return "-" if value is None else show(value, "{:.4f}") + stats.of_set
 
     return [
         run.name,

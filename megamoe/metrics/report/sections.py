@@ -11,6 +11,7 @@ import numpy as np
 from megamoe.metrics.formats import readable
 from megamoe.metrics.report.panels import (
     LARGEST,
+    Colour,
     Curve,
     HeatMap,
     Panel,
@@ -121,10 +122,8 @@ def _auxiliary(rows: Rows) -> list[Panel]:
     found = {f"train/{name}": (readable(name, 30), "unweighted loss (1)") for name in names}
     weighted = []
     for place, name in enumerate(names):
-        steps, values = series(rows, f"train/{name}/weighted")
-        if steps:
-            colour = VALIDATION_COLOURS[place % len(VALIDATION_COLOURS)]
-            weighted.append(Curve(readable(name, 30), *thin(steps, smooth(values)), colour))
+        colour = VALIDATION_COLOURS[place % len(VALIDATION_COLOURS)]
+        weighted += _smoothed(rows, f"train/{name}/weighted", readable(name, 30), colour)
     panels = _single(rows, found)
     return [*panels, Panel("Weighted", "weight x loss (nats/token)", weighted)] if weighted else panels
 
@@ -144,12 +143,14 @@ def _single(rows: Rows, metrics: dict[str, tuple[str, str]], from_zero: bool = F
     return panels
 
 
+def _smoothed(rows: Rows, key: str, name: str, colour: Colour, named: bool = True) -> list[Curve]:
+    """Return the smoothed curve of a metric, if it was recorded."""
+    steps, values = series(rows, key)
+    return [Curve(name, *thin(steps, smooth(values)), colour, named=named)] if steps else []
+
+
 def _stages(rows: Rows) -> list[Panel]:
-    curves = []
-    for key, (name, colour) in STAGES.items():
-        steps, values = series(rows, key)
-        if steps:
-            curves.append(Curve(name, *thin(steps, smooth(values)), colour))
+    curves = [it for key, (name, colour) in STAGES.items() for it in _smoothed(rows, key, name, colour)]
     return [Panel("Stages of the MoE layers (smoothed)", "time of a step (s)", curves)] if curves else []
 
 
@@ -176,11 +177,9 @@ def layer_curves(rows: Rows, layers: list[str], name: str) -> list[Curve]:
     named_every = -(-len(layers) // NAMED_LAYERS)
     curves = []
     for place, layer in enumerate(layers):
-        steps, values = series(rows, f"moe/{layer}/{name}")
-        if steps:
-            named = place % named_every == 0 or place == len(layers) - 1
-            depth = place / max(1, len(layers) - 1)
-            curves.append(Curve(_title(layer), *thin(steps, smooth(values)), depth, named=named))
+        named = place % named_every == 0 or place == len(layers) - 1
+        depth = place / max(1, len(layers) - 1)
+        curves += _smoothed(rows, f"moe/{layer}/{name}", _title(layer), depth, named)
     return curves
 
 

@@ -51,48 +51,38 @@ class WandbSink:
         self._alerts = Alerts()
         self._repeated = 0  # steps, by all launches of the run
         try:
-            self._start(run_folder, config, run_name, run_config, repeats)
+            import wandb
+
+            resumed = repeats is not None
+            self._repeated = _sum_repeated(run_folder / REPEATED_FILE, repeats)
+            mode: Any = choose_mode(config.mode)
+            if config.mode == "online" and mode == "offline":
+                log.warning(
+                    "log.wandb.mode: 'online', but nobody is logged in; recording offline for `wandb sync`"
+                )
+            self._run = wandb.init(
+                id=_run_id(run_folder / ID_FILE, resumed),
+                resume="allow" if resumed and mode == "online" else None,
+                mode=mode,
+                dir=str(run_folder),
+                name=run_name,
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                tags=config.tags,
+                config=run_config,
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    init_timeout=START_LIMIT_S,
+                    login_timeout=START_LIMIT_S,
+                    finish_timeout=FINISH_LIMIT_S,
+                ),
+            )
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
         except Exception as error:
             self._give_up(error)
-
-    def _start(
-        self,
-        run_folder: Path,
-        config: WandbConfig,
-        run_name: str,
-        run_config: dict[str, Any],
-        repeats: int | None,
-    ) -> None:
-        import wandb
-
-        resumed = repeats is not None
-        self._repeated = _sum_repeated(run_folder / REPEATED_FILE, repeats)
-        mode: Any = choose_mode(config.mode)
-        if config.mode == "online" and mode == "offline":
-            log.warning(
-                "log.wandb.mode: 'online', but nobody is logged in; recording offline for `wandb sync`"
-            )
-        self._run = wandb.init(
-            id=_run_id(run_folder / ID_FILE, resumed),
-            resume="allow" if resumed and mode == "online" else None,
-            mode=mode,
-            dir=str(run_folder),
-            name=run_name,
-            project=config.project,
-            entity=config.entity,
-            group=config.group,
-            tags=config.tags,
-            config=run_config,
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                init_timeout=START_LIMIT_S,
-                login_timeout=START_LIMIT_S,
-                finish_timeout=FINISH_LIMIT_S,
-            ),
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
 
     def log(self, metrics: dict[str, Any], shown: Shown) -> None:
         if self._run is None:
@@ -143,10 +133,8 @@ def has_login() -> bool:
 def _run_id(path: Path, resumed: bool) -> str:
     if resumed and path.exists():
         return path.read_text(encoding="utf-8").strip()
-    # An agent of `wandb sweep` has chosen the id.
-    run_id = (os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None) or uuid.uuid4().hex[
-        :8
-    ]
+    chosen = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None  # by a sweep's agent
+    run_id = chosen or uuid.uuid4().hex[:8]
     path.write_text(run_id + "\n", encoding="utf-8")
     return run_id
 

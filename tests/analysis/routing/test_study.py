@@ -1,7 +1,6 @@
 """The tool on checkpoints: its files, the same numbers at any layout, bad input as a line."""
 
 import contextlib
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -15,7 +14,8 @@ from megamoe.analysis.trained_model import session
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ROOT, small_run
+from tests.distributed.runs import small_run
+from tools import analyze_routing
 
 RUN: dict[str, Any] = {
     "moe__layers": {"at": [1, 2]},
@@ -31,12 +31,9 @@ WORDS: dict[str, Any] = {"model__vocab_size": 24, "moe__expert_activation": "swi
 
 def tool(*arguments: Any) -> tuple[int, str, str]:
     """Run the tool in this process; return the exit code, the output and the errors."""
-    spec: Any = importlib.util.spec_from_file_location("analyze_routing", ROOT / "tools/analyze_routing.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = module.main([str(argument) for argument in arguments])
+        code = analyze_routing.main([str(argument) for argument in arguments])
     return code, out.getvalue(), err.getvalue()
 
 

@@ -7,7 +7,7 @@ from megamoe.data.parallel_text.prepare import PairPreparation, prepare_pairs
 SIZES = {"de": 150, "fr": 60, "it": 30}
 
 
-def make_pairs(folder: Path, split: list[float]) -> Path:
+def make_pairs(folder: Path, split: list[float], sizes: dict[str, int] = SIZES) -> Path:
     """Write pairs of bytes with tags; return the folder of train, valid and test.
 
     The source of pair n is "n", some times; its target is the language's first letter, other times.
@@ -15,7 +15,7 @@ def make_pairs(folder: Path, split: list[float]) -> Path:
     lines = [
         f'{{"source": "{str(number) * (number % 5 + 1)}", "target": "{language[0] * (number % 17 + 1)}", '
         f'"language": "{language}"}}\n'
-        for language, size in SIZES.items()
+        for language, size in sizes.items()
         for number in range(size)
     ]
     folder.mkdir(parents=True, exist_ok=True)

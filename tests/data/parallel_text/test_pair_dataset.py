@@ -3,6 +3,7 @@
 import bisect
 import re
 import runpy
+import shutil
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -13,33 +14,22 @@ import pytest
 import torch
 
 from megamoe.config.schema import DataConfig, SourceConfig
-from megamoe.data.batches import Batch, BatchStream
+from megamoe.data.batches import Batch
 from megamoe.data.pairs import pair_batch
 from megamoe.data.parallel_text.batches import OrderedPairs, PairBatches, cut_batches, epoch_order
 from megamoe.data.parallel_text.dataset import PairDataset, PairOptions, verify_pairs
-from megamoe.data.parallel_text.prepare import PairPreparation, prepare_pairs
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
+from tests.data.parallel_text.pairs import make_pairs
+from tests.data.sources import stream, take
 
 SIZES = {"de": 90, "fr": 40, "it": 11}
 
 
 @pytest.fixture(name="prefix", scope="module")
 def _prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Pairs of bytes in three languages; the source of pair n is "n." and its target n times the code."""
-    folder = tmp_path_factory.mktemp("pairs")
-    lines = [
-        f'{{"source": "{number}.", "target": "{language * (number % 17 + 1)}", "language": "{language}"}}\n'
-        for language, size in SIZES.items()
-        for number in range(size)
-    ]
-    (folder / "a.jsonl").write_text("".join(lines))
-    prepare_pairs(
-        PairPreparation(
-            str(folder / "out"), jsonl=[str(folder / "a.jsonl")], tokenizer="bytes", split=[1, 0, 0]
-        )
-    )
-    return str(folder / "out" / "pairs" / "train")
+    """Pairs of bytes in three languages."""
+    return str(make_pairs(tmp_path_factory.mktemp("pairs"), [1, 0, 0], SIZES) / "train")
 
 
 @pytest.fixture(name="vocabulary", scope="module")
@@ -48,20 +38,16 @@ def _vocabulary(prefix: str) -> Vocabulary:
     return resolve_vocabulary(DataConfig(sources=sides), None)
 
 
-def text(tokens: torch.Tensor) -> str:
-    return bytes(tokens.tolist()).decode()
-
-
 @pytest.mark.parametrize("tag", ["source", "target", "none"])
 def test_items_by_hand(prefix: str, vocabulary: Vocabulary, tag: str) -> None:
     pairs = PairDataset(prefix, vocabulary, PairOptions(direction="both", tag=tag))  # type: ignore[arg-type]
     assert pairs.groups == ["en-de", "en-fr", "en-it", "de-en", "fr-en", "it-en"]
     assert pairs.sizes == [90, 40, 11, 90, 40, 11] and len(pairs) == 2 * 141
     for number, (group, source, target, language) in {
-        3: (0, "3.", "de" * 4, "de"),
-        90: (1, "0.", "fr", "fr"),
-        140: (2, "10.", "it" * 11, "it"),
-        141 + 3: (3, "de" * 4, "3.", "en"),
+        3: (0, "3333", "dddd", "de"),
+        90: (1, "0", "f", "fr"),
+        140: (2, "10", "i" * 11, "it"),
+        141 + 3: (3, "dddd", "3333", "en"),
     }.items():
         item = pairs[number]
         tags = [vocabulary.special.languages[language]]
@@ -77,7 +63,7 @@ def test_items_by_hand(prefix: str, vocabulary: Vocabulary, tag: str) -> None:
 def test_languages_and_direction(prefix: str, vocabulary: Vocabulary) -> None:
     pairs = PairDataset(prefix, vocabulary, PairOptions(languages=("IT", "de"), direction="into"))
     assert pairs.groups == ["de-en", "it-en"]
-    assert text(pairs[90]["source"][1:-1]) == "it"
+    assert bytes(pairs[90]["source"][1:-1].tolist()) == b"i"
     with pytest.raises(UserError, match="language 'pl' is not in the data; there are de, fr, it"):
         PairDataset(prefix, vocabulary, PairOptions(languages=("pl",)))
 
@@ -89,7 +75,7 @@ def test_options_that_are_none(option: str) -> None:
 
 
 def test_too_long(prefix: str, vocabulary: Vocabulary) -> None:
-    with pytest.raises(UserError, match=r"\d+ of 141 have a side .* max_length 10.*longest 35; .*drop"):
+    with pytest.raises(UserError, match=r"\d+ of 141 have a side .* max_length 10.*longest 18; .*drop"):
         PairDataset(prefix, vocabulary, PairOptions(max_length=10))
     whole = PairDataset(prefix, vocabulary)
     cut = PairDataset(prefix, vocabulary, PairOptions(max_length=10, too_long="truncate"))
@@ -106,8 +92,7 @@ def test_too_long(prefix: str, vocabulary: Vocabulary) -> None:
 
 
 def test_files_that_do_not_fit(prefix: str, vocabulary: Vocabulary, tmp_path: Path) -> None:
-    for path in Path(prefix).parent.glob("train.*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(Path(prefix).parent, tmp_path, dirs_exist_ok=True)
     copy = str(tmp_path / "train")
     pairs = PairDataset(copy, vocabulary)
     data = DataConfig(cache=str(tmp_path / "cache"))
@@ -171,17 +156,8 @@ def test_ranks_see_together_what_one_rank_sees(prefix: str, vocabulary: Vocabula
     pairs = PairDataset(prefix, vocabulary)
     ordered = OrderedPairs(pairs, PairBatches(pairs, seed=1, exponent=0.7, pairs=6), num_samples=400)
 
-    def stream(start: int, rank: int, size: int, taken: int, workers: int = 0) -> list[Batch]:
-        with BatchStream(
-            ordered,
-            start_sample=2 * start,
-            micro_batch_size=2,
-            data_rank=rank,
-            data_size=size,
-            workers=workers,
-            make_batch=make,
-        ) as found:
-            return [next(found) for _ in range(taken)]
+    def seen(start: int, rank: int, ranks: int, taken: int, workers: int = 0) -> list[Batch]:
+        return take(stream(ordered, 2, 2 * start, rank, ranks, workers=workers, make_batch=make), taken)
 
     def same(left: list[Batch], right: list[Batch]) -> bool:
         fields = ("source_BL", "labels_BS", "loss_mask_BS", "sample_index_B")
@@ -191,7 +167,7 @@ def test_ranks_see_together_what_one_rank_sees(prefix: str, vocabulary: Vocabula
             for field in fields
         )
 
-    alone = stream(0, 0, 1, 200)
+    alone = seen(0, 0, 1, 200)
     for number, batch in enumerate(alone):
         assert batch.sample_index_B.tolist() == [2 * number, 2 * number + 1]
         for row_S, mask_S, index in zip(
@@ -200,9 +176,9 @@ def test_ranks_see_together_what_one_rank_sees(prefix: str, vocabulary: Vocabula
             assert torch.equal(row_S[mask_S.bool()], ordered[index]["target"])
             assert {*row_S[~mask_S.bool()].tolist()} <= {vocabulary.special.pad}
     for rank in range(3):
-        assert same(stream(0, rank, 3, 60, workers), alone[rank:180:3])
+        assert same(seen(0, rank, 3, 60, workers), alone[rank:180:3])
     for rank in range(2):
-        assert same(stream(155, rank, 2, 10, workers), alone[155 + rank : 175 : 2])
+        assert same(seen(155, rank, 2, 10, workers), alone[155 + rank : 175 : 2])
 
 
 def test_epochs_follow_each_other(prefix: str, vocabulary: Vocabulary) -> None:
@@ -250,15 +226,9 @@ def test_too_few_pairs(prefix: str, vocabulary: Vocabulary) -> None:
 
 
 def test_a_pair_that_cannot_be_read_is_one_line(prefix: str, vocabulary: Vocabulary, tmp_path: Path) -> None:
-    for path in Path(prefix).parent.glob("train.*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(Path(prefix).parent, tmp_path, dirs_exist_ok=True)
     pairs = PairDataset(str(tmp_path / "train"), vocabulary)
     (tmp_path / "train.source.bin").write_bytes(b"")
     ordered = OrderedPairs(pairs, PairBatches(pairs, seed=0, pairs=4), num_samples=4)
-    with (
-        BatchStream(
-            ordered, start_sample=0, micro_batch_size=4, data_rank=0, data_size=1, workers=0
-        ) as stream,
-        pytest.raises(UserError, match=r"train.source.bin was truncated"),
-    ):
-        next(stream)
+    with pytest.raises(UserError, match=r"train.source.bin was truncated"):
+        take(stream(ordered, 4), 1)

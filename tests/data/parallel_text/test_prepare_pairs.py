@@ -4,10 +4,8 @@ import errno
 import fcntl
 import gzip
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,26 +20,24 @@ from megamoe.data.verify import verify_in_full
 from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.data.write import lengths_of
 from tests.data.parallel_text.catalogue_files import entry, write_package, write_po
+from tools import prepare_pairs
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = {"de": "ein", "fr": "un", "pt_BR": "um"}
 
 
-@pytest.fixture(name="tool", scope="module")
-def _tool() -> Any:
-    spec: Any = importlib.util.spec_from_file_location("prepare_pairs_tool", ROOT / "tools/prepare_pairs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def prepare(output: Path, *options: object) -> int:
+    """The exit code of the tool."""
+    return prepare_pairs.main([*map(str, options), "--output", str(output)])
 
 
 @pytest.fixture(name="prepared", scope="module")
-def _prepared(tool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pairs of a small package, with a trained tokenizer."""
     folder = tmp_path_factory.mktemp("pairs")
     write_package(folder / "app", WORDS)
     options = ["--vocab-size", "420", "--split", "0.6,0.2,0.2", "--min-label", "5", "--min-words", "3"]
-    assert tool.main(["--catalogues", str(folder / "app"), "--output", str(folder / "out"), *options]) == 0
+    assert prepare(folder / "out", "--catalogues", folder / "app", *options) == 0
     return folder / "out"
 
 
@@ -113,25 +109,24 @@ def test_summary_and_labels(prepared: Path) -> None:
     assert (prepared / "labels" / "test.pt_BR.jsonl").exists()
 
 
-def test_labels_by_application(tool: Any, tmp_path: Path) -> None:
+def test_labels_by_application(tmp_path: Path) -> None:
     """The first name of each module."""
     for name in ("app", "other"):
         for module in ("one", "two"):
             entries = [entry(f"{name} {module} {n} text", f"ein {name} {module} {n}") for n in range(20)]
             write_po(tmp_path / name / module / "locale/de/LC_MESSAGES/django.po", *entries)
-    folders = [str(tmp_path / name) for name in ("app", "other")]
     options = ["--label-by", "application", "--min-label", "5", "--tokenizer", "bytes"]
-    assert tool.main(["--catalogues", *folders, "--output", str(tmp_path / "out"), *options]) == 0
+    assert prepare(tmp_path / "out", "--catalogues", tmp_path / "app", tmp_path / "other", *options) == 0
     assert json.loads((tmp_path / "out/labels/labels.json").read_text())["labels"] == ["app", "other"]
 
 
-def test_copies_are_left_out_of_valid_and_test_pairs(tool: Any, tmp_path: Path) -> None:
+def test_copies_are_left_out_of_valid_and_test_pairs(tmp_path: Path) -> None:
     """And the bilingual corpora hold the training pairs of their language."""
     lines = [f"copied words {n} now\t{'copied words' if n % 2 else 'andere'} {n}\n" for n in range(100)]
     (tmp_path / "de.tsv").write_text("".join(lines))
     options = ["--max-overlap", "0.5", "--bilingual", "--split", "0.5,0.25,0.25", "--tokenizer", "bytes"]
     out = tmp_path / "out"
-    assert tool.main(["--tsv", "de", str(tmp_path / "de.tsv"), "--output", str(out), *options]) == 0
+    assert prepare(out, "--tsv", "de", tmp_path / "de.tsv", *options) == 0
     summary = json.loads((out / "card.json").read_text())
     numbers = {}
     for split in ("train", "valid", "test"):
@@ -148,7 +143,7 @@ def test_copies_are_left_out_of_valid_and_test_pairs(tool: Any, tmp_path: Path) 
     assert source.startswith("copied words") and target.split()[-1] == source.split()[-2]
 
 
-def test_other_inputs_give_the_same_pairs(tool: Any, tmp_path: Path) -> None:
+def test_other_inputs_give_the_same_pairs(tmp_path: Path) -> None:
     lines = [(f"source {number}", f"target {number}") for number in range(20)]
     (tmp_path / "a.en").write_text("".join(f"{source}\n" for source, _ in lines))
     (tmp_path / "a.de").write_text("".join(f"{target}\r\n" for _, target in lines))
@@ -157,24 +152,18 @@ def test_other_inputs_give_the_same_pairs(tool: Any, tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     catalogue = write_po(tmp_path / "de.po", *(entry(s, t) for s, t in lines))
     inputs = {
-        "aligned": ["--aligned", "de", str(tmp_path / "a.en"), str(tmp_path / "a.de")],
-        "tsv": ["--tsv", "de", str(tmp_path / "b.tsv.gz")],
-        "jsonl": ["--jsonl", str(tmp_path / "c.jsonl"), "--keys", "s,t,l"],
-        "catalogues": ["--catalogues", str(catalogue)],
+        "aligned": (["--aligned", "de", tmp_path / "a.en", tmp_path / "a.de"], ("a.en", "a.de")),
+        "tsv": (["--tsv", "de", tmp_path / "b.tsv.gz"], ("b.tsv.gz",)),
+        "jsonl": (["--jsonl", tmp_path / "c.jsonl", "--keys", "s,t,l"], ("c.jsonl",)),
+        "catalogues": (["--catalogues", catalogue], ("de.po",)),
     }
     written = []
-    files = {
-        "aligned": ("a.en", "a.de"),
-        "tsv": ("b.tsv.gz",),
-        "jsonl": ("c.jsonl",),
-        "catalogues": ("de.po",),
-    }
-    for name, options in inputs.items():
-        assert tool.main([*options, "--tokenizer", "bytes", "--output", str(tmp_path / name)]) == 0
+    for name, (options, files) in inputs.items():
+        assert prepare(tmp_path / name, *options, "--tokenizer", "bytes") == 0
         written.append((tmp_path / name / "pairs" / "train.target.bin").read_bytes())
         summary = json.loads((tmp_path / name / "card.json").read_text())
         assert [(one["name"], one["documents"]) for one in summary["sources"]] == [
-            (str(tmp_path / file), 20) for file in files[name]
+            (str(tmp_path / file), 20) for file in files
         ]
         card = load_card(str(tmp_path / name / "pairs" / "train.target"))
         assert card is not None
@@ -182,12 +171,10 @@ def test_other_inputs_give_the_same_pairs(tool: Any, tmp_path: Path) -> None:
     assert written[0] and written == written[:1] * len(written)
 
 
-def test_sentencepiece(tool: Any, tmp_path: Path) -> None:
+def test_sentencepiece(tmp_path: Path) -> None:
     write_package(tmp_path / "app", WORDS)
     options = ["--tokenizer", "sentencepiece", "--vocab-size", "440", "--split", "1,0,0"]
-    assert (
-        tool.main(["--catalogues", str(tmp_path / "app"), "--output", str(tmp_path / "out"), *options]) == 0
-    )
+    assert prepare(tmp_path / "out", "--catalogues", tmp_path / "app", *options) == 0
     prefix = tmp_path / "out" / "pairs" / "train.target"
     verify_in_full(str(prefix))
     data = DataConfig(sources=[SourceConfig(path=str(prefix))])
@@ -200,47 +187,47 @@ def test_sentencepiece(tool: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_early_leaves_nothing(
-    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.tsv").write_text("one\ttwo\n")
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    command = ["--tsv", "de", str(tmp_path / "a.tsv"), "--tokenizer", "bytes", "--output", str(out)]
+    options = ["--tsv", "de", tmp_path / "a.tsv", "--tokenizer", "bytes"]
 
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "write_labels", full_disk)
-        assert tool.main(command) == 2
+        assert prepare(out, *options) == 2
     assert "cannot be written: No space left on device" in capsys.readouterr().err
     assert not out.exists() and not partial.exists()
     with monkeypatch.context() as patch, pytest.raises(SystemError):
         patch.setattr(prepare_module, "write_labels", lambda *_: (_ for _ in ()).throw(SystemError))
-        tool.main(command)
+        prepare(out, *options)
     assert not out.exists() and not partial.exists()
     (partial / "new" / "pairs").mkdir(parents=True)  # what a killed run leaves
     (partial / "lock").touch()
     with open(partial / "lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert tool.main(command) == 2
+        assert prepare(out, *options) == 2
         assert "is being written by another run" in capsys.readouterr().err
-    assert tool.main(command) == 0
+    assert prepare(out, *options) == 0
     assert out.is_dir() and not partial.exists()
 
 
-def test_replacing_an_output(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replacing_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.tsv").write_text("one\ttwo\n")
     out = tmp_path / "out"
-    command = ["--tsv", "de", str(tmp_path / "a.tsv"), "--tokenizer", "bytes", "--output", str(out)]
-    assert tool.main(command) == 0
+    options = ["--tsv", "de", tmp_path / "a.tsv", "--tokenizer", "bytes"]
+    assert prepare(out, *options) == 0
     (out / "more").write_text("x")
-    assert tool.main(command) == 2
+    assert prepare(out, *options) == 2
     assert "exists; choose another --output or add --overwrite" in capsys.readouterr().err
     assert (out / "more").exists()
-    assert tool.main([*command, "--overwrite"]) == 0
+    assert prepare(out, *options, "--overwrite") == 0
     assert not (out / "more").exists() and [*tmp_path.glob(".*")] == []
     (out / "card.json").write_text("{}")  # a folder of something else is left as it is
-    assert tool.main([*command, "--overwrite"]) == 2
+    assert prepare(out, *options, "--overwrite") == 2
     assert "is not a folder of prepared pairs" in capsys.readouterr().err
 
 
@@ -255,10 +242,7 @@ BAD = {
     "cut off": (["--tsv", "de", "cut.tsv.gz"], "cut.tsv.gz: cannot be read"),
     "empty tsv": (["--tsv", "de", "empty"], "empty: empty; expected lines"),
     "no json": (["--jsonl", "3.txt"], "3.txt:1: not JSON"),
-    "keys": (
-        ["--jsonl", "a.jsonl"],
-        "a.jsonl:1: expected texts under source, target, language, found key",
-    ),
+    "keys": (["--jsonl", "a.jsonl"], "a.jsonl:1: expected texts under source, target, language, found key"),
     "code": (["--tsv", "german", "2.tsv"], "language 'german': expected a code such as de"),
     "language": (
         ["--tsv", "pt_BR", "2.tsv", "--languages", "pt"],
@@ -281,20 +265,13 @@ BAD = {
     ),
     "special": (["--tsv", "de", "2.tsv", "--special", "masks"], "special 'masks': expected pad, mask"),
     "vocabulary": (["--tsv", "de", "2.tsv", "--vocab-size", "100"], "a byte-level BPE needs at least"),
-    "tokenizer": (
-        ["--tsv", "de", "2.tsv", "--tokenizer", "none.json"],
-        "'none.json' does not exist",
-    ),
+    "tokenizer": (["--tsv", "de", "2.tsv", "--tokenizer", "none.json"], "'none.json' does not exist"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(
-    tool: Any,
-    case: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in {
@@ -310,28 +287,19 @@ def test_bad_input(
     write_po(Path("app/locale/de/LC_MESSAGES/django.po")).write_text("msgid\n")
     write_po(Path("fr.po"), entry("one", ""))
     options, message = BAD[case]
-    assert tool.main([*options, "--output", "out"]) == 2
+    assert prepare(Path("out"), *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not Path("out").exists() and not Path(".out.partial").exists()
 
 
-def test_broken_catalogues_are_left_out_on_demand(
-    tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_catalogues_are_left_out_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_po(tmp_path / "app/de.po", entry("one", "eins"))
     (tmp_path / "app/fr.po").write_text("msgid\n")
-    command = [
-        "--catalogues",
-        str(tmp_path / "app"),
-        "--tokenizer",
-        "bytes",
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert tool.main(command) == 2
+    options = ["--catalogues", tmp_path / "app", "--tokenizer", "bytes"]
+    assert prepare(tmp_path / "out", *options) == 2
     capsys.readouterr()
-    assert tool.main([*command, "--skip-broken"]) == 0
+    assert prepare(tmp_path / "out", *options, "--skip-broken") == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("warning: left out: ") and "fr.po: broken" in printed.err
     assert "1 broken catalogues" in printed.out
