@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ from megamoe.train.trainer import Trainer
 from tests.data.parallel_text.pairs import make_pairs
 from tests.distributed.pool import Pool
 from tests.distributed.runs import small_run
-from tests.test_bad_input_of_tools import tool
-from tests.tiny import one_line
+from tests.tiny import tool
 
 TRANSLATING: dict[str, Any] = {
     "model__architecture": "encoder_decoder",
@@ -226,13 +226,5 @@ def test_mistakes_are_lines(pool: Pool, runs: Path) -> None:
         ([], "no_run"),
     ],
 )
-def test_bad_options_are_lines(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    restored_process: None,
-    options: list[str],
-    expected: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert expected in one_line(tool("translate").main(["no_run", *DIRECTION, *options]), capsys)
+def test_bad_options_are_lines(refused: Callable[..., str], options: list[str], expected: str) -> None:
+    assert expected in refused("translate", "no_run", *DIRECTION, *options)
