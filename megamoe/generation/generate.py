@@ -12,7 +12,7 @@ from megamoe.analysis.trained_model import TrainedModel
 from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError
 from megamoe.generation.experts import ExpertRecord, Experts
-from megamoe.generation.runner import CachedRunner, PlainRunner, Runner
+from megamoe.generation.runner import runner_of
 from megamoe.generation.sampling import Sampling
 
 END_OF_DOCUMENT = "<end of document>"
@@ -112,13 +112,8 @@ def _generate_batch(
     results = [Generated(prompt) for prompt in prompts]
     done = [False] * len(results)
     record = ExpertRecord()
-    observe = record.take if show_experts else lambda position_BS: None
-    runner: Runner
-    if cached:
-        runner = CachedRunner(trained, prompts, sampling.max_tokens, observe)
-    else:
-        (prompt,) = prompts
-        runner = PlainRunner(trained, prompt, observe)
+    observe = record.take if show_experts else None
+    runner = runner_of(trained, prompts, sampling.max_tokens, cached, observe)
     with record.watching(trained) if show_experts else nullcontext():
         logits_BV = runner.begin()
         for place in range(sampling.max_tokens):
