@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.hf.models import make
+from tests.hf.models import change_config, make, write_tensors
 from tests.tiny import tool
 
 pytest.importorskip("transformers")
@@ -39,7 +39,7 @@ def tensors(change: Callable[[dict[str, Tensor]], Any]) -> Change:
     def apply(folder: Path) -> None:
         found = load_file(folder / "model.safetensors")
         change(found)
-        save_file(found, folder / "model.safetensors", {"format": "pt"})
+        write_tensors(folder, found)
 
     return apply
 
@@ -53,11 +53,7 @@ def shape_of_another(found: dict[str, Tensor]) -> None:
 
 
 def keys(**changes: Any) -> Change:
-    def apply(folder: Path) -> None:
-        content = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**content, **changes}))
-
-    return apply
+    return lambda folder: change_config(folder, **changes)
 
 
 def cut_short(folder: Path) -> None:
