@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -89,11 +88,7 @@ def _run(options: argparse.Namespace) -> None:
         )
         say(table)
         if options.json is not None and ranks.world.is_first:
-            write_text("--json", options.json, _as_json(results))
-
-
-def _as_json(results: dict[str, Any]) -> str:
-    return json.dumps(results, indent=1, default=str) + "\n"
+            write_text("--json", options.json, json.dumps(results, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

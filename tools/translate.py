@@ -123,9 +123,9 @@ def _run(options: argparse.Namespace) -> None:
             f"{speed['sentences_per_s']:.1f} sentences/s, {speed['tokens_per_s']:.0f} tokens/s",
             file=sys.stderr,
         )
-        result = {**_result(trained, options, sentences, found), "search": _settings(options, search)}
-        result["speed"] = speed
         texts = _texts(trained, found)
+        result = _result(trained, options, sentences, found, texts)
+        result |= {"search": _settings(options, search), "speed": speed}
         if metrics and sentences.references is not None:
             best = [hypotheses[0] for hypotheses in texts]
             scores = scored_twice(metrics, best, sentences.texts, sentences.references)
@@ -260,9 +260,10 @@ def _write(
             print(row.translate(CONTROLS))
 
 
-def _result(trained: Any, options: argparse.Namespace, sentences: Any, found: Any) -> dict[str, Any]:
+def _result(
+    trained: Any, options: argparse.Namespace, sentences: Any, found: Any, texts: list[list[str]]
+) -> dict[str, Any]:
     """Return what --json writes, without the settings, the speed and the scores."""
-    texts = _texts(trained, found)
     entries = []
     for number, hypotheses in enumerate(found):
         entry: dict[str, Any] = {"source": sentences.texts[number]}

@@ -84,26 +84,12 @@ def by_sacrebleu(references: Path, hypotheses: Path) -> dict[str, tuple[float, s
 def test_what_it_writes_and_scores(pool: Pool, runs: Path) -> None:
     files = {name: runs / name for name in ("hypotheses", "references", "all.json")}
     (runs / "lines").write_text("\ufeff123\n\n77\n", encoding="utf-8")  # a mark of the byte order is no text
+    written = [f"--output={files['hypotheses']}", f"--write-references={files['references']}"]
+    of_lines = ["pairs", *DIRECTION, f"--input={runs / 'lines'}", "--max-extra=3"]
     calls = [
-        [
-            "pairs",
-            *DIRECTION,
-            "--sample",
-            "--top-k=8",
-            "--score",
-            f"--output={files['hypotheses']}",
-            f"--write-references={files['references']}",
-            f"--json={files['all.json']}",
-        ],
-        ["pairs", *DIRECTION, f"--input={runs / 'lines'}", "--beams=1", "--max-extra=3"],
-        [
-            "pairs",
-            *DIRECTION,
-            f"--input={runs / 'lines'}",
-            "--early-stopping=never",
-            "--max-extra=3",
-            f"--json={runs / 'beams.json'}",
-        ],
+        ["pairs", *DIRECTION, "--sample", "--top-k=8", "--score", *written, f"--json={files['all.json']}"],
+        [*of_lines, "--beams=1"],
+        [*of_lines, "--early-stopping=never", f"--json={runs / 'beams.json'}"],
     ]
     ((scored, lines, beams),) = pool.run(called, runs, calls, ranks=1)
     assert scored[0] == lines[0] == 0, scored[2] + lines[2]
