@@ -114,7 +114,7 @@ def refused_run(
     from megamoe.parallel import launch
     from tests.tiny import one_line
 
-    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "start", lambda *_, **__: pytest.fail("ranks were started"))
 
     def call(*arguments: str) -> str:
         line = one_line(pretrain(*arguments), capsys)
@@ -141,17 +141,13 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def own_parts() -> Iterator[list[tuple[str, str]]]:
+def own_parts(own_registry: None) -> list[tuple[str, str]]:
     """The parts of examples/own_parts.py as (kind, name), known during the test."""
     from megamoe import registry
 
-    registry.discover()
-    before = {kind: dict(parts) for kind, parts in registry._parts.items()}
+    before = {kind: set(parts) for kind, parts in registry._parts.items()}
     registry.load_plugin(str(OWN_PARTS))
-    yield [(kind, name) for kind in registry.KINDS for name in registry._parts[kind].keys() - before[kind]]
-    registry._parts.update(before)
-    for module in [name for name in sys.modules if name.startswith(f"megamoe_plugin_{OWN_PARTS.stem}_")]:
-        del sys.modules[module]
+    return [(kind, name) for kind in registry.KINDS for name in registry._parts[kind].keys() - before[kind]]
 
 
 @pytest.fixture(scope="module")

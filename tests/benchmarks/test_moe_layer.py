@@ -20,17 +20,6 @@ def _bench(scripts: None) -> Any:
     return moe_layer
 
 
-def wrong_build(build: Any) -> Any:
-    """The same candidate with one expert's weight changed."""
-
-    def changed(shape: Any, dtype: torch.dtype, weights: Any) -> Any:
-        down_EHF = weights.down_EHF.clone()
-        down_EHF[3] *= 1.01
-        return build(shape, dtype, replace(weights, down_EHF=down_EHF))
-
-    return changed
-
-
 def test_measures_all_and_writes_what_it_prints(
     bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,10 +40,16 @@ def test_measures_all_and_writes_what_it_prints(
 
 
 def spoil(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a candidate be wrong."""
+    """Let a candidate be wrong: it has another weight of one expert."""
     candidates = sys.modules["layers.catalogue"].CANDIDATES
-    wrong = replace(candidates[name], build=wrong_build(candidates[name].build))
-    monkeypatch.setitem(candidates, name, wrong)
+    right = candidates[name]
+
+    def wrong_build(shape: Any, dtype: torch.dtype, weights: Any) -> Any:
+        down_EHF = weights.down_EHF.clone()
+        down_EHF[3] *= 1.01
+        return right.build(shape, dtype, replace(weights, down_EHF=down_EHF))
+
+    monkeypatch.setitem(candidates, name, replace(right, build=wrong_build))
 
 
 def test_another_layer_that_is_wrong_is_reported_and_left_out(

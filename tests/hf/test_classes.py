@@ -83,16 +83,21 @@ def test_greedy_tokens_and_beams_are_those_of_transformers(kind: str, number: in
     theirs = make(kind, tmp_path / "hf", number)
     import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
     prompts = [[5, 7, 11, 2], [40], [3, 9, 27, 33, 3, 9, 27, 33, 1]]
-    end = their_tokens(theirs, prompts[0])[NEW // 2]  # so the first prompt ends early
-    vocabulary = Vocabulary(WORDS, end, ByteTokenizer())
-    ours = dataclasses.replace(opened(tmp_path / "run"), vocabulary=vocabulary)
-    expected = [their_tokens(theirs, prompt, end) for prompt in prompts]
+    expected = [their_tokens(theirs, prompt) for prompt in prompts]
     assert len({token for each in expected for token in each}) > 3, "they repeat themselves"
+    end = expected[0][NEW // 2]
+    ended = [their_tokens(theirs, prompt, end) for prompt in prompts]
     searched = [their_tokens(theirs, prompt, end, beams=3, most=FEW) for prompt in prompts[:2]]
+    assert len(ended[0]) < NEW
     sampling, options = Sampling(max_tokens=NEW, temperature=0.0), BeamOptions(3, min_length=0)
+    trained = opened(tmp_path / "run")
+    ours = dataclasses.replace(trained, vocabulary=Vocabulary(WORDS, None, ByteTokenizer()))
+    found = generate(ours, prompts, sampling, batch_size=3)
+    assert [result.tokens for result in found] == expected
+    ours = dataclasses.replace(trained, vocabulary=Vocabulary(WORDS, end, ByteTokenizer()))
     for batches in ({"batch_size": 3, "cached": True}, {"batch_size": 1, "cached": False}):
         found = generate(ours, prompts, sampling, **batches)
-        assert [result.tokens for result in found] == expected
+        assert [result.tokens for result in found] == ended
         found = continued(ours, prompts[:2], options, FEW, **batches)
         assert [result.tokens for result in found] == searched
 
