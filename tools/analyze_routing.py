@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, run_tool
+from megamoe.analysis.command import check_positive, parser_of, run_tool
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -31,9 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "inputs",
         nargs="+",

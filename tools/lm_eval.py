@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
+from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -28,8 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = parser_of(__doc__)
     parser.add_argument("path", type=Path, metavar="RUN", help="a step_* folder, or a run's")
     parser.add_argument("--tasks", required=True, metavar="NAME,...", help="tasks, groups or tags")
     parser.add_argument(

@@ -54,9 +54,7 @@ def show_ratios(
         run(*arguments)
         return clock() - start
 
-    runs: dict[str, Callable[[int], float]] = {
-        name: partial(timed, arguments) for name, arguments in cases.items()
-    }
+    runs = {name: partial(timed, arguments) for name, arguments in cases.items()}
     times = in_turn(runs, rounds, WARM_UP_ROUNDS)
     print(f"{'':24}{'ms':>9}{'ratio':>8}{'90 % interval':>18}")
     missed = False

@@ -7,16 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megamoe.analysis.command import parser_of
 from megamoe.errors import UserError
 
 DEMO = Path(__file__).parents[2] / "examples/demo.yaml"
-
-
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows a script's docstring as it stands."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
 
 def parser_of_a_run(description: str | None, rounds: int | None) -> argparse.ArgumentParser:

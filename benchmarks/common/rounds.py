@@ -5,14 +5,14 @@ within rounds, never by times of different rounds.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def in_turn(runs: dict[str, Callable[[int], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
+def in_turn(runs: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
     """Return what each run gave in each round after `warm_up` others; it gets the round's number, from 0.
 
     Each round begins with the candidate after the one that the last round began with.

@@ -1,6 +1,5 @@
 """Our layer under loads that are planned: what an uneven routing costs it over an even one."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,7 +65,7 @@ def measure_uneven(
         planned[:] = [rankings[name][number % NUM_INPUTS].to(DEVICE)]
         return run_once(layer, inputs[number % NUM_INPUTS], upstream)
 
-    runs: dict[str, Callable[[int], tuple[float, float]]] = {name: partial(run, name) for name in rankings}
+    runs = {name: partial(run, name) for name in rankings}
     seconds = in_turn(runs, rounds, WARM_UP_ROUNDS)
     loads = {name: [load_of(ranking, shape) for ranking in made] for name, made in rankings.items()}
     return {name: Seconds.of(pairs) for name, pairs in seconds.items()}, loads

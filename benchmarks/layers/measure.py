@@ -2,7 +2,7 @@
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -84,7 +84,7 @@ def measure(shape: Shape, dtype: str, names: list[str], rounds: int) -> Measured
         rows = {CANDIDATES[name].rows for name in modules}
         inputs = {kind: [inputs_of(kind, shape, dtype, n) for n in range(NUM_INPUTS)] for kind in rows}
         upstream = {kind: upstream_of(kind, shape, dtype) for kind in rows}
-        runs: dict[str, Callable[[int], tuple[float, float]]] = {
+        runs = {
             name: partial(_run, module, inputs[CANDIDATES[name].rows], upstream[CANDIDATES[name].rows])
             for name, module in modules.items()
         }

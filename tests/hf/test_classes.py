@@ -95,10 +95,10 @@ def test_greedy_tokens_and_beams_are_those_of_transformers(kind: str, number: in
     found = generate(ours, prompts, sampling, batch_size=3)
     assert [result.tokens for result in found] == expected
     ours = dataclasses.replace(trained, vocabulary=Vocabulary(WORDS, end, ByteTokenizer()))
-    for batches in ({"batch_size": 3, "cached": True}, {"batch_size": 1, "cached": False}):
-        found = generate(ours, prompts, sampling, **batches)
+    for size, cached in ((3, True), (1, False)):
+        found = generate(ours, prompts, sampling, batch_size=size, cached=cached)
         assert [result.tokens for result in found] == ended
-        found = continued(ours, prompts[:2], options, FEW, **batches)
+        found = continued(ours, prompts[:2], options, FEW, batch_size=size, cached=cached)
         assert [result.tokens for result in found] == searched
 
 
