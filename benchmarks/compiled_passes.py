@@ -144,7 +144,7 @@ def show_times(name: str, each: Pass, rounds: int) -> None:
 
 
 def show_startup(shape: str, dtype: str) -> None:
-    """First calls in fresh processes."""
+    """Print the seconds of first calls in fresh processes."""
     with tempfile.TemporaryDirectory() as cache:
         for who in (COMPILED, OURS):
             for when in ("cold", "warm"):

@@ -84,7 +84,7 @@ class Bench:
         self.keep(case)
 
     def uneven(self, name: str, shape: Shape, dtype: str) -> None:
-        """Our layer under uneven loads over even ones."""
+        """Measure our layer under uneven loads beside even ones."""
         seconds, loads = measure_uneven(shape, dtype, UNEVEN.get(name, UNEVEN_FACTOR), self.rounds)
         text = ", ".join(f"{kind} {min(found):.2f} to {max(found):.2f}" for kind, found in loads.items())
         print(f"\n{name}: {shape}; {dtype}; largest load over the mean: {text}")

@@ -52,5 +52,5 @@ def median_interval(ordered: list[float]) -> tuple[float, float]:
 
 
 def middle_range(ordered: list[float]) -> tuple[float, float]:
-    """Between which values the middle 90 % lie."""
+    """Return the values between which the middle 90 % lie."""
     return ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]

@@ -23,7 +23,7 @@ from layers.measure import build, inputs_of, run_once, upstream_of  # noqa: E402
 
 
 def bytes_above_rest(name: str, shape: Shape, dtype: str) -> int:
-    """Peak resident memory of one pass above the resting state, in bytes.
+    """Return the peak resident memory of one pass above the resting state, in bytes.
 
     Raises:
         NotMeasured: if the candidate's process ends with an error.

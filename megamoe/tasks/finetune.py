@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Options:
-    """The command's. output: None: `runs/<task>/<name of the pretrained run>`."""
+    """Options of the command. output: by default `runs/<task>/<name of the pretrained run>`."""
 
     checkpoint: Path
     output: Path | None = None
@@ -89,7 +89,7 @@ def _on_first(session: Session, action: Callable[[], Result]) -> Result:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the seeds have in common. configs: the runs' by seed."""
+    """What the runs of all seeds have in common. configs: their configurations, by seed."""
 
     task: Task
     examples: Examples

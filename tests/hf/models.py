@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -149,6 +151,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**OTHER, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 8, "norm_topk_prob": True},
     ),
 }
+
+
+def both_of(kinds: Iterable[str]) -> list[Any]:
+    """Return (kind, number) of both configurations as parameters; the second is a full test."""
+    return [
+        pytest.param(kind, number, id=f"{kind}-{number}", marks=[pytest.mark.full] if number else [])
+        for kind in kinds
+        for number in (0, 1)
+    ]
 
 
 def make(kind: str, folder: Path, number: int = 0, **changes: Any) -> Any:

@@ -20,15 +20,11 @@ from megamoe.hf.export_run import export_run
 from megamoe.hf.families import FAMILIES
 from megamoe.hf.import_folder import import_folder
 from megamoe.parallel.launch import find_world
-from tests.hf.models import CONFIGS, WORDS, make, tokens
+from tests.hf.models import CONFIGS, WORDS, both_of, make, tokens
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
-CASES = [
-    pytest.param(kind, number, id=f"{kind}-{number}", marks=[pytest.mark.full] if number else [])
-    for kind in CONFIGS
-    for number in (0, 1)
-]
+CASES = both_of(CONFIGS)
 NEW, FEW = 64, 8  # tokens
 QUICK = ("llama-0", "mixtral-0", "granitemoeshared-0")  # of the tests of generation
 

@@ -14,7 +14,7 @@ from megamoe.errors import UserError
 from megamoe.hf.export_run import export_run
 from megamoe.hf.import_folder import import_folder
 from tests.distributed.pool import Pool
-from tests.hf.models import change_config, make, tokens, write_tensors
+from tests.hf.models import both_of, change_config, make, tokens, write_tensors
 from tests.hf.test_classes import opened, same_files
 from tests.hf.training import all_tensors, saved_at
 
@@ -81,14 +81,7 @@ def by_hand(model: Any, found: dict[str, Tensor], tokens_BS: Tensor, labels_BS: 
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("kind", "number"),
-    [
-        pytest.param(kind, number, marks=[pytest.mark.full] if number else [])
-        for kind in KINDS
-        for number in (0, 1)
-    ],
-)
+@pytest.mark.parametrize(("kind", "number"), both_of(KINDS))
 @torch.no_grad()
 def test_losses_are_those_of_the_formula_and_the_way_back_gives_the_same_files(
     kind: str, number: int, tmp_path: Path
