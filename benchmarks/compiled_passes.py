@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.bars import interval
-from common.command import parser_of, positive, user_errors_exit_2
+from common.command import names_of, parser_of, positive, user_errors_exit_2
 from common.machine import settle_process, versions
 from common.rounds import Ratio, in_turn
 from megamoe.errors import UserError
@@ -112,7 +112,7 @@ def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
     }
 
 
-def run(function: Function, inputs: list[Tensor]) -> float:
+def run(function: Function, inputs: list[Tensor], number: int = 0) -> float:
     """Return seconds of a forward pass, and of a backward pass where an input wants a gradient."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     started = clock()
@@ -131,9 +131,7 @@ def compiled(each: Pass) -> Function:
 def show_times(name: str, each: Pass, rounds: int) -> None:
     """Measure one pass and print its line."""
     candidates = {OURS: each.ours, PLAIN: each.plain, COMPILED: compiled(each)}
-    runs: dict[str, Callable[[int], float]] = {
-        key: partial(_round, function, each.inputs) for key, function in candidates.items()
-    }
+    runs = {key: partial(run, function, each.inputs) for key, function in candidates.items()}
     seconds = in_turn(runs, rounds, WARM_UP)
     median = {key: 1e3 * statistics.median(values) for key, values in seconds.items()}
     saved = each.uses * (median[COMPILED] - median[OURS])
@@ -145,15 +143,11 @@ def show_times(name: str, each: Pass, rounds: int) -> None:
     )
 
 
-def _round(function: Function, inputs: list[Tensor], number: int) -> float:
-    return run(function, inputs)
-
-
 def show_startup(shape: str, dtype: str) -> None:
-    """First calls in fresh processes."""
+    """Print the seconds of first calls in fresh processes."""
     with tempfile.TemporaryDirectory() as cache:
-        for who, times in ((COMPILED, ("cold", "warm")), (OURS, ("cold", "warm"))):
-            for when in times:
+        for who in (COMPILED, OURS):
+            for when in ("cold", "warm"):
                 print(f"{dtype} {who} {when}: {_in_a_child(shape, dtype, who, cache)}", flush=True)
 
 
@@ -191,14 +185,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(known: dict[str, object], names: str | None, option: str) -> list[str]:
-    chosen = list(known) if names is None else names.split(",")
-    for name in chosen:
-        if name not in known:
-            raise UserError(f"{option}: found {name!r}, expected some of {', '.join(known)}")
-    return chosen
-
-
 def main() -> None:
     """Measure what the command line asks for."""
     parser = _parser()
@@ -206,7 +192,7 @@ def main() -> None:
     with user_errors_exit_2(parser):
         settle_process()
         shape = SHAPES[arguments.shape]
-        dtypes = _chosen(dict(DTYPES), arguments.dtypes, "--dtypes")
+        dtypes = names_of("--dtypes", arguments.dtypes, DTYPES)
         if not arguments.first_calls:
             print(versions(), f"shape {arguments.shape}")
         for dtype in dtypes:
@@ -218,7 +204,7 @@ def main() -> None:
                 continue
             passes = passes_of(shape, DTYPES[dtype])
             print(f"{dtype:<10}{PLAIN:>10}{OURS:>10}{COMPILED:>14}  (ms)")
-            for name in _chosen(dict(passes), arguments.passes, "--passes"):
+            for name in names_of("--passes", arguments.passes, passes):
                 show_times(name, passes[name], arguments.rounds)
 
 

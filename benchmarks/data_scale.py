@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from common import resident
 from common.command import parser_of, positive
 from megamoe.data.card import DataFiles
 from megamoe.data.index_file import write_index
@@ -62,8 +63,7 @@ def mock_part(tokens: int, part: Part) -> dict[str, Any]:
 
 def peak_mib() -> float:
     """Return the most resident memory that this process has held, in MiB."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    return int(line.split()[1]) / 1024
+    return resident.peak() / 2**20
 
 
 def build(prefix: str, tokens: int, workers: int) -> dict[str, Any]:

@@ -22,25 +22,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from common.attention import one_pass, show_ratios
 from common.command import parser_of, positive
 from common.machine import cpu_model, settle_process
-from common.rounds import Ratio, in_turn
-from megamoe.kernels.attention.core import causal_attention
 from megamoe.kernels.attention.documents import Documents
-from megamoe.kernels.attention.rotary import Rotary
-from megamoe.kernels.choice import Kernels
 
 BAR = 1.1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROTARY = Rotary(10000.0)
-WARM_UP_ROUNDS = 1
 MEDIAN_LENGTH, SIGMA = 300, 1.3
 MEMORY_LENGTH = 64  # of the documents whose memory is measured
 CHILD = "--one-pass"
@@ -97,57 +91,29 @@ def documents_of(lengths: list[list[int]], total: int) -> Documents:
     return Documents.of(torch.stack(starts))
 
 
-def one_pass(arguments: Any, length: int) -> Callable[[Documents | None], None]:
-    """Forward and backward over heads of one projection, as a model has them."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (length, arguments.sequences, arguments.heads, 3 * arguments.columns)
-    mixed = torch.randn(shape, generator=generator).to(DTYPES[arguments.dtype]).requires_grad_()
-    sent = torch.randn(*shape[:2], arguments.heads * arguments.columns, generator=generator).to(mixed.dtype)
-    kernels = Kernels(compiled=not arguments.plain)
-
-    def run(documents: Documents | None) -> None:
-        query, key, value = mixed.chunk(3, dim=-1)
-        output = causal_attention(query, key, value, ROTARY, None, documents, kernels=kernels)
-        output.backward(sent)
-        mixed.grad = None
-
-    return run
+def pass_of(arguments: Any, length: int) -> Callable[..., None]:
+    """Return a pass over sequences of this length."""
+    shape = (length, arguments.sequences, arguments.heads, arguments.columns)
+    return one_pass(shape, arguments.plain, DTYPES[arguments.dtype])
 
 
 def report_time(arguments: Any) -> int:
     """Print a line for each packing; 1 if one is over the bar."""
-    run = one_pass(arguments, arguments.length)
-
-    def timed(documents: Documents | None, number: int) -> float:
-        start = time.perf_counter()
-        run(documents)
-        return time.perf_counter() - start
-
     found = packings(arguments.length, arguments.sequences)
-    runs: dict[str, Callable[[int], float]] = {"causal": partial(timed, None)}
-    runs |= {name: partial(timed, packed) for name, packed in found.items()}
-    times = in_turn(runs, arguments.rounds, WARM_UP_ROUNDS)
+    cases = {"causal": (None, None)} | {name: (None, packed) for name, packed in found.items()}
     print(f"{arguments.length} tokens a sequence; forward and backward, {arguments.rounds} rounds")
-    print(f"{'':24}{'ms':>9}{'ratio':>8}{'90 % interval':>18}")
-    missed = False
-    for name, values in times.items():
-        ratio = Ratio.of(values, times["causal"])
-        over = ratio.low > BAR
-        missed |= over
-        interval = f"{ratio.low:.3f} .. {ratio.high:.3f}"
-        median = 1000 * sorted(values)[len(values) // 2]
-        print(f"{name:24}{median:9.2f}{ratio.median:8.3f}{interval:>18}{'  over' if over else ''}")
-    return int(missed)
+    run = pass_of(arguments, arguments.length)
+    return int(show_ratios(run, cases, arguments.rounds, time.perf_counter, BAR))
 
 
 def growth_of_one_pass(arguments: Any) -> int:
     """Return by how many KiB the peak resident memory of this process grows in one pass, inputs included."""
-    warm = one_pass(arguments, MEMORY_LENGTH)  # what is loaded at the first call
-    warm(documents_of([[MEMORY_LENGTH]] * arguments.sequences, MEMORY_LENGTH))
+    warm = pass_of(arguments, MEMORY_LENGTH)  # what is loaded at the first call
+    warm(None, documents_of([[MEMORY_LENGTH]] * arguments.sequences, MEMORY_LENGTH))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     length = arguments.one_pass
     packed = documents_of([[MEMORY_LENGTH] * (length // MEMORY_LENGTH + 1)] * arguments.sequences, length)
-    one_pass(arguments, length)(packed)
+    pass_of(arguments, length)(None, packed)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 

@@ -37,12 +37,12 @@ settle_vendors()
 
 import torch  # noqa: E402
 
+from common.child import ROOT, environment  # noqa: E402
 from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
 from gpu import collectives, training  # noqa: E402
 from gpu.findings import Machine, Section, Skip  # noqa: E402
 from gpu.report import SECTIONS, load_section, summary, write_report  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
-from steps.child import ROOT, environment  # noqa: E402
 
 SECTION_TIMEOUT_S = 300.0
 

@@ -22,9 +22,7 @@ Ends with 1 if a bar does not hold or our layer is wrong, with 2 for a mistake.
 
 import argparse
 import dataclasses
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from megamoe.compat.startup import settle_vendors
@@ -32,7 +30,7 @@ from megamoe.compat.startup import settle_vendors
 settle_vendors()
 
 from common.bars import holds, verdict  # noqa: E402
-from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
+from common.command import names_of, parser_of, positive, user_errors_exit_2, write_json  # noqa: E402
 from common.machine import settle_process, versions  # noqa: E402
 from common.rounds import Ratio  # noqa: E402
 from layers.candidate import DTYPES, NotMeasured, Shape  # noqa: E402
@@ -66,12 +64,12 @@ class Bench:
         _refuse_without_effect(arguments)
         self.rounds = arguments.rounds or ROUNDS
         self.shapes = _shapes_of(arguments)
-        self.dtypes = _names_of("--dtypes", arguments.dtypes, DTYPES)
+        self.dtypes = names_of("--dtypes", arguments.dtypes, DTYPES)
         self.names = candidates_of(arguments.candidates or (SWEEP_CANDIDATES if arguments.sweep else None))
-        self.json = arguments.json and Path(arguments.json)
+        self.json = arguments.json
         self.data: dict[str, Any] = {"versions": versions(), "cases": []}
         self.passes = True
-        self.write()
+        write_json(self.json, self.data)
 
     def times(self, name: str, shape: Shape, dtype: str) -> None:
         """Measure all candidates at one shape."""
@@ -86,7 +84,7 @@ class Bench:
         self.keep(case)
 
     def uneven(self, name: str, shape: Shape, dtype: str) -> None:
-        """Our layer under uneven loads over even ones."""
+        """Measure our layer under uneven loads beside even ones."""
         seconds, loads = measure_uneven(shape, dtype, UNEVEN.get(name, UNEVEN_FACTOR), self.rounds)
         text = ", ".join(f"{kind} {min(found):.2f} to {max(found):.2f}" for kind, found in loads.items())
         print(f"\n{name}: {shape}; {dtype}; largest load over the mean: {text}")
@@ -96,17 +94,8 @@ class Bench:
         }
         bars = [self.judge(f"uneven over even, {kind}", ratio, UNEVEN_BAR) for kind, ratio in ratios.items()]
         times = {kind: dataclasses.asdict(found) for kind, found in seconds.items()}
-        shape_data = dataclasses.asdict(shape)
-        self.keep(
-            {
-                "name": name,
-                "shape": shape_data,
-                "dtype": dtype,
-                "loads": loads,
-                "seconds": times,
-                "bars": bars,
-            }
-        )
+        case = {"name": name, "shape": dataclasses.asdict(shape), "dtype": dtype}
+        self.keep({**case, "loads": loads, "seconds": times, "bars": bars})
 
     def memory(self, name: str, shape: Shape, dtype: str) -> None:
         """Measure the memory of one pass of every candidate."""
@@ -137,15 +126,7 @@ class Bench:
     def keep(self, case: dict[str, Any]) -> None:
         """Write the file after every case, so that a long run that is ended leaves what it has."""
         self.data["cases"].append(case)
-        self.write()
-
-    def write(self) -> None:
-        """Write the file as a whole; UserError if that fails."""
-        if self.json:
-            try:
-                self.json.write_text(json.dumps(self.data, indent=1) + "\n")
-            except OSError as error:
-                raise UserError(f"--json: {self.json} cannot be written: {error.strerror}") from error
+        write_json(self.json, self.data)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,16 +173,8 @@ def _shapes_of(arguments: argparse.Namespace) -> dict[str, Shape]:
     if arguments.sweep:
         return SWEEP
     default = UNEVEN if arguments.uneven else SHAPES
-    names = _names_of("--shapes", arguments.shapes or ",".join(default), SHAPES)
+    names = names_of("--shapes", arguments.shapes or ",".join(default), SHAPES)
     return {name: SHAPES[name] for name in names}
-
-
-def _names_of(option: str, text: str, known: dict[str, Any]) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in known:
-            raise UserError(f"{option}: found {name!r}, expected some of {', '.join(known)}")
-    return names
 
 
 if __name__ == "__main__":

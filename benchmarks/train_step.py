@@ -24,7 +24,6 @@ it. Ends with 1 if one does not hold, with 2 for a mistake.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -35,13 +34,13 @@ from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 
-from common.command import parser_of_a_run, positive, user_errors_exit_2  # noqa: E402
+from common.child import is_first, is_rank_of, run_ranks  # noqa: E402
+from common.command import parser_of_a_run, positive, user_errors_exit_2, write_json  # noqa: E402
 from common.machine import settle_process, versions  # noqa: E402
 from common.rounds import Ratio, median_interval  # noqa: E402
 from layers.candidate import NotMeasured  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
 from steps import memory, startup  # noqa: E402
-from steps.child import is_first, is_rank_of, run_ranks  # noqa: E402
 from steps.configs import Asked  # noqa: E402
 from steps.measure import measure, steps_needed  # noqa: E402
 from steps.report import Judged, as_data, judge, show  # noqa: E402
@@ -66,7 +65,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as output:
             self.moe = self.asked.moe_and_dense(1, output)["moe"]
         self.shape = name_of(self.moe)
-        self.json = arguments.json and Path(arguments.json)
+        self.json = arguments.json
         self.data: dict[str, Any] = {"versions": versions(), "shape": self.shape, **vars(self.asked)}
         self.passes = True
         self.write()
@@ -116,12 +115,9 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        """Write the file as a whole; UserError if that fails."""
-        if self.json and is_first():
-            try:
-                self.json.write_text(json.dumps(self.data, indent=1) + "\n")
-            except OSError as error:
-                raise UserError(f"--json: {self.json} cannot be written: {error.strerror}") from error
+        """Write the file on the first rank."""
+        if is_first():
+            write_json(self.json, self.data)
 
 
 def main(argv: list[str] | None = None) -> int:

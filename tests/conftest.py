@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,71 @@ def _restored_process() -> Iterator[None]:
 
 
 @pytest.fixture
+def refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restored_process: None,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """Call main() of a script in tools/ in the folder `tmp_path`; returns the one line of its error."""
+    from tests.tiny import one_line, tool
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(name: str, *arguments: object) -> str:
+        capsys.readouterr()
+        return one_line(tool(name).main([str(each) for each in arguments]), capsys)
+
+    return call
+
+
+@pytest.fixture
+def pretrain(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restored_process: None,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., int]:
+    """Call main() of pretrain_gpt_moe.py on a tiny run in the folder `tmp_path`; returns its exit code."""
+    import pretrain_gpt_moe
+    from megamoe.config import dump_yaml
+    from megamoe.parallel import rank_consistency
+    from tests.tiny import tiny
+
+    (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "name=a")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank_consistency, "PATIENCE_S", 0)  # there are no others
+
+    def call(*arguments: str) -> int:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--config", "run.yaml", *arguments])
+        return pretrain_gpt_moe.main()
+
+    return call
+
+
+@pytest.fixture
+def refused_run(
+    pretrain: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """The same for a mistake: returns its one line. It ends before the ranks start, and leaves nothing."""
+    from megamoe.parallel import launch
+    from tests.tiny import one_line
+
+    monkeypatch.setattr(launch, "start", lambda *_, **__: pytest.fail("ranks were started"))
+
+    def call(*arguments: str) -> str:
+        line = one_line(pretrain(*arguments), capsys)
+        assert not (tmp_path / "runs").exists()
+        return line
+
+    return call
+
+
+@pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts and presets that the test registers, and plugins that it loads, are gone after it."""
     from megamoe import registry
@@ -76,17 +141,13 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def own_parts() -> Iterator[list[tuple[str, str]]]:
+def own_parts(own_registry: None) -> list[tuple[str, str]]:
     """The parts of examples/own_parts.py as (kind, name), known during the test."""
     from megamoe import registry
 
-    registry.discover()
-    before = {kind: dict(parts) for kind, parts in registry._parts.items()}
+    before = {kind: set(parts) for kind, parts in registry._parts.items()}
     registry.load_plugin(str(OWN_PARTS))
-    yield [(kind, name) for kind in registry.KINDS for name in registry._parts[kind].keys() - before[kind]]
-    registry._parts.update(before)
-    for module in [name for name in sys.modules if name.startswith(f"megamoe_plugin_{OWN_PARTS.stem}_")]:
-        del sys.modules[module]
+    return [(kind, name) for kind in registry.KINDS for name in registry._parts[kind].keys() - before[kind]]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Everything runs in this process: `load_config`, the checks before the ranks star
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import pretrain_gpt_moe
 from megamoe.config import dump_yaml, load_config
 from megamoe.errors import UserError
-from megamoe.parallel import launch
 from megamoe.train import memory
-from tests.tiny import BASE, one_line, tiny
+from tests.tiny import BASE, tiny
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE_S = 10  # on a busy machine; each takes a few ms
@@ -159,26 +156,16 @@ def test_files_that_are_no_plain_ones(tmp_path: Path, name: str, key: str, pretr
         assert "d.card.json' cannot be read: " in line or "no file" in line
 
 
-@pytest.fixture
-def pretrain(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    restored_process: None,
-    capsys: pytest.CaptureFixture[str],
-) -> Tool:
-    """Call main() on a tiny run; returns its one line. It ends before the ranks start, and leaves nothing."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(name="pretrain")
+def _pretrain(refused_run: Tool, monkeypatch: pytest.MonkeyPatch) -> Tool:
+    """The one line of a run that is refused at once."""
     monkeypatch.setattr(memory, "available_bytes", lambda: 16 << 30)
-    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks were started"))
-    (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "name=a")))
 
     def call(*overrides: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--config", "run.yaml", *overrides])
         started = time.monotonic()
-        code = pretrain_gpt_moe.main()
+        line = refused_run(*overrides)
         assert time.monotonic() - started < AT_ONCE_S
-        assert not (tmp_path / "runs").exists()
-        return one_line(code, capsys)
+        return line
 
     return call
 
@@ -289,7 +276,8 @@ def test_what_cannot_run_together(pretrain: Tool, case: str) -> None:
 def test_a_rank_that_is_no_number(pretrain: Tool, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     for name, value in {"RANK": text, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert "environment: RANK is " in pretrain()
+    line = pretrain()
+    assert "environment: RANK is " in line and "expected a number" in line
 
 
 def test_the_bounds_leave_room_for_the_largest_models() -> None:

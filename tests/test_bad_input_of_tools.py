@@ -1,8 +1,8 @@
 """Hostile input of the tools: one line that names the file, exit code 2, and nothing is left."""
 
-import importlib.util
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,18 +11,9 @@ import pytest
 from megamoe.metrics.report import picture
 from megamoe.resilience.processes import Process
 from tests.checkpoint import checkpoint
-from tests.tiny import one_line
+from tests.tiny import tool
 
-ROOT = Path(__file__).parents[1]
-
-
-def tool(name: str) -> Any:
-    spec: Any = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / f"tools/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
+Refused = Callable[..., str]
 ROW = {"step": 1, "train/lm_loss": 2.0, "moe/layer_01/load": [1, 2], "moe/layer_01/imbalance": 1.5}
 BAD_ROWS = {
     "text as a loss": ({"train/lm_loss": "abc"}, 'line 2: train/lm_loss is "abc", expected a number'),
@@ -39,11 +30,11 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_report_of_odd_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_a_report_of_odd_figures(tmp_path: Path, refused: Refused, case: str) -> None:
     changes, expected = BAD_ROWS[case]
     rows: list[dict[str, Any]] = [ROW, {**ROW, "step": 2, **cast(dict[str, Any], changes)}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert expected in one_line(tool("report").main([str(tmp_path)]), capsys)
+    assert expected in refused("report", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -67,7 +58,7 @@ def test_a_report_of_numbers_at_the_end_of_floats(
 @pytest.mark.parametrize(
     "kind", ["no run at all", "a pipe", "/dev/zero", "a name too long", "a summary of text", "a deep summary"]
 )
-def test_a_report_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_a_report_of_what_is_no_run(tmp_path: Path, refused: Refused, kind: str) -> None:
     folder, metrics = tmp_path, tmp_path / "metrics.jsonl"
     if kind == "no run at all":
         folder = tmp_path / "nowhere"
@@ -81,7 +72,7 @@ def test_a_report_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         metrics.write_text(f"{json.dumps(ROW)}\n")
         text = "[" * 100_000 if kind == "a deep summary" else '{"parameters_total": "many"}'
         (tmp_path / "summary.json").write_text(text)
-    assert one_line(tool("report").main([str(folder)]), capsys).startswith(f"error: {folder}")
+    assert refused("report", folder).startswith(f"error: {folder}")
     assert not (tmp_path / "report.html").exists()
 
 
@@ -106,18 +97,13 @@ def test_a_report_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_options_of_a_report_without_effect_are_refused_and_nothing_is_written(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    told: str,
+    tmp_path: Path, refused: Refused, arguments: list[str], told: str
 ) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
         (folder / "metrics.jsonl").write_text(f"{json.dumps(ROW)}\n")
-    monkeypatch.chdir(tmp_path)
-    assert one_line(tool("report").main(arguments), capsys).startswith(f"error: {told}")
+    assert refused("report", *arguments).startswith(f"error: {told}")
     assert [path.name for folder in folders for path in folder.iterdir()] == ["metrics.jsonl"] * 2
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -144,11 +130,8 @@ def test_a_conversion_removes_what_a_killed_one_has_left(tmp_path: Path, owner: 
 
 
 @pytest.mark.parametrize("option", ["--workers=100000", "--vocab-size=1000000000000"])
-def test_a_preparation_of_absurd_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], restored_process: None, option: str
-) -> None:
+def test_a_preparation_of_absurd_numbers(tmp_path: Path, refused: Refused, option: str) -> None:
     (tmp_path / "in.txt").write_text("x")
-    output = f"--output={tmp_path / 'out'}"
-    arguments = [str(tmp_path / "in.txt"), "--tokenizer=train", output, option]
-    assert ": expected at most " in one_line(tool("prepare_data").main(arguments), capsys)
+    line = refused("prepare_data", "in.txt", "--tokenizer=train", "--output=out", option)
+    assert ": expected at most " in line
     assert os.listdir(tmp_path) == ["in.txt"]

@@ -1,6 +1,5 @@
 """tools/checkpoint.py: what it prints, and with which exit code it ends."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,26 +16,19 @@ from safetensors.torch import load_file
 from megamoe.config import dump_yaml, load_config, to_dict
 from tests.checkpoint import checkpoint
 from tests.checkpoint_files import seal
-from tests.tiny import tiny
+from tests.tiny import ROOT, tiny
+from tests.tiny import tool as script
 
-ROOT = Path(__file__).parents[1]
 Told = tuple[int, str, str]  # exit code, stdout, stderr
 Tool = Callable[..., Told]
-
-
-@pytest.fixture(scope="module")
-def module() -> Any:
-    spec: Any = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools/checkpoint.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+Refused = Callable[..., str]
 
 
 @pytest.fixture
-def tool(module: Any, capsys: pytest.CaptureFixture[str]) -> Tool:
+def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
     def call(*arguments: str | Path) -> Told:
         capsys.readouterr()
-        code = module.main([str(it) for it in arguments])
+        code = script("checkpoint").main([str(it) for it in arguments])
         return (code, *capsys.readouterr())
 
     return call
@@ -57,13 +48,6 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def step(run: Path) -> Path:
     return run / "checkpoints" / "step_00000007"
-
-
-def refused(message: Told) -> str:
-    code, out, err = message
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1
-    return err
 
 
 def test_a_checkpoint_is_described(tool: Tool, step: Path) -> None:
@@ -187,21 +171,21 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES)
 def test_mistakes_are_one_line(
-    tool: Tool, run: Path, step: Path, tmp_path: Path, arguments: list[str], message: str
+    refused: Refused, run: Path, step: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     names = {"STEP": step, "RUN": run, "OUT": tmp_path / "out"}
-    assert message in refused(tool(*(names.get(it, it) for it in arguments)))
+    assert message in refused("checkpoint", *(names.get(it, it) for it in arguments))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_description_is_one_line(tool: Tool, step: Path) -> None:
+def test_a_damaged_description_is_one_line(refused: Refused, step: Path) -> None:
     (step / "checkpoint.json").write_text("{")
-    assert "is not a complete checkpoint" in refused(tool("inspect", step))
+    assert "is not a complete checkpoint" in refused("checkpoint", "inspect", step)
 
 
-def test_a_place_that_cannot_be_written(tool: Tool, step: Path, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written(refused: Refused, step: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    refused(tool("convert", step, tmp_path / "file" / "out", "--consolidated"))
+    refused("checkpoint", "convert", step, tmp_path / "file" / "out", "--consolidated")
 
 
 def test_old_checkpoints_are_deleted(tool: Tool, run: Path) -> None:
@@ -220,15 +204,8 @@ def test_old_checkpoints_are_deleted(tool: Tool, run: Path) -> None:
 @pytest.mark.full
 def test_a_closed_pipe_and_a_quiet_start(run: Path) -> None:
     """`| head`: no traceback; and no word of any library."""
-    index = run / "checkpoints" / "step_00000007"
-    command = [
-        sys.executable,
-        str(ROOT / "tools/checkpoint.py"),
-        "inspect",
-        str(index),
-        "--tensors",
-        "--json",
-    ]
+    step = run / "checkpoints" / "step_00000007"
+    command = [sys.executable, str(ROOT / "tools/checkpoint.py"), "inspect", str(step), "--tensors", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

@@ -1,6 +1,5 @@
 """The command line: bad input ends with code 2 and one line, before ranks start and with nothing written."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -8,40 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-import pretrain_gpt_moe
 from megamoe.config import dump_yaml
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.tokenizers import train_bpe
-from megamoe.parallel import launch, rank_consistency
-from tests.tiny import tiny
+from tests.tiny import ROOT, tiny, tool
 
-ROOT = Path(__file__).parents[1]
 Command = Callable[..., int]
-
-
-@pytest.fixture
-def pretrain(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    restored_process: None,
-    capsys: pytest.CaptureFixture[str],
-) -> Command:
-    """Call main() on a tiny run in the folder `tmp_path`; returns its exit code."""
-    (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "name=a")))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rank_consistency, "PATIENCE_S", 0)  # there are no others
-
-    def call(*arguments: str) -> int:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--config", "run.yaml", *arguments])
-        return pretrain_gpt_moe.main()
-
-    return call
+Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +36,6 @@ def reported(capsys: pytest.CaptureFixture[str]) -> str:
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
-
-
-def no_launch(*_: object) -> None:
-    raise AssertionError("ranks were started")
 
 
 BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
@@ -107,30 +79,20 @@ BAD_SETTINGS: dict[str, tuple[list[str], str]] = {
     "missing checkpoint": (["checkpoint.resume=no/step_1"], "checkpoint.resume: no/step_1 is not a complete"),
     "missing DeepSpeed file": (["parallel.deepspeed=no.json"], "parallel.deepspeed: cannot read 'no.json'"),
     "missing plugin": (["plugins=[no_router.py]"], "plugins: no file 'no_router.py'"),
-    "rank that is no number": (
-        ["RANK=first", "WORLD_SIZE=1"],
-        "environment: RANK is 'first', expected a number",
-    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD_SETTINGS)
 def test_bad_settings(
-    pretrain: Command,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
+    refused_run: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     settings, message = BAD_SETTINGS[case]
-    monkeypatch.setattr(launch, "start", no_launch)
     arguments = [setting for setting in settings if not setting[0].isupper()]
     variables = dict(setting.split("=") for setting in settings if setting[0].isupper())
     if variables:
         for name, value in ({"RANK": "0", "LOCAL_RANK": "0"} | variables).items():
             monkeypatch.setenv(name, value)
-    assert pretrain(*arguments) == 2
-    assert message in reported(capsys)
+    assert message in refused_run(*arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -147,46 +109,27 @@ def test_the_other_ranks_wait_for_the_message_of_the_first(
     assert "model.num_attention_heads 3" in capsys.readouterr().err
 
 
-def test_bad_yaml(pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_yaml(refused_run: Refused, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {hidden_size: 16\ntrain: [")
-    assert pretrain() == 2
-    assert "run.yaml line 2 is not valid YAML" in reported(capsys)
+    assert "run.yaml line 2 is not valid YAML" in refused_run()
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_truncated_data(
-    pretrain: Command,
-    corpus: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    ending: str,
-) -> None:
-    monkeypatch.setattr(launch, "start", no_launch)
+def test_truncated_data(refused_run: Refused, corpus: Path, tmp_path: Path, ending: str) -> None:
     shutil.copytree(corpus, tmp_path / "data")
     path = tmp_path / "data" / f"train{ending}"
     os.truncate(path, path.stat().st_size - 3)
-    assert pretrain("data.mock=false", "data.sources=[data/train]", "model.vocab_size=null") == 2
-    line = reported(capsys)
+    line = refused_run("data.mock=false", "data.sources=[data/train]", "model.vocab_size=null")
     assert f"data/train{ending}' is truncated" in line and "prepare the data again" in line
-    assert not (tmp_path / "runs").exists()
 
 
-def test_a_vocabulary_that_does_not_fit_the_data(
-    pretrain: Command,
-    corpus: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(launch, "start", no_launch)
+def test_a_vocabulary_that_does_not_fit_the_data(refused_run: Refused, corpus: Path, tmp_path: Path) -> None:
     data = ["data.mock=false", f"data.sources=[{corpus / 'train'}]"]
-    assert pretrain(*data, "model.vocab_size=100") == 2
-    assert "model.vocab_size 100 is smaller than the data's vocabulary, 257" in reported(capsys)
+    line = refused_run(*data, "model.vocab_size=100")
+    assert "model.vocab_size 100 is smaller than the data's vocabulary, 257" in line
     train_bpe(["to be or not to be"], 260, tmp_path / "other.json")
-    assert pretrain(*data, "model.vocab_size=null", "data.tokenizer=other.json") == 2
-    assert "(vocabulary 260) is not the one of data" in reported(capsys)
-    assert not (tmp_path / "runs").exists()
+    line = refused_run(*data, "model.vocab_size=null", "data.tokenizer=other.json")
+    assert "(vocabulary 260) is not the one of data" in line
 
 
 def test_data_too_small_for_its_split(
@@ -202,38 +145,23 @@ def test_data_too_small_for_its_split(
 
 
 def test_empty_corpus(tmp_path: Path, restored_process: None, capsys: pytest.CaptureFixture[str]) -> None:
-    spec: Any = importlib.util.spec_from_file_location("prepare_data", ROOT / "tools" / "prepare_data.py")
-    tool: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     (tmp_path / "empty.txt").write_text("")
-    assert (
-        tool.main([str(tmp_path / "empty.txt"), "--tokenizer", "bytes", "--output", str(tmp_path / "out")])
-        == 2
-    )
+    arguments = [str(tmp_path / "empty.txt"), "--tokenizer=bytes", f"--output={tmp_path / 'out'}"]
+    assert tool("prepare_data").main(arguments) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("out")]
 
 
-def test_deepspeed_file_that_contradicts_the_yaml(
-    pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "start", no_launch)
+def test_deepspeed_file_that_contradicts_the_yaml(refused_run: Refused, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 64}')
-    assert pretrain("parallel.deepspeed=ds.json") == 2
-    assert "ds.json: train_batch_size is 64, but the YAML's train.global_batch_size makes it 2" in reported(
-        capsys
-    )
-    assert not (tmp_path / "runs").exists()
+    line = refused_run("parallel.deepspeed=ds.json")
+    assert "ds.json: train_batch_size is 64, but the YAML's train.global_batch_size makes it 2" in line
 
 
-def test_plugin_that_fails_to_import(
-    pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plugin_that_fails_to_import(refused_run: Refused, tmp_path: Path) -> None:
     (tmp_path / "my_router.py").write_text('raise RuntimeError("first line\\nsecond line")\n')
-    assert pretrain("plugins=[my_router.py]") == 2
-    line = reported(capsys)
+    line = refused_run("plugins=[my_router.py]")
     assert "plugins: 'my_router.py' failed" in line and "RuntimeError: first line second line" in line
-    assert not (tmp_path / "runs").exists()
 
 
 PART = """
@@ -341,9 +269,7 @@ def test_a_run_its_folder_and_its_checkpoint(
     assert contents(tmp_path / "runs") == broken
     metrics.write_bytes(whole + b'{"step": 2, "tr' + b"\0" * 100)  # as a power failure leaves it
     assert pretrain("--resume", "train.steps=2", aligned, "parallel.precision=bf16") == 0
-    steps = [
-        json.loads(line)["step"] for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()
-    ]
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == [1, 2]
     assert pretrain("overwrite=true", "train.steps=1") == 0
     assert contents(tmp_path / "runs").keys() == before.keys()

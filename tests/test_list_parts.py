@@ -1,8 +1,8 @@
 """tools/list_parts.py lists every part and preset from the code."""
 
 import dataclasses
-import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +11,28 @@ import yaml
 
 from megamoe import registry
 from tests.moe.part_layers import PART_IDS, PARTS
+from tests.tiny import ROOT, tool
 
-ROOT = Path(__file__).parents[1]
+Listed = Callable[..., str]
 # A part that no paper needs: it does nothing.
 WITHOUT_SOURCE = {("capacity", "none")}
 
 
-@pytest.fixture(scope="module")
-def tool() -> Any:
-    spec: Any = importlib.util.spec_from_file_location("list_parts", ROOT / "tools/list_parts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def listed(capsys: pytest.CaptureFixture[str]) -> Listed:
+    """What the tool prints."""
 
+    def call(*arguments: str) -> str:
+        assert tool("list_parts").main(list(arguments)) == 0
+        return capsys.readouterr().out
 
-def message(tool: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert tool.main(list(arguments)) == 0
-    return capsys.readouterr().out
+    return call
 
 
 @pytest.mark.parametrize(("kind", "name"), PARTS, ids=PART_IDS)
-def test_a_part_with_its_options_defaults_and_source(
-    tool: Any, capsys: pytest.CaptureFixture[str], kind: str, name: str
-) -> None:
+def test_a_part_with_its_options_defaults_and_source(listed: Listed, kind: str, name: str) -> None:
     part: Any = registry.list_parts(kind)[name]
-    block = message(tool, capsys, "--kind", kind).split(f"\n  {name}\n")[1].split("\n\n")[0]
+    block = listed("--kind", kind).split(f"\n  {name}\n")[1].split("\n\n")[0]
     lines = block.splitlines()
     for field in dataclasses.fields(part.Config):
         default = json.dumps(field.default).strip('"')
@@ -47,15 +44,15 @@ def test_a_part_with_its_options_defaults_and_source(
 
 
 @pytest.mark.parametrize("name", registry.list_presets())
-def test_a_preset_with_its_source(tool: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_preset_with_its_source(listed: Listed, name: str) -> None:
     preset = registry.get_preset(name)
-    block = message(tool, capsys, "--kind", "preset").split(f"\n  {name}  (")[1].split("\n\n")[0]
+    block = listed("--kind", "preset").split(f"\n  {name}  (")[1].split("\n\n")[0]
     assert preset.source in block
     assert yaml.safe_load(block.split("\n", 1)[1]) == preset.tree
 
 
-def test_plugins_are_listed(tool: Any, capsys: pytest.CaptureFixture[str], own_registry: None) -> None:
-    text = message(tool, capsys, "--plugin", str(ROOT / "examples/own_router.py"), "--kind", "scorer")
+def test_plugins_are_listed(listed: Listed, own_registry: None) -> None:
+    text = listed("--plugin", str(ROOT / "examples/own_router.py"), "--kind", "scorer")
     assert "\n  distance\n" in text
     assert "temperature: float = 1.0" in text
 
@@ -74,25 +71,20 @@ class Untold(SigmoidScoreFunction):
 """
 
 
-def test_a_plugin_without_docstrings_shows_none(
-    tool: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, own_registry: None
-) -> None:
+def test_a_plugin_without_docstrings_shows_none(listed: Listed, tmp_path: Path, own_registry: None) -> None:
     (tmp_path / "untold.py").write_text(WITHOUT_DOCSTRING)
     arguments = ("--kind", "score_function", "--plugin", str(tmp_path / "untold.py"))
-    block = message(tool, capsys, *arguments).split("\n  untold\n")[1].split("\n\n")[0]
+    block = listed(*arguments).split("\n  untold\n")[1].split("\n\n")[0]
     assert block.splitlines() == ["      untold_x: int = 5", "      source: -"]
-    assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in message(tool, capsys, *arguments, "--markdown")
+    assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in listed(*arguments, "--markdown")
 
 
-def test_a_plugin_that_is_not_there_is_one_line(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["--plugin", "no_such.py"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: plugins: no file 'no_such.py'")
-    assert len(captured.err.splitlines()) == 1
+def test_a_plugin_that_is_not_there_is_one_line(refused: Callable[..., str]) -> None:
+    assert refused("list_parts", "--plugin=no_such.py").startswith("error: plugins: no file 'no_such.py'")
 
 
-def test_tables(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    text = message(tool, capsys, "--markdown")
+def test_tables(listed: Listed) -> None:
+    text = listed("--markdown")
     for _, name in PARTS:
         assert f"\n| `{name}` | " in text
     rows = [line for line in text.splitlines() if line.startswith("| `")]
@@ -100,13 +92,11 @@ def test_tables(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
 
 
-def test_the_page_of_all_parts_is_what_the_tool_says(
-    tool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_of_all_parts_is_what_the_tool_says(listed: Listed, monkeypatch: pytest.MonkeyPatch) -> None:
     built_in = {
         kind: {name: part for name, part in parts.items() if part.__module__.startswith("megamoe.")}
         for kind, parts in registry._parts.items()
     }
     monkeypatch.setattr(registry, "_parts", built_in)  # without the plugins of other tests
     page = (ROOT / "docs/all_parts.md").read_text()
-    assert page[page.index("## Scorer") :].strip() == message(tool, capsys, "--markdown").strip()
+    assert page[page.index("## Scorer") :].strip() == listed("--markdown").strip()

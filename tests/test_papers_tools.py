@@ -1,29 +1,18 @@
 """tools/count_parameters.py and tools/papers_table.py: their tables, and their mistakes in one line."""
 
-import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.tiny import tool
 
 
-def tool(name: str) -> Any:
-    spec: Any = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def output(name: str, capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
-    assert tool(name).main([str(each) for each in arguments]) == code
-    captured = capsys.readouterr()
-    text = captured.err if code else captured.out
-    assert not code or text.count("\n") == 1
-    return text
+def output(name: str, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert tool(name).main([str(each) for each in arguments]) == 0
+    return capsys.readouterr().out
 
 
 def test_counts_beside_the_published_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,15 +43,14 @@ def test_counts_beside_the_published_ones(tmp_path: Path, capsys: pytest.Capture
 )
 def test_mistakes_of_counting(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str],
     published: str,
     arguments: tuple[object, ...],
     message: str,
 ) -> None:
     (tmp_path / "one.yaml").write_text("name: one")
     (tmp_path / "published.json").write_text(published)
-    file = tmp_path / "published.json"
-    assert message in output("count_parameters", capsys, tmp_path, "--published", file, *arguments, code=2)
+    assert message in refused("count_parameters", tmp_path, "--published=published.json", *arguments)
 
 
 def results(folder: Path, scores: dict[str, list[float]], majority: float) -> Path:
@@ -124,7 +112,7 @@ def test_the_table_of_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_mistakes_of_the_table(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str],
     content: str | None,
     options: tuple[str, ...],
     message: str,
@@ -132,4 +120,4 @@ def test_mistakes_of_the_table(
     path = results(tmp_path / "one", {"en": [0.5], "de": [0.5]}, 0.4)
     if content is not None:
         path.write_text(content)
-    assert message in output("papers_table", capsys, path, *options, code=2)
+    assert message in refused("papers_table", path, *options)

@@ -1,9 +1,12 @@
 """The smallest run with every component, used by the tests of single packages."""
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,7 @@ from megamoe.zero.deepspeed_config import fill_in, resolve_parallel
 from megamoe.zero.engine import Engine
 from megamoe.zero.expert_host import hosted_layer_factory
 
+ROOT = Path(__file__).parents[1]
 VOCABULARY = 48
 BASE = (
     "data.mock=true",
@@ -99,6 +103,14 @@ def world_of_one() -> Iterator[None]:
         start_groups(Layout(1), timeout_minutes=1)
         yield
         launch.stop()
+
+
+def tool(name: str) -> Any:
+    """The module of a script in tools/."""
+    spec: Any = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / f"tools/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def one_line(code: int, capsys: pytest.CaptureFixture[str]) -> str:

@@ -12,11 +12,11 @@ The model runs over a validation set, the run's own by default, and some of its 
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, run_tool
+from megamoe.analysis.command import check_positive, parser_of, run_tool
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -31,9 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -63,6 +61,7 @@ def _analyze(parsed: argparse.Namespace) -> None:
     from megamoe.analysis.data_option import data_overrides
     from megamoe.analysis.routing.files import write_study
     from megamoe.analysis.routing.study import check_names, study
+    from megamoe.analysis.routing.summary import summary_lines
     from megamoe.analysis.trained_model import session
 
     paths = [Path(text) for text in parsed.inputs if _is_path(text)]
@@ -81,7 +80,8 @@ def _analyze(parsed: argparse.Namespace) -> None:
         if is_first:
             folder = parsed.output or _default_folder(Path(results["checkpoints"][0]["path"]))
             _make(folder)
-            _show(results)
+            for line in summary_lines(results):
+                print(line)
             try:
                 written = write_study(folder, results)
             except OSError as error:
@@ -124,14 +124,6 @@ def _options(parsed: argparse.Namespace) -> "Options":
 def _default_folder(checkpoint: Path) -> Path:
     parent = checkpoint.parent
     return (parent.parent if parent.name == "checkpoints" else parent) / "routing"
-
-
-def _show(results: dict[str, Any]) -> None:
-    """Print the numbers that fit into a line a layer."""
-    from megamoe.analysis.routing.summary import summary_lines
-
-    for line in summary_lines(results):
-        print(line)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import run_tool
+from megamoe.analysis.command import parser_of, run_tool
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 
@@ -27,9 +27,7 @@ HEADER = ("model", "total", "active", "routed experts", "outside embeddings", "p
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("configs", nargs="+", type=Path, help="YAML files, or folders of them")
     parser.add_argument("--published", type=Path, metavar="FILE", help="JSON: name: {total: number, ...}")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="of models that do not name one")

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
+from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -38,16 +38,43 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    """Evaluate every data set at every point of the sweeps; the first rank shows and writes the results."""
     points = list(itertools.product(*map(_values, options.sweep)))
     check_positive("--samples", options.samples)
     check_writable("--json", options.json)
-    _evaluate(options, points)
+    from megamoe.analysis.data_option import data_overrides
+    from megamoe.analysis.perplexity import datasets_of, perplexity_on
+    from megamoe.analysis.trained_model import session
+
+    rows: list[dict[str, Any]] = []
+    overrides = [*options.overrides, *data_overrides(options.data)]
+    with session(overrides, options.precision, replays=True) as ranks:
+        for point in points:
+            config = ranks.check(options.path, point, ARCHITECTURES)
+            if config.moe.router.replay is not None:
+                _refuse_without_effect(point)
+        for point in points:
+            trained = ranks.open(options.path, point, ARCHITECTURES)
+            if ranks.world.is_first and not rows:
+                print(f"{trained.path}, step {trained.step}, {trained.precision}")
+            samples = trained.validation_samples if options.samples is None else options.samples
+            sets = datasets_of(trained, samples).validation
+            if not sets:
+                raise UserError(
+                    "no validation set: data.split has no second share; name data with --data NAME=PREFIX"
+                )
+            for name, dataset in sets.items():
+                found = perplexity_on(trained, dataset, samples, name)
+                row = {"data": name, "settings": list(point), "samples": samples, **found.as_data()}
+                if ranks.world.is_first:
+                    _show(row, list(found.further), first=not rows)
+                    rows.append(row)
+            if options.json is not None and rows:
+                write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("path", type=Path, help="a step_* folder, or a run's")
     parser.add_argument(
         "--data",
@@ -81,39 +108,6 @@ def _values(sweep: str) -> list[str]:
             f"--sweep: found {sweep!r}, expected KEY=V1,V2,... such as moe.router.selector.k=2,3,4"
         )
     return [f"{key}={value}" for value in values.split(",")]
-
-
-def _evaluate(options: argparse.Namespace, points: list[tuple[str, ...]]) -> None:
-    """Evaluate every data set at every point of the sweeps; the first rank shows and writes the results."""
-    from megamoe.analysis.data_option import data_overrides
-    from megamoe.analysis.perplexity import datasets_of, perplexity_on
-    from megamoe.analysis.trained_model import session
-
-    rows: list[dict[str, Any]] = []
-    overrides = [*options.overrides, *data_overrides(options.data)]
-    with session(overrides, options.precision, replays=True) as ranks:
-        for point in points:
-            config = ranks.check(options.path, point, ARCHITECTURES)
-            if config.moe.router.replay is not None:
-                _refuse_without_effect(point)
-        for point in points:
-            trained = ranks.open(options.path, point, ARCHITECTURES)
-            if ranks.world.is_first and not rows:
-                print(f"{trained.path}, step {trained.step}, {trained.precision}")
-            samples = trained.validation_samples if options.samples is None else options.samples
-            sets = datasets_of(trained, samples).validation
-            if not sets:
-                raise UserError(
-                    "no validation set: data.split has no second share; name data with --data NAME=PREFIX"
-                )
-            for name, dataset in sets.items():
-                found = perplexity_on(trained, dataset, samples, name)
-                row = {"data": name, "settings": list(point), "samples": samples, **found.as_data()}
-                if ranks.world.is_first:
-                    _show(row, list(found.further), first=not rows)
-                    rows.append(row)
-            if options.json is not None and rows:
-                write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
 
 
 def _refuse_without_effect(point: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import run_tool
+from megamoe.analysis.command import parser_of, run_tool
 from megamoe.parallel.parent_death import end_with_launcher
 from megamoe.resilience.error_reporting import exit_process
 
@@ -46,9 +46,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--task", type=Path, required=True, help="the task's YAML")
     parser.add_argument("--checkpoint", type=Path, required=True, help="a step_* folder, or a run's")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/<task>/<pretrained run>")

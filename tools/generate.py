@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
+from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 from megamoe.resilience.error_reporting import exit_process
@@ -35,9 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("path", type=Path, help="a step_* folder, or a run's")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     parser.add_argument("--file", type=Path, metavar="FILE", help="one prompt on each line")

@@ -38,14 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     show = as_markdown if options.markdown else as_text
-    kinds = [options.kind] if options.kind else [kind for kind in KINDS if has_any(kind)]
+    # Callbacks come from plugins alone: a kind may have no parts.
+    kinds = [options.kind] if options.kind else [*filter(registry.list_parts, registry.KINDS), "preset"]
     print("\n\n".join(map(show, kinds)))
     return 0
-
-
-def has_any(kind: str) -> bool:
-    """Whether there are parts of the kind: callbacks come from plugins alone."""
-    return kind == "preset" or bool(registry.list_parts(kind))
 
 
 def as_text(kind: str) -> str:

@@ -13,11 +13,10 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
+from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -29,8 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = parser_of(__doc__)
     parser.add_argument("path", type=Path, metavar="RUN", help="a step_* folder, or a run's")
     parser.add_argument("--tasks", required=True, metavar="NAME,...", help="tasks, groups or tags")
     parser.add_argument(
@@ -89,11 +87,7 @@ def _run(options: argparse.Namespace) -> None:
         )
         say(table)
         if options.json is not None and ranks.world.is_first:
-            write_text("--json", options.json, _as_json(results))
-
-
-def _as_json(results: dict[str, Any]) -> str:
-    return json.dumps(results, indent=1, default=str) + "\n"
+            write_text("--json", options.json, json.dumps(results, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_writable, run_tool, write_text
+from megamoe.analysis.command import check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 
@@ -29,9 +29,7 @@ Table = list[list[str]]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="results.json, or the JSON of translate.py")
     add("--language", default="en", help="of the fine-tuning's training data; default: en")

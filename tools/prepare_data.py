@@ -65,27 +65,28 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Prepare or verify; exit code 0, 2 for a user's mistake or damaged data, 130 if interrupted."""
-    arguments = parse_arguments(argv)
-    return _prepare(arguments) if arguments.verify is None else _verify(arguments.verify)
-
-
-def _verify(prefix: str) -> int:
-    from megamoe.data.verify import verify_in_full
+    # Here and below, not at the top: worker processes import this file too.
     from megamoe.errors import UserError
 
+    arguments = parse_arguments(argv)
     try:
-        print(verify_in_full(prefix))
+        if arguments.verify is None:
+            _prepare(arguments)
+        else:
+            from megamoe.data.verify import verify_in_full
+
+            print(verify_in_full(arguments.verify))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        more = "; nothing finished was written" if arguments.verify is None else ""
+        print(f"interrupted{more}", file=sys.stderr)
         return 130
     return 0
 
 
-def _prepare(arguments: argparse.Namespace) -> int:
-    # Here, not at the top: worker processes import this file too.
+def _prepare(arguments: argparse.Namespace) -> None:
     from megamoe.data.prepare import TRAIN, Preparation, prepare
     from megamoe.errors import UserError
 
@@ -93,21 +94,13 @@ def _prepare(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = {key: value for key, value in vars(arguments).items() if value is not None}
-    try:
-        if arguments.vocab_size is not None and arguments.tokenizer != TRAIN:
-            raise UserError(f"--vocab-size {arguments.vocab_size} is for --tokenizer {TRAIN} only")
-        card = prepare(Preparation(**options))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing finished was written", file=sys.stderr)
-        return 130
+    if arguments.vocab_size is not None and arguments.tokenizer != TRAIN:
+        raise UserError(f"--vocab-size {arguments.vocab_size} is for --tokenizer {TRAIN} only")
+    card = prepare(Preparation(**options))
     print(
         f"{arguments.output}: {card.documents:,} documents, {card.tokens:,} tokens of {card.text_bytes:,} "
         f"bytes, vocabulary {card.tokenizer.vocab_size:,}, {card.empty_documents:,} empty documents skipped"
     )
-    return 0
 
 
 if __name__ == "__main__":

@@ -117,10 +117,7 @@ def _write(folders: list[Path], output: Path | None) -> None:
 
 
 def _serve(folders: list[Path], port: int) -> None:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a shell starts what it puts into the background without SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background processes lack it
         signal.signal(number, signal.default_int_handler)
     with LiveServer(folders, port) as server, suppress(KeyboardInterrupt):
         print(f"{server.url} (Ctrl+C ends it)", flush=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
+from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.plain_files import read_plain, reason
 from megamoe.resilience.error_reporting import exit_process
@@ -43,9 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("path", type=Path, help="a step_* folder, or a run's")
     add("--from", required=True, dest="source", metavar="LANGUAGE", help="of the sources, such as en")
@@ -123,9 +121,9 @@ def _run(options: argparse.Namespace) -> None:
             f"{speed['sentences_per_s']:.1f} sentences/s, {speed['tokens_per_s']:.0f} tokens/s",
             file=sys.stderr,
         )
-        result = {**_result(trained, options, sentences, found), "search": _settings(options, search)}
-        result["speed"] = speed
         texts = _texts(trained, found)
+        result = _result(trained, options, sentences, found, texts)
+        result |= {"search": _settings(options, search), "speed": speed}
         if metrics and sentences.references is not None:
             best = [hypotheses[0] for hypotheses in texts]
             scores = scored_twice(metrics, best, sentences.texts, sentences.references)
@@ -260,9 +258,10 @@ def _write(
             print(row.translate(CONTROLS))
 
 
-def _result(trained: Any, options: argparse.Namespace, sentences: Any, found: Any) -> dict[str, Any]:
+def _result(
+    trained: Any, options: argparse.Namespace, sentences: Any, found: Any, texts: list[list[str]]
+) -> dict[str, Any]:
     """Return what --json writes, without the settings, the speed and the scores."""
-    texts = _texts(trained, found)
     entries = []
     for number, hypotheses in enumerate(found):
         entry: dict[str, Any] = {"source": sentences.texts[number]}

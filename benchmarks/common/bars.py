@@ -15,7 +15,7 @@ def verdict(what: str, ratio: Ratio, bar: float, at_least: bool = False) -> str:
 
 
 def interval(ratio: Ratio) -> str:
-    """Median and interval, if there is one."""
+    """Return the median and its interval, if there is one, as text."""
     if ratio.low == ratio.high:
         return f"{ratio.median:.3f}"
     return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"

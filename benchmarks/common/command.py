@@ -1,20 +1,16 @@
 """The command lines of the benchmarks."""
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from megamoe.analysis.command import parser_of
 from megamoe.errors import UserError
 
 DEMO = Path(__file__).parents[2] / "examples/demo.yaml"
-
-
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows a script's docstring as it stands."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
 
 def parser_of_a_run(description: str | None, rounds: int | None) -> argparse.ArgumentParser:
@@ -32,6 +28,24 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"found {number}, expected at least 1")
     return number
+
+
+def names_of(option: str, text: str | None, known: Collection[str]) -> list[str]:
+    """Return the names of `a,b`; without a text all. UserError for one that is not known."""
+    names = list(known) if text is None else text.split(",")
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option}: found {name!r}, expected some of {', '.join(known)}")
+    return names
+
+
+def write_json(path: str | None, data: Any) -> None:
+    """Write the file of --json as a whole, if it is given; UserError if that fails."""
+    if path:
+        try:
+            Path(path).write_text(json.dumps(data, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--json: {path} cannot be written: {error.strerror}") from error
 
 
 @contextmanager

@@ -19,12 +19,16 @@ def settle_process() -> None:
 def versions() -> dict[str, str | int]:
     """Versions, the CPU and the number of threads, by name."""
     found: dict[str, str | int] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
+    found |= {name: version_of(name) for name in PACKAGES}
     return found | {"cpu": cpu_model(), "threads": torch.get_num_threads()}
+
+
+def version_of(package: str, otherwise: str = "none") -> str:
+    """Return the version of a package, or `otherwise` if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return otherwise
 
 
 def cpu_model() -> str:

@@ -6,17 +6,17 @@ RESET_PEAK = "5"  # see proc(5), clear_refs
 
 
 def forget_peak() -> None:
-    """From here on `peak` is of what comes."""
+    """Reset the peak that `peak` returns."""
     Path("/proc/self/clear_refs").write_text(RESET_PEAK)
 
 
 def peak() -> int:
-    """Return the most there was, in bytes."""
+    """Return the peak since the start or the last reset, in bytes."""
     return _status("VmHWM")
 
 
 def now() -> int:
-    """Bytes."""
+    """Return the resident memory now, in bytes."""
     return _status("VmRSS")
 
 

@@ -5,14 +5,14 @@ within rounds, never by times of different rounds.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def in_turn(runs: dict[str, Callable[[int], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
+def in_turn(runs: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
     """Return what each run gave in each round after `warm_up` others; it gets the round's number, from 0.
 
     Each round begins with the candidate after the one that the last round began with.
@@ -52,5 +52,5 @@ def median_interval(ordered: list[float]) -> tuple[float, float]:
 
 
 def middle_range(ordered: list[float]) -> tuple[float, float]:
-    """Between which values the middle 90 % lie."""
+    """Return the values between which the middle 90 % lie."""
     return ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]

@@ -11,14 +11,14 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")  # where the benchmarks comp
 
 
 def clock() -> float:
-    """Seconds; of a GPU, after all that it was given to do."""
+    """Return the time in seconds; with a GPU, once all work queued on it is done."""
     if HAS_GPU:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Timers:
-    """Seconds by name, of all calls since they were last taken."""
+    """The seconds of all calls by name, since they were last taken."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

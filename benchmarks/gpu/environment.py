@@ -4,10 +4,10 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib import metadata
 
 import torch
 
+from common.machine import version_of
 from gpu.findings import Machine, Section
 
 PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "transformer-engine", "apex", "transformers")
@@ -23,7 +23,7 @@ def run(machine: Machine, section: Section) -> None:
     section.add("processors", len(os.sched_getaffinity(0)))
     section.add("Python", platform.python_version())
     for name in PACKAGES:
-        section.add(name, _version(name))
+        section.add(name, version_of(name, "not installed"))
     section.add("CUDA of PyTorch", torch.version.cuda or "none")
     if machine.device == "cpu":
         return
@@ -35,13 +35,6 @@ def run(machine: Machine, section: Section) -> None:
         section.add(f"device {number}", f"{text}, {found.multi_processor_count} multiprocessors")
     for number, line in enumerate(_driver_lines()):
         section.add(f"driver's view of device {number}", line, note=QUERY)
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _driver_lines() -> list[str]:

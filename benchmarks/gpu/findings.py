@@ -1,6 +1,5 @@
 """What a section finds, and what it is told."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -69,10 +68,3 @@ class Section:
 
 class Skip(Exception):
     """A section does not apply to this machine; the message has the reason."""
-
-
-def rows(sections: Sequence[Section]) -> Iterator[tuple[str, Finding]]:
-    """Yield every finding with the name of its section."""
-    for section in sections:
-        for finding in section.findings:
-            yield section.name, finding

@@ -96,29 +96,18 @@ def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     yield Pass("SwiGLU", swiglu, (draw(rows, 2 * ffn),))
     weights = draw(experts, 2 * ffn, hidden, scale=hidden**-0.5), draw(experts, hidden, ffn, scale=ffn**-0.5)
     yield Pass("experts", through_experts, (draw(rows, hidden), *weights))
-    yield Pass("RMSNorm", partial(_norm, eps=1e-5), (draw(tokens, hidden), draw(hidden)))
-    yield Pass(
-        "residual sum and RMSNorm", _summed_norm, (draw(tokens, hidden), draw(tokens, hidden), draw(hidden))
-    )
+    yield Pass("RMSNorm", partial(rms_norm, eps=1e-5), (draw(tokens, hidden), draw(hidden)))
+    summed_norm = (draw(tokens, hidden), draw(tokens, hidden), draw(hidden))
+    yield Pass("residual sum and RMSNorm", _joined(partial(summed_rms_norm, eps=1e-5)), summed_norm)
     heads_of_side = (tokens // 4, 4, heads, hidden // heads)
-    yield Pass("rotated sides", _turned, tuple(draw(*heads_of_side) for _ in range(3)))
-    yield Pass("rotary", partial(_rotated, rotary=ROTARY), (draw(tokens // 4, 4, heads, hidden // heads),))
+    sides = tuple(draw(*heads_of_side) for _ in range(3))
+    yield Pass("rotated sides", _joined(partial(turn_sides, rotary=ROTARY)), sides)
+    yield Pass("rotary", partial(turn_heads, rotary=ROTARY), (draw(*heads_of_side),))
 
 
-def _norm(hidden: Tensor, weight_H: Tensor, kernels: Kernels, eps: float) -> Tensor:
-    return rms_norm(hidden, weight_H, eps, kernels)
-
-
-def _summed_norm(hidden: Tensor, added: Tensor, weight_H: Tensor, kernels: Kernels) -> Tensor:
-    return torch.cat(summed_rms_norm(hidden, added, weight_H, 1e-5, kernels))
-
-
-def _turned(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Tensor:
-    return torch.cat(turn_sides(query, key, value, ROTARY, kernels))
-
-
-def _rotated(heads_SBND: Tensor, kernels: Kernels, rotary: Rotary) -> Tensor:
-    return turn_heads(heads_SBND, rotary, kernels)
+def _joined(call: Callable[..., tuple[Tensor, ...]]) -> Call:
+    """Return the results of a call as one tensor."""
+    return lambda *inputs, kernels: torch.cat(call(*inputs, kernels=kernels))
 
 
 def _both_ways(each: Pass, kernels: Kernels) -> list[Tensor]:

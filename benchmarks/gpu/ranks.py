@@ -1,17 +1,15 @@
 """Processes of a section: ranks of this machine, and runs of pretrain_gpt_moe.py."""
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.child import ROOT, launched
 from gpu.findings import Machine
 from megamoe.metrics.reader import whole_lines
-from steps.child import ROOT, environment
 
 SHOWN_LINES = 8  # of a failed process's error output
 
@@ -30,16 +28,18 @@ def start(
     Raises:
         Failed: if it ended with an error, or not in time.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launched = [sys.executable, *(launcher if ranks > 1 else []), *command]
-    variables = environment()
-    cores = len(os.sched_getaffinity(0))
-    variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    python, variables = launched(ranks)
     if machine.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     try:
         done = subprocess.run(
-            launched, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+            [*python, *command],
+            env=variables,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise Failed(f"not finished after {timeout_s:.0f} s") from None

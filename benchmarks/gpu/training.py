@@ -51,12 +51,10 @@ def run(machine: Machine, section: Section) -> None:
         section.add(f"{name}: speed", ranks * found["tokens"] / seconds, "tokens/s")
         if found["peak_bytes"]:
             section.add(f"{name}: peak of memory", found["peak_bytes"] / 1e9, "GB", note="allocated, rank 0")
-        _beside_the_model(machine, section, name, ranks, overrides, seconds)
+        _beside_the_model(section, name, ranks, overrides, seconds)
 
 
-def _beside_the_model(
-    machine: Machine, section: Section, name: str, ranks: int, overrides: list[str], seconds: float
-) -> None:
+def _beside_the_model(section: Section, name: str, ranks: int, overrides: list[str], seconds: float) -> None:
     """Add what the simulation says of the same step: FLOPs, from which utilisation follows, and memory."""
     command = ["benchmarks/roofline.py", "--config", CONFIG, "--ranks", str(ranks), "--json", *overrides]
     try:

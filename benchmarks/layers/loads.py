@@ -1,6 +1,5 @@
 """Our layer under loads that are planned: what an uneven routing costs it over an even one."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ BISECTIONS = 40
 
 
 def even_ranking(shape: Shape, seed: int) -> Tensor:
-    """Fp32 [T, E] whose k largest are of each token's k experts, every expert as often."""
+    """Return fp32 [T, E] whose k largest values of each token give every expert the same load."""
     pair_TK = torch.arange(shape.pairs).view(shape.tokens, shape.choices)
     shuffled_T = torch.randperm(shape.tokens, generator=torch.Generator().manual_seed(seed))
     expert_TK = pair_TK[shuffled_T] % shape.experts
@@ -26,8 +25,10 @@ def even_ranking(shape: Shape, seed: int) -> Tensor:
 
 
 def uneven_ranking(shape: Shape, seed: int, factor: float) -> Tensor:
-    """Fp32 [T, E]: random, with offsets that fall from the first expert to the last by equal steps, such that
-    the largest load is about `factor` times the mean."""
+    """Return random fp32 [T, E] under which the largest load is about `factor` times the mean.
+
+    Offsets are added that fall from the first expert to the last by equal steps.
+    """
     generator = torch.Generator().manual_seed(seed)
     random_TE = torch.randn(shape.tokens, shape.experts, generator=generator)
     offset_E = torch.linspace(1, 0, shape.experts)
@@ -48,9 +49,9 @@ def load_of(ranking_TE: Tensor, shape: Shape) -> float:
 def measure_uneven(
     shape: Shape, dtype: str, factor: float, rounds: int
 ) -> tuple[dict[str, Seconds], dict[str, list[float]]]:
-    """Our layer with `even` and with `uneven` loads in turn, weights and tokens the same.
+    """Measure our layer with `even` and with `uneven` loads in turn, on the same weights and tokens.
 
-    Second: the largest load of each input over the mean.
+    Return the seconds, and the largest load of each input over the mean.
     """
     layer = ours.build(shape, DTYPES[dtype], Weights.draw(shape)).to(DEVICE)
     planned: list[Tensor] = []
@@ -66,7 +67,7 @@ def measure_uneven(
         planned[:] = [rankings[name][number % NUM_INPUTS].to(DEVICE)]
         return run_once(layer, inputs[number % NUM_INPUTS], upstream)
 
-    runs: dict[str, Callable[[int], tuple[float, float]]] = {name: partial(run, name) for name in rankings}
+    runs = {name: partial(run, name) for name in rankings}
     seconds = in_turn(runs, rounds, WARM_UP_ROUNDS)
     loads = {name: [load_of(ranking, shape) for ranking in made] for name, made in rankings.items()}
     return {name: Seconds.of(pairs) for name, pairs in seconds.items()}, loads

@@ -2,7 +2,7 @@
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -67,7 +67,7 @@ class Measured:
 
 
 def measure(shape: Shape, dtype: str, names: list[str], rounds: int) -> Measured:
-    """Build and check all, then run them in turn; nothing is run if our layer is wrong."""
+    """Build and check all candidates, then run them in turn; nothing is run if our layer is wrong."""
     weights = Weights.draw(shape)
     loads = [largest_load(shape, weights, inputs_of("routed", shape, dtype, n)) for n in range(NUM_INPUTS)]
     found = Measured(shape, dtype, loads)
@@ -84,7 +84,7 @@ def measure(shape: Shape, dtype: str, names: list[str], rounds: int) -> Measured
         rows = {CANDIDATES[name].rows for name in modules}
         inputs = {kind: [inputs_of(kind, shape, dtype, n) for n in range(NUM_INPUTS)] for kind in rows}
         upstream = {kind: upstream_of(kind, shape, dtype) for kind in rows}
-        runs: dict[str, Callable[[int], tuple[float, float]]] = {
+        runs = {
             name: partial(_run, module, inputs[CANDIDATES[name].rows], upstream[CANDIDATES[name].rows])
             for name, module in modules.items()
         }
@@ -115,7 +115,7 @@ def build(candidate: Candidate, shape: Shape, dtype: str, weights: Weights) -> n
 
 
 def inputs_of(rows: str, shape: Shape, dtype: str, number: int) -> Tensor:
-    """Input rows, [T or T*k, H]."""
+    """Return input rows, [T or T*k, H]."""
     return _draw(rows, shape, dtype, INPUT_SEED + number)
 
 
@@ -130,13 +130,13 @@ def _draw(rows: str, shape: Shape, dtype: str, seed: int) -> Tensor:
 
 
 def largest_load(shape: Shape, weights: Weights, hidden_TH: Tensor) -> float:
-    """Over the mean."""
+    """Return the largest number of pairs of an expert over the mean."""
     counts_E = expert_counts(weights, hidden_TH.cpu(), shape.choices)
     return float(counts_E.max() / counts_E.float().mean())
 
 
 def _too_slow(seconds: dict[str, float]) -> dict[str, str]:
-    """Who would keep the others waiting, and why."""
+    """Return the candidates that would keep the others waiting, with the reason."""
     fastest = min(seconds.values(), default=0.0)
     return {
         name: f"a pass takes {took:.1f} s, {took / fastest:.0f} times the fastest candidate's"

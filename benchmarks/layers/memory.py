@@ -8,37 +8,31 @@ peak during it.
 
 import ctypes
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 from megamoe.compat.startup import settle_vendors
 
 settle_vendors()
 
 from common import resident  # noqa: E402
+from common.child import run_module  # noqa: E402
 from common.machine import settle_process  # noqa: E402
 from layers.candidate import NotMeasured, Shape, Weights  # noqa: E402
 from layers.catalogue import CANDIDATES  # noqa: E402
 from layers.measure import build, inputs_of, run_once, upstream_of  # noqa: E402
 
-BENCHMARKS = Path(__file__).parents[1]
-
 
 def bytes_above_rest(name: str, shape: Shape, dtype: str) -> int:
-    """Peak resident memory of one pass above the resting state, in bytes.
+    """Return the peak resident memory of one pass above the resting state, in bytes.
 
     Raises:
         NotMeasured: if the candidate's process ends with an error.
     """
     sizes = ",".join(str(size) for size in vars(shape).values())
-    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "layers.memory", name, sizes, dtype]
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
-    if ended.returncode != 0:
-        raise NotMeasured((ended.stderr.strip().splitlines() or ["no message"])[-1][:120])
-    found = json.loads(ended.stdout.splitlines()[-1])
+    code, output, message = run_module("layers.memory", name, sizes, dtype)
+    if code != 0:
+        raise NotMeasured(message[:120])
+    found = json.loads(output.splitlines()[-1])
     return found["peak"] - found["resting"]
 
 

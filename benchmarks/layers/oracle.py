@@ -35,7 +35,7 @@ class Expected:
 def expected(
     candidate: Candidate, shape: Shape, dtype: torch.dtype, weights: Weights, rows: Tensor, upstream: Tensor
 ) -> Expected:
-    """For these input rows and this gradient of the output, [rows, H] each."""
+    """Return what a candidate must compute from these input rows and this gradient, [rows, H] each."""
     leaf = rows.detach().float().requires_grad_()
     decided = torch.ones(len(rows), dtype=torch.bool)
     if candidate.rows == "routed":
@@ -63,13 +63,13 @@ def routed_weights(scores_TE: Tensor, choices: int, weight_is_one: bool) -> Tens
 
 
 def expert_counts(weights: Weights, hidden_TH: Tensor, choices: int) -> Tensor:
-    """Return pairs of every expert, int64 [E]."""
+    """Return the number of pairs of every expert, int64 [E]."""
     expert_TK = (hidden_TH.float() @ weights.router_EH.T).topk(choices, dim=1).indices
     return expert_TK.flatten().bincount(minlength=len(weights.router_EH))
 
 
 def decided_tokens(scores_TE: Tensor, choices: int, margin: float) -> Tensor:
-    """bool [T]."""
+    """Return which tokens have the same choice of experts after rounding, bool [T]."""
     if choices == scores_TE.shape[1]:
         return torch.ones(len(scores_TE), dtype=torch.bool)
     best_TK = scores_TE.topk(choices + 1, dim=1).values

@@ -13,8 +13,8 @@ def swiglu(rows: Tensor) -> Tensor:
     return functional.silu(gate) * value
 
 
-class GroupedLimit(nn.Module):
-    """PyTorch's grouped product over contiguous rows in equal numbers, [T*k, H]."""
+class Limit(nn.Module):
+    """The experts on contiguous rows in equal numbers, [T*k, H]."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, weights: Weights) -> None:
         super().__init__()
@@ -23,19 +23,18 @@ class GroupedLimit(nn.Module):
         each = shape.pairs // shape.experts
         self.ends_E = torch.arange(1, shape.experts + 1, dtype=torch.int32) * each
 
+
+class GroupedLimit(Limit):
+    """PyTorch's grouped product."""
+
     def forward(self, rows_NH: Tensor) -> Tensor:
         """[T*k, H] -> [T*k, H]."""
         rows_NG = functional.grouped_mm(rows_NH, self.up_EGH.transpose(1, 2), offs=self.ends_E)
         return functional.grouped_mm(swiglu(rows_NG), self.down_EHF.transpose(1, 2), offs=self.ends_E)
 
 
-class BatchedLimit(nn.Module):
-    """PyTorch's batched product over the same rows."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, weights: Weights) -> None:
-        super().__init__()
-        self.up_EGH = nn.Parameter(weights.up_EGH.to(dtype, copy=True))
-        self.down_EHF = nn.Parameter(weights.down_EHF.to(dtype, copy=True))
+class BatchedLimit(Limit):
+    """PyTorch's batched product."""
 
     def forward(self, rows_NH: Tensor) -> Tensor:
         """[T*k, H] -> [T*k, H]."""

@@ -12,7 +12,7 @@ DIRECTIONS = {"forward": "fwd", "both": "fwd+bwd"}
 
 
 def show(title: str, found: Measured) -> None:
-    """The table of one shape in one dtype."""
+    """Print the table of one shape in one dtype."""
     loads = f"{min(found.loads):.2f} to {max(found.loads):.2f}"
     print(f"\n{title}: {found.shape}; {found.dtype}; largest load {loads} of the mean")
     heads = [f"{name + ' ms':>11}{name + ' / limit':>27}" for name in DIRECTIONS.values()]

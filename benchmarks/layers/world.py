@@ -6,7 +6,7 @@ import os
 
 @functools.cache
 def start_one_rank() -> None:
-    """Once per process; the environment stays as it was."""
+    """Start them, once per process; the environment stays as it was."""
     from megamoe.parallel import launch
     from megamoe.parallel.groups import start_groups
     from megamoe.parallel.layout import Layout

@@ -50,7 +50,7 @@ class Asked:
 
 
 def active_ffn_size(config: RunConfig) -> int:
-    """FFN size of the dense model: the chosen and the shared experts' together."""
+    """Return the FFN size of the dense model: that of the chosen and the shared experts together."""
     routed = mean_choices(config) * config.moe.expert_sublayers
     size = expert_ffn_size(config)
     return round(routed * size + shared_ffn_size(config.moe, size))

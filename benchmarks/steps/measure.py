@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from common.rounds import in_turn
 from layers.candidate import NotMeasured
 from megamoe.config import RunConfig
@@ -59,7 +57,9 @@ def measure(configs: dict[str, RunConfig], rounds: int, ranks: int) -> Measured:
     left_out = {}
     device = moe.trainer.world.device
     try:
-        candidates["transformers"] = transformers_model(config, device, ranks)
+        if ranks > 1:
+            raise NotMeasured("it is measured in one process")
+        candidates["transformers"] = TransformersModel(config, device)
     except NotMeasured as reason:
         left_out["transformers"] = str(reason)
     candidates[FLAT] = FlatAdamW(moe.updated, config.optimizer, moe.precision, device)
@@ -79,17 +79,6 @@ def measure(configs: dict[str, RunConfig], rounds: int, ranks: int) -> Measured:
     for candidate in candidates.values():
         candidate.close()
     return found
-
-
-def transformers_model(config: RunConfig, device: torch.device, ranks: int) -> TransformersModel:
-    """Build the model where one process trains it.
-
-    Raises:
-        NotMeasured: if not, or if it cannot be built.
-    """
-    if ranks > 1:
-        raise NotMeasured("it is measured in one process")
-    return TransformersModel(config, device)
 
 
 def _step_in_parts(model: Ours) -> Callable[[int], tuple[StepTime, Parts]]:

@@ -7,7 +7,6 @@ prints, as JSON, the bytes before the first step, with libraries and weights, an
 
 import ctypes
 import json
-import subprocess
 import sys
 import tempfile
 
@@ -16,12 +15,12 @@ from megamoe.compat.startup import settle_vendors
 settle_vendors()
 
 from common import resident  # noqa: E402
+from common.child import run_module  # noqa: E402
 from common.machine import settle_process  # noqa: E402
 from layers.candidate import NotMeasured  # noqa: E402
 from megamoe.errors import ExitCode, UserError  # noqa: E402
 from megamoe.parallel.launch import find_world  # noqa: E402
 from steps.candidate import Candidate  # noqa: E402
-from steps.child import environment  # noqa: E402
 from steps.configs import Asked  # noqa: E402
 from steps.ours import Ours  # noqa: E402
 from steps.transformers_model import TransformersModel  # noqa: E402
@@ -36,12 +35,10 @@ def peak_of(name: str, asked: Asked) -> dict[str, int]:
         NotMeasured: if the candidate's process ends with an error.
         UserError: if that is a mistake in the configuration.
     """
-    command = [sys.executable, "-m", "steps.memory", name, asked.config, *asked.overrides]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment())
-    if ended.returncode != 0:
-        message = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(message) if ended.returncode == ExitCode.MISTAKE else NotMeasured(message[:120])
-    found: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    code, output, message = run_module("steps.memory", name, asked.config, *asked.overrides)
+    if code != 0:
+        raise UserError(message) if code == ExitCode.MISTAKE else NotMeasured(message[:120])
+    found: dict[str, int] = json.loads(output.splitlines()[-1])
     return found
 
 

@@ -10,7 +10,7 @@ from steps.candidate import StepTime
 
 
 class Ours:
-    """The engine's verbs are timed where the step calls them; nothing inside is touched."""
+    """A Trainer whose calls of the engine's methods are timed; nothing inside them is changed."""
 
     def __init__(self, config: RunConfig) -> None:
         self.trainer = Trainer(config)

@@ -72,7 +72,7 @@ def judge(found: Measured, shape: str | None) -> list[Judged]:
 
 
 def show(found: Measured, judged: list[Judged]) -> None:
-    """The tables and the ratios' lines."""
+    """Print the tables and the lines of the ratios."""
     print(
         f"{'ms, medians':14}{'parameters':>12}" + "".join(f"{head:>11}" for head in COLUMNS.values()), end=""
     )

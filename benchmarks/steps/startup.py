@@ -8,15 +8,14 @@ step had ended; in seconds after STARTED, of the monotonic clock that all proces
 
 import json
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from common.child import ROOT, run_module
 from megamoe.errors import UserError
-from steps.child import ROOT, environment
 
 # Nothing after the step that is measured, and no evaluation before it.
 OVERRIDES = ["data.mock=true", "train.steps=1", "optimizer.warmup_steps=0", "evaluation.at_start=false"]
@@ -33,11 +32,9 @@ def seconds(config: str, overrides: list[str]) -> dict[str, float]:
         file = Path(folder) / "marks.json"
         run = ["--config", config, *OVERRIDES, *overrides, f"output={folder}"]
         started = time.monotonic()
-        command = [sys.executable, "-m", "steps.startup", str(started), str(file), *run]
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment())
-        if ended.returncode != 0:
-            message = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"--startup: the run ended with exit code {ended.returncode}: {message[:200]}")
+        code, _, message = run_module("steps.startup", str(started), str(file), *run)
+        if code != 0:
+            raise UserError(f"--startup: the run ended with exit code {code}: {message[:200]}")
         marks: dict[str, float] = json.loads(file.read_text())
     parts: dict[str, float] = {}
     before = 0.0

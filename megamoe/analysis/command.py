@@ -3,6 +3,7 @@
 This file imports neither torch nor the vendors' libraries: `run_tool` checks their versions first.
 """
 
+import argparse
 import errno
 import os
 import sys
@@ -13,6 +14,12 @@ from megamoe.compat.startup import check_versions, settle_vendors
 from megamoe.errors import ExitCode, UserError
 from megamoe.plain_files import replace_file
 from megamoe.resilience.error_reporting import report_error
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a script's docstring as it stands."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
 def run_tool(work: Callable[[], None]) -> int:

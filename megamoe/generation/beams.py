@@ -8,7 +8,7 @@ from torch import Tensor
 from megamoe.analysis.trained_model import TrainedModel
 from megamoe.generation.beam_search import BeamOptions, beam_search
 from megamoe.generation.generate import Generated, tokenizer_of
-from megamoe.generation.runner import CachedRunner, PlainRunner, Runner
+from megamoe.generation.runner import runner_of
 
 
 def continued(
@@ -28,13 +28,8 @@ def continued(
     size = batch_size if cached else 1
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
-        runner: Runner
-        if cached:
-            runner = CachedRunner(trained, batch, max_tokens, lambda position_BS: None)
-        else:
-            runner = PlainRunner(trained, batch[0], lambda position_BS: None)
         found = beam_search(
-            runner,
+            runner_of(trained, batch, max_tokens, cached),
             [max_tokens] * len(batch),
             options,
             end=-1 if end is None else end,

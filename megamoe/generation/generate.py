@@ -12,7 +12,7 @@ from megamoe.analysis.trained_model import TrainedModel
 from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError
 from megamoe.generation.experts import ExpertRecord, Experts
-from megamoe.generation.runner import CachedRunner, PlainRunner, Runner
+from megamoe.generation.runner import runner_of
 from megamoe.generation.sampling import Sampling
 
 END_OF_DOCUMENT = "<end of document>"
@@ -56,16 +56,12 @@ def encoded(trained: TrainedModel, prompts: list[str], max_tokens: int) -> list[
         UserError: if a prompt has no token or tokens beyond the vocabulary, or if with the generated tokens
             it has more than the learned positions.
     """
-    tokenizer, config = tokenizer_of(trained), trained.config
-    found = tokenizer.encode_batch(prompts)
+    config = trained.config
+    found = tokenizer_of(trained).encode_batch(prompts)
     for number, tokens in enumerate(found, start=1):
         if not tokens:
             raise UserError(f"prompt {number} is empty; expected at least one token")
-        if max(tokens) >= trained.vocabulary.size:
-            raise UserError(
-                f"prompt {number} has token {max(tokens)} of tokenizer {tokenizer.name!r}, but the model's "
-                f"vocabulary has {trained.vocabulary.size}; name the model's tokenizer with data.tokenizer"
-            )
+        check_tokens(trained, f"prompt {number}", tokens)
         length = len(tokens) + max_tokens
         if config.model.position == "learned" and length > config.data.sequence_length:
             raise UserError(
@@ -74,6 +70,20 @@ def encoded(trained: TrainedModel, prompts: list[str], max_tokens: int) -> list[
                 "shorten the prompt or lower --max-tokens"
             )
     return found
+
+
+def check_tokens(trained: TrainedModel, what: str, tokens: list[int]) -> None:
+    """Check that the model has the tokens of a text; what: the beginning of the message.
+
+    Raises:
+        UserError: if its vocabulary is smaller.
+    """
+    size = trained.vocabulary.size
+    if tokens and max(tokens) >= size:
+        raise UserError(
+            f"{what} has token {max(tokens)} of tokenizer {tokenizer_of(trained).name!r}, but the model's "
+            f"vocabulary has {size}; name the model's tokenizer with data.tokenizer"
+        )
 
 
 def generate(
@@ -112,13 +122,8 @@ def _generate_batch(
     results = [Generated(prompt) for prompt in prompts]
     done = [False] * len(results)
     record = ExpertRecord()
-    observe = record.take if show_experts else lambda position_BS: None
-    runner: Runner
-    if cached:
-        runner = CachedRunner(trained, prompts, sampling.max_tokens, observe)
-    else:
-        (prompt,) = prompts
-        runner = PlainRunner(trained, prompt, observe)
+    observe = record.take if show_experts else None
+    runner = runner_of(trained, prompts, sampling.max_tokens, cached, observe)
     with record.watching(trained) if show_experts else nullcontext():
         logits_BV = runner.begin()
         for place in range(sampling.max_tokens):

@@ -9,7 +9,7 @@ from megamoe.data.parallel_text.card import is_pairs, load_pair_card
 from megamoe.data.parallel_text.dataset import Direction, PairDataset, PairOptions, Tag
 from megamoe.data.parallel_text.languages import normalize_language, select_languages
 from megamoe.errors import UserError
-from megamoe.generation.generate import tokenizer_of
+from megamoe.generation.generate import check_tokens, tokenizer_of
 from megamoe.registry import get_part
 
 
@@ -114,8 +114,7 @@ def of_lines(
         )
     tokenizer, end = tokenizer_of(trained), _end(trained)
     found = tokenizer.encode_batch(lines)
-    if highest := max((max(tokens) for tokens in found if tokens), default=0):
-        _check_vocabulary(trained, highest)
+    check_tokens(trained, "--input:", [token for tokens in found for token in tokens])
     tokens = [
         [*direction.source_prefix, *tokens, end] if line.strip() else []
         for line, tokens in zip(lines, found, strict=True)
@@ -169,14 +168,6 @@ def _prefix(trained: TrainedModel, pairs: str | None, split: str) -> str:
 def _end(trained: TrainedModel) -> int:
     assert trained.vocabulary.eod is not None, "checked when the model was trained"
     return trained.vocabulary.eod
-
-
-def _check_vocabulary(trained: TrainedModel, highest: int) -> None:
-    if highest >= trained.vocabulary.size:
-        raise UserError(
-            f"--input: has token {highest} of tokenizer {tokenizer_of(trained).name!r}, but the model's "
-            f"vocabulary has {trained.vocabulary.size}; name the model's tokenizer with data.tokenizer"
-        )
 
 
 def _bounded(

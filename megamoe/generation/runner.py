@@ -42,7 +42,11 @@ class CachedRunner:
     """
 
     def __init__(
-        self, trained: TrainedModel, prompts: list[list[int]], max_tokens: int, observe: Observer
+        self,
+        trained: TrainedModel,
+        prompts: list[list[int]],
+        max_tokens: int,
+        observe: Observer | None = None,
     ) -> None:
         self.trained, self.observe = trained, observe
         self.unit = trained.layout.tensor  # tensor-parallel ranks share a pass's positions evenly
@@ -70,46 +74,84 @@ class CachedRunner:
         size = tokens_BS.shape[1]
         padded_BS = nn.functional.pad(tokens_BS, (0, -size % self.unit))
         position_BS = self.cache.positions_BS(padded_BS.shape[1])
-        logits_BSV = _logits(self.trained, padded_BS, position_BS, self.cache)
-        slot_S = torch.arange(self.cache.length, self.cache.length + padded_BS.shape[1])
-        is_token_BS = (slot_S >= self.cache.start_B.cpu()[:, None]) & (slot_S < self.cache.length + size)
-        self.observe(torch.where(is_token_BS, position_BS.cpu(), -1))
+        logits_BSV = self._logits(padded_BS, position_BS, size)
+        if self.observe is not None:
+            slot_S = torch.arange(self.cache.length, self.cache.length + padded_BS.shape[1])
+            is_token_BS = (slot_S >= self.cache.start_B.cpu()[:, None]) & (slot_S < self.cache.length + size)
+            self.observe(torch.where(is_token_BS, position_BS.cpu(), -1))
         self.cache.advance(size)
         return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
+
+    def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int) -> Tensor:
+        """Run the model on a pass of `size` tokens and padding, [B, S, words]."""
+        return _logits(self.trained, tokens_BS, position_BS, self.cache)
 
 
 class PlainRunner:
     """Whole sequences are computed for each token: the definition, and for what cannot be cached.
 
-    Each hypothesis of a prompt is computed by itself.
+    Each hypothesis of each prompt is computed by itself.
     """
 
-    def __init__(self, trained: TrainedModel, prompt: list[int], observe: Observer) -> None:
+    def __init__(
+        self, trained: TrainedModel, prompts: list[list[int]], observe: Observer | None = None
+    ) -> None:
         self.trained, self.observe = trained, observe
-        self.sequences = [list(prompt)]
+        self.sequences = list(enumerate(prompts))  # with the number of their prompt
 
     def begin(self) -> Tensor:
-        """Compute the prompt."""
-        return self._logits()
+        """Compute the prompts."""
+        return torch.cat([self._forward(number, tokens) for number, tokens in self.sequences])
 
     def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
         """Append a token to each sequence that goes on."""
         chosen = self.sequences if rows is None else [self.sequences[row] for row in rows]
-        self.sequences = [[*tokens, token] for tokens, token in zip(chosen, new, strict=True)]
-        return self._logits()
+        self.sequences = [
+            (number, [*tokens, token]) for (number, tokens), token in zip(chosen, new, strict=True)
+        ]
+        return torch.cat([self._forward(number, tokens) for number, tokens in self.sequences])
 
-    def _logits(self) -> Tensor:
-        return torch.cat([self._forward(tokens) for tokens in self.sequences])
-
-    def _forward(self, tokens: list[int]) -> Tensor:
+    def _forward(self, number: int, tokens: list[int]) -> Tensor:
         size = len(tokens)
         padding = -size % self.trained.layout.tensor
         device = self.trained.world.device
         tokens_BS = torch.tensor([tokens + [0] * padding], device=device)
         position_BS = torch.arange(size + padding, device=device)[None]
-        logits_BSV = _logits(self.trained, tokens_BS, position_BS, None)
-        self.observe(torch.where(position_BS < size, position_BS, -1).cpu())
+        logits_BSV = self._logits(tokens_BS, position_BS, size, number)
+        if self.observe is not None:
+            self.observe(torch.where(position_BS < size, position_BS, -1).cpu())
         return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
+
+    def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int, number: int) -> Tensor:
+        """Run the model on one sequence, of the prompt with that number, [1, S, words]."""
+        return _logits(self.trained, tokens_BS, position_BS, None)
+
+
+def runner_of(
+    trained: TrainedModel,
+    prompts: list[list[int]],
+    max_tokens: int,
+    cached: bool,
+    observe: Observer | None = None,
+) -> Runner:
+    """Return the runner of a batch of prompts."""
+    if cached:
+        return CachedRunner(trained, prompts, max_tokens, observe)
+    return PlainRunner(trained, prompts, observe)
+
+
+def describe_pass(trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor) -> Tensor:
+    """Set the layers' context for a pass without padding; return the positions for the embedding."""
+    context = trained.context
+    context.token_ids_T = tokens_BS.T.reshape(-1)
+    context.token_index_T = position_BS.T.reshape(-1)
+    context.sample_index_B = torch.arange(len(tokens_BS), device=tokens_BS.device)
+    context.num_rollouts = 1
+    context.padding = None
+    if trained.config.model.position != "learned":
+        return position_BS
+    # Padding at the end may be beyond the last position.
+    return position_BS.clamp_max(trained.config.data.sequence_length - 1)
 
 
 @torch.no_grad()
@@ -117,14 +159,7 @@ def _logits(
     trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor, cache: KeyValueCache | None
 ) -> Tensor:
     """Run the model on tokens with the layers' context set; collective over all ranks."""
-    context, num_sequences = trained.context, len(tokens_BS)
-    context.token_ids_T = tokens_BS.T.reshape(-1)
-    context.token_index_T = position_BS.T.reshape(-1)
-    context.sample_index_B = torch.arange(num_sequences, device=tokens_BS.device)
-    context.num_rollouts = 1
-    context.padding = None
-    if trained.config.model.position == "learned":  # padding at the end may be beyond the last position
-        position_BS = position_BS.clamp_max(trained.config.data.sequence_length - 1)
+    position_BS = describe_pass(trained, tokens_BS, position_BS)
     return trained.decoder.whole_logits(tokens_BS, position_BS, cache)
 
 

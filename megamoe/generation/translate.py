@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,17 @@ def translate(
     Sources of similar lengths form a batch. cached: see `runner.prepare`, which tells whether a model can;
     otherwise every source is translated by itself.
     """
-    tasks = list(_tasks(trained, direction, sentences, search, lengths))
+    tasks = []
+    seen: Counter[tuple[int, ...]] = Counter()
+    for number, tokens in enumerate(sentences.tokens):
+        limit = lengths.limit(len(tokens), trained, len(direction.target_prefix))
+        if tokens and isinstance(search, BeamOptions):
+            tasks.append(_Task(number, tokens, limit))
+        elif tokens and isinstance(search, Drawing):
+            for _ in range(search.n_best):
+                key = search.sampling.key_of(tokens, seen[tuple(tokens)])
+                tasks.append(_Task(number, tokens, limit, key))
+                seen[tuple(tokens)] += 1
     tasks.sort(key=lambda task: -len(task.tokens))
     found: list[list[Hypothesis]] = [[] for _ in sentences.tokens]
     size = batch_size if cached else 1
@@ -87,28 +97,6 @@ def translate(
         for task, hypotheses in zip(batch, _batch(trained, direction, batch, search, cached), strict=True):
             found[task.number] += hypotheses
     return [sorted(each, key=lambda one: -one.score) for each in found]
-
-
-def _tasks(
-    trained: TrainedModel,
-    direction: TranslationDirection,
-    sentences: Sentences,
-    search: BeamOptions | Drawing,
-    lengths: Lengths,
-) -> Iterator[_Task]:
-    """Yield the sources that are not blank; for draws each as often as it is drawn."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    prefix = len(direction.target_prefix)
-    for number, tokens in enumerate(sentences.tokens):
-        if not tokens:
-            continue
-        limit = lengths.limit(len(tokens), trained, prefix)
-        if isinstance(search, BeamOptions):
-            yield _Task(number, tokens, limit)
-            continue
-        for _ in range(search.n_best):
-            yield _Task(number, tokens, limit, search.sampling.key_of(tokens, seen[tuple(tokens)]))
-            seen[tuple(tokens)] += 1
 
 
 def _batch(

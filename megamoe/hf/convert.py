@@ -1,7 +1,6 @@
 """The classes by the config.json of a folder, and the map between its tensors and ours, checked."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megamoe.hf.family import HEAD, WORDS, Family, as_config
 from megamoe.hf.folder import CONFIG, Folder, shown
 from megamoe.hf.keys import Json
 from megamoe.hf.quantised import FLOATS, Weights, weights_of
-from megamoe.hf.rules import Rule
+from megamoe.hf.rules import Rule, flat
 from megamoe.hf.tensor_files import Shape
 
 INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -89,10 +88,10 @@ def _check_tensors(
 
     left_out: the blocks of multi-token prediction that may be there without a rule.
     """
-    expected = {name: shape for rule in _flat(groups) for name, shape in rule.source_shapes().items()}
+    expected = {name: shape for rule in flat(groups) for name, shape in rule.source_shapes().items()}
     for name, shape in expected.items():
         _check_tensor(folder, name, shape, family)
-    for rule in _flat(groups):
+    for rule in flat(groups):
         dtypes = sorted({_name(folder.tensors[name].dtype) for name in rule.sources})
         if len(dtypes) > 1:
             raise UserError(
@@ -139,10 +138,6 @@ def _check_copy(folder: Weights, name: str, main: str) -> None:
     same_shape = folder.tensors[name].shape == folder.tensors[main].shape
     if not same_shape or not torch.equal(folder.read(name), folder.read(main)):
         raise UserError(f"{folder.path}: {shown(name)} is not {main}, of which it must be a copy")
-
-
-def _flat(groups: Iterable[Iterable[Rule]]) -> list[Rule]:
-    return [rule for group in groups for rule in group]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,13 +7,13 @@ that the model was imported from, if it was; otherwise from the configuration.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megamoe.checkpoint.format.folder import find_checkpoints
+from megamoe.checkpoint.format.folder import candidates, find_checkpoints
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.checkpoint.tools.stream import new_tree
 from megamoe.checkpoint.tools.verify import refuse_damaged
@@ -37,7 +37,7 @@ from megamoe.hf.folder import (
 )
 from megamoe.hf.import_folder import KEPT
 from megamoe.hf.keys import NUM_FURTHER, Json
-from megamoe.hf.rules import Rule
+from megamoe.hf.rules import Rule, flat
 from megamoe.hf.tensor_files import Stored, TensorWriter
 from megamoe.hf.tokenizer import tokenizer_files
 
@@ -101,11 +101,8 @@ def export_run(
 
 def _checkpoint(path: Path) -> Path:
     found, is_run = find_checkpoints(path)
-    if not is_run:
-        return found[0]
-    from megamoe.checkpoint.format.folder import candidates
-
-    return (candidates(found[0].parent) or found)[0]
+    newest = candidates(found[0].parent) if is_run else []
+    return (newest or found)[0]
 
 
 def _target(
@@ -206,7 +203,7 @@ def _stored(
     """
     left = {name.removeprefix(WEIGHT) for name in reader.names(WEIGHT)}
     stored: dict[str, Stored] = {}
-    for rule in _flat(target):
+    for rule in flat(target.rules):
         if rule.target not in left:
             raise UserError(f"{reader.path}: {shown(rule.target)} is missing; name another checkpoint")
         left.discard(rule.target)
@@ -234,15 +231,15 @@ def _write_tensors(
 ) -> None:
     """Write the files one after the other; a tensor of ours that lies in two of them is read twice."""
     shards = _shards(stored, shard_bytes)
-    names = (
-        [WEIGHTS] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
-    )
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = names if count > 1 else [WEIGHTS]
     for name, shard in zip(names, shards, strict=True):
         with TensorWriter(folder / name, {each: stored[each] for each in shard}, METADATA) as writer:
-            for rule in _flat(target):
+            for rule in flat(target.rules):
                 if not shard.isdisjoint(rule.sources):
                     _write_sources(writer, reader, rule, shard, stored)
-    if len(shards) > 1:
+    if count > 1:
         total = sum(each.num_bytes for each in stored.values())
         where = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
         index = {"metadata": {"total_size": total}, WEIGHT_MAP: dict(sorted(where.items()))}
@@ -273,10 +270,6 @@ def _shards(stored: dict[str, Stored], shard_bytes: int) -> list[set[str]]:
     return shards
 
 
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
 def _config(target: Target, stored: dict[str, Stored]) -> Json:
     """Return config.json: the kept one as it is, where it says the same as the configuration."""
     like, family = target.like, target.family
@@ -303,8 +296,3 @@ KEPT_KEYS = (
     "pad_token_id",
     "use_cache",
 )
-
-
-def _flat(target: Target) -> Iterator[Rule]:
-    for group in target.rules:
-        yield from group

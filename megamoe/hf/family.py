@@ -58,15 +58,9 @@ OF_TRAINING = frozenset(
         "moe.router.replay",
     }
 )
-# Keys that the values below stand for, with their defaults filled in.
-FILLED_IN = frozenset(
+# Keys for which `function_of` has others, or which it fills in only where they matter.
+REPLACED = frozenset(
     {
-        "model.num_query_groups",
-        "model.head_size",
-        "model.attention.input_bias",
-        "model.attention.output_bias",
-        "model.attention.scale",
-        "model.attention.window",
         "model.attention.window_blocks",
         "model.ffn_hidden_size",
         "moe.expert_ffn_hidden_size",
@@ -237,7 +231,7 @@ def function_of(config: RunConfig) -> Json:
     found = {
         name: value
         for name, value in flat.items()
-        if not any(name == key or name.startswith(f"{key}.") for key in OF_TRAINING | FILLED_IN)
+        if not any(name == key or name.startswith(f"{key}.") for key in OF_TRAINING | REPLACED)
         and (blocks or not name.startswith("moe."))
     }
     model = config.model

@@ -105,20 +105,13 @@ def _dtype(source: Source, rule: Rule) -> torch.dtype:
 
 
 def _meta(source: Source, config: Json, precision: str) -> Json:
-    layout = {
-        "ranks": 1,
-        "tensor": 1,
-        "expert": 1,
-        "expert_tensor": 1,
-        "zero_stage": 0,
-        "precision": precision,
-    }
+    sizes = dict.fromkeys(("ranks", "tensor", "expert", "expert_tensor"), 1)
     counts = dict.fromkeys(("step", "samples", "micro_batches", "skipped_steps", "tokens"), 0)
     return {
         "format": FORMAT,
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **counts,
-        "layout": layout,
+        "layout": {**sizes, "zero_stage": 0, "precision": precision},
         "loss_scaler": {},
         "vocabulary": source.words,
         "config": config,

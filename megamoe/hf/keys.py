@@ -107,6 +107,15 @@ def mapped(name: str, ours: str, values: Sequence[tuple[Any, Any]], default: Any
     return Entry({name: default}, read, write)
 
 
+def converted(
+    name: str, ours: str, default: Any, *, read: Callable[[Any], Any], write: Callable[[RunConfig], Any]
+) -> Entry:
+    """A key whose value follows from another here: `read` turns theirs into ours, `write` gives theirs."""
+    return Entry(
+        {name: default}, lambda given: {ours: read(given[name])}, lambda config: {name: write(config)}
+    )
+
+
 def only(name: str, *values: Any, default: Any = None, written: bool = True) -> Entry:
     """A key whose other values have no counterpart here; a new config.json gets the first, if `written`."""
 

@@ -8,9 +8,7 @@ mxfp4   MXFP4 of gpt-oss (OCP Microscaling Formats 1.0): <name>_blocks with two 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +25,6 @@ EXPONENT_BIAS = 127
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Weights(Protocol):
-    """A folder, or a view of one: see `Folder`."""
-
-    path: Path
-    config: Json
-    tensors: dict[str, Stored]
-
-    def read(self, name: str) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """A tensor that is made of others. parts: their names. make: from these tensors to it."""
-
-    parts: tuple[str, ...]
-    make: Callable[..., Tensor]
-
-
 class Dequantised:
     """A folder with a `quantization_config` as its weights in their dtype; the attributes are `Folder`'s.
 
@@ -56,7 +36,7 @@ class Dequantised:
         self.path, self._folder = folder.path, folder
         self.config = {name: value for name, value in folder.config.items() if name != KEY}
         self.tensors = dict(folder.tensors)
-        self._made: dict[str, Quantised] = {}
+        self._made: dict[str, Callable[[], Tensor]] = {}
         options = folder.config[KEY]
         self.dtype = _dtype_of(folder)
         method = options.get("quant_method") if isinstance(options, dict) else options
@@ -69,10 +49,7 @@ class Dequantised:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of `tensors`."""
-        made = self._made.get(name)
-        if made is None:
-            return self._folder.read(name)
-        return made.make(*(self._folder.read(part) for part in made.parts))
+        return self._made[name]() if name in self._made else self._folder.read(name)
 
     def _find_fp8(self, options: Json) -> None:
         size = options.get("weight_block_size")
@@ -130,7 +107,10 @@ class Dequantised:
         for part in parts:
             del self.tensors[part]
         self.tensors[name] = Stored(self.dtype, shape)
-        self._made[name] = Quantised(parts, make)
+        self._made[name] = lambda: make(*(self._folder.read(part) for part in parts))
+
+
+Weights = Folder | Dequantised
 
 
 def weights_of(folder: Folder) -> Weights:

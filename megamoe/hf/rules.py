@@ -6,7 +6,7 @@ copies them out; so both directions are the same line.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -138,6 +138,11 @@ def _term(term: str, dims: Dims) -> int:
     match = TERM.match(term)
     assert match is not None and term, term
     return int(match[1] or 1) * (dims[match[2]] if match[2] else 1)
+
+
+def flat(groups: Iterable[Iterable[Rule]]) -> list[Rule]:
+    """Return the rules of all groups."""
+    return [rule for group in groups for rule in group]
 
 
 def expand(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,19 +117,12 @@ def read_tensor(path: Path, stored: Stored) -> Tensor:
     try:
         with open_plain(path) as file:
             file.seek(stored.start)
-            _read_into(file, tensor.view(-1).view(torch.uint8).numpy().data)
+            memory = tensor.view(-1).view(torch.uint8).numpy().data
+            if file.readinto(memory) < len(memory):  # type: ignore[attr-defined]
+                raise ValueError("it ends early")
     except (OSError, ValueError) as error:
         raise broken(path, reason(error)) from None
     return tensor
-
-
-def _read_into(file: BinaryIO, memory: memoryview) -> None:
-    at = 0
-    while at < len(memory):
-        count = file.readinto(memory[at:])  # type: ignore[attr-defined]
-        if not count:
-            raise ValueError("it ends early")
-        at += count
 
 
 class TensorWriter:

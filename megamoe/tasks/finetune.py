@@ -3,16 +3,17 @@
 import gc
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megamoe.analysis.trained_model import Session
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import candidates
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig
+from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.labels import ENDING
 from megamoe.errors import ExitCode
 from megamoe.parallel.consensus import catch_error, gather_from_ranks, raise_any_error
@@ -29,16 +30,17 @@ from megamoe.tasks.results import (
     save_results,
     save_scores,
 )
-from megamoe.tasks.runs import data_folder, has_moe, pretrained_config, run_config, run_name, tokenizer_of
-from megamoe.tasks.schema import VALID, Task, as_data
+from megamoe.tasks.runs import data_folder, pretrained_config, run_config, run_name, tokenizer_of
+from megamoe.tasks.schema import VALID, Task
 from megamoe.train.loop import train
 
 LAYOUT = "parallel."  # of overrides that do not change the result
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command's. output: None: `runs/<task>/<name of the pretrained run>`."""
+    """Options of the command. output: by default `runs/<task>/<name of the pretrained run>`."""
 
     checkpoint: Path
     output: Path | None = None
@@ -60,7 +62,7 @@ def finetune(task: Task, options: Options, session: Session) -> ExitCode:
     _on_first(session, lambda: work.open(options.overwrite))
     found: dict[int, SeedScores] = {}
     for number, seed in enumerate(task.seeds, 1):
-        done = catch_and_share(work, seed)
+        done = _on_first(session, partial(work.load, seed))
         if done is None:
             session.world.say(f"seed {seed} ({number} of {len(task.seeds)})")
             code = train(work.configs[seed], leaves=False)
@@ -77,26 +79,17 @@ def finetune(task: Task, options: Options, session: Session) -> ExitCode:
     return ExitCode.FINISHED
 
 
-def catch_and_share(work: "_Work", seed: int) -> SeedScores | None:
-    """Return the scores of a complete seed, as the first rank finds them, on every rank."""
-    loaded: list[SeedScores | None] = [None]
-
-    def load() -> None:
-        sets = [name.removeprefix(TEST) for name in work.sets]
-        loaded[0] = load_scores(work.output / run_name(seed), sets, work.task.metric_names)
-
-    _on_first(work.session, load)
-    return gather_from_ranks(loaded[0])[0]
-
-
-def _on_first(session: Session, action: Callable[[], None]) -> None:
-    """Run an action on the first rank; its error is raised on every rank. Collective."""
-    raise_any_error(catch_error(action) if session.world.is_first else None)
+def _on_first(session: Session, action: Callable[[], Result]) -> Result:
+    """Run an action on the first rank; return its result, or raise its error, on every rank. Collective."""
+    results: list[Result] = []
+    problem = catch_error(lambda: results.append(action())) if session.world.is_first else None
+    raise_any_error(problem)
+    return gather_from_ranks(results)[0][0]
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What the seeds have in common. configs: the runs' by seed."""
+    """What the runs of all seeds have in common. configs: their configurations, by seed."""
 
     task: Task
     examples: Examples
@@ -115,7 +108,7 @@ class _Work:
         tokenizer = tokenizer_of(task, pretrained, meta["vocabulary"])
         name = str(meta["config"].get("name") or checkpoint.name)
         output = options.output or Path("runs") / task.name / name
-        if task.frozen and not has_moe(pretrained):
+        if task.frozen and not moe_layer_numbers(pretrained):
             session.world.say(f"{checkpoint}: a dense model, of which nothing is frozen")
         configs = {
             seed: run_config(
@@ -132,7 +125,7 @@ class _Work:
             )
             for seed in task.seeds
         }
-        settings = {key: value for key, value in as_data(task).items() if key != "seeds"}
+        settings = {key: value for key, value in asdict(task).items() if key != "seeds"}
         identity = {
             "task": settings,
             "examples": digest(examples),
@@ -152,17 +145,22 @@ class _Work:
         open_output(self.output, self.identity, overwrite)
         write_examples(self.examples, data_folder(self.output))
 
+    def load(self, seed: int) -> SeedScores | None:
+        """Return the scores of a seed that is complete; on the first rank."""
+        sets = [name.removeprefix(TEST) for name in self.sets]
+        return load_scores(self.output / run_name(seed), sets, self.task.metric_names)
+
     def evaluate(self, seed: int) -> SeedScores:
         """Predict all sets with the selected model, save predictions and scores; collective."""
         folder = self.output / run_name(seed)
         checkpoint = self._selected(folder)
         predictions = self._predictions(checkpoint, self.sets)
+        named = {name.removeprefix(TEST): rows for name, rows in predictions.items()}
         of_sets = {
             name.removeprefix(TEST): scores(self.task, self.examples.sets[name], rows)
             for name, rows in predictions.items()
         }
         found = SeedScores(read_meta(checkpoint)["step"], of_sets)
-        named = {name.removeprefix(TEST): rows for name, rows in predictions.items()}
         _on_first(self.session, lambda: save_scores(folder, found, named))
         return found
 

@@ -113,7 +113,11 @@ def results(
             **_over_seeds(task, of_seeds),
             "majority": majority(task, examples.sets[TRAIN], rows),
         }
-    tests = [sets[name] for name in examples.tests]
+
+    def mean_of_tests(of_sets: Mapping[str, Scores]) -> Scores:
+        chosen = [of_sets[name] for name in examples.tests]
+        return {metric: sum(each[metric] for each in chosen) / len(chosen) for metric in chosen[0]}
+
     return {
         **about,
         "task": task.name,
@@ -122,21 +126,8 @@ def results(
         "seeds": {str(seed): {"step": found.step, "sets": found.sets} for seed, found in seeds.items()},
         "sets": sets,
         "mean": {
-            **_over_seeds(
-                task,
-                [
-                    {
-                        metric: sum(found.sets[name][metric] for name in examples.tests) / len(tests)
-                        for metric in task.metric_names
-                    }
-                    for found in seeds.values()
-                ],
-            ),
-            "majority": {
-                metric: sum(each["majority"][metric] for each in tests) / len(tests)
-                for metric in task.metric_names
-                if tests[0]["majority"]
-            },
+            **_over_seeds(task, [mean_of_tests(found.sets) for found in seeds.values()]),
+            "majority": mean_of_tests({name: sets[name]["majority"] for name in examples.tests}),
         },
     }
 

@@ -144,11 +144,6 @@ def data_folder(output: Path) -> Path:
     return output / "data"
 
 
-def has_moe(config: RunConfig) -> bool:
-    """Return whether a model has MoE layers."""
-    return bool(moe_layer_numbers(config))
-
-
 def _tree(
     task: Task, examples: Examples, pretrained: RunConfig, tokenizer: str, vocabulary: int
 ) -> dict[str, Any]:
@@ -173,7 +168,7 @@ def _tree(
             "hidden_dropout": task.dropout,
             "attention_dropout": task.dropout,
         },
-        "moe": saved["moe"] | {"frozen": task.frozen if has_moe(pretrained) else []},
+        "moe": saved["moe"] | {"frozen": task.frozen if moe_layer_numbers(pretrained) else []},
         "data": {
             "tokenizer": tokenizer,
             "sequence_length": task.sequence_length or pretrained.data.sequence_length,

@@ -1,6 +1,5 @@
 """The task file: every key of its YAML, its default and its meaning."""
 
-import dataclasses
 import json
 import re
 from dataclasses import dataclass, field
@@ -90,11 +89,6 @@ def load_task(path: Path, overrides: list[str]) -> Task:
     if problem is not None:
         raise UserError(f"{path}: {problem}")
     return task
-
-
-def as_data(task: Task) -> dict[str, Any]:
-    """Return the task as plain data for JSON."""
-    return dataclasses.asdict(task)
 
 
 def _as_text(value: Any) -> Any:

@@ -16,8 +16,7 @@ from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, small_run
-from tests.test_bad_input_of_tools import tool
-from tests.tiny import one_line, tiny
+from tests.tiny import one_line, tiny, tool
 
 CAPACITY = {"name": "per_expert", "factor": 0.5}
 ROUTER: dict[str, Any] = {"scorer": "linear", "selector": {"name": "top_k", "k": 2}, "capacity": CAPACITY}

@@ -11,6 +11,7 @@ from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.generation.languages import Sentences, TranslationDirection
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
+from megamoe.moe.padding import SourceTokens
 from megamoe.moe.part import StepContext
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout
@@ -67,13 +68,6 @@ def whole_batch(trained: TrainedModel, source: list[int], targets: list[list[int
     source_BL, tokens_BS = torch.tensor([source] * len(targets)), torch.tensor(targets)
     # The layers of both stacks see plain sequences: nothing is padding, one sequence.
     context.padding = context.token_ids_T = context.token_index_T = context.sample_index_B = None
-    set_source(trained, source)
+    context.source = SourceTokens(torch.arange(len(source)), torch.tensor(source))
     positions = [torch.arange(side.shape[1]).expand_as(side) for side in (tokens_BS, source_BL)]
     return model.whole_logits(tokens_BS, positions[0], source_BL, positions[1])
-
-
-def set_source(trained: TrainedModel, source: list[int]) -> None:
-    """Tell the encoder's MoE layers which tokens they see."""
-    from megamoe.moe.padding import SourceTokens
-
-    trained.context.source = SourceTokens(torch.arange(len(source)), torch.tensor(source))

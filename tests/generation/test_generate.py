@@ -61,7 +61,7 @@ def differences(ranks: Session, path: Path) -> list[float]:
     can, _ = prepare(trained, keep_capacity=False, cache=True)
     assert can
     prompts = encoded(trained, PROMPTS[:3], 6)
-    runner = CachedRunner(trained, prompts, 6, lambda position_BS: None)
+    runner = CachedRunner(trained, prompts, 6)
     logits_BV = runner.begin()
     sequences = [list(prompt) for prompt in prompts]
     for _ in range(5):

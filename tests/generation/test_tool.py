@@ -1,6 +1,7 @@
 """tools/generate.py: what it writes, and bad input in one line."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,7 @@ import pytest
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import small_run
-from tests.test_bad_input_of_tools import tool
-from tests.tiny import one_line
+from tests.tiny import tool
 
 
 def trained_and_asked(folder: Path) -> tuple[int, str]:
@@ -63,15 +63,7 @@ def test_what_it_writes(pool: Pool, tmp_path: Path) -> None:
         (["--file=none.txt"], "error: --file: none.txt: No such file or directory; expected"),
     ],
 )
-def test_bad_input_is_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    restored_process: None,
-    options: list[str],
-    expected: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_one_line(refused: Callable[..., str], options: list[str], expected: str) -> None:
     Path("empty.txt").write_text("\n \n")
     Path("bytes.txt").write_bytes(b"\xff")
-    assert expected in one_line(tool("generate").main(["no_run", *options]), capsys)
+    assert expected in refused("generate", "no_run", *options)

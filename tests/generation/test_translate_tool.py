@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ from megamoe.train.trainer import Trainer
 from tests.data.parallel_text.pairs import make_pairs
 from tests.distributed.pool import Pool
 from tests.distributed.runs import small_run
-from tests.test_bad_input_of_tools import tool
-from tests.tiny import one_line
+from tests.tiny import tool
 
 TRANSLATING: dict[str, Any] = {
     "model__architecture": "encoder_decoder",
@@ -84,26 +84,12 @@ def by_sacrebleu(references: Path, hypotheses: Path) -> dict[str, tuple[float, s
 def test_what_it_writes_and_scores(pool: Pool, runs: Path) -> None:
     files = {name: runs / name for name in ("hypotheses", "references", "all.json")}
     (runs / "lines").write_text("\ufeff123\n\n77\n", encoding="utf-8")  # a mark of the byte order is no text
+    written = [f"--output={files['hypotheses']}", f"--write-references={files['references']}"]
+    of_lines = ["pairs", *DIRECTION, f"--input={runs / 'lines'}", "--max-extra=3"]
     calls = [
-        [
-            "pairs",
-            *DIRECTION,
-            "--sample",
-            "--top-k=8",
-            "--score",
-            f"--output={files['hypotheses']}",
-            f"--write-references={files['references']}",
-            f"--json={files['all.json']}",
-        ],
-        ["pairs", *DIRECTION, f"--input={runs / 'lines'}", "--beams=1", "--max-extra=3"],
-        [
-            "pairs",
-            *DIRECTION,
-            f"--input={runs / 'lines'}",
-            "--early-stopping=never",
-            "--max-extra=3",
-            f"--json={runs / 'beams.json'}",
-        ],
+        ["pairs", *DIRECTION, "--sample", "--top-k=8", "--score", *written, f"--json={files['all.json']}"],
+        [*of_lines, "--beams=1"],
+        [*of_lines, "--early-stopping=never", f"--json={runs / 'beams.json'}"],
     ]
     ((scored, lines, beams),) = pool.run(called, runs, calls, ranks=1)
     assert scored[0] == lines[0] == 0, scored[2] + lines[2]
@@ -164,40 +150,28 @@ def test_two_ranks_translate_as_one(pool: Pool, runs: Path) -> None:
                 assert one["score"] == pytest.approx(other["score"], abs=1e-5)
 
 
-MISTAKES = {
-    "a decoder": (
-        ["decoder", *DIRECTION],
-        "saved with model.architecture decoder; this tool reads encoder_de",
-    ),
-    "another direction": (
-        ["pairs", "--from=de", "--to=en"],
-        "was not trained for it; it translates en-de",
-    ),
-    "a language that it did not learn": (["pairs", "--from=en", "--to=it"], "--from en --to it: "),
-    "a split that is not there": (
-        ["pairs", *DIRECTION, "--split=dev"],
-        "there is test.pairs.json, train.pair",
-    ),
-    "an empty file": (["pairs", *DIRECTION, "--input={}/blank"], "--input: has no text; expected a sentence"),
-    "too long": (
-        ["pairs", *DIRECTION, "--input={}/long"],
-        "line 2: its source has 42 tokens with tag and end",
-    ),
-    "references": (
+MISTAKES = [
+    (["decoder", *DIRECTION], "saved with model.architecture decoder; this tool reads encoder_de"),
+    (["pairs", "--from=de", "--to=en"], "was not trained for it; it translates en-de"),
+    (["pairs", "--from=en", "--to=it"], "--from en --to it: "),  # a language that it did not learn
+    (["pairs", *DIRECTION, "--split=dev"], "there is test.pairs.json, train.pair"),
+    (["pairs", *DIRECTION, "--input={}/blank"], "--input: has no text; expected a sentence"),
+    (["pairs", *DIRECTION, "--input={}/long"], "line 2: its source has 42 tokens with tag and end"),
+    (
         ["pairs", *DIRECTION, "--input={}/long", "--score", "--reference={}/blank"],
         "--reference: has 1 lines, --input 2; expected a reference for each line",
     ),
-}
+]
 
 
 def test_mistakes_are_lines(pool: Pool, runs: Path) -> None:
     (runs / "blank").write_text("\n")
     (runs / "long").write_text(f"1\n{'1' * 40}\n")
-    calls = [[option.format(runs) for option in options] for options, _ in MISTAKES.values()]
+    calls = [[option.format(runs) for option in options] for options, _ in MISTAKES]
     calls.append(["pairs", *DIRECTION, f"--input={runs / 'long'}", "--too-long=truncate", "--beams=1"])
     (found,) = pool.run(called, runs, calls, ranks=1)
-    for (code, out, err), (name, (_, expected)) in zip(found, MISTAKES.items(), strict=False):
-        assert (code, out, err.count("\n")) == (2, "", 1) and expected in err, f"{name}: {err}"
+    for (code, out, err), (_, expected) in zip(found, MISTAKES, strict=False):
+        assert (code, out, err.count("\n")) == (2, "", 1) and expected in err, f"{expected}: {err}"
     code, out, err = found[-1]
     assert (code, out.count("\n")) == (0, 2) and "1 sources cut to data.sequence_length" in err
 
@@ -226,13 +200,5 @@ def test_mistakes_are_lines(pool: Pool, runs: Path) -> None:
         ([], "no_run"),
     ],
 )
-def test_bad_options_are_lines(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    restored_process: None,
-    options: list[str],
-    expected: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert expected in one_line(tool("translate").main(["no_run", *DIRECTION, *options]), capsys)
+def test_bad_options_are_lines(refused: Callable[..., str], options: list[str], expected: str) -> None:
+    assert expected in refused("translate", "no_run", *DIRECTION, *options)

@@ -13,7 +13,7 @@ from megamoe.harness.scoring import Question
 from tests.distributed.pool import Pool
 from tests.distributed.runs import trained_on_bytes
 from tests.harness.test_scoring import THRESHOLD, by_perplexity
-from tests.test_bad_input_of_tools import tool
+from tests.tiny import tool
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'megamoe[eval]'")
 ROOT = Path(__file__).parents[2]

@@ -1,10 +1,14 @@
 """Small random models of transformers, of each class that can be converted, in folders as it saves them."""
 
+import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 WORDS = 48
@@ -33,6 +37,8 @@ OTHER = {
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 NO_LOSS = {"router_aux_loss_coef": 0.0}
+FOUR_LOCAL = {**NO_LOSS, "num_local_experts": 4, "intermediate_size": 16}
+SIX_LOCAL = {**NO_LOSS, "num_local_experts": 6, "intermediate_size": 8}
 EXPERTS = {**NO_LOSS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {
     "n_routed_experts": 8,
@@ -78,15 +84,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mixtral": (
         "MixtralConfig",
-        {**SHAPE, **NO_LOSS, "intermediate_size": 16, "num_local_experts": 4},
-        {
-            **OTHER,
-            **ROPE,
-            **NO_LOSS,
-            "intermediate_size": 8,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-        },
+        {**SHAPE, **FOUR_LOCAL},
+        {**OTHER, **ROPE, **SIX_LOCAL, "num_experts_per_tok": 3},
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -109,34 +108,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "GraniteMoeSharedConfig",
         {
             **SHAPE,
-            **NO_LOSS,
-            "num_local_experts": 4,
-            "intermediate_size": 16,
+            **FOUR_LOCAL,
             "shared_intermediate_size": 24,
             "embedding_multiplier": 3.0,
             "logits_scaling": 1.5,
             "residual_multiplier": 0.6,
             "attention_multiplier": 0.2,
         },
-        {**OTHER, **NO_LOSS, "num_local_experts": 6, "intermediate_size": 8, "attention_bias": True},
+        {**OTHER, **SIX_LOCAL, "attention_bias": True},
     ),
     "gpt_oss": (
         "GptOssConfig",
-        {
-            **SHAPE,
-            **NO_LOSS,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 16,
-            "head_dim": 12,
-            "sliding_window": 10,
-        },
+        {**SHAPE, **FOUR_LOCAL, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 10},
         {
             **OTHER,
             **ROPE,
-            **NO_LOSS,
-            "num_local_experts": 6,
-            "intermediate_size": 8,
+            **SIX_LOCAL,
             "head_dim": 4,
             "sliding_window": 7,
             "layer_types": ["full_attention", "full_attention", "sliding_attention"],
@@ -166,6 +153,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def both_of(kinds: Iterable[str]) -> list[Any]:
+    """Return (kind, number) of both configurations as parameters; the second is a full test."""
+    return [
+        pytest.param(kind, number, id=f"{kind}-{number}", marks=[pytest.mark.full] if number else [])
+        for kind in kinds
+        for number in (0, 1)
+    ]
+
+
 def make(kind: str, folder: Path, number: int = 0, **changes: Any) -> Any:
     """Save a random model of a class as transformers does; return it. number: which configuration."""
     import transformers  # here: its import takes two seconds
@@ -173,7 +169,7 @@ def make(kind: str, folder: Path, number: int = 0, **changes: Any) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     name, *configs = CONFIGS[kind]
-    kwargs = {key: value for key, value in (configs[number] | changes).items()}
+    kwargs = configs[number] | changes
     shard = kwargs.pop("max_shard_size", "5GB")
     config = getattr(transformers, name)(**kwargs)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -195,6 +191,17 @@ def randomise(model: Any) -> None:
             tensor.copy_(1 + 0.3 * noise)
         else:
             tensor.copy_(noise * (0.2 if tensor.dim() > 1 else 0.3))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change keys of config.json."""
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | changes, indent=2) + "\n")
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Replace the tensors."""
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def tokens(count: int = 3, length: int = LENGTH) -> Tensor:

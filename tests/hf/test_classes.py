@@ -12,22 +12,21 @@ from torch import Tensor
 from megamoe.analysis.trained_model import Session
 from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary
+from megamoe.generation.beam_search import BeamOptions
+from megamoe.generation.beams import continued
 from megamoe.generation.generate import generate
 from megamoe.generation.sampling import Sampling
 from megamoe.hf.export_run import export_run
 from megamoe.hf.families import FAMILIES
 from megamoe.hf.import_folder import import_folder
 from megamoe.parallel.launch import find_world
-from tests.hf.models import CONFIGS, WORDS, make, tokens
+from tests.hf.models import CONFIGS, WORDS, both_of, make, tokens
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
-CASES = [
-    pytest.param(kind, number, id=f"{kind}-{number}", marks=[pytest.mark.full] if number else [])
-    for kind in CONFIGS
-    for number in (0, 1)
-]
-NEW = 64
+CASES = both_of(CONFIGS)
+NEW, FEW = 64, 8  # tokens
+QUICK = ("llama-0", "mixtral-0", "granitemoeshared-0")  # of the tests of generation
 
 
 def opened(run: Path, *overrides: str) -> Any:
@@ -68,18 +67,35 @@ def test_logits_are_those_of_transformers_and_the_way_back_gives_the_same_files(
     same_files(tmp_path / "hf", tmp_path / "back")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("kind", "number"), [(kind, number) for kind in CONFIGS for number in (0, 1)])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        pytest.param(*case.values, id=case.id, marks=[] if case.id in QUICK else [pytest.mark.full])
+        for case in CASES
+    ],
+)
 @torch.no_grad()
-def test_greedy_tokens_are_those_of_transformers(kind: str, number: int, tmp_path: Path) -> None:
+def test_greedy_tokens_and_beams_are_those_of_transformers(kind: str, number: int, tmp_path: Path) -> None:
     theirs = make(kind, tmp_path / "hf", number)
     import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
-    ours = dataclasses.replace(opened(tmp_path / "run"), vocabulary=Vocabulary(WORDS, None, ByteTokenizer()))
     prompts = [[5, 7, 11, 2], [40], [3, 9, 27, 33, 3, 9, 27, 33, 1]]
-    expected = [greedy(theirs, prompt) for prompt in prompts]
+    expected = [their_tokens(theirs, prompt) for prompt in prompts]
     assert len({token for each in expected for token in each}) > 3, "they repeat themselves"
-    found = generate(ours, prompts, Sampling(max_tokens=NEW, temperature=0.0), batch_size=3)
+    end = expected[0][NEW // 2]
+    ended = [their_tokens(theirs, prompt, end) for prompt in prompts]
+    searched = [their_tokens(theirs, prompt, end, beams=3, most=FEW) for prompt in prompts[:2]]
+    assert len(ended[0]) < NEW
+    sampling, options = Sampling(max_tokens=NEW, temperature=0.0), BeamOptions(3, min_length=0)
+    trained = opened(tmp_path / "run")
+    ours = dataclasses.replace(trained, vocabulary=Vocabulary(WORDS, None, ByteTokenizer()))
+    found = generate(ours, prompts, sampling, batch_size=3)
     assert [result.tokens for result in found] == expected
+    ours = dataclasses.replace(trained, vocabulary=Vocabulary(WORDS, end, ByteTokenizer()))
+    for size, cached in ((3, True), (1, False)):
+        found = generate(ours, prompts, sampling, batch_size=size, cached=cached)
+        assert [result.tokens for result in found] == ended
+        found = continued(ours, prompts[:2], options, FEW, batch_size=size, cached=cached)
+        assert [result.tokens for result in found] == searched
 
 
 @pytest.mark.full
@@ -100,10 +116,19 @@ def test_in_bf16_logits_are_as_near_as_those_of_transformers(kind: str, tmp_path
     assert 0 < mine < 1.5 * others < 0.3
 
 
-def greedy(model: Any, prompt: list[int]) -> list[int]:
+def their_tokens(
+    model: Any, prompt: list[int], end: int | None = None, beams: int = 1, most: int = NEW
+) -> list[int]:
+    """The continuation by transformers: greedy, or by a beam search."""
     tokens_BS = torch.tensor([prompt])
     found_BS: Tensor = model.generate(
-        tokens_BS, attention_mask=torch.ones_like(tokens_BS), max_new_tokens=NEW, do_sample=False
+        tokens_BS,
+        attention_mask=torch.ones_like(tokens_BS),
+        max_new_tokens=most,
+        do_sample=False,
+        num_beams=beams,
+        eos_token_id=end,
+        pad_token_id=end,
     )
     new: list[int] = found_BS[0, len(prompt) :].tolist()
     return new

@@ -1,7 +1,7 @@
 """Folders that cannot be converted: one line that names what is wrong, exit code 2, nothing half-written."""
 
-import importlib.util
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -9,25 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.hf.models import make
-from tests.tiny import one_line
+from tests.hf.models import change_config, make, write_tensors
+from tests.tiny import tool
 
 pytest.importorskip("transformers")
-TOOL = Path(__file__).parents[2] / "tools/convert_hf.py"
 FIRST = "model.layers.0.block_sparse_moe."
 Change = Callable[[Path], None]
-
-
-def main_of_tool() -> Callable[[list[str]], int]:
-    spec = importlib.util.spec_from_file_location("convert_hf", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[[list[str]], int] = module.main
-    return found
+Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +28,18 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copied(source: Path, folder: Path) -> Path:
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+@pytest.fixture
+def run(mixtral: Path, tmp_path: Path) -> Path:
+    """The imported model."""
+    assert tool("convert_hf").main(["import", str(mixtral), str(tmp_path / "run")]) == 0
+    return tmp_path / "run"
 
 
 def tensors(change: Callable[[dict[str, Tensor]], Any]) -> Change:
     def apply(folder: Path) -> None:
         found = load_file(folder / "model.safetensors")
         change(found)
-        save_file(found, folder / "model.safetensors", {"format": "pt"})
+        write_tensors(folder, found)
 
     return apply
 
@@ -62,11 +53,7 @@ def shape_of_another(found: dict[str, Tensor]) -> None:
 
 
 def keys(**changes: Any) -> Change:
-    def apply(folder: Path) -> None:
-        content = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**content, **changes}))
-
-    return apply
+    return lambda folder: change_config(folder, **changes)
 
 
 def cut_short(folder: Path) -> None:
@@ -145,35 +132,24 @@ CASES: dict[str, tuple[Change, list[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_that_cannot_be_converted_is_refused(
-    case: str, mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, mixtral: Path, tmp_path: Path, refused: Refused
 ) -> None:
-    folder = copied(mixtral, tmp_path / "hf")
     change, words = CASES[case]
-    change(folder)
-    code = main_of_tool()(["import", str(folder), str(tmp_path / "run")])
-    line = one_line(code, capsys)
+    change(Path(shutil.copytree(mixtral, tmp_path / "hf")))
+    line = refused("convert_hf", "import", "hf", "run")
     for word in words:
         assert word in line
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "something half-written"
 
 
-def test_a_run_that_exists_is_not_replaced(
-    mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_exists_is_not_replaced(mixtral: Path, tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "run").mkdir()
-    code = main_of_tool()(["import", str(mixtral), str(tmp_path / "run")])
-    assert "exists" in one_line(code, capsys)
-    code = main_of_tool()(["import", str(tmp_path / "nothing"), str(tmp_path / "other")])
-    assert "no folder" in one_line(code, capsys)
+    assert "exists" in refused("convert_hf", "import", mixtral, "run")
+    assert "no folder" in refused("convert_hf", "import", "nothing", "other")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_stands_in_the_way_of_a_class_is_named(
-    mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main = main_of_tool()
-    assert main(["import", str(mixtral), str(tmp_path / "run")]) == 0
-    capsys.readouterr()
+def test_what_stands_in_the_way_of_a_class_is_named(run: Path, tmp_path: Path, refused: Refused) -> None:
     cases = {
         "moe.router.capacity.name per_expert": ["moe.router.capacity=per_expert"],
         "moe.router.scorer.name cosine": ["moe.router.scorer=cosine"],
@@ -182,37 +158,26 @@ def test_what_stands_in_the_way_of_a_class_is_named(
         "--class: found gpt2, expected one of llama": ["--class", "gpt2"],
     }
     for words, arguments in cases.items():
-        code = main(["export", str(tmp_path / "run"), str(tmp_path / "out"), *arguments])
-        assert words in one_line(code, capsys)
+        assert words in refused("convert_hf", "export", "run", "out", *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_damaged_checkpoint_is_not_exported(
-    mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main = main_of_tool()
-    assert main(["import", str(mixtral), str(tmp_path / "run")]) == 0
-    capsys.readouterr()
-    shard = tmp_path / "run/checkpoints/step_00000000/shard_00001.safetensors"
+def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, refused: Refused) -> None:
+    shard = run / "checkpoints/step_00000000/shard_00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    code = main(["export", str(tmp_path / "run"), str(tmp_path / "out")])
-    assert "shard_00001.safetensors: damaged" in one_line(code, capsys)
+    assert "shard_00001.safetensors: damaged" in refused("convert_hf", "export", "run", "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_like_names_a_folder(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_like_names_a_folder(run: Path, tmp_path: Path, refused: Refused) -> None:
     """Its class does not matter if --class names another: it may hold a tokenizer alone."""
-    main = main_of_tool()
-    assert main(["import", str(mixtral), str(tmp_path / "run")]) == 0
     (tmp_path / "like").mkdir()
     (tmp_path / "like/tokenizer.json").write_text("{}")
     (tmp_path / "like/config.json").write_text('{"model_type": "gpt2"}')
-    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
-    assert main([*arguments, "--like", str(tmp_path / "like")]) == 0
+    arguments = ["export", str(run), str(tmp_path / "out"), "--like", str(tmp_path / "like")]
+    assert tool("convert_hf").main(arguments) == 0
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "mixtral"
-    capsys.readouterr()
-    code = main(["export", str(tmp_path / "run"), str(tmp_path / "no"), "--like", str(tmp_path / "nothing")])
-    assert "--like: " in one_line(code, capsys)
+    assert "--like: " in refused("convert_hf", "export", "run", "no", "--like=nothing")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,7 +14,7 @@ from megamoe.errors import UserError
 from megamoe.hf.export_run import export_run
 from megamoe.hf.import_folder import import_folder
 from tests.distributed.pool import Pool
-from tests.hf.models import make, tokens
+from tests.hf.models import both_of, change_config, make, tokens, write_tensors
 from tests.hf.test_classes import opened, same_files
 from tests.hf.training import all_tensors, saved_at
 
@@ -38,15 +38,9 @@ def hub_folder(kind: str, folder: Path, number: int = 0) -> tuple[Any, dict[str,
     found[f"{LAST}eh_proj.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
     for name, main in COPIES.items():
         found[LAST + name] = found.get(main, found["model.embed_tokens.weight"]).clone()
-    content = json.loads((folder / "config.json").read_text())
-    content |= {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-    write(folder, found)
+    change_config(folder, num_hidden_layers=1, num_nextn_predict_layers=1)
+    write_tensors(folder, found)
     return model, found
-
-
-def write(folder: Path, found: dict[str, Tensor]) -> None:
-    save_file(found, folder / "model.safetensors", {"format": "pt"})
 
 
 def silent(line: str) -> None:
@@ -87,14 +81,7 @@ def by_hand(model: Any, found: dict[str, Tensor], tokens_BS: Tensor, labels_BS: 
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("kind", "number"),
-    [
-        pytest.param(kind, number, marks=[pytest.mark.full] if number else [])
-        for kind in KINDS
-        for number in (0, 1)
-    ],
-)
+@pytest.mark.parametrize(("kind", "number"), both_of(KINDS))
 @torch.no_grad()
 def test_losses_are_those_of_the_formula_and_the_way_back_gives_the_same_files(
     kind: str, number: int, tmp_path: Path
@@ -166,10 +153,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         before = load_file(tmp_path / "hf/model.safetensors")
         found = dict(before)
         change(found)
-        write(tmp_path / "hf", found)
+        write_tensors(tmp_path / "hf", found)
         with pytest.raises(UserError, match=words):
             import_folder(tmp_path / "hf", tmp_path / "run", further=True)
-        write(tmp_path / "hf", before)
+        write_tensors(tmp_path / "hf", before)
     make("mixtral", tmp_path / "other")
     with pytest.raises(UserError, match="MixtralForCausalLM has no multi-token prediction here; leave out"):
         import_folder(tmp_path / "other", tmp_path / "run", further=True)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megamoe.errors import UserError
 from megamoe.hf.export_run import export_run
 from megamoe.hf.import_folder import import_folder
 from megamoe.hf.quantised import E2M1, from_blocks, from_mxfp4
-from tests.hf.models import make
+from tests.hf.models import change_config, make, write_tensors
 from tests.hf.training import all_tensors
 
 pytest.importorskip("transformers")
@@ -61,12 +61,6 @@ def test_mxfp4_is_each_half_byte_times_two_to_its_groups_exponent() -> None:
         assert float(found[expert, column, row]) == value_of_mxfp4(blocks, scales, expert, row, column)
 
 
-def change(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, "dtype": "bfloat16", **config}))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 def quantised_deepseek(folder: Path) -> dict[str, Tensor]:
     """A DeepSeek-V3 in block FP8, as it is released, with its tensors for the next token but one; return the
     tensors that it stands for.
@@ -84,7 +78,8 @@ def quantised_deepseek(folder: Path) -> dict[str, Tensor]:
             is_bias = name.endswith("e_score_correction_bias")
             expected[name] = stored[name] = tensor if is_bias else tensor.to(torch.bfloat16)
     stored["model.layers.2.eh_proj.weight"] = torch.zeros(32, 64, dtype=torch.bfloat16)
-    change(folder, {"quantization_config": FP8, "num_nextn_predict_layers": 1}, stored)
+    change_config(folder, dtype="bfloat16", quantization_config=FP8, num_nextn_predict_layers=1)
+    write_tensors(folder, stored)
     return expected
 
 
@@ -103,7 +98,8 @@ def quantised_gpt_oss(folder: Path) -> dict[str, Tensor]:
             expected[name] = from_mxfp4(*both, torch.bfloat16)
         else:
             expected[name] = stored[name] = tensor.to(torch.bfloat16)
-    change(folder, {"quantization_config": MXFP4}, stored)
+    change_config(folder, dtype="bfloat16", quantization_config=MXFP4)
+    write_tensors(folder, stored)
     return expected
 
 
@@ -143,7 +139,7 @@ def test_factors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     damage, words = DAMAGES[case]
     tensors = load_file(tmp_path / "hf/model.safetensors")
     damage(tensors)
-    save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    write_tensors(tmp_path / "hf", tensors)
     with pytest.raises(UserError) as error:
         import_folder(tmp_path / "hf", tmp_path / "run")
     assert words in str(error.value) and "gate_proj.weight_scale_inv" in str(error.value)

@@ -9,7 +9,7 @@ import torch
 from megamoe.hf.families import FAMILIES
 from megamoe.hf.family import Family, as_config, differences
 from megamoe.hf.keys import REQUIRED
-from megamoe.hf.rules import Rule
+from megamoe.hf.rules import Rule, flat
 from tests.hf.models import CONFIGS
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ def written(kind: str, number: int) -> dict[str, Any]:
 def rules_of(kind: str, number: int) -> list[Rule]:
     family = FAMILIES[kind]
     config = as_config(family.read(written(kind, number)))
-    return [rule for group in family.rules(config, int(config.model.vocab_size or 0)) for rule in group]
+    return flat(family.rules(config, int(config.model.vocab_size or 0)))
 
 
 @pytest.mark.parametrize(("kind", "number"), KINDS)

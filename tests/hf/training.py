@@ -1,6 +1,5 @@
 """Jobs: train an imported model beside transformers' own with torch's AdamW; save it at any layout."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megamoe.data.batches import Batch
 from megamoe.hf.convert import open_source
 from megamoe.hf.export_run import export_run
 from megamoe.hf.import_folder import import_folder
+from megamoe.hf.rules import flat
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.runs import _record_batches
@@ -122,18 +122,13 @@ def gradient_difference(folder: Path, model: Any, checkpoint: Path | None) -> fl
     expected = all_tensors(folder / "gradients")
     found: dict[str, Tensor] = {}
     with CheckpointReader(checkpoint) as reader:
-        for rule in rules_of(folder / "hf"):
+        for rule in flat(open_source(folder / "hf").rules):
             name = moment_name(MOMENTS[0], rule.target)
             if not rule.is_buffer and name in reader.index["tensors"]:
                 moment = reader.tensor(name) / (1 - BETAS[0])
                 found |= {source: view.reshape(shape) for source, (view, shape) in rule.views(moment).items()}
     buffers = {name for name in expected if name.endswith("e_score_correction_bias")}
     return largest_difference({n: t for n, t in expected.items() if n not in buffers}, found)
-
-
-def rules_of(folder: Path) -> Iterator[Any]:
-    for group in open_source(folder).rules:
-        yield from group
 
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Bad task files and examples: one line that names the key, or the file and the line."""
 
-import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,7 @@ from megamoe.tasks.files import read_examples
 from megamoe.tasks.schema import load_task
 from tests.checkpoint_files import write_checkpoint
 from tests.tasks.made import answers, make_task, write_jsonl
-from tests.tiny import one_line, tiny
-
-ROOT = Path(__file__).parents[2]
-
-
-def tool() -> Any:
-    spec: Any = importlib.util.spec_from_file_location("tool_finetune", ROOT / "tools/finetune.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.tiny import ROOT, tiny
 
 
 @pytest.mark.parametrize(
@@ -136,15 +127,13 @@ def test_languages_of_a_pattern_and_labels_in_order(tmp_path: Path) -> None:
         load_task(tmp_path / "pairs/task.yaml", ["task.lang=de"])
 
 
-@pytest.mark.usefixtures("restored_process")
-def test_the_command_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
     task = make_task(tmp_path, "classification")
     config = {**to_dict(tiny()), "name": "decoder"}
     decoder = write_checkpoint(tmp_path / "step_00000001", {}, vocabulary=48, config=config)
 
     def said(*more: str, checkpoint: Path = decoder) -> str:
-        arguments = ["--task", str(task), "--checkpoint", str(checkpoint), *more]
-        return one_line(tool().main(arguments), capsys)
+        return refused("finetune", "--task", task, "--checkpoint", checkpoint, *more)
 
     assert "step_00000001: saved with model.architecture decoder; tasks need an encoder" in said()
     assert "no checkpoint and no run's folder" in said(checkpoint=tmp_path / "none")

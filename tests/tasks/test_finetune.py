@@ -128,12 +128,9 @@ def tuned(pool: Pool, mlm: Path, tasks: list[Path], tmp_path_factory: pytest.Tem
 def test_every_kind_is_trained_and_scored(tuned: Path) -> None:
     for name, make in MAKERS.items():
         found, predicted = results(tuned / name), predictions(tuned / name)
-        assert {key: of_set["examples"] for key, of_set in found["sets"].items()} == {
-            "valid": 5,
-            "de": 7,
-            "en": 3,
-        }
-        assert {key: len(rows) for key, rows in predicted.items()} == {"valid": 5, "de": 7, "en": 3}
+        sizes = {"valid": 5, "de": 7, "en": 3}
+        assert {key: of_set["examples"] for key, of_set in found["sets"].items()} == sizes
+        assert {key: len(rows) for key, rows in predicted.items()} == sizes
         assert all(score is None or -1 <= score <= 1 for score in found["seeds"]["1"]["sets"]["de"].values())
         for row, prediction in zip(make(8, 7), predicted["de"], strict=True):
             if name == "tagging":

@@ -9,12 +9,12 @@ class MegamoeConfig(PreTrainedConfig):
     """Everything that decides what the model computes. Blocks are counted from 0.
 
     norm: rmsnorm or layernorm; norm_position: pre or post. position: rope, learned or sinusoidal.
-    rotary_share: of a head's columns, from the first, that turn. activation: swiglu, geglu, reglu, gelu or
-    relu. query_key_norm: none, head or whole. windows: for each block, the tokens that attention sees, or
-    null. attention_scale: of the scores. moe_blocks: those whose FFN is an MoE layer. inserted_after: those
-    that an MoE layer follows. expert_sublayers: above 1, an expert is a stack of residual FFNs.
-    shared_size: the FFN size of the shared experts, 0 for none; shared_mode: sum, gated or residual.
-    router: the options of scorer, score_function and selector by name, and group_limit or null.
+    rotary_share: the share of a head's columns, from the first, that are rotated. activation: swiglu, geglu,
+    reglu, gelu or relu. query_key_norm: none, head or whole. windows: for each block, the tokens that
+    attention sees, or null. attention_scale: of the scores. moe_blocks: those whose FFN is an MoE layer.
+    inserted_after: those that an MoE layer follows. expert_sublayers: above 1, an expert is a stack of
+    residual FFNs. shared_size: the FFN size of the shared experts, 0 for none; shared_mode: sum, gated or
+    residual. router: the options of scorer, score_function and selector by name, and group_limit or null.
     """
 
     model_type = "megamoe"

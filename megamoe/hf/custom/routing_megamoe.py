@@ -121,7 +121,7 @@ class Router(nn.Module):
         if self.choice == "expert_choice":
             chosen_TE, weight_TE = self._expert_choice(scores_TE, probs_TE, candidates_TE, is_token_BS)
         elif self.choice == "threshold":
-            chosen_TE, weight_TE = self._threshold(ranking_TE, probs_TE, candidates_TE), probs_TE
+            chosen_TE, weight_TE = self._threshold(ranking_TE, probs_TE), probs_TE
         elif self.choice == "entropy_aware":
             chosen_TE, weight_TE = self._entropy_aware(ranking_TE, probs_TE, candidates_TE)
         else:
@@ -173,7 +173,7 @@ class Router(nn.Module):
             prob_TK = prob_TK / prob_TK.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
         return prob_TK * self.options["scale"]
 
-    def _threshold(self, ranking_TE: Tensor, probs_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
+    def _threshold(self, ranking_TE: Tensor, probs_TE: Tensor) -> Tensor:
         """Return the fewest best experts whose p reach a share of their sum (XMoE)."""
         order_TE = ranking_TE.argsort(dim=-1, descending=True, stable=True)
         sum_TE = probs_TE.gather(1, order_TE).cumsum(dim=-1)

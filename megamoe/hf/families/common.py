@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megamoe.checkpoint.format.sharding import Sharding
 from megamoe.config import RunConfig
 from megamoe.config.shapes import has_input_bias, head_size
 from megamoe.hf.keys import (
@@ -9,6 +10,7 @@ from megamoe.hf.keys import (
     REQUIRED,
     Entry,
     Json,
+    converted,
     fixed,
     ignored,
     mapped,
@@ -21,6 +23,7 @@ from megamoe.hf.rules import (
     COLUMNS,
     GATED,
     ROWS,
+    WHOLE,
     Line,
     halves,
     query_key_value,
@@ -45,16 +48,20 @@ NORMS = (
     Line(f"{BLOCK}input_layernorm.weight", "H", f"{THEIRS}input_layernorm.weight"),
     Line(f"{BLOCK}pre_mlp_layernorm.weight", "H", f"{THEIRS}post_attention_layernorm.weight"),
 )
-QUERY_KEY_VALUE = (
-    Line(
-        f"{ATTENTION}linear_qkv.weight",
-        "Q+2K H",
-        tuple(f"{THEIR_ATTENTION}{name}_proj.weight" for name in "qkv"),
-        query_key_value,
-        COLUMNS,
-    ),
-    Line(f"{ATTENTION}linear_proj.weight", "H Q", f"{THEIR_ATTENTION}o_proj.weight", cut=ROWS),
-)
+
+
+def qkv(part: str, shape: str, needs: str | None = None) -> Line:
+    """The projections to queries, keys and values; part: `weight` or `bias`."""
+    theirs = tuple(f"{THEIR_ATTENTION}{name}_proj.{part}" for name in "qkv")
+    return Line(f"{ATTENTION}linear_qkv.{part}", shape, theirs, query_key_value, COLUMNS, needs=needs)
+
+
+def attention(ours: str, shape: str, theirs: str, cut: Sharding = WHOLE, needs: str | None = None) -> Line:
+    """A weight of attention that both have as it is."""
+    return Line(f"{ATTENTION}{ours}.weight", shape, f"{THEIR_ATTENTION}{theirs}.weight", cut=cut, needs=needs)
+
+
+QUERY_KEY_VALUE = (qkv("weight", "Q+2K H"), attention("linear_proj", "H Q", "o_proj", ROWS))
 DENSE_FFN = (
     Line(
         f"{BLOCK}mlp.linear_fc1.weight",
@@ -66,40 +73,26 @@ DENSE_FFN = (
     ),
     Line(f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{THEIRS}mlp.down_proj.weight", cut=ROWS, blocks="dense"),
 )
-INPUT_BIAS = Line(
-    f"{ATTENTION}linear_qkv.bias",
-    "Q+2K",
-    tuple(f"{THEIR_ATTENTION}{name}_proj.bias" for name in "qkv"),
-    query_key_value,
-    COLUMNS,
-    needs="input bias",
-)
+INPUT_BIAS = qkv("bias", "Q+2K", needs="input bias")
 OUTPUT_BIAS = Line(f"{ATTENTION}linear_proj.bias", "H", f"{THEIR_ATTENTION}o_proj.bias", needs="output bias")
-HEAD_NORMS = (
-    Line(f"{ATTENTION}q_layernorm.weight", "D", f"{THEIR_ATTENTION}q_norm.weight", needs="head norms"),
-    Line(f"{ATTENTION}k_layernorm.weight", "D", f"{THEIR_ATTENTION}k_norm.weight", needs="head norms"),
-)
+HEAD_NORMS = tuple(attention(f"{side}_layernorm", "D", f"{side}_norm", needs="head norms") for side in "qk")
 WHOLE_NORMS = (
-    Line(f"{ATTENTION}q_layernorm.weight", "Q", f"{THEIR_ATTENTION}q_norm.weight", needs="whole norms"),
-    Line(f"{ATTENTION}k_layernorm.weight", "K", f"{THEIR_ATTENTION}k_norm.weight", needs="whole norms"),
+    attention("q_layernorm", "Q", "q_norm", needs="whole norms"),
+    attention("k_layernorm", "K", "k_norm", needs="whole norms"),
 )
-SHARED = (
-    Line(
-        f"{LAYER}shared.up",
-        "2S H",
-        (f"{THEIRS}mlp.shared_experts.gate_proj.weight", f"{THEIRS}mlp.shared_experts.up_proj.weight"),
-        halves,
-        blocks="moe",
-        needs="shared",
-    ),
-    Line(
-        f"{LAYER}shared.down",
-        "H S",
-        f"{THEIRS}mlp.shared_experts.down_proj.weight",
-        blocks="moe",
-        needs="shared",
-    ),
-)
+
+
+def shared_experts(name: str) -> tuple[Line, ...]:
+    """The shared experts, as one FFN; name: that of their module."""
+    theirs = f"{THEIRS}mlp.{name}."
+    up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    return (
+        Line(f"{LAYER}shared.up", "2S H", up, halves, blocks="moe", needs="shared"),
+        Line(f"{LAYER}shared.down", "H S", f"{theirs}down_proj.weight", blocks="moe", needs="shared"),
+    )
+
+
+SHARED = shared_experts("shared_experts")
 BIAS = Line(
     f"{LAYER}router.score_function.bias",
     "E",
@@ -108,35 +101,15 @@ BIAS = Line(
     is_buffer=True,
     needs="biased",
 )
-LATENT = f"{ATTENTION}linear_"
 LATENT_ATTENTION = (
-    Line(
-        f"{LATENT}q_proj.weight", "Q H", f"{THEIR_ATTENTION}q_proj.weight", cut=COLUMNS, needs="whole queries"
-    ),
-    Line(
-        f"{LATENT}q_down_proj.weight",
-        "A H",
-        f"{THEIR_ATTENTION}q_a_proj.weight",
-        cut=COLUMNS,
-        needs="latent queries",
-    ),
-    Line(
-        f"{ATTENTION}q_layernorm.weight",
-        "A",
-        f"{THEIR_ATTENTION}q_a_layernorm.weight",
-        needs="latent queries",
-    ),
-    Line(
-        f"{LATENT}q_up_proj.weight",
-        "Q A",
-        f"{THEIR_ATTENTION}q_b_proj.weight",
-        cut=COLUMNS,
-        needs="latent queries",
-    ),
-    Line(f"{LATENT}kv_down_proj.weight", "C+R H", f"{THEIR_ATTENTION}kv_a_proj_with_mqa.weight", cut=COLUMNS),
-    Line(f"{ATTENTION}kv_layernorm.weight", "C", f"{THEIR_ATTENTION}kv_a_layernorm.weight"),
-    Line(f"{LATENT}kv_up_proj.weight", "U C", f"{THEIR_ATTENTION}kv_b_proj.weight", cut=COLUMNS),
-    Line(f"{LATENT}proj.weight", "H O", f"{THEIR_ATTENTION}o_proj.weight", cut=ROWS),
+    attention("linear_q_proj", "Q H", "q_proj", COLUMNS, "whole queries"),
+    attention("linear_q_down_proj", "A H", "q_a_proj", COLUMNS, "latent queries"),
+    attention("q_layernorm", "A", "q_a_layernorm", needs="latent queries"),
+    attention("linear_q_up_proj", "Q A", "q_b_proj", COLUMNS, "latent queries"),
+    attention("linear_kv_down_proj", "C+R H", "kv_a_proj_with_mqa", COLUMNS),
+    attention("kv_layernorm", "C", "kv_a_layernorm"),
+    attention("linear_kv_up_proj", "U C", "kv_b_proj", COLUMNS),
+    attention("linear_proj", "H O", "o_proj", ROWS),
 )
 DEPTH = "prediction.depths.{k}."
 # Multi-token prediction (DeepSeek-V3). transformers has no module for it; the names are those of the hub.
@@ -161,26 +134,24 @@ SHARED_KEYS = (
 )
 
 
-def norm_eps(default: float) -> Entry:
-    """The norms' epsilon; default: the class's."""
-    return same("rms_norm_eps", "model.norm_eps", default)
+# Whether the output layer has the embedding's weights.
+TIED = same("tie_word_embeddings", "model.tie_embeddings", False)
 
 
-def tied(default: bool) -> Entry:
-    """Whether the output layer has the embedding's weights; default: the class's."""
-    return same("tie_word_embeddings", "model.tie_embeddings", default)
+def norm_and_rotary(eps: float, **options: Any) -> tuple[Entry, ...]:
+    """The norms' epsilon (eps: the class's default), the rotary positions (options: see `rotary`), TIED."""
+    return same("rms_norm_eps", "model.norm_eps", eps), rotary(**options), TIED
 
 
 def groups(default: int | None = None) -> Entry:
     """The number of heads of keys and values; default: the class's, None: one for each head of queries."""
-
-    def read(given: Json) -> Json:
-        return {"model.num_query_groups": given["num_key_value_heads"]}
-
-    def write(config: RunConfig) -> Json:
-        return {"num_key_value_heads": config.model.num_query_groups or config.model.num_attention_heads}
-
-    return Entry({"num_key_value_heads": default}, read, write)
+    return converted(
+        "num_key_value_heads",
+        "model.num_query_groups",
+        default,
+        read=lambda count: count,
+        write=lambda config: config.model.num_query_groups or config.model.num_attention_heads,
+    )
 
 
 def rotary(base: float = 10000.0, share: float | None = None, default: Json | None = None) -> Entry:
@@ -224,14 +195,8 @@ def rotary(base: float = 10000.0, share: float | None = None, default: Json | No
             "rope_parameters": found | {name: value for name, value in values.items() if value is not None}
         }
 
-    names = (
-        "rope_parameters",
-        "rope_theta",
-        "rope_scaling",
-        "partial_rotary_factor",
-        "max_position_embeddings",
-    )
-    return Entry(dict.fromkeys(names), read, write)
+    names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+    return Entry(dict.fromkeys((*names, "max_position_embeddings")), read, write)
 
 
 # The keys of a scaling that `rope_parameters` may have, by its kind, and ours.

@@ -10,15 +10,14 @@ from megamoe.hf.families.common import (
     NORMS,
     SHARED,
     SHARED_KEYS,
+    TIED,
     rotary,
-    tied,
 )
 from megamoe.hf.families.experts import EXPERTS, ROUTER, biased_keys
 from megamoe.hf.families.routers import (
     TOP_K,
     dense_first,
     group_limit,
-    scaled,
 )
 from megamoe.hf.family import Family
 from megamoe.hf.keys import Entry, Json, fixed, ignored, mapped, only, same, unsupported
@@ -33,19 +32,15 @@ def same_heads() -> Entry:
     """Keys of standard attention that latent attention does not read, or that follow from others."""
 
     def read(given: Json) -> Json:
-        if given["num_key_value_heads"] not in (None, given["num_attention_heads"]):
-            raise unsupported(
-                "num_key_value_heads", given["num_key_value_heads"], [given["num_attention_heads"]]
-            )
+        groups, heads = given["num_key_value_heads"], given["num_attention_heads"]
+        if groups not in (None, heads):
+            raise unsupported("num_key_value_heads", groups, [heads])
         return {}
 
-    defaults = {
-        "num_key_value_heads": None,
-        "num_attention_heads": None,
-        "head_dim": None,
-        "qk_head_dim": None,
-    }
-    return Entry(defaults, read, lambda config: {"num_key_value_heads": config.model.num_attention_heads})
+    names = ("num_key_value_heads", "num_attention_heads", "head_dim", "qk_head_dim")
+    return Entry(
+        dict.fromkeys(names), read, lambda config: {"num_key_value_heads": config.model.num_attention_heads}
+    )
 
 
 def greedy_or_limited() -> Entry:
@@ -96,7 +91,7 @@ DEEPSEEK_V2 = Family(
         greedy_or_limited(),
         only("scoring_func", "softmax", default="softmax", written=False),
         only("norm_topk_prob", False, default=False),
-        scaled(1.0),
+        same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
         same("intermediate_size", "model.ffn_hidden_size", 11008),
         same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1407),
         same("n_routed_experts", "moe.num_experts", 64, alias="num_experts"),
@@ -104,7 +99,7 @@ DEEPSEEK_V2 = Family(
         same("num_experts_per_tok", "moe.router.selector.k"),
         EPS,
         rotary(),
-        tied(False),
+        TIED,
     ),
     table=TABLE,
 )
@@ -119,12 +114,12 @@ DEEPSEEK_V3 = Family(
         group_limit(8, 4, {"score": "sum", "best": 2}),
         only("topk_method", "noaux_tc", default="noaux_tc", written=False),
         only("scoring_func", "sigmoid", default="sigmoid", written=False),
-        scaled(2.5),
+        same("routed_scaling_factor", "moe.router.selector.scale", 2.5),
         *biased_keys(dense=18432, expert=2048, experts=256),
         same("rope_interleave", "model.rotary.interleaved", True),
         EPS,
         rotary(),
-        tied(False),
+        TIED,
     ),
     table=(*TABLE, BIAS, *FURTHER),
 )

@@ -9,9 +9,7 @@ from megamoe.hf.families.common import (
     biases,
     groups,
     heads,
-    norm_eps,
-    rotary,
-    tied,
+    norm_and_rotary,
 )
 from megamoe.hf.family import Family
 from megamoe.hf.keys import fixed, only, same
@@ -28,9 +26,7 @@ LLAMA = Family(
         FFN,
         groups(),
         heads(),
-        norm_eps(1e-6),
-        rotary(),
-        tied(False),
+        *norm_and_rotary(1e-6),
         biases("attention_bias", False),
         only("mlp_bias", False, default=False),
     ),
@@ -47,9 +43,7 @@ QWEN3 = Family(
         fixed(model__attention__query_key_norm="head"),
         groups(32),
         heads(128),
-        norm_eps(1e-6),
-        rotary(),
-        tied(False),
+        *norm_and_rotary(1e-6),
         biases("attention_bias", False),
         *UNUSED_WINDOW,
     ),

@@ -12,11 +12,9 @@ from megamoe.hf.families.common import (
     biases,
     groups,
     heads,
-    norm_eps,
-    rotary,
-    tied,
+    norm_and_rotary,
 )
-from megamoe.hf.families.routers import TOP_K, every_block, loss_weight
+from megamoe.hf.families.routers import EVERY_BLOCK, TOP_K, loss_weight
 from megamoe.hf.family import Family
 from megamoe.hf.keys import REQUIRED, Entry, Json, fixed, ignored, only, same, unsupported
 from megamoe.hf.rules import (
@@ -72,7 +70,7 @@ GPT_OSS = Family(
     keys=(
         *SHARED_KEYS,
         *TOP_K,
-        every_block(),
+        EVERY_BLOCK,
         fixed(
             model__attention__sinks=True,
             moe__router__selector__weights="renormalised",
@@ -90,9 +88,7 @@ GPT_OSS = Family(
         loss_weight(0.001),
         groups(8),
         heads(64),
-        norm_eps(1e-5),
-        rotary(150000.0, default=YARN),
-        tied(False),
+        *norm_and_rotary(1e-5, base=150000.0, default=YARN),
         biases("attention_bias", True),
     ),
     table=(

@@ -9,52 +9,41 @@ from megamoe.hf.families.common import (
     THEIRS,
     biases,
     groups,
-    norm_eps,
-    rotary,
-    tied,
+    norm_and_rotary,
 )
-from megamoe.hf.families.routers import TOP_K, every_block, loss_weight
+from megamoe.hf.families.routers import EVERY_BLOCK, TOP_K, loss_weight
 from megamoe.hf.family import Family
-from megamoe.hf.keys import Entry, Json, fixed, same
+from megamoe.hf.keys import Entry, Json, converted, fixed, same
 from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line
 
 MOE, SHARED_MLP = f"{THEIRS}block_sparse_moe.", f"{THEIRS}shared_mlp."
 DIGITS = 12
 
 
-def embedding_multiplier() -> Entry:
-    """The factor on the words' embeddings."""
-
-    def read(given: Json) -> Json:
-        factor = given["embedding_multiplier"]
-        return {"model.embedding_scale": None if factor == 1 else factor}
-
-    def write(config: RunConfig) -> Json:
-        return {"embedding_multiplier": config.model.embedding_scale or 1.0}
-
-    return Entry({"embedding_multiplier": 1.0}, read, write)
-
-
-def attention_multiplier() -> Entry:
-    """The factor on the attention logits."""
-
-    def write(config: RunConfig) -> Json:
-        return {"attention_multiplier": config.model.attention.scale or head_size(config.model) ** -0.5}
-
-    name = "attention_multiplier"
-    return Entry({name: 1.0}, lambda given: {"model.attention.scale": given[name]}, write)
-
-
-def logits_scaling() -> Entry:
-    """The divisor of the logits."""
-
-    def read(given: Json) -> Json:
-        return {"model.logit_scale": 1 / given["logits_scaling"]}
-
-    def write(config: RunConfig) -> Json:
-        return {"logits_scaling": round(1 / config.model.logit_scale, DIGITS)}
-
-    return Entry({"logits_scaling": 1.0}, read, write)
+# The factor on the words' embeddings.
+EMBEDDING = converted(
+    "embedding_multiplier",
+    "model.embedding_scale",
+    1.0,
+    read=lambda factor: None if factor == 1 else factor,
+    write=lambda config: config.model.embedding_scale or 1.0,
+)
+# The factor on the attention logits.
+ATTENTION = converted(
+    "attention_multiplier",
+    "model.attention.scale",
+    1.0,
+    read=lambda factor: factor,
+    write=lambda config: config.model.attention.scale or head_size(config.model) ** -0.5,
+)
+# The divisor of the logits.
+LOGITS = converted(
+    "logits_scaling",
+    "model.logit_scale",
+    1.0,
+    read=lambda divisor: 1 / divisor,
+    write=lambda config: round(1 / config.model.logit_scale, DIGITS),
+)
 
 
 def shared_size() -> Entry:
@@ -78,21 +67,19 @@ GRANITE_MOE_SHARED = Family(
     keys=(
         *SHARED_KEYS,
         *TOP_K,
-        every_block(),
+        EVERY_BLOCK,
         fixed(moe__router__selector__weights="renormalised"),
         same("intermediate_size", "moe.expert_ffn_hidden_size", 11008),
         same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
         same("num_experts_per_tok", "moe.router.selector.k", 2),
         shared_size(),
         loss_weight(0.001),
-        embedding_multiplier(),
-        logits_scaling(),
+        EMBEDDING,
+        LOGITS,
         same("residual_multiplier", "model.residual_scale", 1.0),
-        attention_multiplier(),
+        ATTENTION,
         groups(),
-        norm_eps(1e-6),
-        rotary(),
-        tied(False),
+        *norm_and_rotary(1e-6),
         biases("attention_bias", False),
     ),
     table=(

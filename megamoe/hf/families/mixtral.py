@@ -7,11 +7,9 @@ from megamoe.hf.families.common import (
     THEIRS,
     groups,
     heads,
-    norm_eps,
-    rotary,
-    tied,
+    norm_and_rotary,
 )
-from megamoe.hf.families.routers import TOP_K, every_block, loss_weight
+from megamoe.hf.families.routers import EVERY_BLOCK, TOP_K, loss_weight
 from megamoe.hf.family import Family
 from megamoe.hf.keys import fixed, ignored, same
 from megamoe.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, whole
@@ -24,7 +22,7 @@ MIXTRAL = Family(
     keys=(
         *SHARED_KEYS,
         *TOP_K,
-        every_block(),
+        EVERY_BLOCK,
         fixed(moe__router__selector__weights="renormalised"),
         same("intermediate_size", "moe.expert_ffn_hidden_size"),
         same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
@@ -32,9 +30,7 @@ MIXTRAL = Family(
         loss_weight(0.001),
         groups(8),
         heads(),
-        norm_eps(1e-5),
-        rotary(1e6),
-        tied(False),
+        *norm_and_rotary(1e-5, base=1e6),
         same("sliding_window", "model.attention.window", None),
         ignored("router_jitter_noise"),
     ),

@@ -2,7 +2,7 @@
 
 from megamoe.config import RunConfig
 from megamoe.config.shapes import moe_block_numbers
-from megamoe.hf.keys import REQUIRED, Entry, Json, fixed, same, unsupported
+from megamoe.hf.keys import REQUIRED, Entry, Json, converted, fixed, unsupported
 
 LINEAR_TOP_K = fixed(
     moe__router__scorer__name="linear",
@@ -20,11 +20,7 @@ BIASED_TOP_K = (
     ),
 )
 BALANCE = "moe.losses.switch_balance"
-
-
-def every_block() -> Entry:
-    """Every block has an MoE layer."""
-    return fixed(moe__layers__every=1)
+EVERY_BLOCK = fixed(moe__layers__every=1)  # has an MoE layer
 
 
 def loss_weight(default: float) -> Entry:
@@ -78,19 +74,13 @@ def dense_first(default: int) -> Entry:
 
 def normalised(default: bool) -> Entry:
     """Whether the weights of the chosen experts sum to 1 (norm_topk_prob)."""
-
-    def read(given: Json) -> Json:
-        return {"moe.router.selector.weights": "renormalised" if given["norm_topk_prob"] else "raw"}
-
-    def write(config: RunConfig) -> Json:
-        return {"norm_topk_prob": getattr(config.moe.router.selector.options, "weights", "raw") != "raw"}
-
-    return Entry({"norm_topk_prob": default}, read, write)
-
-
-def scaled(default: float) -> Entry:
-    """The constant factor on the experts' weights (routed_scaling_factor)."""
-    return same("routed_scaling_factor", "moe.router.selector.scale", default)
+    return converted(
+        "norm_topk_prob",
+        "moe.router.selector.weights",
+        default,
+        read=lambda sums_to_1: "renormalised" if sums_to_1 else "raw",
+        write=lambda config: getattr(config.moe.router.selector.options, "weights", "raw") != "raw",
+    )
 
 
 def group_limit(groups: int | None, kept: int | None, score: Json) -> Entry:
