@@ -77,10 +77,7 @@ def _run_rows(run: ResolvedRun, first_step: int) -> list[tuple[str, object]]:
         ("name", config.name),
         ("steps", f"{length}, {begin}"),
         ("batch", batch),
-        (
-            "tokens to come",
-            f"{(samples - schedule.total_samples(first_step)) * run.sample_tokens:,}",
-        ),
+        ("tokens to come", f"{(samples - schedule.total_samples(first_step)) * run.sample_tokens:,}"),
         ("optimiser", _optimizer(config.optimizer, steps)),
         *[("parameters by name", _group(group)) for group in config.optimizer.groups],
     ]
@@ -154,11 +151,7 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -
     states = states_of(config, plan, size)
     sent = _sent(config, plan, rollouts)
     activations = _activation_bytes(config, run.vocabulary, plan, rollouts)
-    parts = [
-        ("weights", states.weights),
-        ("gradients", states.gradients),
-        ("optimiser", states.optimizer),
-    ]
+    parts = [("weights", states.weights), ("gradients", states.gradients), ("optimiser", states.optimizer)]
     shown = ", ".join(f"{name} {in_bytes(held)}" for name, held in parts if held)
     elsewhere = [
         f"{in_bytes(held)} more {place}"
@@ -167,10 +160,7 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -
     ]
     return [
         ("world", _world(plan.layout, config.parallel.sequence)),
-        (
-            "device",
-            f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}",
-        ),
+        ("device", f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}"),
         (
             "memory per rank",
             f"{in_bytes(states.total)} of model states ({shown}), "
