@@ -108,34 +108,32 @@ class InitialWeights:
             names = [inside + name for name, tensor in state if hasattr(tensor, "shape")]
             if not self._saved.filled.isdisjoint(names):
                 continue
-            ffn = [f"{WEIGHT}{inside.removesuffix('layer.')}{part}" for part in ("linear_fc1", "linear_fc2")]
-            self._saved.fill_chunks(self._experts_from_ffn(*ffn, layer), set(names))
+            ffn = f"{WEIGHT}{inside.removesuffix('layer.')}linear_fc"
+            self._saved.fill_chunks(self._experts_from_ffn(ffn, layer), set(names))
             if self._init.noise:
-                self._add_noise(*ffn, layer)
+                self._add_noise(ffn, layer)
             for parameter in layer.router.parameters():
                 parameter.data.mul_(self._init.router_scale)
             found = [name.removeprefix(inside) for name in names if name not in routed]
             self.kept += [name for name in found if name not in self.kept]
 
-    def _experts_from_ffn(self, first: str, second: str, layer: MoELayer) -> list[LocalChunk]:
+    def _experts_from_ffn(self, ffn: str, layer: MoELayer) -> list[LocalChunk]:
         """Return this rank's expert weights of one layer as chunks of the FFN weights of the dense block.
 
-        first, second: the names of the FFN's linear layers in the checkpoint.
+        ffn: the name of the FFN's two linear layers in the checkpoint, without their number.
         """
         path, known, layout = self._reader.path, self._reader.names(WEIGHT), self._layout
-        block = first.removeprefix(WEIGHT).removesuffix("linear_fc1")
-        if f"{first}.bias" in known or f"{second}.bias" in known:
+        name = ffn.removeprefix(WEIGHT)
+        if f"{ffn}1.bias" in known or f"{ffn}2.bias" in known:
             raise UserError(
-                f"{path}: {block}linear_fc1 and linear_fc2 have biases, which experts do not take; start "
-                "from a dense model trained with model.bias=false"
+                f"{path}: {name}1 and linear_fc2 have biases, which experts do not take; start from a dense "
+                "model trained with model.bias=false"
             )
         assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: `check_run` has refused others
         up, down = layer.experts.up.data, layer.experts.down.data
-        up_name, down_name = f"{first}.weight", f"{second}.weight"
+        up_name, down_name = f"{ffn}1.weight", f"{ffn}2.weight"
         if down_name not in known:
-            raise UserError(
-                f"{path}: {block}linear_fc2.weight is missing; the checkpoint is of another model"
-            )
+            raise UserError(f"{path}: {name}2.weight is missing; the checkpoint is of another model")
         hidden, here = down.shape[1:]
         size, cut = here * layout.expert_tensor, self._init.experts == "cut"
         whole = self._reader.shape(down_name)[-1]
@@ -153,13 +151,13 @@ class InitialWeights:
             local_chunks.append(LocalChunk(down_name, (hidden, whole), columns, down[local]))
         return local_chunks
 
-    def _add_noise(self, first: str, second: str, layer: MoELayer) -> None:
+    def _add_noise(self, ffn: str, layer: MoELayer) -> None:
         """Add this rank's part of the noise to its experts, made of the FFN of these linear layers."""
         experts, layout = layer.experts, self._layout
         assert isinstance(experts, GroupedExperts)
         up_std, down_std = (
-            float(self._reader.tensor(f"{name}.weight").double().std()) * self._init.noise
-            for name in (first, second)
+            float(self._reader.tensor(f"{ffn}{number}.weight").double().std()) * self._init.noise
+            for number in (1, 2)
         )
         hidden, here = experts.down.shape[1:]
         halves, size = num_halves(experts.activation), here * layout.expert_tensor

@@ -210,7 +210,7 @@ class Checkpoints:
         for path in paths:
             with suppress(FileNotFoundError):  # deleted by somebody else meanwhile
                 hidden.append(hide(path))
-        self._deletion = threading.Thread(target=lambda: [remove(path) for path in hidden], name="delete")
+        self._deletion = threading.Thread(target=remove, args=hidden, name="delete")
         self._deletion.start()
 
     def close(self) -> None:

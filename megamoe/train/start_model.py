@@ -66,7 +66,8 @@ def start_model(
 
 def _initial_weights(config: RunConfig, run: ResolvedRun, rank: int) -> InitialWeights:
     """Open the checkpoint of `checkpoint.init`; collective."""
-    init, opened, is_moe = config.checkpoint.init, [], bool(moe_layer_numbers(config))
+    init, is_moe = config.checkpoint.init, bool(moe_layer_numbers(config))
+    opened: list[InitialWeights] = []
 
     def opening() -> None:
         new_head = _has_another_head(config, Path(str(init.path)))
