@@ -107,7 +107,14 @@ def read_tensors(folder: Path) -> Tensors:
     return found
 
 
-def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
+def flip(path: Path, at: int = -1, bits: int = 1) -> None:
+    """Flip bits of one byte of a file, by default the last bit."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= bits
+    path.write_bytes(content)
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
     """Change the tensors of a checkpoint, and write it again, intact, with one shard."""
     tensors = read_tensors(folder)
     change(tensors)

@@ -17,9 +17,7 @@ them. The moments of its optimiser are not loaded.
 """
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -32,6 +30,7 @@ from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.checkpoint.placements import shardings
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.compat.deepspeed_zero import whole_shape
+from megamoe.config.schema import InitConfig
 from megamoe.errors import UserError
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import num_halves
@@ -41,31 +40,16 @@ from megamoe.parallel.layout import Layout
 
 KEY = "checkpoint.init.path"
 HEAD = "head."  # of the names of a head's tensors
-Experts = Literal["same", "cut", "copy"]
-ADVICE = {
-    "same": "use the configuration that saved it",
-    **dict.fromkeys(
-        ("cut", "copy"), "start from one of the same model, but for what checkpoint.init.experts says"
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Upcycling:
-    """How experts made of a dense FFN start; see the module. seed: of the noise."""
-
-    noise: float = 0.0
-    router_scale: float = 1.0
-    seed: int = 0
+OTHER_EXPERTS = "start from one of the same model, but for what checkpoint.init.experts says"
 
 
 class InitialWeights:
     """The weights of another run's checkpoint, for a model that is loaded as a whole or part by part.
 
-    is_moe: whether the model has MoE layers. kept: the names, inside the MoE layer, of the tensors that a
-    dense checkpoint lacks and that keep their initial values (router, shared experts, state of the losses).
-    For `same` there are none. new_head: whether the model's head stays as drawn and the checkpoint's is left
-    out, because they predict different things.
+    init: the section `checkpoint.init`. is_moe: whether the model has MoE layers. seed: of the noise. kept:
+    the names, inside the MoE layer, of the tensors that a dense checkpoint lacks and that keep their initial
+    values (router, shared experts, state of the losses); for `same` there are none. new_head: whether the
+    model's head stays as drawn and the checkpoint's is left out, because they predict different things.
 
     Raises (when built, in `fill` and in `finish`):
         UserError: if a file is missing or damaged, a tensor is missing, has another shape or is not in this
@@ -74,23 +58,23 @@ class InitialWeights:
 
     def __init__(
         self,
-        path: Path,
-        experts: Experts,
+        init: InitConfig,
         is_moe: bool,
         layout: Layout,
         rank: int,
         new_head: bool = False,
-        upcycling: Upcycling = Upcycling(),
+        seed: int = 0,
     ) -> None:
+        path = Path(str(init.path))
         read_meta(path, KEY)  # has the clearer message for a path that is no checkpoint
-        problem = integrity.first_of(integrity.problems(path, rank, layout.ranks))
+        problem = next(integrity.problems(path, rank, layout.ranks), None)
         if problem is not None:
             raise damaged(path, problem)
-        self._experts, self._layout, self._rank = experts, layout, rank
-        self._upcycling = upcycling
+        self._init, self._layout, self._rank, self._seed = init, layout, rank, seed
         self._reader = CheckpointReader(path, KEY)
-        _check_kind(self._reader, is_moe, experts)
-        self._saved = SavedWeights(self._reader, layout, rank, ADVICE[experts])
+        _check_kind(self._reader, is_moe, init.experts)
+        advice = {} if init.experts == "same" else {"advice": OTHER_EXPERTS}
+        self._saved = SavedWeights(self._reader, layout, rank, **advice)
         self.kept: list[str] = []
         self.new_head = new_head
 
@@ -100,10 +84,9 @@ class InitialWeights:
         prefix: of its names in the model: none, or one that ends with a dot.
         """
         if self.new_head:
-            self._saved.leave(
-                {name for each in module.state_dict() if (name := prefix + each).startswith(HEAD)}
-            )
-        if self._experts == "same":
+            names = {prefix + name for name in module.state_dict()}
+            self._saved.filled |= {name for name in names if name.startswith(HEAD)}
+        if self._init.experts == "same":
             _check_experts(self._reader, prefix, module, self._layout)
         else:
             self._fill_from_dense(prefix, module)
@@ -123,19 +106,75 @@ class InitialWeights:
         for inside, layer in layers.items():
             state = layer.state_dict().items()
             names = [inside + name for name, tensor in state if hasattr(tensor, "shape")]
-            if any(map(self._saved.is_filled, names)):
+            if not self._saved.filled.isdisjoint(names):
                 continue
-            block, cut = inside.removesuffix("layer."), self._experts == "cut"
-            chunks = _experts_from_ffn(self._reader, block, layer, cut, self._layout, self._rank)
-            self._saved.fill_chunks(chunks, set(names))
-            _add_noise(self._reader, block, layer, self._upcycling, self._layout, self._rank)
+            ffn = f"{WEIGHT}{inside.removesuffix('layer.')}linear_fc"
+            self._saved.fill_chunks(self._experts_from_ffn(ffn, layer), set(names))
+            if self._init.noise:
+                self._add_noise(ffn, layer)
             for parameter in layer.router.parameters():
-                parameter.data.mul_(self._upcycling.router_scale)
+                parameter.data.mul_(self._init.router_scale)
             found = [name.removeprefix(inside) for name in names if name not in routed]
             self.kept += [name for name in found if name not in self.kept]
 
+    def _experts_from_ffn(self, ffn: str, layer: MoELayer) -> list[LocalChunk]:
+        """Return this rank's expert weights of one layer as chunks of the FFN weights of the dense block.
 
-def _check_kind(reader: CheckpointReader, is_moe: bool, experts: Experts) -> None:
+        ffn: the name of the FFN's two linear layers in the checkpoint, without their number.
+        """
+        path, known, layout = self._reader.path, self._reader.names(WEIGHT), self._layout
+        name = ffn.removeprefix(WEIGHT)
+        if f"{ffn}1.bias" in known or f"{ffn}2.bias" in known:
+            raise UserError(
+                f"{path}: {name}1 and linear_fc2 have biases, which experts do not take; start from a dense "
+                "model trained with model.bias=false"
+            )
+        assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: `check_run` has refused others
+        up, down = layer.experts.up.data, layer.experts.down.data
+        up_name, down_name = f"{ffn}1.weight", f"{ffn}2.weight"
+        if down_name not in known:
+            raise UserError(f"{path}: {name}2.weight is missing; the checkpoint is of another model")
+        hidden, here = down.shape[1:]
+        size, cut = here * layout.expert_tensor, self._init.experts == "cut"
+        whole = self._reader.shape(down_name)[-1]
+        _check_ffn_size(path, whole, layer.num_experts, size, cut)
+        halves = num_halves(layer.experts.activation)
+        first_expert = self._first_expert(layer.experts)
+        local_chunks = []
+        for local in range(len(up)):
+            start = self._rank % layout.expert_tensor * here + ((first_expert + local) * size if cut else 0)
+            for half in range(halves):
+                chunk = Chunk((half * whole + start, 0), (here, hidden))
+                rows = up[local, half * here : (half + 1) * here]
+                local_chunks.append(LocalChunk(up_name, (halves * whole, hidden), chunk, rows))
+            columns = Chunk((0, start), (hidden, here))
+            local_chunks.append(LocalChunk(down_name, (hidden, whole), columns, down[local]))
+        return local_chunks
+
+    def _add_noise(self, ffn: str, layer: MoELayer) -> None:
+        """Add this rank's part of the noise to its experts, made of the FFN of these linear layers."""
+        experts, layout = layer.experts, self._layout
+        assert isinstance(experts, GroupedExperts)
+        up_std, down_std = (
+            float(self._reader.tensor(f"{ffn}{number}.weight").double().std()) * self._init.noise
+            for number in (1, 2)
+        )
+        hidden, here = experts.down.shape[1:]
+        halves, size = num_halves(experts.activation), here * layout.expert_tensor
+        own_F = torch.arange(here) + self._rank % layout.expert_tensor * here
+        own_G = torch.cat([own_F + half * size for half in range(halves)])  # rows of the first weight
+        draws = functools.partial(rng.key, self._seed, 0, layer.router.dims.layer)
+        for local in range(len(experts.up)):
+            whose = f"noise of expert {self._first_expert(experts) + local}"
+            experts.up.data[local] += up_std * rng.normal(draws(whose), own_G, hidden)
+            experts.down.data[local] += down_std * rng.normal(draws(f"{whose}, down"), own_F, hidden).T
+
+    def _first_expert(self, experts: GroupedExperts) -> int:
+        """Return the number of this rank's first expert."""
+        return self._layout.expert_rank(self._rank) * len(experts.up)
+
+
+def _check_kind(reader: CheckpointReader, is_moe: bool, experts: str) -> None:
     """Raise UserError if the checkpoint is dense or MoE against this model and `experts`."""
     was_moe = any(it.get("expert") for it in reader.index["shardings"].values())
     if experts == "same" and is_moe and not was_moe:
@@ -164,65 +203,6 @@ def _check_experts(reader: CheckpointReader, prefix: str, module: nn.Module, lay
                     f"{reader.path}: {prefix}{name} holds {found} experts, this model has "
                     f"moe.num_experts={wanted}; set it to {found}"
                 )
-
-
-def _experts_from_ffn(
-    reader: CheckpointReader, block: str, layer: MoELayer, cut: bool, layout: Layout, rank: int
-) -> list[LocalChunk]:
-    """Return this rank's expert weights of one layer as chunks of the FFN weights of the dense block."""
-    if any(f"{WEIGHT}{block}{part}.bias" in reader.names(WEIGHT) for part in ("linear_fc1", "linear_fc2")):
-        raise UserError(
-            f"{reader.path}: {block}linear_fc1 and linear_fc2 have biases, which experts do not take; start "
-            "from a dense model trained with model.bias=false"
-        )
-    assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: `check_run` has refused others
-    up, down = layer.experts.up.data, layer.experts.down.data
-    up_name, down_name = (f"{WEIGHT}{block}{part}.weight" for part in ("linear_fc1", "linear_fc2"))
-    if down_name not in reader.names(WEIGHT):
-        raise UserError(
-            f"{reader.path}: {down_name.removeprefix(WEIGHT)} is missing; the checkpoint is of another model"
-        )
-    hidden, here = down.shape[1:]
-    size = here * layout.expert_tensor
-    whole = reader.shape(down_name)[-1]
-    _check_ffn_size(reader.path, whole, layer.num_experts, size, cut)
-    halves = num_halves(layer.experts.activation)
-    first_expert, slice_start = layout.expert_rank(rank) * len(up), rank % layout.expert_tensor * here
-    local_chunks = []
-    for local in range(len(up)):
-        start = ((first_expert + local) * size if cut else 0) + slice_start
-        for half in range(halves):
-            chunk = Chunk((half * whole + start, 0), (here, hidden))
-            rows = up[local, half * here : (half + 1) * here]
-            local_chunks.append(LocalChunk(up_name, (halves * whole, hidden), chunk, rows))
-        local_chunks.append(
-            LocalChunk(down_name, (hidden, whole), Chunk((0, start), (hidden, here)), down[local])
-        )
-    return local_chunks
-
-
-def _add_noise(
-    reader: CheckpointReader, block: str, layer: MoELayer, options: Upcycling, layout: Layout, rank: int
-) -> None:
-    """Add this rank's part of the noise to its experts, made of the FFN of `block`."""
-    if options.noise == 0:
-        return
-    experts = layer.experts
-    assert isinstance(experts, GroupedExperts)
-    up_std, down_std = (
-        float(reader.tensor(f"{WEIGHT}{block}{part}.weight").double().std()) * options.noise
-        for part in ("linear_fc1", "linear_fc2")
-    )
-    hidden, here = experts.down.shape[1:]
-    halves, size = num_halves(experts.activation), here * layout.expert_tensor
-    own_F = torch.arange(here) + rank % layout.expert_tensor * here
-    own_G = torch.cat([own_F + half * size for half in range(halves)])  # rows of the first weight
-    first_expert = layout.expert_rank(rank) * len(experts.up)
-    for local in range(len(experts.up)):
-        whose = f"noise of expert {first_expert + local}"
-        draws = functools.partial(rng.key, options.seed, 0, layer.router.dims.layer)
-        experts.up.data[local] += up_std * rng.normal(draws(whose), own_G, hidden)
-        experts.down.data[local] += down_std * rng.normal(draws(f"{whose}, down"), own_F, hidden).T
 
 
 def _check_ffn_size(path: Path, whole: int, num_experts: int, size: int, cut: bool) -> None:

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,7 +62,7 @@ def first_intact(
     problem = ""
     damaged: list[Path] = []
     for path in broadcast[0]:
-        found = first_problem(integrity.first_of(integrity.problems(path, rank, size)))
+        found = first_problem(next(integrity.problems(path, rank, size), None))
         if found is None:
             return path, damaged
         damaged.append(path)
@@ -119,23 +118,19 @@ class Checkpoints:
             self.finish()
         final = self.folder / f"step_{step:08d}"
         temporary = self.folder / f"{SAVING}{final.name}"
-        self._raise_any_error(
-            catch_error(lambda: self._make_folder(temporary)) if engine.world.is_first else None, temporary
-        )
+        problem = catch_error(lambda: self._make_folder(temporary)) if engine.world.is_first else None
+        self._raise_any_error(problem, temporary)
         if self._state is None or self._state.engine is not engine:
             self._state = EngineState(engine)
-        engine_state = self._state
+        groups = self._state.chunk_groups
         local_chunks: list[LocalChunk] = []
         copied: dict[str, Tensor] = {}
-        self._raise_any_error(
-            catch_error(
-                lambda: local_chunks.extend(p for group in engine_state.chunk_groups() for p in group)
-            ),
-            temporary,
+        problem = catch_error(lambda: local_chunks.extend(chunk for group in groups() for chunk in group))
+        self._raise_any_error(problem, temporary)
+        problem = catch_error(
+            lambda: copied.update(self._staging.copy(groups(), self._planned(local_chunks)))
         )
-        self._raise_any_error(
-            catch_error(lambda: copied.update(self._copy(engine_state, local_chunks))), temporary
-        )
+        self._raise_any_error(problem, temporary)
         texts = self._texts(engine, step, state) if engine.world.is_first else {}
         self._save = Save(temporary, final, engine.world.rank)
         if self.background:
@@ -160,28 +155,21 @@ class Checkpoints:
         self._raise_any_error(problem, save.folder)
         return save.final
 
-    def _copy(self, state: EngineState, local_chunks: list[LocalChunk]) -> dict[str, Tensor]:
-        """Copy the chunks that this rank writes.
-
-        The last plan is used again if no rank's chunks have changed.
-        """
+    def _planned(self, local_chunks: list[LocalChunk]) -> Plan:
+        """Return the last plan, or a new one if any rank's chunks have changed. Collective."""
         found = fingerprint(local_chunks)
-        if self._plan is None or any_rank(found != self._fingerprint):
+        changed = "the chunks" if found != self._fingerprint else None
+        if self._plan is None or first_problem(changed):
             self._plan, self._fingerprint = plan_save(local_chunks), found
-        return self._staging.copy(state.chunk_groups(), self._plan)
+        return self._plan
 
     def _texts(self, engine: Engine, step: int, state: dict[str, Any]) -> dict[str, object]:
         """Return the contents of the JSON files, by file name."""
-        layout = {
-            **{name: getattr(engine.layout, name) for name in ("ranks", "tensor", "expert", "expert_tensor")},
-            "zero_stage": engine.stage,
-            "precision": engine.precision,
-        }
         meta = {
             "format": FORMAT,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "step": step,
-            "layout": layout,
+            "layout": {**vars(engine.layout), "zero_stage": engine.stage, "precision": engine.precision},
             "loss_scaler": engine.loss_scaler_state(),
             **state,
         }
@@ -222,7 +210,7 @@ class Checkpoints:
         for path in paths:
             with suppress(FileNotFoundError):  # deleted by somebody else meanwhile
                 hidden.append(hide(path))
-        self._deletion = threading.Thread(target=_remove_all, args=(hidden,), name="delete")
+        self._deletion = threading.Thread(target=remove, args=hidden, name="delete")
         self._deletion.start()
 
     def close(self) -> None:
@@ -245,15 +233,6 @@ class Checkpoints:
         raise UserError(f"checkpoint: rank {rank} cannot write in {self.folder}: {problem}; {kept}")
 
 
-def any_rank(value: bool) -> bool:
-    """Return whether the value is true on any rank. Collective."""
-    from deepspeed.accelerator import get_accelerator
-
-    vote = torch.tensor([float(value)], device=get_accelerator().current_device_name())
-    dist.all_reduce(vote)
-    return float(vote) > 0
-
-
 def load(reader: CheckpointReader, engine: Engine) -> bool:
     """Restore optimiser, loss scale and random states; return whether this rank's random states were saved.
 
@@ -266,7 +245,8 @@ def load(reader: CheckpointReader, engine: Engine) -> bool:
             another shape.
     """
     raise_any_error(catch_error(lambda: EngineState(engine).load(reader)))
-    _restore_loss_scaler(engine, reader.meta)
+    if engine.precision == "fp16":
+        engine.restore_loss_scaler(reader.meta["loss_scaler"])
     source = saved_random_rank(reader.meta, engine.layout, engine.world.rank)
     raise_any_error(
         None if source is None else catch_error(lambda: load_random(reader, source, engine.world.device))
@@ -281,13 +261,3 @@ def saved_random_rank(meta: Meta, layout: Layout, rank: int) -> int | None:
     if data_rank >= before["ranks"] // before["tensor"]:
         return None
     return data_rank * before["tensor"] + min(tensor_rank, before["tensor"] - 1)
-
-
-def _restore_loss_scaler(engine: Engine, meta: Meta) -> None:
-    if engine.precision == "fp16":
-        engine.restore_loss_scaler(meta["loss_scaler"])
-
-
-def _remove_all(paths: list[Path]) -> None:
-    for path in paths:
-        remove(path)

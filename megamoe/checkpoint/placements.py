@@ -3,8 +3,7 @@
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
-from megamoe.checkpoint.format.chunks import Placement
-from megamoe.checkpoint.format.sharding import Sharding
+from megamoe.checkpoint.format.chunks import Placement, Sharding
 from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.experts.grouped import GroupedExperts

@@ -19,7 +19,10 @@ ChunkId = tuple[str, Shape]  # the tensor's name and the chunk's offsets
 
 @dataclass(frozen=True)
 class Plan:
-    """own: the chunks that this rank writes. tensors: those of index.json; empty but on the first rank."""
+    """The plan of a save.
+
+    own: the chunks that this rank writes. tensors: those of index.json; empty but on the first rank.
+    """
 
     own: frozenset[ChunkId]
     tensors: dict[str, Any]

@@ -5,12 +5,12 @@ exp_avg/<name>, exp_avg_sq/<name>, step/<name>      Adam's moments, and its numb
 random/<rank>/...    the random states of each rank
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from megamoe.checkpoint.format.chunks import Chunk, LocalChunk, local_chunks_of
+from megamoe.checkpoint.format.chunks import LocalChunk, local_chunks_of, whole_tensor
 from megamoe.checkpoint.format.reader import MOMENTS, STEP, WEIGHT, CheckpointReader, moment_name
 from megamoe.checkpoint.placements import placements
 from megamoe.compat.deepspeed_compat import counts_steps_in_int
@@ -51,13 +51,14 @@ def weight_chunks(
             yield from local_chunks_of(f"{WEIGHT}{prefix}{name}", found[name], parameter.detach().view(-1))
     for name, buffer in buffers(model).items():
         if prefix + name not in without:
-            yield _whole(f"{WEIGHT}{prefix}{name}", buffer)
+            yield whole_tensor(f"{WEIGHT}{prefix}{name}", buffer)
 
 
 class SavedWeights:
     """The weights and buffers of a checkpoint, for a model that is loaded as a whole or part by part.
 
-    advice: ends the message about a saved tensor that is left over.
+    advice: ends the message about a saved tensor that is left over. filled: the names of the model's tensors
+    that were loaded, or that must stay as they are.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class SavedWeights:
         advice: str = "use the configuration that saved it",
     ) -> None:
         self._reader, self._layout, self._rank, self._advice = reader, layout, rank, advice
-        self._filled: set[str] = set()  # names of the model's tensors
+        self.filled: set[str] = set()
         self._used: set[str] = set()  # names in the checkpoint
 
     def fill(self, prefix: str, module: nn.Module) -> None:
@@ -79,22 +80,14 @@ class SavedWeights:
         Raises:
             UserError: if a tensor is missing or has another shape.
         """
-        chunks = list(weight_chunks(module, self._layout, self._rank, prefix, self._filled))
+        chunks = list(weight_chunks(module, self._layout, self._rank, prefix, self.filled))
         self.fill_chunks(chunks, {local.name.removeprefix(WEIGHT) for local in chunks})
 
     def fill_chunks(self, chunks: list[LocalChunk], names: set[str]) -> None:
         """Load these chunks, with which the model's tensors of these names are loaded."""
         self._reader.fill(chunks)
         self._used |= {local.name for local in chunks}
-        self._filled |= names
-
-    def is_filled(self, name: str) -> bool:
-        """Return whether the model's tensor of this name was loaded."""
-        return name in self._filled
-
-    def leave(self, names: set[str]) -> None:
-        """Do not load the model's tensors of these names: they stay as they are."""
-        self._filled |= names
+        self.filled |= names
 
     def finish(self, unused: str | None = None) -> None:
         """Check that the whole checkpoint was used; its files stay open.
@@ -136,7 +129,9 @@ class EngineState:
 
         The memory of a group may be freed when the next is asked for.
         """
-        yield list(self._untrained()) + list(self._random_states())
+        states = random_state.capture(self.engine.world.device).items()
+        random = [whole_tensor(f"{random_prefix(self._rank)}{name}", tensor) for name, tensor in states]
+        yield [*self._untrained(), *random]
         for shard in self.engine.optimizer_shards():
             yield [local for fragment in shard.fragments for local in self._trained(fragment)]
 
@@ -146,12 +141,9 @@ class EngineState:
         Raises:
             UserError: if a tensor is missing or has another shape.
         """
-        masters = (
-            self.engine.precision != "fp32"
-        )  # else they are the model's weights, which are loaded already
         for shard in self.engine.optimizer_shards():
-            if masters:
-                reader.fill(p for fragment in shard.fragments for p in self._weight(fragment))
+            if self.engine.precision != "fp32":  # else they are the model's weights, which are loaded already
+                reader.fill(c for each in shard.fragments for c in self._chunks(WEIGHT, each, each.tensor))
             self._load_moments(reader, shard)
 
     def _load_moments(self, reader: CheckpointReader, shard: Shard) -> None:
@@ -168,16 +160,14 @@ class EngineState:
                 continue
             moments = {moment: torch.zeros_like(tensor.detach()) for moment in MOMENTS}
             steps = [reader.tensor(STEP + self._name(fragment)) for fragment in stepped]
-            reader.fill(
-                p for f in stepped for m, values in moments.items() for p in self._moment(f, m, values)
-            )
-            state[tensor] = {"step": self._step(torch.stack(steps).max(), tensor), **moments}
-
-    def _step(self, count: Tensor, tensor: Tensor) -> Tensor | int:
-        """As the optimiser counts: DeepSpeed's own for the CPU does so in an int."""
-        if counts_steps_in_int(self.engine.inner_optimizer):
-            return int(count)
-        return count.to(tensor.device, torch.float32)
+            for moment, values in moments.items():
+                reader.fill(
+                    c for each in stepped for c in self._chunks(moment_name(moment, ""), each, values)
+                )
+            count = torch.stack(steps).max()
+            in_int = counts_steps_in_int(self.engine.inner_optimizer)  # DeepSpeed's own optimizer for the CPU
+            step = int(count) if in_int else count.to(tensor.device, torch.float32)
+            state[tensor] = {"step": step, **moments}
 
     def _untrained(self) -> Iterator[LocalChunk]:
         """Yield the frozen weights, and on the first rank the buffers."""
@@ -188,32 +178,21 @@ class EngineState:
                 yield from local_chunks_of(f"{WEIGHT}{name}", self._placements[name], flat, start)
         if self._rank == 0:
             for name, buffer in buffers(model).items():
-                yield _whole(f"{WEIGHT}{name}", buffer)
-
-    def _random_states(self) -> Iterator[LocalChunk]:
-        for name, tensor in random_state.capture(self.engine.world.device).items():
-            yield _whole(f"{random_prefix(self._rank)}{name}", tensor)
+                yield whole_tensor(f"{WEIGHT}{name}", buffer)
 
     def _trained(self, fragment: Fragment) -> Iterator[LocalChunk]:
         """Yield a fragment's weight, and its optimiser state if it has been stepped."""
-        yield from self._weight(fragment)
+        yield from self._chunks(WEIGHT, fragment, fragment.tensor)
         state = self.engine.inner_optimizer.state.get(fragment.tensor)
         if not state:
             return
         for moment in MOMENTS:
-            yield from self._moment(fragment, moment, state[moment])
-        yield _whole(STEP + self._name(fragment), torch.as_tensor(state["step"], dtype=torch.float32))
+            yield from self._chunks(moment_name(moment, ""), fragment, state[moment])
+        yield whole_tensor(STEP + self._name(fragment), torch.as_tensor(state["step"], dtype=torch.float32))
 
-    def _weight(self, fragment: Fragment) -> Iterable[LocalChunk]:
-        return self._chunks(WEIGHT + self._name(fragment), fragment, fragment.tensor)
-
-    def _moment(self, fragment: Fragment, moment: str, values: Tensor) -> Iterable[LocalChunk]:
-        return self._chunks(moment_name(moment, self._name(fragment)), fragment, values)
-
-    def _chunks(self, name: str, fragment: Fragment, values: Tensor) -> Iterable[LocalChunk]:
-        return local_chunks_of(
-            name, self._placements[self._name(fragment)], fragment.of(values), fragment.start
-        )
+    def _chunks(self, prefix: str, fragment: Fragment, values: Tensor) -> Iterator[LocalChunk]:
+        name = self._name(fragment)
+        return local_chunks_of(prefix + name, self._placements[name], fragment.of(values), fragment.start)
 
     def _name(self, fragment: Fragment) -> str:
         return self._names[id(fragment.parameter)]
@@ -236,9 +215,3 @@ def load_random(reader: CheckpointReader, rank: int, device: torch.device) -> No
         random_state.restore(states, device)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"{reader.path}: the random states of rank {rank} are damaged ({error})") from None
-
-
-def _whole(name: str, tensor: Tensor) -> LocalChunk:
-    """Return a tensor as the one chunk that fills it."""
-    shape = tuple(tensor.shape)
-    return LocalChunk(name, shape, Chunk((0,) * len(shape), shape), tensor.detach())

@@ -79,7 +79,10 @@ class PinnedPipe:
         for piece, to_piece in zip(from_bytes.split(PIECE_BYTES), to_bytes.split(PIECE_BYTES), strict=True):
             if len(self._under_way) == NUM_PIECES:
                 self._empty_one()
-            buffer = self._free.pop() if self._free else _pinned()
+            if self._free:
+                buffer = self._free.pop()
+            else:
+                buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
             buffer[: len(piece)].copy_(piece, non_blocking=True)
             filled = torch.cuda.Event()
             filled.record()
@@ -101,10 +104,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _pinned() -> Tensor:
-    return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-
-
 class Save:
     """Writes a rank's tensors, and on the first rank the JSON files.
 
@@ -123,14 +122,13 @@ class Save:
     def start(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
         """Start to write in a thread."""
         self._started = time.monotonic()
-        self._thread = threading.Thread(
-            target=lambda: self._run_in_thread(tensors, texts), name="checkpoint", daemon=True
-        )
-        self._thread.start()
 
-    def _run_in_thread(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
-        _schedule(threading.get_native_id(), "SCHED_IDLE")
-        self.run(tensors, texts)
+        def run() -> None:
+            _schedule(threading.get_native_id(), "SCHED_IDLE")
+            self.run(tensors, texts)
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def run(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
         """Write. texts: the contents of the JSON files, by file name."""
@@ -165,9 +163,8 @@ class Save:
     def _write(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
         if tensors:
             save_file(tensors, str(self._shard))
-            os.chmod(
-                self._shard, self.folder.stat().st_mode & 0o666
-            )  # safetensors makes it readable for the owner alone
+            # safetensors makes it readable for the owner alone
+            os.chmod(self._shard, self.folder.stat().st_mode & 0o666)
             self._finish(self._shard)
         for name, content in texts.items():
             path = self.folder / name

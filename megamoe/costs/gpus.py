@@ -21,7 +21,7 @@ class Gpu:
     capacity: float = 80e9
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for products of that dtype."""
+        """Return the peak FLOP/s for products of that dtype."""
         return self.bf16 if dtype in ("bfloat16", "float16", "bf16", "fp16") else self.fp32
 
 

@@ -1,7 +1,8 @@
 """The memory of a rank's model states (weights, gradients, optimiser state) by ZeRO stage."""
 
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megamoe.config.schema import Precision
 from megamoe.zero.offload import Offload
@@ -32,13 +33,7 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
-        return StateBytes(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.cpu + other.cpu,
-            self.nvme + other.nvme,
-        )
+        return StateBytes(*map(operator.add, astuple(self), astuple(other)))
 
 
 def state_bytes(
@@ -75,13 +70,7 @@ def _share_bytes(share: Share, stage: int, precision: Precision, offload: Offloa
 
 
 def _offloaded(
-    stage: int,
-    width: int,
-    offload: Offload,
-    weights: float,
-    gradients: float,
-    optimizer: float,
-    mine: float,
+    stage: int, width: int, offload: Offload, weights: float, gradients: float, optimizer: float, mine: float
 ) -> StateBytes:
     """Return the bytes with an offloaded optimiser, which updates where its state is.
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.format.sharding import Sharding
+from megamoe.checkpoint.format.chunks import Sharding
 from megamoe.hf.tensor_files import Shape
 
 Dims = Mapping[str, int]  # sizes by letter: V words, H hidden, F dense FFN, E experts, X expert FFN, ...

@@ -49,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> tuple[ExitCode, str | None]:
-    """The exit code and the line; None: nobody has foreseen it, and the traceback must tell."""
+    """Return the exit code and the line to print; None for an unforeseen error."""
     text = "".join(
         it if it.isprintable() else it.encode("unicode_escape").decode()
         for it in " ".join(str(error).split())
@@ -58,28 +58,24 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
         return ExitCode.MISTAKE, text
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return ExitCode.MISTAKE, f"{_shorten(str(error.filename))}: {error.strerror}; shorten it"
-    if isinstance(error, KeyboardInterrupt):
-        return (
-            ExitCode.INTERRUPTED,
-            f"{_rank_prefix()}interrupted; go on from the last checkpoint with --resume",
-        )
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         way_out = "free some space" if error.errno in DISK_FULL else "name another folder as output=..."
-        name = error.filename or "output"
-        line = (
-            f"{name}: {error.strerror}; the checkpoints saved so far stay: {way_out}, and go on with --resume"
+        return ExitCode.MISTAKE, (
+            f"{error.filename or 'output'}: {error.strerror}; the checkpoints saved so far stay: {way_out}, "
+            "and go on with --resume"
         )
-        return ExitCode.MISTAKE, line
+    rank, short = _rank_prefix(), _shorten(text)
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED, f"{rank}interrupted; go on from the last checkpoint with --resume"
     if is_lost_contact(error):
-        return ExitCode.UNEXPECTED, f"{_rank_prefix()}lost contact with another rank ({_shorten(text)})"
+        return ExitCode.UNEXPECTED, f"{rank}lost contact with another rank ({short})"
     if is_out_of_memory(error):
-        reason = _shorten(text) or "no memory is left"
         return ExitCode.UNEXPECTED, (
-            f"{_rank_prefix()}out of memory ({reason}); lower train.micro_batch_size or "
+            f"{rank}out of memory ({short or 'no memory is left'}); lower train.micro_batch_size or "
             "data.sequence_length, set model.recompute, or use more ranks"
         )
     if isinstance(error, RuntimeError) and DEAD_LOADER.search(text):
-        return ExitCode.UNEXPECTED, f"{_rank_prefix()}a loader process died (data.workers): {_shorten(text)}"
+        return ExitCode.UNEXPECTED, f"{rank}a loader process died (data.workers): {short}"
     return ExitCode.UNEXPECTED, None
 
 

@@ -29,7 +29,6 @@ from megamoe.resilience.heartbeat import silence_s, tick, ticks
 from megamoe.resilience.processes import Process
 from megamoe.resilience.run_status import STACKS
 
-FOLDER = STACKS
 POLL_S = 1.0
 GRACE_S = 5.0  # for the other ranks to notice too
 DUMP_S = 2.0  # for the signal handler to write
@@ -155,7 +154,7 @@ def _open(run_folder: Path, rank: int) -> tuple[IO[str], Path]:
     """Open this rank's empty file, in a temporary folder if the run's folder cannot be written."""
     name = f"rank_{rank:05d}.txt"
     try:
-        folder = run_folder / FOLDER
+        folder = run_folder / STACKS
         folder.mkdir(exist_ok=True)
         return (folder / name).open("w"), folder / name
     except OSError:

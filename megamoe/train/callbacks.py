@@ -83,15 +83,11 @@ class Callbacks:
             except Exception as error:
                 if is_ours(type(callback)) or is_lost_contact(error):
                     raise
-                problem = _problem(f"train.callbacks: {hook} of the callback {name!r}", callback, error)
+                own = isinstance(error, UserError)
+                reason = f": {error}" if own else f" failed{failure_of(type(callback), error)}"
+                problem = f"train.callbacks: {hook} of the callback {name!r}{reason}"
             raise_any_error_fast(problem, trainer.world.device)
             tick()
-
-
-def _problem(where: str, callback: Callback, error: Exception) -> str:
-    if isinstance(error, UserError):
-        return f"{where}: {error}"
-    return f"{where} failed{failure_of(type(callback), error)}"
 
 
 def _build(choice: PartChoice) -> Callback:

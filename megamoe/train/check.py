@@ -17,9 +17,9 @@ from megamoe.moe.composition import check_parts
 from megamoe.parallel.layout_rules import check_layout, row_unit
 from megamoe.registry import get_part
 from megamoe.train.architecture import check_architecture, check_attention, check_positions
-from megamoe.train.length import check_warmup
-from megamoe.train.objective import check_objective
+from megamoe.train.objective import check_objective, refuse_routing_records
 from megamoe.train.rotary_rules import check_rotary
+from megamoe.train.schedule import check_warmup
 from megamoe.zero.deepspeed_config import ParallelPlan
 
 MOST_SIZES = 100_000  # of the batch size's growth
@@ -60,9 +60,7 @@ def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:
     check_positions(config)
     check_layout(config, plan.layout, plan.precision)
     if not moe_layer_numbers(config):
-        for key, value in (("log.routing", config.log.routing), ("moe.router.replay", moe.router.replay)):
-            if value is not None:
-                raise UserError(f"{key}: found {value!r}, but the model has no MoE layer; leave it out")
+        refuse_routing_records(config, "the model has no MoE layer")
         return
     check_parts(moe, config.parallel.expert)
     _check_causal(config)

@@ -65,17 +65,20 @@ def _check_parts(config: RunConfig, has_padding: bool) -> None:
             )
     if config.model.architecture == "encoder" and not has_padding:
         return
-    for key, value in (("log.routing", config.log.routing), ("moe.router.replay", config.moe.router.replay)):
-        if value is not None:
-            raise UserError(
-                f"{key}: found {value!r}, but a record holds one stack without padding; leave it out"
-            )
+    refuse_routing_records(config, "a record holds one stack without padding")
     selector = config.moe.router.selector
     if "over_all_ranks" in get_part("selector", selector.name).provides(selector.options):
         raise UserError(
             f"moe.router.selector: {selector.name} with these options chooses for all ranks together, which "
             "needs equal numbers of tokens; padding makes them differ: choose another selector or its options"
         )
+
+
+def refuse_routing_records(config: RunConfig, why: str) -> None:
+    """Raise UserError if the configuration records or replays the routing."""
+    for key, value in (("log.routing", config.log.routing), ("moe.router.replay", config.moe.router.replay)):
+        if value is not None:
+            raise UserError(f"{key}: found {value!r}, but {why}; leave it out")
 
 
 def check_sources(config: RunConfig) -> None:

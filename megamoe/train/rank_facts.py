@@ -157,7 +157,4 @@ def _checkpoint(path: Path | None) -> str | None:
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(parts)).hexdigest()

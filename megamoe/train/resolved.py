@@ -9,7 +9,6 @@ from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.train.check import check_run
-from megamoe.train.length import run_steps
 from megamoe.train.objective import (
     build_objective,
     check_sources,
@@ -17,7 +16,7 @@ from megamoe.train.objective import (
     num_added_ids,
     sample_tokens,
 )
-from megamoe.train.schedule import BatchSchedule
+from megamoe.train.schedule import BatchSchedule, run_steps
 from megamoe.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
 
 

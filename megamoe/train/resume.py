@@ -21,55 +21,25 @@ from megamoe.model.size import part_shapes
 SAME = {
     "": ("seed",),
     "model": ("*",),
-    "moe": (
-        "layers",
-        "num_experts",
-        "expert_ffn_hidden_size",
-        "expert_activation",
-        "num_shared_experts",
-        "shared_expert_ffn_hidden_size",
-        "shared_expert_mode",
-        "expert_bias",
-        "expert_sublayers",
-        "frozen",
-    ),
+    "moe": ("*",),
     "train": ("objective",),
     "data": ("sources", "sampling_exponent", "split", "order", "mock", "sequence_length", "document_aware"),
 }
 SECTIONS = (("model",), ("data",), ("train",), ("moe", "router", "scorer"), ("moe", "losses"))
 FREE = (
-    "hidden_dropout",
-    "attention_dropout",
-    "recompute",
-    "vocab_size",  # the vocabulary is compared
-    "multi_token_prediction",  # its depth is
-    *(
-        "backend",
-        "norm_kernel",
-        "cpu_kernels",
-        "gpu_kernels",
-        "keep_freed_memory",
-        "fp8",
-        "fp8_format",
-        "fp8_amax_history",
-    ),  # how it is computed, not what
+    *("hidden_dropout", "attention_dropout", "expert_output_dropout", "expert_activation_dropout"),
+    *("vocab_size", "multi_token_prediction"),  # the vocabulary and the depth are compared
+    *("router", "losses"),  # their state is
+    # How it is computed, not what:
+    *("recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory"),
+    *("fp8", "fp8_format", "fp8_amax_history"),
 )
 # Keys that change the model's function but no tensor's shape.
 SAME_FUNCTION = (
-    "num_attention_heads",
-    "position",
-    "rope_base",
+    *("num_attention_heads", "position", "rope_base"),
     *(f"rotary.{field.name}" for field in fields(RotaryConfig)),
-    "latent",
-    "norm",
-    "norm_position",
-    "norm_eps",
-    "activation",
-    "scale_embeddings",
-    "embedding_scale",
-    "residual_scale",
-    "logit_scale",
-    "logit_soft_cap",
+    *("latent", "norm", "norm_position", "norm_eps", "activation", "scale_embeddings", "embedding_scale"),
+    *("residual_scale", "logit_scale", "logit_soft_cap"),
     *(f"attention.{key}" for key in ("query_key_norm", "window", "window_blocks", "soft_cap", "scale")),
 )
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
@@ -154,9 +124,8 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
     Raises:
         UserError: naming the first key that differs, or that the checkpoint is in this run's own folder.
     """
-    assert config.checkpoint.init.path is not None
     init = config.checkpoint.init
-    path = Path(config.checkpoint.init.path)
+    path = Path(str(init.path))
     if init.experts == "same" and (init.noise, init.router_scale) != (0, 1):
         raise UserError(
             f"checkpoint.init: noise {init.noise}, router_scale {init.router_scale}: are for experts made of "
@@ -181,9 +150,7 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
         _same(path, f"model.{key}", before, after, INIT_WAY_OUT)
     if moe_layer_numbers(config):
         # Experts made from a dense FFN use its activation.
-        own = (
-            saved_config["moe"].get("expert_activation") if config.checkpoint.init.experts == "same" else None
-        )
+        own = saved_config["moe"].get("expert_activation") if init.experts == "same" else None
         before = own or saved.get("activation")
         _same(path, "moe.expert_activation", before, expert_activation(config), INIT_WAY_OUT)
 
@@ -207,8 +174,5 @@ def _same(path: Path, key: str, before: Any, after: Any, way_out: str = RESUME_W
                 _same(path, f"{key}.{inner}", before.get(inner), after.get(inner), way_out)
             return
     if before != after:
-        raise UserError(f"{path}: saved with {key} {_short(before)}, this run has {_short(after)}; {way_out}")
-
-
-def _short(value: Any) -> str:
-    return printable(value, 60)
+        found, now = printable(before, 60), printable(after, 60)
+        raise UserError(f"{path}: saved with {key} {found}, this run has {now}; {way_out}")

@@ -12,12 +12,12 @@ of the run, so a record does not depend on the layout of the ranks.
 
 import hashlib
 import json
-import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import torch
 from safetensors import SafetensorError
@@ -27,7 +27,7 @@ from torch import Tensor
 from megamoe.config import to_dict
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, reason
+from megamoe.plain_files import read_plain, reason, replace_file
 from megamoe.train.resolved import ResolvedRun
 
 META = "routing.json"
@@ -36,7 +36,7 @@ DIGEST = 32
 NOT_OF_DATA = ("cache", "verify", "workers")  # keys that change no token
 # Keys that are newer than the first records, with what those are of.
 BEFORE: dict[str, Any] = {"model.architecture": "decoder", "train.objective": {"name": "causal"}}
-FILE = re.compile(r"step_(\d{8,})\.train\.\d{5}\.choices")
+FILE = re.compile(r"step_(\d{8,})\.(.+)\.(\d{5})\.choices")
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,15 @@ def file_name(step: int, phase: str, rank: int) -> str:
     return f"step_{step:08d}.{quote(phase, safe='')}.{rank:05d}.choices"
 
 
+def recorded(folder: Path) -> Iterator[tuple[Path, int, str, int]]:
+    """Yield the files of choices in a folder, each with its step, phase and rank."""
+    for path in folder.glob("step_*.choices"):
+        if match := FILE.fullmatch(path.name):
+            yield path, int(match[1]), unquote(match[2]), int(match[3])
+
+
 def check_folder(key: str, folder: Path, expected: dict[str, Any]) -> bool:
-    """Whether the folder holds a record; it must then be of this run's model and data.
+    """Return whether the folder holds a record, which must then be of this run's model and data.
 
     Raises:
         UserError: naming the first key that differs, or if the folder cannot be read.
@@ -130,10 +137,7 @@ def check_folder(key: str, folder: Path, expected: dict[str, Any]) -> bool:
 
 def evaluated_steps(folder: Path, phase: str) -> list[int]:
     """Return the steps of which a record has choices of a phase, ascending."""
-    end = file_name(0, phase, 0).partition(".")[2]
-    names = [path.name.partition(".") for path in folder.glob("step_*.choices")]
-    numbers = [begin.removeprefix("step_") for begin, _, rest in names if rest == end]
-    return sorted(int(number) for number in numbers if number.isdecimal())
+    return sorted(step for _, step, name, rank in recorded(folder) if (name, rank) == (phase, 0))
 
 
 def begin_record(folder: Path, meta: dict[str, Any], step: int) -> None:
@@ -143,11 +147,10 @@ def begin_record(folder: Path, meta: dict[str, Any], step: int) -> None:
         OSError: if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("step_*.choices"):
-        number = path.name.split(".")[0].removeprefix("step_")
-        if number.isdecimal() and int(number) > step:
+    for path, recorded_step, _, _ in recorded(folder):
+        if recorded_step > step:
             path.unlink()
-    _replace(folder / META, (json.dumps(meta, indent=1) + "\n").encode())
+    replace_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode())
 
 
 def write_rows(path: Path, layers: list[Rows], num_experts: int, ranks: int) -> None:
@@ -160,29 +163,19 @@ def write_rows(path: Path, layers: list[Rows], num_experts: int, ranks: int) -> 
     begins_T = index_T.diff(prepend=index_T[:1] - 2) != 1
     first_R = begins_T.nonzero().squeeze(1)
     ends_R = torch.cat([first_R[1:], torch.tensor([len(index_T)])]) if len(first_R) else first_R
-    tensors = {
-        "ranks": torch.tensor([ranks]),
-        "start_R": index_T[first_R],
-        "length_R": ends_R - first_R,
-    }
+    tensors = {"ranks": torch.tensor([ranks]), "start_R": index_T[first_R], "length_R": ends_R - first_R}
     for place, rows in enumerate(layers):
         tensors[f"count_{place}"] = _compact(rows.count_T, num_experts + 1)
         tensors[f"expert_{place}"] = _compact(rows.expert_N, num_experts)
     payload = save(tensors)
-    _replace(path, MAGIC + hashlib.sha256(payload).digest() + payload)
+    replace_file(path, MAGIC + hashlib.sha256(payload).digest() + payload)
 
 
 def _compact(numbers: Tensor, bound: int) -> Tensor:
-    """The same numbers, all below `bound` unless a token has an expert several times, in few bytes."""
+    """Return the numbers in a small dtype; some reach `bound` if a token has an expert several times."""
     largest = max(bound - 1, int(numbers.max()) if len(numbers) else 0)
     dtype = torch.uint8 if largest < 256 else torch.int16 if largest < 2**15 else torch.int32
     return numbers.to(dtype).contiguous()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
 
 
 def read_rows(folder: Path, step: int, phase: str, num_layers: int) -> list[Rows]:
@@ -234,7 +227,7 @@ def last_whole_step(folder: Path, num_layers: int) -> tuple[int, str]:
     Only the end of the record is read, where a power failure leaves torn files; every file is checked again
     when its step is replayed.
     """
-    steps = {int(found[1]) for path in folder.iterdir() if (found := FILE.fullmatch(path.name))}
+    steps = {step for _, step, phase, _ in recorded(folder) if phase == "train"}
     problem = "it is not in the record"
     for step in sorted(steps, reverse=True):
         try:

@@ -25,6 +25,7 @@ from megamoe.train.routing_record import (
     fingerprint,
     last_whole_step,
     read_rows,
+    recorded,
     write_rows,
 )
 
@@ -65,7 +66,7 @@ class RunRouting:
         if self.record is not None:
             if self.replay is not None and self.record.resolve() == self.replay.resolve():
                 raise UserError(f"{RECORD}: {self.record} is also {REPLAY}; record into another folder")
-            if first_step == 0 and not may_replace and next(_choices_in(self.record), None):
+            if first_step == 0 and not may_replace and any(recorded(self.record)):
                 raise UserError(
                     f"{RECORD}: {self.record} holds a record already; name another folder, or overwrite=true"
                 )
@@ -92,11 +93,8 @@ class RunRouting:
         """
         if self.replay is None:
             return
-        same = {
-            key: value
-            for key, value in self.meta.items()
-            if key == "train.objective" or not key.startswith("train.")
-        }
+        free = {key for key in self.meta if key.startswith("train.") and key != "train.objective"}
+        same = {key: value for key, value in self.meta.items() if key not in free}
         if not check_folder(REPLAY, self.replay, same):
             raise self._no_record()
 
@@ -115,10 +113,10 @@ class RunRouting:
             return
         raise_any_error_fast(self._missing_evaluation(step, phase), self.world.device)
         with self.of(step, phase):
-            recorded = len(self.rows[0].index_T) // self.length
-            if recorded != samples:
+            found = len(self.rows[0].index_T) // self.length
+            if found != samples:
                 raise UserError(
-                    f"{REPLAY}: {self.replay} has {recorded} samples of {phase} at step {step}, this "
+                    f"{REPLAY}: {self.replay} has {found} samples of {phase} at step {step}, this "
                     f"evaluation takes {samples}; leave out --samples and evaluation.batches"
                 )
             yield
@@ -155,10 +153,8 @@ class RunRouting:
         Raises:
             UserError: on every rank, if a record cannot be read or written.
         """
-        if self.record is not None and not self.is_begun and self.world.is_first:
+        if self.record is not None and not self.is_begun:
             self._together(self._begin)
-        elif self.record is not None and not self.is_begun:
-            self._together(lambda: None)
         self.is_begun = True
         if self.replay is not None:
             self._together(lambda: self._load(step, phase))
@@ -213,7 +209,8 @@ class RunRouting:
 
     def _begin(self) -> None:
         assert self.record is not None
-        begin_record(self.record, self.meta, self.begun_after)
+        if self.world.is_first:
+            begin_record(self.record, self.meta, self.begun_after)
 
     def _load(self, step: int, phase: str) -> None:
         assert self.replay is not None
@@ -244,7 +241,3 @@ class _OfLayer:
     def select(self, selector: Selector, scored: Scored, context: StepContext) -> Pairs:
         """Return the pairs of the micro batch."""
         return self.routing.select(self.place, selector, scored, context)
-
-
-def _choices_in(folder: Path) -> Iterator[Path]:
-    return folder.glob("step_*.choices")

@@ -13,6 +13,7 @@ from megamoe.checkpoint.format.folder import candidates
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
+from megamoe.plain_files import replace_file
 from megamoe.resilience.restarts import LAUNCH, Launch, mark
 
 CONFIG = "config.yaml"
@@ -42,11 +43,11 @@ class RunFolder:
             UserError: if no candidate is intact.
         """
         for path in self.candidates:
-            if integrity.first_of(integrity.problems_outside_tensors(path)) is None:
+            if next(integrity.problems(path, shares=0), None) is None:
                 return path
         for path in self.candidates:
             read_meta(path)  # raises a better message if it can
-            raise damaged(path, integrity.first_of(integrity.problems_outside_tensors(path)))
+            raise damaged(path, next(integrity.problems(path, shares=0)))
         return None
 
     @property
@@ -131,18 +132,12 @@ def _aside(path: Path) -> Path:
 
 
 def _fill(path: Path, config: RunConfig, summary: dict[str, Any]) -> None:
-    _write(path / CONFIG, dump_yaml(config))
-    _write(path / SUMMARY, json.dumps(summary, indent=1))
+    replace_file(path / CONFIG, dump_yaml(config).encode())
+    replace_file(path / SUMMARY, json.dumps(summary, indent=1).encode())
 
 
 def _write_launch(path: Path, launch: Launch | None) -> None:
     if launch is None:
         (path / LAUNCH).unlink(missing_ok=True)
     else:
-        _write(path / LAUNCH, launch.dump())
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+        replace_file(path / LAUNCH, launch.dump().encode())

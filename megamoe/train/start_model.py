@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from torch import nn
 
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.init_from import InitialWeights, Upcycling
+from megamoe.checkpoint.init_from import InitialWeights
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import ModelConfig
@@ -22,14 +21,7 @@ from megamoe.zero.partition import Partition
 
 OF_LABELS = ("num_labels", "predicts", "pooling", "pooler")  # keys of a head that predicts labels
 Say = Callable[[str], None]  # prints a line on the first rank
-
-
-class Weights(Protocol):
-    """Where the weights of a model come from, if not from the seed."""
-
-    def fill(self, prefix: str, module: nn.Module) -> None: ...
-
-    def finish(self) -> None: ...
+Weights = SavedWeights | InitialWeights  # where the weights come from, if not from the seed
 
 
 def start_model(
@@ -74,13 +66,12 @@ def start_model(
 
 def _initial_weights(config: RunConfig, run: ResolvedRun, rank: int) -> InitialWeights:
     """Open the checkpoint of `checkpoint.init`; collective."""
-    init, opened = config.checkpoint.init, []
-    upcycling = Upcycling(init.noise, init.router_scale, config.seed)
-    is_moe, path = bool(moe_layer_numbers(config)), Path(str(init.path))
+    init, is_moe = config.checkpoint.init, bool(moe_layer_numbers(config))
+    opened: list[InitialWeights] = []
 
     def opening() -> None:
-        new_head = _has_another_head(config, path)
-        opened.append(InitialWeights(path, init.experts, is_moe, run.plan.layout, rank, new_head, upcycling))
+        new_head = _has_another_head(config, Path(str(init.path)))
+        opened.append(InitialWeights(init, is_moe, run.plan.layout, rank, new_head, config.seed))
 
     raise_any_error(catch_error(opening))
     return opened[0]

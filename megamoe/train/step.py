@@ -101,7 +101,10 @@ def _update(engine: Engine, record: StepRecord, lr: float) -> None:
 def _samples_not_finite(
     judged: list[tuple[Tensor, Tensor]], batches: list[Batch], rollouts: int
 ) -> dict[int, list[int]]:
-    """By the places of the micro batches: all samples, where it is only their sum that is not finite."""
+    """Return the samples whose loss is not finite by the place of their micro batch.
+
+    If only the sum over a micro batch is not finite, these are all its samples.
+    """
     found: dict[int, list[int]] = {}
     for place, (lm_sum, finite_B) in enumerate(judged):
         if lm_sum.isfinite():

@@ -63,16 +63,13 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """With multi-token prediction, and the auxiliary losses, weighted and summed over layers."""
+        """The lm loss plus the weighted losses of multi-token prediction and of the layers."""
         loss = self.lm_loss + self.weighted / max(self.micro_batches, 1)
         return loss + self.weight_ahead * sum(self.ahead)
 
     def metrics(self) -> dict[str, Any]:
         """Return the losses and the gradient norm under metrics.jsonl's names."""
-        values: dict[str, Any] = {
-            "train/lm_loss": self.lm_loss,
-            "train/loss": self.loss,
-        }
+        values: dict[str, Any] = {"train/lm_loss": self.lm_loss, "train/loss": self.loss}
         for depth, ahead in enumerate(self.ahead, 1):
             values[f"train/lm_loss/ahead_{depth}"] = ahead
         for name, total in self.losses.items():

@@ -36,11 +36,7 @@ class StepSums:
         self._squares: Tensor | None = None  # fp64 [layers, losses of _names + 1], see `gradient_share`
 
     def add(
-        self,
-        model: HasMoELayers,
-        lm_sum: Tensor,
-        tokens: Tensor,
-        ahead: tuple[Tensor, Tensor] | None = None,
+        self, model: HasMoELayers, lm_sum: Tensor, tokens: Tensor, ahead: tuple[Tensor, Tensor] | None = None
     ) -> None:
         """Take in one micro batch after its backward pass; lm_sum, tokens: scalars on the device.
 

@@ -77,10 +77,7 @@ def _run_rows(run: ResolvedRun, first_step: int) -> list[tuple[str, object]]:
         ("name", config.name),
         ("steps", f"{length}, {begin}"),
         ("batch", batch),
-        (
-            "tokens to come",
-            f"{(samples - schedule.total_samples(first_step)) * run.sample_tokens:,}",
-        ),
+        ("tokens to come", f"{(samples - schedule.total_samples(first_step)) * run.sample_tokens:,}"),
         ("optimiser", _optimizer(config.optimizer, steps)),
         *[("parameters by name", _group(group)) for group in config.optimizer.groups],
     ]
@@ -101,12 +98,10 @@ def _group(group: GroupConfig) -> str:
 
 def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:
     model, moe = config.model, config.moe
+    heads = f"{model.num_attention_heads} heads"
     rows: list[tuple[str, object]] = [
         ("parameters", f"{size.total:,} total, {size.active:,} active per token"),
-        (
-            "blocks",
-            f"{_blocks(config)} of hidden size {model.hidden_size}, {model.num_attention_heads} heads",
-        ),
+        ("blocks", f"{_blocks(config)} of hidden size {model.hidden_size}, {heads}"),
         ("vocabulary", f"{vocabulary.size:,}"),
         ("activation", _activations(config)),
     ]
@@ -154,35 +149,19 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -
     states = states_of(config, plan, size)
     sent = _sent(config, plan, rollouts)
     activations = _activation_bytes(config, run.vocabulary, plan, rollouts)
-    parts = [
-        ("weights", states.weights),
-        ("gradients", states.gradients),
-        ("optimiser", states.optimizer),
-    ]
+    parts = [("weights", states.weights), ("gradients", states.gradients), ("optimiser", states.optimizer)]
     shown = ", ".join(f"{name} {in_bytes(held)}" for name, held in parts if held)
-    elsewhere = [
-        f"{in_bytes(held)} more {place}"
-        for place, held in (("on the CPU", states.cpu), ("on disk", states.nvme))
-        if held
-    ]
-    return [
+    offloaded = {"on the CPU": states.cpu, "on disk": states.nvme}
+    elsewhere = "".join(f"{in_bytes(held)} more {place}, " for place, held in offloaded.items() if held)
+    of_states = f"{in_bytes(states.total)} of model states ({shown})"
+    rows: list[tuple[str, object]] = [
         ("world", _world(plan.layout, config.parallel.sequence)),
-        (
-            "device",
-            f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}",
-        ),
-        (
-            "memory per rank",
-            f"{in_bytes(states.total)} of model states ({shown}), "
-            f"{''.join(f'{text}, ' for text in elsewhere)}"
-            f"and about {in_bytes(activations)} of activations",
-        ),
-        *(
-            [("sent per micro batch", f"{in_bytes(sent)} by each rank in its blocks, with even loads")]
-            if sent
-            else []
-        ),
+        ("device", f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}"),
+        ("memory per rank", f"{of_states}, {elsewhere}and about {in_bytes(activations)} of activations"),
     ]
+    if sent:
+        rows.append(("sent per micro batch", f"{in_bytes(sent)} by each rank in its blocks, with even loads"))
+    return rows
 
 
 def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:

@@ -37,8 +37,7 @@ from megamoe.train.memory import check_memory
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
-from megamoe.train.routing_history import RoutingHistory
-from megamoe.train.routing_metrics import routing_metrics
+from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
 from megamoe.train.routing_replay import RunRouting
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.schedule import learning_rate
@@ -92,9 +91,8 @@ class Trainer:
         self._check_record(resume_from)
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
-        self.checkpoints = Checkpoints(
-            self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.background
-        )
+        saves = config.checkpoint
+        self.checkpoints = Checkpoints(self.folder.checkpoints, saves.keep, saves.background)
         saved = self._open_checkpoint(resume_from)
         self.progress = Progress() if saved is None else Progress.of(saved.meta)
         # The loader processes are forked here, before this process has CUDA and the model's memory.
@@ -263,9 +261,7 @@ class Trainer:
         later.
         """
         state = {
-            "samples": self.progress.samples,
-            "micro_batches": self.progress.micro_batches,
-            "skipped_steps": self.progress.skipped_steps,
+            **vars(self.progress),
             "tokens": self.progress.samples * self.run.sample_tokens,
             "vocabulary": self.run.vocabulary.size,
             "skip_policy": self.skip_policy.state(),
@@ -346,9 +342,8 @@ class Trainer:
         if resume_from is None or not self.folder.continues:
             return
         step = read_meta(resume_from)["step"]
-        raise_any_error(
-            catch_error(lambda: check_record(self.folder.path, step)) if self.world.is_first else None
-        )
+        problem = catch_error(lambda: check_record(self.folder.path, step)) if self.world.is_first else None
+        raise_any_error(problem)
 
     def _open_checkpoint(self, checked: Path | None) -> CheckpointReader | None:
         """Open the first intact candidate; `checked`: the one that was found to fit this run."""

@@ -7,26 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.checkpoint_files import Chunk, grid, write_checkpoint
+from tests.checkpoint_files import META, Chunk, grid, write_checkpoint
 
 META_CONTENT: dict[str, Any] = {
-    "format": 2,
     "saved_at": "2026-01-01T00:00:00+00:00",
-    "step": 7,
-    "samples": 56,
-    "micro_batches": 28,
-    "skipped_steps": 0,
-    "tokens": 448,
-    "vocabulary": 12,
-    "layout": {
-        "ranks": 2,
-        "tensor": 1,
-        "expert": 2,
-        "expert_tensor": 1,
-        "zero_stage": 1,
-        "precision": "fp32",
-    },
-    "loss_scaler": {},
+    **{"samples": 56, "micro_batches": 28, "tokens": 448, "vocabulary": 12},
+    "layout": {**META["layout"], "ranks": 2, "expert": 2, "zero_stage": 1},
     "config": {
         "name": "by_hand",
         "model": {"num_attention_heads": 4},
@@ -61,9 +47,7 @@ def write(folder: Path, step: int = 7) -> Path:
     for number, (name, tensor) in enumerate(tensors().items()):
         cut = grid(tuple(tensor.shape), 2 if tensor.dim() > 1 else 1)
         chunks[name] = cut if len(cut) > 1 else [(number % 2, *cut[0][1:])]
-    return write_checkpoint(
-        folder, tensors(), chunks=chunks, shardings=SHARDINGS, **{**META_CONTENT, "step": step}
-    )
+    return write_checkpoint(folder, tensors(), chunks=chunks, shardings=SHARDINGS, **META_CONTENT, step=step)
 
 
 def load(path: Path) -> Any:

@@ -1,6 +1,5 @@
 """A checkpoint with the names of earlier versions loads: tensors, configuration, records of skipped steps."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,8 @@ def earlier(tmp_path: Path) -> Path:
         config={"moe": {"router": OLD_ROUTER, "expert_dropout": 0.25}},
         broken_steps={"in_a_row": 1, "losses": [5.0]},
     )
-    assert problems_of(folder) == []
+    assert list(problems(folder)) == []
     return folder
-
-
-def problems_of(folder: Path) -> list[str]:
-    return list(problems(folder))
 
 
 def test_a_tensor_is_found_by_its_present_name(earlier: Path) -> None:
@@ -46,11 +41,11 @@ def test_a_tensor_is_found_by_its_present_name(earlier: Path) -> None:
 
 
 def test_damage_under_an_old_name_is_seen(earlier: Path) -> None:
-    index = json.loads((earlier / "index.json").read_text())
+    index = checkpoint.load(earlier / "index.json")
     index["tensors"][OLD.replace("bias", "other")] = index["tensors"].pop(OLD)
-    (earlier / "index.json").write_text(json.dumps(index))
+    checkpoint.dump(earlier / "index.json", index)
     seal(earlier)
-    assert any("bias" in problem for problem in problems_of(earlier))
+    assert any("bias" in problem for problem in problems(earlier))
 
 
 def test_the_configuration_and_the_record_have_present_names(earlier: Path) -> None:
@@ -65,9 +60,9 @@ def test_the_configuration_and_the_record_have_present_names(earlier: Path) -> N
 
 def test_names_stored_inside_a_file_are_ignored(tmp_path: Path) -> None:
     folder = checkpoint.write(tmp_path / "step_00000007")
-    index = json.loads((folder / "index.json").read_text())
+    index = checkpoint.load(folder / "index.json")
     index["tensors"]["model/bias"]["stored_name"] = "model/norm"
-    (folder / "index.json").write_text(json.dumps(index))
+    checkpoint.dump(folder / "index.json", index)
     seal(folder)
     with CheckpointReader(folder) as saved:
         assert saved.tensor("model/bias").dtype == torch.float64

@@ -5,7 +5,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shrink_the_data(trainer: Trainer) -> None:
+    path = Path(trainer.config.data.sources[0].path + ".bin")
     if trainer.progress.step == 3 and trainer.world.rank == 1:
-        path = Path(trainer.config.data.sources[0].path + ".bin")
         os.truncate(path, path.stat().st_size // 2)
 
 
 def replace_the_data(trainer: Trainer) -> None:
+    path = Path(trainer.config.data.sources[0].path + ".bin")
     if trainer.progress.step == 3 and trainer.world.rank == 1:
-        path = Path(trainer.config.data.sources[0].path + ".bin")
         path.unlink()
         path.write_bytes(b"another")
 
@@ -141,16 +142,17 @@ def test_data_that_is_replaced_is_read_on(pool: Pool, tmp_path: Path, corpus: Pa
     assert found.codes == [ExitCode.FINISHED, ExitCode.FINISHED], found.outputs
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB, as <tmp_path>/runs."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """Mount a file system of 8 MiB there."""
+    folder.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting a small file system takes root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder: Path) -> None:
@@ -165,20 +167,17 @@ def fill_the_disk(trainer: Trainer) -> None:
 
 
 @pytest.mark.full
-def test_a_disk_that_fills_up_ends_the_run_with_a_line(pool: Pool, tmp_path: Path, small_disk: Path) -> None:
+def test_a_disk_that_fills_up_ends_the_run_with_a_line(pool: Pool, tmp_path: Path) -> None:
     """metrics.jsonl is written by the first rank alone; its last page holds some steps more."""
     arguments = ["checkpoint.every=60", "checkpoint.background=false", "train.steps=400", "data.workers=1"]
-    found = run_entry_script(pool, tmp_path, *arguments, fault=fill_the_disk)
-    assert found.codes == [ExitCode.MISTAKE, ExitCode.UNEXPECTED]
-    first, second = found.errors()
-    assert len(first) == len(second) == 1, found.outputs
-    assert "No space left on device" in first[0] and "go on with --resume" in first[0]
-    assert second[0].startswith("error: rank 1: lost contact with another rank (")
-    assert (small_disk / "a/checkpoints/latest").is_file()
-
-
-def full_disk(folder: Path) -> None:
-    fill(folder)
+    with small_disk(tmp_path / "runs") as disk:
+        found = run_entry_script(pool, tmp_path, *arguments, fault=fill_the_disk)
+        assert found.codes == [ExitCode.MISTAKE, ExitCode.UNEXPECTED]
+        first, second = found.errors()
+        assert len(first) == len(second) == 1, found.outputs
+        assert "No space left on device" in first[0] and "go on with --resume" in first[0]
+        assert second[0].startswith("error: rank 1: lost contact with another rank (")
+        assert (disk / "a/checkpoints/latest").is_file()
 
 
 def read_only(folder: Path) -> None:
@@ -187,17 +186,17 @@ def read_only(folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("spoil", "message"), [(full_disk, "No space left on device"), (read_only, "Read-only file system")]
+    ("spoil", "message"), [(fill, "No space left on device"), (read_only, "Read-only file system")]
 )
 def test_an_unwritable_folder_is_reported_at_the_start(
-    pool: Pool, tmp_path: Path, small_disk: Path, spoil: object, message: str
+    pool: Pool, tmp_path: Path, spoil: Callable[[Path], None], message: str
 ) -> None:
-    assert callable(spoil)
-    spoil(small_disk)
-    found = run_entry_script(pool, tmp_path, LOADER)
+    with small_disk(tmp_path / "runs") as disk:
+        spoil(disk)
+        found = run_entry_script(pool, tmp_path, LOADER)
     assert found.codes == [ExitCode.MISTAKE, ExitCode.MISTAKE]
     for (line,) in found.errors():
-        assert line == f"error: output: cannot write the run folder {small_disk}/a: {message}"
+        assert line == f"error: output: cannot write the run folder {disk}/a: {message}"
 
 
 @pytest.mark.full

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from megamoe.checkpoint import manager, writer
 from megamoe.checkpoint.format import integrity
-from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.train.loop import train
+from tests.checkpoint_files import assert_same_bits, read_tensors
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import ds_config, small_run
 
@@ -97,13 +95,9 @@ def kill_and_restart(pool: Pool, output: Path, steps: int, kills: int, seed: int
     generator, killed = random.Random(seed), 0
     for number in range(kills):
         moment = generator.randrange(len(MOMENTS)) if number % 2 else None
-        of_first_only = moment is not None and MOMENTS[moment][0] in (
-            manager,
-            manager.os,
-            integrity,
-            manager.Checkpoints,
-        )
-        rank = 0 if of_first_only else generator.randrange(2)
+        by_first_only = (manager, manager.os, integrity, manager.Checkpoints)
+        is_of_first = moment is not None and MOMENTS[moment][0] in by_first_only
+        rank = 0 if is_of_first else generator.randrange(2)
         plan = (rank, generator.uniform(0, 0.4), moment, generator.randint(1, 4), generator.random() < 0.5)
         try:
             pool.run(train_to_the_end, output, steps, plan, ranks=2)
@@ -121,12 +115,6 @@ def recorded(output: Path) -> list[tuple[Any, ...]]:
     return [tuple(json.loads(line).get(word) for word in words) for line in lines]
 
 
-def final_tensors(output: Path, steps: int) -> dict[str, Tensor]:
-    """Everything in the last checkpoint: weights, moments, random states."""
-    with CheckpointReader(output / "small" / "checkpoints" / f"step_{steps:08d}") as reader:
-        return {name: reader.tensor(name) for name in reader.names()}
-
-
 @pytest.mark.parametrize(("kills", "steps"), [(3, 32), pytest.param(50, 200, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_ends_as_one_that_is_not(
     pool: Pool, tmp_path: Path, kills: int, steps: int
@@ -137,7 +125,5 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(
     expected, found = recorded(tmp_path / "whole"), recorded(tmp_path / "killed")
     assert [line[0] for line in found] == list(range(1, steps + 1))
     assert found == expected
-    weights, others = (final_tensors(tmp_path / name, steps) for name in ("whole", "killed"))
-    assert weights.keys() == others.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(tensor.view(-1).view(torch.uint8), others[name].view(-1).view(torch.uint8)), name
+    last = Path("small", "checkpoints", f"step_{steps:08d}")  # weights, moments, random states
+    assert_same_bits(read_tensors(tmp_path / "killed" / last), read_tensors(tmp_path / "whole" / last))

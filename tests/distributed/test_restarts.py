@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from megamoe.errors import UserError
 from megamoe.resilience import restarts
 from megamoe.resilience.processes import Process
 from megamoe.resilience.restarts import Launch, mark
-from megamoe.train.run_folder import RunFolder, choose_run_folder, prepare_run_folder
+from megamoe.train.run_folder import RunFolder, prepare_run_folder
 from tests.distributed.test_signals import TORCHRUN, Launched
 from tests.tiny import tiny
+from tests.train.test_run_folder import choose
 
 # Rank 1 kills itself once before step 6; every launch notes that it was there.
 KILLS_ITSELF = """
@@ -81,16 +83,11 @@ def save(folder: Path, step: int) -> Path:
     return checkpoint
 
 
-def choose(output: Path, *overrides: str) -> RunFolder:
-    return choose_run_folder(tiny(f"output={output}", "name=a", *overrides))
-
-
 @pytest.mark.parametrize("override", ["overwrite=true", "overwrite=false", "checkpoint.resume=auto"])
 def test_its_own_folder_is_continued(tmp_path: Path, started_again: Launch, override: str) -> None:
     make_run(tmp_path / "a", started_again, 5)
-    expected = tmp_path / "a/checkpoints/step_00000005"
-    expected_folder = RunFolder(tmp_path / "a", (expected,), continues=True, restarted=True)
-    assert choose(tmp_path, override) == expected_folder
+    saved = tmp_path / "a/checkpoints/step_00000005"
+    assert choose(tmp_path, override) == RunFolder(tmp_path / "a", (saved,), continues=True, restarted=True)
 
 
 def test_its_own_folder_without_a_checkpoint_is_restarted_and_kept(
@@ -102,11 +99,8 @@ def test_its_own_folder_without_a_checkpoint_is_restarted_and_kept(
     assert folder == RunFolder(tmp_path / "a", (), continues=False, restarted=True)
     prepare_run_folder(folder, tiny("overwrite=true"), {}, started_again)
     assert (tmp_path / "a.before-1/metrics.jsonl").read_text() == "first"
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {
-        "config.yaml",
-        "summary.json",
-        "launch.json",
-    }
+    files = {"config.yaml", "summary.json", "launch.json"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == files
     assert Launch.restarted(tmp_path / "a") == started_again
 
 
@@ -114,17 +108,14 @@ def test_a_checkpoint_that_was_there_before_is_not_its_own(tmp_path: Path, start
     """The launch went back to step 5, and has saved nothing since; then it has, and starts a third time."""
     make_run(tmp_path / "a", None, 5, 10)
     back = f"checkpoint.resume={tmp_path}/a/checkpoints/step_00000005"
-    launch = Launch(
-        started_again.run_id, started_again.agents, mark(tmp_path / "a/checkpoints/step_00000010")
-    )
+    launch = replace(started_again, latest=mark(tmp_path / "a/checkpoints/step_00000010"))
     prepare_run_folder(RunFolder(tmp_path / "a", (), continues=True), tiny(), {}, launch)
     again = choose(tmp_path, back)
     assert again.candidates == (tmp_path / "a/checkpoints/step_00000005",) and again.restarted
     saved = save(tmp_path / "a", 7)
     again = choose(tmp_path, back)
     assert again.candidates[0] == saved
-    later = Launch(launch.run_id, launch.agents, mark(saved))
-    prepare_run_folder(again, tiny(), {}, later)
+    prepare_run_folder(again, tiny(), {}, replace(launch, latest=mark(saved)))
     assert choose(tmp_path, back).candidates[0] == saved
 
 

@@ -61,35 +61,20 @@ NOISY = router(scorer={"name": "noisy", "start": "normal"})
 SIGMOID = router(score_function="sigmoid")
 BIASED = router(score_function={"name": "sigmoid", "bias_update": 0.01})
 TABLE = router(scorer="hash", selector="table")
+FUNCTION = "moe.router.score_function"
 # (saved with, resumed with, what the user is told of it; None: it trains on)
 CASES: dict[str, tuple[Changes, Changes, str | None]] = {
     "fewer parameters": (NOISY, router(), "moe.router.scorer noisy, this run has linear"),
     "more parameters": (router(), NOISY, "moe.router.scorer linear, this run has noisy"),
-    "tensors of the same names": (
-        router(),
-        router(scorer="negated"),
-        "moe.router.scorer linear, this run has negated",
-    ),
+    "tensors of the same names": (router(), router(scorer="negated"), "scorer linear, this run has negated"),
     "another size": (
         router(scorer={"name": "cosine", "routing_dim": 4}),
         router(scorer={"name": "cosine", "routing_dim": 6}),
         "moe.router.scorer.routing_dim 4, this run has 6",
     ),
-    "a bias that vanishes": (
-        BIASED,
-        SIGMOID,
-        "moe.router.score_function.bias_update 0.01, this run has 0.0",
-    ),
-    "a bias that begins": (
-        SIGMOID,
-        BIASED,
-        "moe.router.score_function.bias_update 0.0, this run has 0.01",
-    ),
-    "a score function without the bias": (
-        BIASED,
-        router(),
-        "moe.router.score_function sigmoid, this run has softmax",
-    ),
+    "a bias that vanishes": (BIASED, SIGMOID, f"{FUNCTION}.bias_update 0.01, this run has 0.0"),
+    "a bias that begins": (SIGMOID, BIASED, f"{FUNCTION}.bias_update 0.0, this run has 0.01"),
+    "a score function without the bias": (BIASED, router(), f"{FUNCTION} sigmoid, this run has softmax"),
     "another table": (
         TABLE,
         router(scorer="hash", selector={"name": "table", "k": 2}),
@@ -151,7 +136,7 @@ def _save(output: Path, changes: Changes) -> None:
     trainer = Trainer(small_run(output, **changes))
     trainer.step()
     trainer.save()
-    trainer._stream.close()
+    trainer.release()
 
 
 def _resume(output: Path, changes: Changes, place: str) -> str:
@@ -161,7 +146,7 @@ def _resume(output: Path, changes: Changes, place: str) -> str:
     except UserError as error:
         return str(error)
     _, metrics = trainer.step()
-    trainer._stream.close()
+    trainer.release()
     assert math.isfinite(metrics["train/loss"])
     return "trains"
 
@@ -186,10 +171,8 @@ def test_what_is_loaded_is_refused_by_itself(pool: Pool, saved: Path) -> None:
     (found,) = pool.run(resume_all, saved, True, ranks=1)
     reported = dict(zip(CASES, found, strict=True))
     assert "this model has no place for" in reported["fewer parameters"]
-    assert (
-        "this model has no place for model.decoder.layers.1.mlp.layer.router.score_function.bias"
-        in (reported["a bias that vanishes"])
-    )
+    bias = "model.decoder.layers.1.mlp.layer.router.score_function.bias"
+    assert f"this model has no place for {bias}" in reported["a bias that vanishes"]
     assert "layer.router.score_function.bias is missing" in reported["a bias that begins"]
     assert "scorer.weight has shape [4, 32], this model needs [6, 32]" in reported["another size"]
     for name, (_, _, wanted) in CASES.items():
@@ -293,8 +276,6 @@ def test_the_count_of_micro_batches_is_that_of_all_ranks(pool: Pool, tmp_path: P
     homes = []
     for _ in range(2):
         (found,) = pool.run(run_steps, 1, True, **run, ranks=1)
-        index_N, expert_N = found["chosen"][0][:, 1], found["chosen"][0][:, 3]
-        homes += [
-            set((expert_N[index_N // 32 == n] // 2).tolist()) for n in sorted(set((index_N // 32).tolist()))
-        ]
+        sample_N, expert_N = found["chosen"][0][:, 1] // 32, found["chosen"][0][:, 3]
+        homes += [set((expert_N[sample_N == n] // 2).tolist()) for n in sample_N.unique()]
     assert homes == [{0}, {1}, {2}, {3}, {0}, {1}]

@@ -128,13 +128,6 @@ def test_a_rank_that_cannot_write_ends_the_run_and_the_last_checkpoint_stays(
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000002"]
 
 
-def test_a_save_in_the_foreground_is_there_at_once(pool: Pool, tmp_path: Path) -> None:
-    saves = {"every": 2, "background": False}
-    run: dict[str, Any] = {"output": tmp_path, "checkpoint": saves, "train__steps": 4}
-    pool.run(train_where_a_rank_cannot_write, -1, **run, log__report=False, ranks=2)
-    assert (tmp_path / "small" / "checkpoints" / "latest").read_text() == "step_00000004"
-
-
 def folder_with_what_others_left(**changes: Any) -> list[list[str]]:
     """Job: what the folder holds after each of two saves, of which one checkpoint stays."""
     trainer = Trainer(small_run(**changes, checkpoint={"keep": 1}))

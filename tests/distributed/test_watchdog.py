@@ -11,7 +11,7 @@ import pytest
 
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
-from tests.distributed.entry_script import run_entry_script
+from tests.distributed.entry_script import Fault, run_entry_script
 from tests.distributed.pool import Pool
 
 HANG = "train.hang_minutes=0.08"  # a busy machine takes seconds for a step
@@ -49,9 +49,8 @@ def test_a_stopped_rank_is_named_shown_and_ended(pool: Pool, tmp_path: Path) -> 
     assert "error: " not in first + third
     (line,) = (line for line in second.splitlines() if line.startswith("error: "))
     folder = tmp_path / "runs/a/stacks"
-    assert line.startswith("error: rank 0 (") and line.endswith(
-        f"stopped or stuck; stacks of all ranks: {folder}"
-    )
+    assert line.startswith("error: rank 0 (")
+    assert line.endswith(f"stopped or stuck; stacks of all ranks: {folder}")
     stacks = second.split("--- rank ")[1:]
     assert [stack[0] for stack in stacks] == ["0", "1", "2"]
     assert "in stop_rank_0" in stacks[0] and "did not answer" in stacks[0]
@@ -71,9 +70,8 @@ def test_a_rank_that_holds_the_interpreters_lock(pool: Pool, tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("fault", "place"), [(loop_on_rank_1, "loop_on_"), (wait_for_a_lock, "for_a_lock")])
-def test_a_hang_in_python_shows_in_the_stacks(pool: Pool, tmp_path: Path, fault: object, place: str) -> None:
+def test_a_hang_in_python_shows_in_the_stacks(pool: Pool, tmp_path: Path, fault: Fault, place: str) -> None:
     """Every watchdog runs, so nobody can be named; the stacks tell."""
-    assert callable(fault)
     found = run_entry_script(pool, tmp_path, HANG, fault=fault)
     assert found.codes == [ExitCode.HANG, ExitCode.HANG]
     assert "made progress for 0.08 minutes (train.hang_minutes); all of them answered" in found.outputs[0]

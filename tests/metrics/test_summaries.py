@@ -9,8 +9,7 @@ import pytest
 from megamoe.metrics.sinks.alerts import STALL, WINDOW, Alerts
 from megamoe.metrics.sinks.heat_map import ROWS, HeatMap, log_rows
 from megamoe.metrics.sinks.summaries import Shown, Summaries
-from megamoe.train.routing_history import RoutingHistory
-from megamoe.train.routing_metrics import routing_metrics
+from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
 from tests.train.test_routing_metrics import layer_of
 
 LOSSES = dict.fromkeys(("switch_balance", "z_loss", "importance", "load"), 0.5)

@@ -8,9 +8,8 @@ import pytest
 from megamoe.config import RunConfig
 from megamoe.data.epochs import samples_per_epoch
 from megamoe.errors import ExitCode, UserError
-from megamoe.train.length import run_steps
 from megamoe.train.loop import train
-from megamoe.train.schedule import BatchSchedule
+from megamoe.train.schedule import BatchSchedule, run_steps
 from tests.data.sources import make_data
 from tests.tiny import restored_process, tiny
 
@@ -54,8 +53,7 @@ def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:
     ):
         steps_of(run_of(tmp_path, "train.epochs=0.1"))
     with pytest.raises(
-        UserError,
-        match="^optimizer.warmup_steps: 7 is more than .*; set optimizer.warmup_steps=6 or less$",
+        UserError, match="^optimizer.warmup_steps: 7 is more than .*; set optimizer.warmup_steps=6 or less$"
     ):
         steps_of(run_of(tmp_path, "train.epochs=1", "optimizer.warmup_steps=7"))
 

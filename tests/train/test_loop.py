@@ -139,12 +139,8 @@ def test_nothing_is_left_to_do_in_a_finished_run(tmp_path: Path) -> None:
 def test_record_at_intervals_and_where_something_happened(tmp_path: Path) -> None:
     common = ["train.steps=7", "log.every=3", "evaluation.every=5", "evaluation.batches=1"]
     rows = run(tmp_path / "whole", *common)
-    assert [(row["step"], "val/lm_loss" in row) for row in rows] == [
-        (3, False),
-        (5, True),
-        (6, False),
-        (7, True),
-    ]
+    evaluated = {row["step"]: "val/lm_loss" in row for row in rows}
+    assert evaluated == {3: False, 5: True, 6: False, 7: True}
     rows = run(tmp_path / "stopped", *common, "train.exit_after_steps=2")
     assert [row["step"] for row in rows] == [2]
 
@@ -158,14 +154,8 @@ def test_a_dense_run_that_saves_and_evaluates_nothing(tmp_path: Path) -> None:
 
 def test_a_run_learns(tmp_path: Path) -> None:
     """Nine of ten mock tokens follow from the one before."""
-    rows = run(
-        tmp_path,
-        "train.steps=60",
-        "train.micro_batch_size=8",
-        "optimizer.lr=0.02",
-        "evaluation.at_start=true",
-        "checkpoint.save_at_end=false",
-    )
+    settings = ["train.steps=60", "train.micro_batch_size=8", "optimizer.lr=0.02", "evaluation.at_start=true"]
+    rows = run(tmp_path, *settings, "checkpoint.save_at_end=false")
     first, last = rows[0]["val/lm_loss"], rows[-1]["val/lm_loss"]
     assert first == pytest.approx(math.log(48), abs=0.05)
     assert last < 0.7 * first
@@ -216,16 +206,7 @@ def test_steps_with_a_loss_of_nan_are_reported_counted_and_not_saved(
     )
     rows = run(tmp_path, "train.steps=8", "checkpoint={every: 2, keep: 9}", "train.max_skipped_in_a_row=3")
     assert [row.get("train/skipped_steps") for row in rows] == [None, None, None, 1, 2, 2, 2, 2]
-    assert [row["train/lm_loss"] == "NaN" for row in rows] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert [row["step"] for row in rows if row["train/lm_loss"] == "NaN"] == [4, 5]
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
     assert checkpoints(tmp_path / "run") == ["latest", *(f"step_{n:08d}" for n in (2, 6, 8))]
     reported = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
@@ -254,19 +235,3 @@ def test_an_attempt_without_a_checkpoint_is_set_aside_on_resuming(tmp_path: Path
     kept = [json.loads(line) for line in (tmp_path / "a.before-1/metrics.jsonl").read_text().splitlines()]
     assert kept == first
     assert checkpoints(tmp_path / "a") == ["latest", "step_00000002"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("seed=7", "saved with seed 1234, this run has 7"),
-        ("data.document_aware=true", "saved with data.document_aware False, this run has True"),
-        ("moe.num_experts=8", "saved with moe.num_experts 4, this run has 8"),
-        ("data.sequence_length=16", "saved with data.sequence_length 8, this run has 16"),
-    ],
-)
-def test_a_run_resumes_only_with_the_same_model_and_data(tmp_path: Path, change: str, message: str) -> None:
-    aligned = ("name=a", "moe.expert_ffn_hidden_size=16")
-    run(tmp_path, *aligned, "train.steps=1")
-    with pytest.raises(UserError, match=message):
-        run(tmp_path, *aligned, "train.steps=2", "checkpoint.resume=auto", change)

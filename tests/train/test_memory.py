@@ -23,8 +23,8 @@ def check(config: RunConfig, world: World) -> None:
     check_memory(config, resolve_parallel(config, world.size), world, VOCABULARY)
 
 
-def world(size: int = 1, device: str = "cpu") -> World:
-    return World(0, size, 0, torch.device(device), "gloo")
+def world(size: int = 1) -> World:
+    return World(0, size, 0, torch.device("cpu"), "gloo")
 
 
 def machine(folder: Path, available_kib: int, cgroup: str = "", files: dict[str, str] | None = None) -> Path:
@@ -79,11 +79,20 @@ def test_what_is_available(tmp_path: Path, cgroup: str, files: dict[str, str], e
     assert available_bytes(folder / "proc", folder / "cgroups") == expected
 
 
-def test_a_machine_without_memory_figures_refuses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def bytes_of(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """host, device: the bytes of memory that there are."""
+    found = SimpleNamespace(host=1 << 40, device=1 << 40)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=found.device)
+    )
+    monkeypatch.setattr(memory, "available_bytes", lambda: found.host)
+    return found
+
+
+def test_a_machine_without_memory_figures_refuses_nothing(tmp_path: Path, bytes_of: SimpleNamespace) -> None:
     assert available_bytes(tmp_path, tmp_path) is None
-    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    bytes_of.host = None
     check(tiny("model.hidden_size=100000"), world())
 
 
@@ -93,7 +102,7 @@ def least(*overrides: str, ranks: int = 1) -> float:
     return states_of(config, resolve_parallel(config, ranks), model_size(config, VOCABULARY)).total
 
 
-def test_the_limit_is_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_the_formulas(bytes_of: SimpleNamespace) -> None:
     """The limit in fp32 at ZeRO 0: 16 bytes per parameter, and the batch and activations of this small
     model.
     """
@@ -102,75 +111,67 @@ def test_the_limit_is_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, width = 2 * 8, 4
     activations = tokens * width * (2 * 16 + 48)
     batch = tokens * (3 * 8 + 4)
-    needed = least() + activations + batch
-    for available, fits in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(memory, "available_bytes", lambda found=available: found)
-        if fits:
-            check(tiny(), world())
-            continue
-        with pytest.raises(
-            UserError, match="^memory: a rank needs at least 125 KiB .* has 125 KiB available; make"
-        ):
-            check(tiny(), world())
+    bytes_of.host = least() + activations + batch
+    check(tiny(), world())
+    bytes_of.host -= 1
+    with pytest.raises(
+        UserError, match="^memory: a rank needs at least 125 KiB .* has 125 KiB available; make"
+    ):
+        check(tiny(), world())
 
 
-def test_ranks_share_a_machine_and_parallelism_divides_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * GIB)
+def test_ranks_share_a_machine_and_parallelism_divides_the_need(
+    monkeypatch: pytest.MonkeyPatch, bytes_of: SimpleNamespace
+) -> None:
+    bytes_of.host = 8 * GIB
     big = ("moe.num_experts=64", "model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024")
     assert 3 * GIB < least(*big) < 8 * GIB
     check(tiny(*big), world())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(
-        UserError, match=r"has 2\.0 GiB available for each of its 4 ranks; make the model smaller"
-    ):
+    refusal = r"has 2\.0 GiB available for each of its 4 ranks; make the model smaller"
+    with pytest.raises(UserError, match=refusal):
         check(tiny(*big), world(4))
     check(tiny(*big, "parallel.expert=4"), world(4))
 
 
+LARGE = ("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024")
+ON_CUDA = World(0, 1, 0, torch.device("cuda:0"), "gloo")
+
+
 def test_on_cuda_the_device_counts_and_the_host_holds_the_model_while_it_is_built(
-    monkeypatch: pytest.MonkeyPatch,
+    bytes_of: SimpleNamespace,
 ) -> None:
-    config = tiny("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024")
+    config = tiny(*LARGE)
     size = 4 * model_size(config, VOCABULARY).total
-    device, host = {"total_memory": 1 << 40}, {"bytes": 1 << 40}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**device))
-    monkeypatch.setattr(memory, "available_bytes", lambda: host["bytes"])
-    on_cuda = world(device="cuda:0")
-    check(config, on_cuda)
-    host["bytes"] = size - 1
+    bytes_of.host = size - 1
     with pytest.raises(
         UserError, match="weights in fp32 while the model is built .*fewer ranks on a machine"
     ):
-        check(config, on_cuda)
-    host["bytes"] = size
-    check(config, on_cuda)
-    device["total_memory"] = 4 * size - 1
+        check(config, ON_CUDA)
+    bytes_of.host = size
+    check(config, ON_CUDA)
+    bytes_of.device = 4 * size - 1
     with pytest.raises(UserError, match="but cuda:0 has .*ZeRO stage or offload"):
-        check(config, on_cuda)
+        check(config, ON_CUDA)
 
 
-def test_at_zero3_the_host_holds_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_zero3_the_host_holds_a_block_at_a_time(bytes_of: SimpleNamespace) -> None:
     """Of two blocks, whose experts are nearly all of the model."""
-    file = "parallel.deepspeed=ds_configs/zero3_fp32.json"
-    config = tiny("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024", file)
-    size = 4 * model_size(config, VOCABULARY).expert // 2
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 40))
-    monkeypatch.setattr(memory, "available_bytes", lambda: size)
-    check(config, world(device="cuda:0"))
-    monkeypatch.setattr(memory, "available_bytes", lambda: size - 1)
+    config = tiny(*LARGE, "parallel.deepspeed=ds_configs/zero3_fp32.json")
+    bytes_of.host = 4 * model_size(config, VOCABULARY).expert // 2
+    check(config, ON_CUDA)
+    bytes_of.host -= 1
     with pytest.raises(UserError, match="weights in fp32 while the model is built"):
-        check(config, world(device="cuda:0"))
+        check(config, ON_CUDA)
 
 
-def test_offloaded_states_are_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = "parallel.deepspeed=ds_configs/zero3_bf16_offload.json"
-    config = tiny("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024", file)
+def test_offloaded_states_are_the_hosts(bytes_of: SimpleNamespace) -> None:
+    config = tiny(*LARGE, "parallel.deepspeed=ds_configs/zero3_bf16_offload.json")
     states = states_of(config, resolve_parallel(config, 1), model_size(config, VOCABULARY))
     assert states.cpu > 6 * states.total
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 40))
-    monkeypatch.setattr(memory, "available_bytes", lambda: int(states.cpu) - 1)
+    bytes_of.host = int(states.cpu) - 1
     with pytest.raises(UserError, match=r"\(offloaded states .*, but this machine has"):
-        check(config, world(device="cuda:0"))
+        check(config, ON_CUDA)
 
 
 def test_a_plan_is_what_the_engine_will_be() -> None:

@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from megamoe.config import RunConfig
-from megamoe.data.batches import Batch
 from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from megamoe.train.step import evaluate, model_inputs, num_rollouts, set_context, train_step
-from megamoe.zero.engine import Engine
-from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
+from tests.tiny import tiny, tiny_gpt
+from tests.train.test_step import BATCHES, engine_of
 
 POLICY = ("moe.router.scorer=policy", "moe.router.selector={name: sample, k: 2}")
 ROLLOUTS = 3
@@ -20,26 +19,6 @@ WEIGHT = 0.5
 
 def config_of(weight: float = WEIGHT, *overrides: str) -> RunConfig:
     return tiny(*POLICY, f"moe.losses={{grpo: {{weight: {weight}, rollouts: {ROLLOUTS}}}}}", *overrides)
-
-
-def batch_of(mask: list[list[int]], first: int) -> Batch:
-    mask_BS = torch.tensor(mask, dtype=torch.float32)
-    text = torch.randint(0, VOCABULARY, mask_BS.shape, generator=torch.Generator().manual_seed(first))
-    positions = torch.arange(mask_BS.shape[1]).expand_as(text)
-    return Batch(text, text.roll(-1, 1), positions, mask_BS, None, torch.arange(len(mask)) + first)
-
-
-BATCHES = [
-    batch_of([[1, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0, 0, 1]], first=0),
-    batch_of([[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]], first=2),
-]
-
-
-def engine_of(config: RunConfig) -> tuple[Engine, StepContext]:
-    context = StepContext(seed=4, step=1)
-    engine = tiny_engine(config, context)
-    engine.train(True)
-    return engine, context
 
 
 def plain_grpo(routing: Routing, losses_GbS: Tensor) -> Tensor:
@@ -84,11 +63,11 @@ def test_step_is_that_of_the_plain_formula(one_rank: None) -> None:
     """AdamW's first step shows each gradient: with an eps of 1 it moves a weight by g / (|g| + 1)."""
     config = config_of(WEIGHT, "optimizer.eps=1.0", "optimizer.grad_clip=0.0", "optimizer.weight_decay=0.0")
     expected, lm_loss = reference_gradients(config)
-    engine, context = engine_of(config)
+    engine, context = engine_of(config, seed=4, step=1)
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     record = train_step(engine, context, BATCHES, lr=1.0, label_smoothing=0.0)
     assert record.lm_loss == pytest.approx(lm_loss, rel=1e-5)
-    assert record.tokens == 20  # not once for each rollout
+    assert record.tokens == 15  # not once for each rollout
     assert record.losses["grpo"] == pytest.approx(0, abs=1e-5)
     for name, parameter in engine.model.named_parameters():
         gradient = expected.get_parameter(name).grad
@@ -98,7 +77,7 @@ def test_step_is_that_of_the_plain_formula(one_rank: None) -> None:
 
 
 def test_every_rollout_draws_its_own_experts_and_is_computed(one_rank: None) -> None:
-    engine, context = engine_of(config_of())
+    engine, context = engine_of(config_of(), seed=4, step=1)
     model = engine.model
     assert isinstance(model, GPT) and num_rollouts(model) == ROLLOUTS
     drawn: list[Tensor] = []
@@ -114,7 +93,7 @@ def test_every_rollout_draws_its_own_experts_and_is_computed(one_rank: None) -> 
 def test_the_objective_moves_the_policy_and_nothing_waits_for_it_after(one_rank: None) -> None:
     moved = []
     for weight in (0.0, WEIGHT):
-        engine, context = engine_of(config_of(weight))
+        engine, context = engine_of(config_of(weight), seed=4, step=1)
         train_step(engine, context, BATCHES, lr=0.01, label_smoothing=0.0)
         model = engine.model
         assert isinstance(model, GPT)
@@ -125,7 +104,7 @@ def test_the_objective_moves_the_policy_and_nothing_waits_for_it_after(one_rank:
 
 
 def test_evaluation_routes_once_and_draws_nothing(one_rank: None) -> None:
-    engine, context = engine_of(config_of())
+    engine, context = engine_of(config_of(), seed=4, step=1)
     model = engine.model
     assert isinstance(model, GPT)
     train_step(engine, context, BATCHES, lr=0.0, label_smoothing=0.0)

@@ -61,10 +61,10 @@ def changed(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
         node[path[-1]] = not before
     elif isinstance(before, int | float):
         node[path[-1]] = before + before / 64 if before else 1
+    elif isinstance(before, str):
+        node[path[-1]] = f"{before}x"
     else:
-        node[path[-1]] = (
-            ["x"] if isinstance(before, list) else f"{before}x" if isinstance(before, str) else "x"
-        )
+        node[path[-1]] = ["x"] if isinstance(before, list) else "x"
     return tree
 
 

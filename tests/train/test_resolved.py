@@ -4,16 +4,12 @@ import ast
 import json
 from dataclasses import FrozenInstanceError
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megamoe.train.loop import Loop
 from megamoe.train.resolved import resolve_run
-from megamoe.train.trainer import Trainer
-from megamoe.zero import deepspeed_config
 from megamoe.zero.deepspeed_config import resolve_parallel
-from tests.tiny import restored_process, tiny
+from tests.tiny import tiny
 
 PACKAGE = Path(__file__).parents[2] / "megamoe"
 BF16 = ("moe.expert_ffn_hidden_size=16",)  # rows of 16 bytes
@@ -29,28 +25,6 @@ ONCE = (
     "Layout.of",
     "BatchSchedule.from_config",
 )
-
-
-def test_a_start_reads_the_deepspeed_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 1}}')
-    read: list[str | None] = []
-    real = deepspeed_config.read_deepspeed_config
-
-    def counted(path: str | None) -> dict[str, Any]:
-        read.append(path)
-        return real(path)
-
-    monkeypatch.setattr(deepspeed_config, "read_deepspeed_config", counted)
-    config = tiny(f"parallel.deepspeed={path}", f"output={tmp_path}", "train.steps=1", "evaluation.batches=0")
-    with restored_process():
-        trainer = Trainer(config)
-        try:
-            Loop(trainer).run()
-        finally:
-            trainer.close()
-    assert trainer.progress.step == 1 and trainer.engine.stage == 1
-    assert read == [str(path)]
 
 
 def test_each_value_is_computed_in_one_place() -> None:

@@ -1,6 +1,7 @@
 """Checks of a checkpoint's configuration for a run that starts from its weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,16 @@ from tests.checkpoint_files import write_checkpoint
 from tests.tiny import VOCABULARY, tiny
 
 
+def checkpoint_of(tmp_path: Path, config: dict[str, Any], vocabulary: int = VOCABULARY) -> Path:
+    """A checkpoint of such a run without tensors: its JSON is read before them."""
+    return write_checkpoint(
+        tmp_path / "elsewhere" / "step_00000001", {}, vocabulary=vocabulary, config=config
+    )
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A checkpoint, of which its JSON is read before its tensors."""
-    meta = {"vocabulary": VOCABULARY, "config": to_dict(tiny())}
-    return write_checkpoint(tmp_path / "elsewhere" / "step_00000001", {}, **meta)
+    return checkpoint_of(tmp_path, to_dict(tiny()))
 
 
 def init_from(saved: Path, run_folder: Path, *overrides: str) -> None:
@@ -43,23 +49,9 @@ OTHER_FUNCTIONS = {
     "attention.scale": ("None", "0.5"),
 }
 NEWER = (
-    "multi_token_prediction",
-    "embedding_scale",
-    "residual_scale",
-    "logit_scale",
-    "logit_soft_cap",
-    "attention",
-    "rotary",
-    "latent",
-    "head_size",
-    "architecture",
-    "encoder_layers",
-    "norm_position",
-    "scale_embeddings",
-    "head_transform",
-    "num_labels",
-    "pooling",
-    "pooler",
+    *("multi_token_prediction", "embedding_scale", "residual_scale", "logit_scale", "logit_soft_cap"),
+    *("attention", "rotary", "latent", "head_size", "architecture", "encoder_layers", "norm_position"),
+    *("scale_embeddings", "head_transform", "num_labels", "pooling", "pooler"),
 )
 
 
@@ -72,6 +64,12 @@ def test_weights_are_not_the_start_of_another_function(saved: Path, tmp_path: Pa
         init_from(saved, tmp_path / "run", f"model.{key}={after}")
 
 
+def test_weights_are_not_the_start_with_another_vocabulary(saved: Path, tmp_path: Path) -> None:
+    message = f"saved with vocabulary {VOCABULARY}, this run has 28; start with the model's configuration"
+    with pytest.raises(UserError, match=message):
+        check_init(tiny(f"checkpoint.init.path={saved}"), 28, tmp_path / "run")
+
+
 def test_experts_keep_the_activation_that_they_learned_with(saved: Path, tmp_path: Path) -> None:
     """The checkpoint may name the activation of the experts, or of all FFNs."""
     message = (
@@ -81,17 +79,14 @@ def test_experts_keep_the_activation_that_they_learned_with(saved: Path, tmp_pat
         init_from(saved, tmp_path / "run", "moe.expert_activation=relu")
     init_from(saved, tmp_path / "run", "moe.expert_activation=swiglu")
     init_from(saved, tmp_path / "run", "moe.expert_activation=relu", "moe.layers=none")
-    meta = {"vocabulary": VOCABULARY, "config": to_dict(tiny("moe.expert_activation=relu"))}
-    own = write_checkpoint(tmp_path / "elsewhere" / "step_00000002", {}, **meta)
+    own = checkpoint_of(tmp_path, to_dict(tiny("moe.expert_activation=relu")))
     init_from(own, tmp_path / "run", "moe.expert_activation=relu")
     with pytest.raises(UserError, match="saved with moe.expert_activation relu, this run has swiglu"):
         init_from(own, tmp_path / "run")
 
 
 def test_experts_made_of_a_dense_ffn_have_its_activation(tmp_path: Path) -> None:
-    config = to_dict(tiny("moe.layers=none", "moe.expert_activation=relu"))  # of no experts
-    meta = {"vocabulary": VOCABULARY, "config": config}
-    dense = write_checkpoint(tmp_path / "elsewhere" / "step_00000003", {}, **meta)
+    dense = checkpoint_of(tmp_path, to_dict(tiny("moe.layers=none", "moe.expert_activation=relu")))
     init_from(dense, tmp_path / "run", "checkpoint.init.experts=copy")
     with pytest.raises(UserError, match="saved with moe.expert_activation swiglu, this run has relu"):
         init_from(dense, tmp_path / "run", "checkpoint.init.experts=cut", "moe.expert_activation=relu")
@@ -100,8 +95,7 @@ def test_experts_made_of_a_dense_ffn_have_its_activation(tmp_path: Path) -> None
 def test_a_checkpoint_from_before_the_key_has_the_models_activation(tmp_path: Path) -> None:
     config = to_dict(tiny("model.activation=gelu"))
     del config["moe"]["expert_activation"]
-    meta = {"vocabulary": VOCABULARY, "config": config}
-    old = write_checkpoint(tmp_path / "elsewhere" / "step_00000004", {}, **meta)
+    old = checkpoint_of(tmp_path, config)
     init_from(old, tmp_path / "run", "model.activation=gelu")
 
 
@@ -112,8 +106,7 @@ def test_a_checkpoint_from_before_the_architectures_is_of_a_decoder(tmp_path: Pa
     for stack in ("encoder", "decoder"):
         del config["moe"]["layers"][stack]
     del config["train"]["objective"]
-    meta = {"vocabulary": VOCABULARY, "config": config}
-    old = write_checkpoint(tmp_path / "elsewhere" / "step_00000005", {}, **meta)
+    old = checkpoint_of(tmp_path, config)
     check_resume(tiny("moe.layers=none"), VOCABULARY, old)
     init_from(old, tmp_path / "run", "moe.layers=none")
     encoder = ("moe.layers=none", "model.architecture=encoder", "train.objective=masked")
@@ -126,10 +119,31 @@ def test_a_checkpoint_from_before_the_architectures_is_of_a_decoder(tmp_path: Pa
         check_resume(tiny("moe.layers=none", "model.norm_position=post"), VOCABULARY, old)
 
 
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        ("seed=7", "seed 1234", 7),
+        ("data.document_aware=true", "data.document_aware False", True),
+        ("data.sequence_length=16", "data.sequence_length 8", 16),
+        ("model.hidden_size=32", "model.hidden_size 16", 32),
+        ("model.num_layers=3", "model.num_layers 2", 3),
+        ("moe.num_experts=8", "moe.num_experts 4", 8),
+    ],
+)
+def test_another_model_or_other_data_is_another_run(
+    saved: Path, change: str, before: str, after: object
+) -> None:
+    with pytest.raises(UserError) as refused:
+        check_resume(tiny(change), VOCABULARY, saved)
+    way_out = "resume with the configuration that saved it"
+    assert str(refused.value) == f"{saved}: saved with {before}, this run has {after}; {way_out}"
+    with pytest.raises(UserError, match=f"saved with vocabulary {VOCABULARY}, this run has 28; {way_out}"):
+        check_resume(tiny(), 28, saved)
+
+
 def test_another_objective_is_another_run(tmp_path: Path) -> None:
     encoder = ("model.architecture=encoder", "moe.layers=none", "train.objective=masked")
-    meta = {"vocabulary": VOCABULARY + 1, "config": to_dict(tiny(*encoder))}
-    saved = write_checkpoint(tmp_path / "elsewhere" / "step_00000006", {}, **meta)
+    saved = checkpoint_of(tmp_path, to_dict(tiny(*encoder)), VOCABULARY + 1)
     check_resume(tiny(*encoder), VOCABULARY + 1, saved)
     other = tiny(*encoder[:2], "train.objective={name: masked, probability: 0.3}")
     with pytest.raises(UserError, match="saved with train.objective.probability 0.15, this run has 0.3;"):
@@ -143,8 +157,7 @@ def test_another_optimizer_may_resume_with_the_moments(tmp_path: Path) -> None:
     """AdamW and Adam keep the same state; a checkpoint from before the key had AdamW."""
     config = to_dict(tiny("moe.layers=none"))
     del config["optimizer"]["name"]
-    meta = {"vocabulary": VOCABULARY, "config": config}
-    dense = write_checkpoint(tmp_path / "elsewhere" / "step_00000005", {}, **meta)
+    dense = checkpoint_of(tmp_path, config)
     for name in ("adamw", "adam"):
         check_resume(tiny("moe.layers=none", f"optimizer.name={name}"), VOCABULARY, dense)
 
@@ -154,8 +167,7 @@ def test_a_blend_is_weighed_as_before(tmp_path: Path) -> None:
     data = "data={sources: [a, b], sequence_length: 8}"
     config = to_dict(tiny("moe.layers=none", data))
     del config["data"]["sampling_exponent"]
-    meta = {"vocabulary": VOCABULARY, "config": config}
-    saved = write_checkpoint(tmp_path / "elsewhere" / "step_00000006", {}, **meta)
+    saved = checkpoint_of(tmp_path, config)
     check_resume(tiny("moe.layers=none", data), VOCABULARY, saved)
     with pytest.raises(UserError, match="saved with data.sampling_exponent None, this run has 0.7; resume"):
         check_resume(tiny("moe.layers=none", data, "data.sampling_exponent=0.7"), VOCABULARY, saved)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.train.routing_history import RoutingHistory
-from megamoe.train.routing_metrics import routing_metrics
+from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
 from megamoe.train.step_record import LayerRecord
 
 

@@ -65,27 +65,18 @@ def record(folder: Path, steps: int) -> None:
         write_rows(folder / file_name(step, "train", 0), [rows_of(FIRST)], 300, ranks=1)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "zeros", "not there"])
-def test_a_torn_end_is_told_with_the_last_whole_step(tmp_path: Path, damage: str) -> None:
+def test_a_torn_end_is_told_with_the_last_whole_step(tmp_path: Path) -> None:
     record(tmp_path, 3)
     assert last_whole_step(tmp_path, 1) == (3, "it is not in the record")
     path = tmp_path / file_name(3, "train", 0)
-    content = bytearray(path.read_bytes())
-    if damage == "changed":
-        content[-1] ^= 1
-    kept: dict[str, bytes | bytearray] = {
-        "cut": content[:-9],
-        "empty": b"",
-        "changed": content,
-        "zeros": bytes(len(content)),
-    }
-    if damage == "not there":
-        path.unlink()
-        assert last_whole_step(tmp_path, 1) == (2, "it is not in the record")
-        return
-    path.write_bytes(kept[damage])
-    expected = f"{path.name} is torn or was changed: its checksum does not match"
-    assert last_whole_step(tmp_path, 1) == (2, expected)
+    content = path.read_bytes()
+    changed = content[:-1] + bytes([content[-1] ^ 1])
+    for torn in (content[:-9], b"", changed, bytes(len(content))):
+        path.write_bytes(torn)
+        expected = f"{path.name} is torn or was changed: its checksum does not match"
+        assert last_whole_step(tmp_path, 1) == (2, expected)
+    path.unlink()
+    assert last_whole_step(tmp_path, 1) == (2, "it is not in the record")
 
 
 def test_going_on_removes_the_later_steps_alone(tmp_path: Path) -> None:

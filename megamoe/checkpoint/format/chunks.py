@@ -6,12 +6,16 @@ for each half of a gated weight. ZeRO gives the rank a range of its flattened lo
 few chunks.
 """
 
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from torch import Tensor
+
+from megamoe.parallel.layout import Layout
 
 Shape = tuple[int, ...]
 
@@ -84,6 +88,37 @@ class Placement:
             at += length
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """The dimensions along which layouts shard a parameter; it does not depend on the layout.
+
+    tensor: (dimension, blocks) under tensor parallelism. expert: whether expert parallelism shards the first
+    dimension. slices: (dimension, blocks) under expert tensor parallelism. Blocks: `DimShard.stride`.
+    The attributes are the keys in index.json.
+    """
+
+    tensor: tuple[int, int] | None = None
+    expert: bool = False
+    slices: tuple[int, int] | None = None
+
+    def placement(self, shape: tuple[int, ...], layout: Layout, rank: int) -> Placement:
+        """Return the placement of the rank's local tensor, whose shape is `shape`."""
+        dim_shards = []
+        if self.tensor is not None and layout.tensor > 1:
+            dim, stride = self.tensor
+            dim_shards.append(DimShard(dim, layout.tensor_rank(rank), layout.tensor, stride))
+        if self.expert and layout.expert > 1:
+            dim_shards.append(DimShard(0, layout.expert_rank(rank), layout.expert))
+        if self.slices is not None and layout.expert_tensor > 1:
+            dim, stride = self.slices
+            dim_shards.append(DimShard(dim, rank % layout.expert_tensor, layout.expert_tensor, stride))
+        return Placement(shape, tuple(dim_shards))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes that are set, as plain data."""
+        return {name: value for name, value in vars(self).items() if value}
+
+
 def chunks_of_range(shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
     """Yield the chunks that elements [start, stop) of a flattened tensor consist of.
 
@@ -139,6 +174,45 @@ def local_chunks_of(name: str, placement: Placement, flat: Tensor, start: int = 
             yield LocalChunk(name, placement.global_shape, global_chunk, chunk_view(view, inside))
 
 
+def whole_tensor(name: str, tensor: Tensor) -> LocalChunk:
+    """Return a tensor as the one chunk that fills it."""
+    shape = tuple(tensor.shape)
+    return LocalChunk(name, shape, Chunk((0,) * len(shape), shape), tensor.detach())
+
+
 def chunk_view(tensor: Tensor, chunk: Chunk) -> Tensor:
     """Return a view of a chunk of the tensor."""
     return tensor[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
+
+
+def first_overlap(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Return two chunks of the same tensor that share an element, or None. Empty chunks overlap with none.
+
+    The search sweeps along the dimension in which the chunks have the most different offsets. It compares a
+    chunk with those only that it meets there.
+    """
+    filled = [chunk for chunk in chunks if all(chunk.sizes)]
+    if len(filled) < 2:
+        return None
+    dims = len(filled[0].offsets)
+    if dims == 0:
+        return filled[0], filled[1]
+    sweep = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}))
+    active: list[tuple[int, int]] = []  # (end, number) of the chunks that the sweep is inside of
+    for number, chunk in sorted(enumerate(filled), key=lambda pair: pair[1].offsets[sweep]):
+        while active and active[0][0] <= chunk.offsets[sweep]:
+            heapq.heappop(active)
+        for _, other in active:
+            if _overlap(chunk, filled[other]):
+                return filled[other], chunk
+        heapq.heappush(active, (chunk.offsets[sweep] + chunk.sizes[sweep], number))
+    return None
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    return all(
+        start < other_start + other_size and other_start < start + size
+        for start, size, other_start, other_size in zip(
+            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+        )
+    )

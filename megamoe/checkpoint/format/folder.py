@@ -101,8 +101,9 @@ def hide(path: Path) -> Path:
     return gone
 
 
-def remove(path: Path) -> None:
-    """Delete a folder if it exists; of a link, the link alone."""
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+def remove(*paths: Path) -> None:
+    """Delete those folders that exist; of a link, the link alone."""
+    for path in paths:
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)

@@ -9,7 +9,7 @@ import hashlib
 import mmap
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,43 +41,33 @@ def write_sums(folder: Path, sums: dict[str, str]) -> None:
 def problems(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
     """Yield a message for each thing that is wrong with the checkpoint; none if it is as it was saved.
 
-    Of the tensor files only number `share`, `share` + `shares`, ... of the list are checked, so that ranks
-    can divide them. The other files are checked whatever the share.
+    Of the tensor files only number `share`, `share` + `shares`, ... of the list are read, so that ranks can
+    divide them; with 0 shares none is. The other files are read whatever the share.
     """
     sums = yield from _listed(folder)
-    if sums is None:
-        return
     tensors = [name for name in sums if not name.endswith(SMALL)]
-    for name in [name for name in sums if name.endswith(SMALL)] + tensors[share::shares]:
+    for name in [name for name in sums if name.endswith(SMALL)] + (tensors[share::shares] if shares else []):
         yield from _check_file(folder / name, sums[name])
 
 
-def problems_outside_tensors(folder: Path) -> Iterator[str]:
-    """Yield the problems of the list, of the files that it names, and of the JSON files; read no tensor."""
-    sums = yield from _listed(folder)
-    for name in sums or ():
-        if name.endswith(SMALL):
-            yield from _check_file(folder / name, (sums or {})[name])
-
-
-def _listed(folder: Path) -> Generator[str, None, dict[str, str] | None]:
-    """Yield problems; return the checksums by file name, or None if the list cannot be read."""
+def _listed(folder: Path) -> Generator[str, None, dict[str, str]]:
+    """Yield problems; return the checksums by file name, none if the list cannot be read."""
     path = folder / SUMS
     try:
         content = read_bytes(path).decode("ascii")
         names = [entry.name for entry in os.scandir(folder)]
     except (OSError, ValueError) as error:
         yield f"{SUMS}: missing or damaged ({_reason(error)})"
-        return None
+        return {}
     lines = content.split("\n")
     matches = [LINE.fullmatch(line) for line in lines[:-1]]
     if lines[-1] or not all(matches):
         yield f"{SUMS}: damaged, expected lines of a SHA-256 and a file's name"
-        return None
+        return {}
     sums = {match[2]: match[1] for match in matches if match}
     if list(sums) != sorted(sums) or len(sums) < len(matches) or META not in sums:
         yield f"{SUMS}: damaged, expected each file once, in order"
-        return None
+        return {}
     # NFS gives a deleted file that is still open such a name.
     found = sorted(name for name in names if name != SUMS and not name.startswith(".nfs"))
     for name in found:
@@ -102,8 +92,3 @@ def _check_file(path: Path, expected: str) -> Iterator[str]:
 
 def _reason(error: Exception) -> str:
     return printable((isinstance(error, OSError) and error.strerror) or error)
-
-
-def first_of(found: Iterable[str]) -> str | None:
-    """The first problem, or None."""
-    return next(iter(found), None)

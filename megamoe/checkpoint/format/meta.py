@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from megamoe.checkpoint.format.chunks import Chunk
+from megamoe.checkpoint.format.chunks import Chunk, first_overlap
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, damaged, parse_json, read_bytes, read_json
-from megamoe.checkpoint.format.overlap import first_overlap
 from megamoe.config.renamed import with_new_names
 from megamoe.errors import UserError, printable
 
@@ -172,14 +171,14 @@ def read_index(path: Path) -> Index:
 
 
 def _new_name(name: str) -> str:
-    """The present name of a tensor that an earlier version may have saved."""
+    """Return the present name of a tensor that an earlier version may have saved."""
     for old_part, new_part in RENAMED.items():
         name = name.replace(old_part, new_part)
     return name
 
 
 def _with_stored_name(name: str, tensor: TensorMeta) -> TensorMeta:
-    """An entry of index.json that knows its name inside the shards, where that is not the present one."""
+    """Return an entry of index.json with its name inside the shards, where that is not the present one."""
     tensor.pop("stored_name", None)
     return tensor if name == _new_name(name) else {**tensor, "stored_name": name}
 

@@ -7,7 +7,6 @@ safetensors files are read.
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megamoe.checkpoint.format.chunks import Chunk, LocalChunk, chunk_view
+from megamoe.checkpoint.format.chunks import Chunk, LocalChunk, chunk_view, whole_tensor
 from megamoe.checkpoint.format.files import damaged, is_plain, shard_file
 from megamoe.checkpoint.format.meta import Index, read_index, read_meta
 from megamoe.errors import UserError
@@ -48,7 +47,7 @@ def moment_name(moment: str, parameter: str) -> str:
     return f"{moment}/{parameter}"
 
 
-class CheckpointReader:
+class CheckpointReader(ExitStack):
     """An open checkpoint. Its shard files are opened when they are first read; `close` closes them.
 
     Raises (when built):
@@ -56,22 +55,12 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path, key: str = "checkpoint.resume") -> None:
+        super().__init__()
         self.path = path
         self.meta = read_meta(path, key)
         self.index: Index = read_index(path)
-        self._open = ExitStack()
         self._files: dict[int, Any] = {}
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.clear()
-        self._open.close()
+        self.callback(self._files.clear)
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of the tensors whose name starts with the prefix."""
@@ -93,11 +82,10 @@ class CheckpointReader:
             UserError: if a file is missing or damaged. Memory is allocated after the files were checked for
                 it.
         """
-        shape = tuple(self.shape(name))
         for number in range(len(self.index["tensors"][name]["chunks"])):
             self._stored_chunk(name, number)
-        filled = torch.empty(shape, dtype=self.dtype(name))
-        self.fill([LocalChunk(name, shape, Chunk((0,) * len(shape), shape), filled)])
+        filled = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.fill([whole_tensor(name, filled)])
         return filled
 
     @torch.no_grad()
@@ -182,7 +170,7 @@ class CheckpointReader:
             if number not in self._files:
                 if not is_plain(path):
                     raise damaged(path, "not a plain file")
-                self._files[number] = self._open.enter_context(safe_open(str(path), framework="pt"))
+                self._files[number] = self.enter_context(safe_open(str(path), framework="pt"))
             return self._files[number]
         except (OSError, SafetensorError) as error:
             raise damaged(path, (isinstance(error, OSError) and error.strerror) or error) from None

@@ -4,31 +4,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from megamoe.checkpoint.format import integrity
-from megamoe.checkpoint.format.folder import (
-    DELETING,
-    REPLACED,
-    SAVING,
-    candidates,
-    find_checkpoints,
-    hide,
-)
+from megamoe.checkpoint.format.folder import DELETING, REPLACED, SAVING, candidates, find_checkpoints, hide
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import file_sizes, size
 from megamoe.checkpoint.tools.stream import CONVERTING, OLD_S, age_s
 from megamoe.errors import UserError
-
-
-@dataclass(frozen=True)
-class Deletion:
-    """A folder that is to be deleted, the reason, and its size in bytes."""
-
-    path: Path
-    reason: str
-    num_bytes: int
 
 
 def prune(run: Path, keep: int, damaged: bool, dry_run: bool, report: Callable[[str], None]) -> None:
@@ -45,26 +27,26 @@ def prune(run: Path, keep: int, damaged: bool, dry_run: bool, report: Callable[[
     if not is_run:
         raise UserError(f"{run}: a single checkpoint; name the run's folder, runs/<name>")
     freed = 0
-    for each in find_deletions(paths, keep, damaged, report):
+    for path, reason in find_deletions(paths, keep, damaged, report):
+        num_bytes = sum(file_sizes(path).values())
         if not dry_run:
-            _delete(each.path)
-        freed += each.num_bytes
-        verb = "would delete" if dry_run else "deleted"
-        report(f"{verb} {each.path} ({each.reason}): {each.num_bytes:,} bytes")
+            _delete(path)
+        freed += num_bytes
+        report(f"{'would delete' if dry_run else 'deleted'} {path} ({reason}): {num_bytes:,} bytes")
     report(f"{'would free' if dry_run else 'freed'} {freed:,} bytes ({size(freed)})")
 
 
 def find_deletions(
     paths: list[Path], keep: int, damaged: bool, report: Callable[[str], None]
-) -> Iterator[Deletion]:
-    """Yield what to delete in a folder: intact checkpoints but the newest `keep`, and leftovers of killed
-    saves.
+) -> Iterator[tuple[Path, str]]:
+    """Yield what to delete in a folder, and why: intact checkpoints but the newest `keep`, and leftovers of
+    killed saves.
 
     Damaged checkpoints do not count as kept ones. They are deleted if `damaged`, else kept and reported.
     """
     folder = paths[0].parent
     order = candidates(folder)  # the order of a resume: what `latest` names first, then the newest
-    broken = {path: it for path in paths if (it := integrity.first_of(verify.problems(path)))}
+    broken = {path: it for path in paths if (it := next(verify.problems(path), None))}
     intact = [path for path in order if path not in broken]
     newest = sorted(intact, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     kept = {*intact[:keep], *newest[:1]}
@@ -72,24 +54,20 @@ def find_deletions(
         if path.is_symlink():
             report(f"kept {path}: a link")
         elif path in broken and damaged:
-            yield _deletion(path, "damaged")
+            yield path, "damaged"
         elif path in broken:
             report(f"kept {path}: damaged, {broken[path]}; --damaged deletes it")
         elif path not in kept:
-            yield _deletion(path, "old")
+            yield path, "old"
     yield from _leftovers(folder, {path.name for path in intact})
 
 
-def _leftovers(folder: Path, intact: set[str]) -> Iterator[Deletion]:
+def _leftovers(folder: Path, intact: set[str]) -> Iterator[tuple[Path, str]]:
     for prefix in (SAVING, DELETING, REPLACED, CONVERTING):
         for path in sorted(folder.glob(f"{prefix}*")):
             in_use = prefix == REPLACED and path.name.removeprefix(REPLACED) not in intact
             if path.is_dir() and not path.is_symlink() and not in_use and age_s(path) > OLD_S:
-                yield _deletion(path, "left by a save that was killed")
-
-
-def _deletion(path: Path, reason: str) -> Deletion:
-    return Deletion(path, reason, sum(file_sizes(path).values()))
+                yield path, "left by a save that was killed"
 
 
 def _delete(path: Path) -> None:

@@ -56,7 +56,7 @@ class OutputTensor:
 
 @contextmanager
 def new_folder(path: Path, source: Path) -> Iterator[Path]:
-    """A folder to write in, which is at `path`, with its checksums, when the block has ended well.
+    """Yield a folder to write in. When the block has ended well, it is at `path`, with its checksums.
 
     What a process that was killed has left beside it is removed.
 
@@ -98,7 +98,10 @@ def remove_left(folder: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Its process has ended; where that cannot be told (another machine's, or none named), it is old."""
+    """Return whether the process that wrote it has ended.
+
+    Where that cannot be known (another machine's process, or none named), return whether the folder is old.
+    """
     try:
         owner = Process(**json.loads(read_plain(folder / OWNER, LARGEST_OWNER)))
         if owner.machine == Process.of(os.getpid()).machine:
@@ -109,7 +112,7 @@ def _is_left(folder: Path) -> bool:
 
 
 def age_s(folder: Path) -> float:
-    """Seconds since anything in it was written last."""
+    """Return the seconds since anything in the folder was last written."""
     times = []
     for entry in (folder, *folder.rglob("*")):
         with suppress(FileNotFoundError):  # deleted meanwhile

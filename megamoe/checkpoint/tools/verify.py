@@ -21,7 +21,7 @@ def problems(folder: Path, quick: bool = False) -> Iterator[str]:
     quick: do not read the bytes of tensors.
     """
     intact = True
-    for problem in integrity.problems_outside_tensors(folder) if quick else integrity.problems(folder):
+    for problem in integrity.problems(folder, shares=0 if quick else 1):
         intact = False
         yield problem
     if not intact:
@@ -39,7 +39,7 @@ def refuse_damaged(folder: Path) -> None:
     Raises:
         UserError: with the first problem.
     """
-    problem = integrity.first_of(problems(folder))
+    problem = next(problems(folder), None)
     if problem is not None:
         raise UserError(f"{folder}: damaged: {problem}; name another checkpoint")
 

@@ -15,8 +15,7 @@ SHARD = "shard_00000.safetensors"
 
 def read_all(folder: Path) -> None:
     """Read everything that loading reads, without a model."""
-    problem = integrity.first_of(integrity.problems(folder))
-    if problem is not None:
+    for problem in integrity.problems(folder):
         raise UserError(problem)
     with CheckpointReader(folder) as reader:
         for name in reader.names():

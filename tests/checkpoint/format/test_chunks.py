@@ -13,12 +13,12 @@ from megamoe.checkpoint.format.chunks import (
     DimShard,
     Placement,
     Shape,
+    Sharding,
     chunk_view,
     chunks_of_range,
+    first_overlap,
     local_chunks_of,
 )
-from megamoe.checkpoint.format.overlap import first_overlap
-from megamoe.checkpoint.format.sharding import Sharding
 from megamoe.parallel.layout import Layout
 
 

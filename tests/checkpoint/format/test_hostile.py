@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.checkpoint.format.chunks import Chunk
+from megamoe.checkpoint.format.chunks import Chunk, first_overlap
 from megamoe.checkpoint.format.files import INDEX, META
-from megamoe.checkpoint.format.overlap import first_overlap
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import integrity_of

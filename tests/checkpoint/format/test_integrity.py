@@ -15,13 +15,9 @@ from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import INTACT, integrity_of
 from tests.checkpoint import checkpoint
+from tests.checkpoint_files import flip
 
 SHARDS = ["shard_00000.safetensors", "shard_00001.safetensors"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return checkpoint.write(tmp_path / "step_00000007")
 
 
 def test_the_list_is_what_sha256sum_reads(folder: Path) -> None:
@@ -47,10 +43,10 @@ def test_ranks_deal_out_the_tensors_and_share_the_rest(folder: Path) -> None:
         flip(folder / name, 100)
     message = [list(integrity.problems(folder, rank, 2)) for rank in range(2)]
     assert [[line.split(":")[0] for line in lines] for lines in message] == [[SHARDS[0]], [SHARDS[1]]]
-    assert list(integrity.problems_outside_tensors(folder)) == []
+    assert list(integrity.problems(folder, shares=0)) == []
     flip(folder / INDEX, 3)
     assert all(next(integrity.problems(folder, rank, 5)).startswith(INDEX) for rank in range(5))
-    assert next(integrity.problems_outside_tensors(folder)).startswith(INDEX)
+    assert next(integrity.problems(folder, shares=0)).startswith(INDEX)
 
 
 @pytest.mark.parametrize("name", [META, INDEX, *SHARDS, SUMS])
@@ -69,12 +65,6 @@ def test_a_bit_or_the_end_of_any_file(folder: Path, name: str, seed: int) -> Non
     else:
         os.truncate(folder / name, rng.randrange(size))
     assert next(verify.problems(folder)).startswith(name if name != SUMS else "")
-
-
-def flip(path: Path, at: int, bits: int = 1) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= bits
-    path.write_bytes(content)
 
 
 def swap(folder: Path) -> None:
