@@ -117,6 +117,8 @@ def host_name() -> str:
 
 
 def _job() -> str | None:
-    """Return Slurm's job and the number of its restarts, `1234.0`; None without Slurm."""
+    """Return Slurm's job and the number of its restarts, `1234.0` or `1234_5.0`; None without Slurm."""
     job = os.environ.get("SLURM_JOB_ID")
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '0')}"
     return None if job is None else f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
