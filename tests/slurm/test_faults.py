@@ -79,6 +79,38 @@ def test_a_bad_disk_of_one_node_is_told_before_training(
     assert not any("node-" in name for name in logs_of(home))
 
 
+def test_preflight_names_a_node_with_a_low_limit_a_wrong_clock_and_a_full_local_disk(
+    cluster: Cluster, home: Path
+) -> None:
+    for name in ("clock", "local"):
+        (home / name).mkdir()
+    (home / "clock/sitecustomize.py").write_text(
+        "import time\nnow = time.time\ntime.time = lambda: now() + 15"
+    )
+    on_n2 = 'if [ "$SLURM_PROCID" = 1 ]; then export PYTHONPATH=clock; ulimit -n 512; fi; '
+    with cluster.disk("n2", home / "local", "size=64m"):
+        command = f"{on_n2} TMPDIR=$PWD/local {PREFLIGHT} --rounds 0"
+        told(
+            cluster,
+            home,
+            submit_direct(cluster, home, command),
+            "bad node n2: ulimit -n is 512, expected at least 1024",
+            "bad node n2: its clock is +1",
+            f"bad node n2: local disk {home / 'local'}: 0.1 GiB free, expected 1.0 GiB for compiled kernels",
+            "\nexclude: n2\n",
+        )
+
+
+def test_preflight_names_a_node_that_does_not_share_the_output(cluster: Cluster, home: Path) -> None:
+    (home / "runs").mkdir()
+    with cluster.disk("n2", home / "runs", "size=64m"):
+        job = submit_direct(cluster, home, PREFLIGHT)
+        line = (
+            f"bad node n2: output {home / 'runs'}: does not show a file of the first node; share the folder"
+        )
+        told(cluster, home, job, line, "\nexclude: n2\n")
+
+
 def test_a_read_only_disk_of_one_node_without_preflight(cluster: Cluster, home: Path) -> None:
     (home / "runs").mkdir()
     with cluster.disk("n2", home / "runs", "ro"):
