@@ -68,8 +68,7 @@ for one in sorted({f"{it.name}=={it.version}" for it in distributions()}): print
   } > "$MEGAMOE_ENVIRONMENT"
 }
 
-# Check the nodes; with a bad one, the job ends before training, and the last line of the log has the nodes for
-# --exclude. Skipped with PREFLIGHT=0.
+# Check the nodes; with a bad one, the job ends before training. Skipped with PREFLIGHT=0.
 preflight() {
   local code=0
   [ "${PREFLIGHT:-1}" != 0 ] || return 0
@@ -77,7 +76,29 @@ preflight() {
     --output="$logs/preflight-%n.out" "${srun_options[@]}" \
     "${python[@]}" tools/preflight.py --config "$config" "$@" || code=$?
   cat "$logs"/preflight-*.out
-  [ "$code" = 0 ] || exit "$code"
+  [ "$code" = 0 ] || { go_on_without "$(sed -n 's/^exclude: //p' "$logs"/preflight-*.out)"; exit "$code"; }
+}
+
+# Put the job back into the queue with an exclusion of bad nodes (`n1,n2`), or exclude them from the next links of the
+# chain. Not if the partition has too few other nodes: such a job would wait for ever. stop_without_progress limits how
+# often this happens.
+go_on_without() {
+  local bad=$1 others jobs=$job one earlier
+  [ -n "$bad" ] || return 0
+  others=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --states=alloc,idle,mix,comp --format=%N |
+    sort -u | grep -vcxF "${bad//,/$'\n'}") || true
+  [ "$others" -ge "$SLURM_NNODES" ] || return 0
+  if [ -n "${MEGAMOE_CHAIN:-}" ]; then
+    jobs=$(squeue --noheader --states=PENDING --format='%i %k' | sed -n "s/ $MEGAMOE_CHAIN\$//p")
+  else
+    trap '' TERM # Slurm ends this script with the first command
+    scontrol requeuehold "$job" || return 0
+  fi
+  for one in $jobs; do
+    earlier=$(scontrol show job "$one" | sed -n 's/.* ExcNodeList=\([^( ]*\).*/\1/p')
+    scontrol update JobId="$one" ExcNodeList="${earlier:+$earlier,}$bad" && echo "job $one: without $bad from now on"
+  done
+  [ -n "${MEGAMOE_CHAIN:-}" ] || scontrol release "$job"
 }
 
 # The newest checkpoint and the time of its saving: what shows whether a start has made progress.
@@ -125,8 +146,8 @@ trap warn USR1
 # Run a step with the ranks, in the background; wait for it, and leave its exit code in `code`.
 run_step() {
   if [ -n "$warned" ]; then
-    echo "error: the time limit is near before training has begun; not put back into the queue: make --time longer, or" \
-      "the time of --signal shorter" >&2
+    echo "error: the time limit is near before training has begun; not put back into the queue: make --time longer," \
+      "or --signal later" >&2
     exit 1
   fi
   "$@" &
@@ -139,6 +160,13 @@ run_step() {
     wait "$step" || code=$?
   fi
   preempted || echo "$at_start ended" >> "$seen"
+  [ "$code" = 0 ] || [ -n "$warned" ] || tell_errors
+}
+
+# The first errors of the ranks, so that this script's log tells why the job failed.
+tell_errors() {
+  echo "the ranks ended with exit code $code; their logs: $logs"
+  grep -hE '^(\[rank [0-9]+\] )?error: ' "$logs"/node-*.out "$logs"/rank-*.out 2> /dev/null | head -n 5 || true
 }
 
 # Put the job back into the queue after a preemption, or after a warning if the run has saved since this start.

@@ -135,9 +135,11 @@ class Cluster:
         path = str(ROOT / "examples/slurm" / script)
         return self.call("sbatch", "--parsable", *self.options(home), *options, path, *arguments, **variables)
 
-    def chain(self, home: Path, links: int, *arguments: str, **variables: str) -> list[str]:
+    def chain(
+        self, home: Path, links: int, *arguments: str, options: tuple[str, ...] = (), **variables: str
+    ) -> list[str]:
         """Submit a chain of jobs; return their ids."""
-        command = [str(ROOT / "examples/slurm/chain.sh"), str(links), *self.options(home), "--"]
+        command = [str(ROOT / "examples/slurm/chain.sh"), str(links), *self.options(home), *options, "--"]
         variables = {"MEGAMOE_HOME": str(home), "PREFLIGHT": "0", "STEP_S": "0", **variables}
         told = self.call(*command, "run.yaml", *arguments, **variables)
         return [line.split()[-1] for line in told.splitlines()]
