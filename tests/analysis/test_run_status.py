@@ -1,6 +1,7 @@
 """The state of a run follows from the files in its folder."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from megamoe.analysis.run_status import as_text, is_complete, newest_checkpoint, read_status
 from megamoe.errors import UserError
+from megamoe.resilience import heartbeat
 from megamoe.resilience.run_status import RunStatus
 from tests.checkpoint import checkpoint
 
@@ -82,6 +84,7 @@ def test_what_a_launch_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "environment_of_job").write_text("torch 2.13")
     monkeypatch.setenv("MEGAMOE_ENVIRONMENT", str(tmp_path / "environment_of_job"))
     monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setattr(heartbeat, "_last_s", time.monotonic() - 999)  # the start took so long
     run = tmp_path / "run"
     run.mkdir()
     with RunStatus(run, 0, 2, lambda: 7, 9) as status:

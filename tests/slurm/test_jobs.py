@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from megamoe.analysis.run_status import read_status
-from tests.slurm.cluster import Cluster, logs_of, losses, steps_done, undisturbed
+from tests.slurm.cluster import Cluster, Losses, logs_of, losses, steps_done
 
 pytestmark = pytest.mark.full
 
 
-def test_a_node_that_dies_ends_the_ranks_and_the_job_starts_again(cluster: Cluster, home: Path) -> None:
+def test_a_node_that_dies_ends_the_ranks_and_the_job_starts_again(
+    cluster: Cluster, home: Path, expected: Losses
+) -> None:
     run = home / "runs/small"
     job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
-    expected = undisturbed(home)
     cluster.wait(lambda: steps_done(run) >= 7, "seven steps")
     cluster.node("kill", "n2")
     cluster.wait(lambda: "lost contact" in str(logs_of(home)), "the line of the other rank", 60)
@@ -25,12 +26,11 @@ def test_a_node_that_dies_ends_the_ranks_and_the_job_starts_again(cluster: Clust
     assert len((run / "launches.jsonl").read_text().splitlines()) == 2
 
 
-def test_the_time_limit(cluster: Cluster, home: Path) -> None:
+def test_the_time_limit(cluster: Cluster, home: Path, expected: Losses) -> None:
     """Slurm itself warns, up to a minute before the time that --signal names."""
     run = home / "runs/small"
     options = ("--time=3", "--signal=B:USR1@60")
     job = cluster.submit(home, "pretrain.sbatch", "run.yaml", options=options, STEP_S="4")
-    expected = undisturbed(home)
     assert cluster.wait_for_end(job, 420) == "COMPLETED", logs_of(home)
     assert losses(run) == expected
     assert "saved; back into the queue" in logs_of(home)[f"slurm-megamoe-{job}.out"]
@@ -109,10 +109,12 @@ def contained(home: Path) -> dict[str, str]:
     return {"MEGAMOE_PYTHON": "bash container", "MEGAMOE_SRUN": "--export=ALL,IN_STEP=yes"}
 
 
-def test_a_chain_with_progress_ends_when_the_run_is_complete(cluster: Cluster, home: Path) -> None:
+def test_a_chain_with_progress_ends_when_the_run_is_complete(
+    cluster: Cluster, home: Path, expected: Losses
+) -> None:
     jobs = cluster.chain(home, 4, "train.exit_after_steps=20")
     assert [cluster.wait_for_end(job) for job in jobs] == 4 * ["COMPLETED"], logs_of(home)
-    assert losses(home / "runs/small") == undisturbed(home)
+    assert losses(home / "runs/small") == expected
     launches = (home / "runs/small/launches.jsonl").read_text().splitlines()
     assert len(launches) == 2
     for job in jobs[2:]:
@@ -152,11 +154,12 @@ def preempt(cluster: Cluster) -> None:
     assert cluster.wait_for_end(cluster.call("sbatch", *options, "--wrap=sleep 2")) == "COMPLETED"
 
 
-def test_a_preempted_job_saves_and_goes_on_bit_for_bit(cluster: Cluster, home: Path) -> None:
+def test_a_preempted_job_saves_and_goes_on_bit_for_bit(
+    cluster: Cluster, home: Path, expected: Losses
+) -> None:
     """Slurm sends SIGTERM to the ranks; the script, which outlives them, puts the job back."""
     run = home / "runs/small"
     job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
-    expected = undisturbed(home)
     cluster.wait(lambda: steps_done(run) >= 3, "three steps")
     preempt(cluster)
     assert steps_done(run) < 40 and cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
