@@ -296,6 +296,24 @@ FAULTS = (
         "        engine.backward(loss)\n        lm_sum.item()\n",
         ("tests/cuda/test_training.py",),
     ),
+    Fault(
+        "hostfile",
+        "a hostfile that is missing or wrong is one line before anything starts",
+        "faults.md",
+        "megamoe/parallel/hostfile.py",
+        "        if match is None or int(match[2]) == 0:\n",
+        "        if match is None:\n",
+        ("tests/distributed/test_deepspeed_launch.py",),
+    ),
+    Fault(
+        "array-job",
+        "a task of an array has Slurm's name <array>_<line>",
+        "slurm.md",
+        "megamoe/resilience/run_status.py",
+        """    if "SLURM_ARRAY_JOB_ID" in os.environ:\n""",
+        "    if False:\n",
+        ("tests/analysis/test_run_status.py",),
+    ),
 )
 
 

@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     settle_vendors()
     from megamoe.model.size import model_size
-    from megamoe.parallel.launch import find_world, hosts_store
-    from megamoe.resilience.node_checks import node_problems
+    from megamoe.parallel.launch import find_world
+    from megamoe.resilience.node_checks import compute_problems, node_problems
     from megamoe.resilience.preflight import Preflight
     from megamoe.train.rank_facts import facts_of_start
 
@@ -63,11 +63,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.rounds < 0:
         raise UserError(f"--rounds: found {options.rounds}, expected 0 or more")
     world = find_world()
-    if world.size > 1:
-        _check_master(hosts_store(world))
     size = model_size(config, config.model.vocab_size or 0)
     output = Path(config.output).absolute()
-    problems = node_problems(output, BYTES_OF_PARAMETER * size.total)
+    problems = [*node_problems(output, BYTES_OF_PARAMETER * size.total), *compute_problems()]
     facts = facts_of_start(config, world)
     outcome = Preflight(world, facts, problems, output, options.rounds, options.slow).run()
     if world.is_first:
@@ -85,26 +83,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _master() -> str:
     return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
-
-
-def _check_master(hosts: bool) -> None:
-    """Refuse an address that does not resolve, and on its host a port that is in use."""
-    address, _, port = _master().rpartition(":")
-    try:
-        socket.getaddrinfo(address, None)
-    except OSError as error:
-        raise UserError(
-            f"MASTER_ADDR: {address!r} does not resolve on {socket.gethostname()} ({error.strerror}); "
-            "name the first node by an address that all nodes know"
-        ) from None
-    if not hosts or not port.isdecimal():
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", int(port)))
-        except OSError as error:
-            raise UserError(f"MASTER_PORT: {port}: {error.strerror}; choose another one") from None
 
 
 def _give_up() -> None:

@@ -32,8 +32,9 @@ export MEGAMOE_CHAIN
 MEGAMOE_CHAIN=chain-$(date +%Y%m%d-%H%M%S)-$$
 before=
 for link in $(seq "$links"); do
-  job=$(sbatch --parsable --no-requeue ${before:+--dependency=afterany:$before} "${options[@]}" \
-    "$here/pretrain.sbatch" "$@")
+  # The comment is how a link finds those after it.
+  job=$(sbatch --parsable --no-requeue --comment="$MEGAMOE_CHAIN" ${before:+--dependency=afterany:$before} \
+    "${options[@]}" "$here/pretrain.sbatch" "$@")
   before=${job%%;*}
   echo "$MEGAMOE_CHAIN: link $link of $links is job $before"
 done

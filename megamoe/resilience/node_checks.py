@@ -3,12 +3,13 @@
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 GIB = 1 << 30
 LEAST_FILES, LEAST_PROCESSES = 1024, 1024  # ulimit -n, -u: sockets of a rank, threads and loader processes
@@ -17,12 +18,8 @@ LEAST_LOCAL = GIB  # bytes of the temporary folder: compiled kernels
 IDLE_GPU_MIB = 1024  # more memory in use: another process has the GPU
 TRIAL_BYTES = 1 << 20
 SMI_S = 15
-SMI_FIELDS = ("index", "name", "memory.used", "ecc.errors.uncorrected.volatile.total", "temperature.gpu")
-
-
-def node_name() -> str:
-    """Return the node's name as Slurm writes it, or the host's name without Slurm."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+SMI_FIELDS = ("index", "name", "memory.used", "ecc.errors.uncorrected.volatile.total")
+TRIAL_WIDTH = 1024  # of the matrices that each GPU multiplies
 
 
 def node_problems(output: Path, checkpoint_bytes: int) -> list[str]:
@@ -89,8 +86,27 @@ def gpu_problems() -> Iterator[str]:
     rows = [[cell.strip() for cell in row.split(",")] for row in done.stdout.strip().splitlines()]
     if expected.isdecimal() and len(rows) < int(expected):
         yield f"{len(rows)} GPUs, expected {expected}"
-    for index, name, used, errors, _ in rows:
+    for index, name, used, errors in rows:
         if used.isdecimal() and int(used) > IDLE_GPU_MIB:
             yield f"GPU {index} ({name}) is in use: {used} MiB"
         if errors.isdecimal() and int(errors):
             yield f"GPU {index} ({name}) has {errors} uncorrected memory errors"
+
+
+def compute_problems(devices: Sequence[torch.device] | None = None) -> Iterator[str]:
+    """Yield the devices that cannot multiply two matrices of ones, or compute a wrong product.
+
+    devices: all GPUs that this process sees, by default. Takes memory on each of them, so the check that they
+    are idle comes before it.
+    """
+    if devices is None:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in devices:
+        try:
+            ones_NN = torch.ones(TRIAL_WIDTH, TRIAL_WIDTH, device=device)
+            is_right = bool((ones_NN @ ones_NN == TRIAL_WIDTH).all())
+        except RuntimeError as error:
+            yield f"{device} cannot compute: {' '.join(str(error).split())[:160]}"
+            continue
+        if not is_right:
+            yield f"{device} computes a wrong product of two matrices"

@@ -24,7 +24,7 @@ from megamoe.errors import ExitCode
 from megamoe.parallel import launch
 from megamoe.parallel.rank_consistency import WAYS_OUT, Facts, first_difference
 from megamoe.resilience.link_checks import measure_pairs, rounds_of_pairs, slow_ranks
-from megamoe.resilience.node_checks import node_name
+from megamoe.resilience.run_status import host_name
 
 ARRIVAL_S = 25.0  # for all nodes to report
 LINKS_S = 25.0  # for the bandwidths
@@ -148,9 +148,9 @@ class Preflight:
             DistError: if rank 0 cannot be reached.
         """
         if self.world.size == 1:
-            return judge({0: NodeReport(node_name(), self.problems)}, [], {})
+            return judge({0: NodeReport(host_name(), self.problems)}, [], {})
         exchange = Exchange(self.world)
-        exchange.publish("report", {"node": node_name(), "problems": self.problems, "facts": self.facts})
+        exchange.publish("report", {"node": host_name(), "problems": self.problems, "facts": self.facts})
         if self.world.is_first:
             return self._lead(exchange)
         exchange.store.wait(["go"], timedelta(seconds=2 * ARRIVAL_S))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from megamoe.plain_files import replace_file
 from megamoe.resilience.error_reporting import explain, is_lost_contact
-from megamoe.resilience.heartbeat import silence_s
+from megamoe.resilience.heartbeat import silence_s, tick
 
 HEARTBEAT, LAUNCHES, FAILURES, ENVIRONMENT = "heartbeat.json", "launches.jsonl", "failures", "environment"
 STACKS = "stacks"  # the watchdog's folder
@@ -43,6 +43,7 @@ class RunStatus:
         self.reason: str | None = None  # why the launch stopped before its last step
 
     def __enter__(self) -> "RunStatus":
+        tick()  # a start of more than a minute is no hang
         if self._rank == 0:
             with suppress(OSError):
                 self._record_launch()
@@ -117,6 +118,8 @@ def host_name() -> str:
 
 
 def _job() -> str | None:
-    """Return Slurm's job and the number of its restarts, `1234.0`; None without Slurm."""
+    """Return Slurm's job and the number of its restarts, `1234.0` or `1234_5.0`; None without Slurm."""
     job = os.environ.get("SLURM_JOB_ID")
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '0')}"
     return None if job is None else f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"

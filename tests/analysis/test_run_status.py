@@ -1,6 +1,7 @@
 """The state of a run follows from the files in its folder."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_what_a_launch_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "environment_of_job").write_text("torch 2.13")
     monkeypatch.setenv("MEGAMOE_ENVIRONMENT", str(tmp_path / "environment_of_job"))
     monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setattr(heartbeat, "_last_s", time.monotonic() - 999)  # the start took so long
     run = tmp_path / "run"
     run.mkdir()
     heartbeat.tick()  # the last one may be as old as this process
@@ -96,7 +98,21 @@ def test_what_a_launch_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
             raise ValueError("a bug")
     report = read_status(run)
     assert (report.verdict, report.reason, report.step) == ("failed", "ValueError: a bug", 7)
+    assert report.launches[-1]["job"] == "12.0"
     assert [(it["rank"], it["reason"]) for it in report.failures] == [(1, "ValueError: a bug")]
+
+
+def test_a_task_of_an_array_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands take it, while the last task's SLURM_JOB_ID means the whole array to them."""
+    for name, value in {
+        "JOB_ID": "12",
+        "ARRAY_JOB_ID": "12",
+        "ARRAY_TASK_ID": "3",
+        "RESTART_COUNT": "1",
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with RunStatus(tmp_path, 0, 1, lambda: 0, 9):
+        assert read_status(tmp_path).launches[-1]["job"] == "12_3.1"
 
 
 def test_no_folder_and_an_empty_one(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,13 +35,13 @@ def script(tmp_path: Path) -> list[str]:
     return [str(ROOT / "pretrain_gpt_moe.py"), "--config", str(config), f"output={tmp_path}"]
 
 
-def _environment(**more: str) -> dict[str, str]:
+def environment_of(**more: str) -> dict[str, str]:
     """Ours, without what another launcher left; the devices are hidden."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     return {**mine, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
 
 
-def _start(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.Popen[str]:
+def start(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -53,7 +52,7 @@ def _start(command: list[str], environment: dict[str, str], folder: Path) -> sub
     )
 
 
-def _finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
@@ -61,7 +60,7 @@ def _finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def _assert_trained(folder: Path, ranks: int) -> list[float]:
+def assert_trained(folder: Path, ranks: int) -> list[float]:
     """metrics.jsonl has the steps, once each, and a checkpoint has a file of every rank."""
     lines = (folder / "launched" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
@@ -74,18 +73,18 @@ def _assert_trained(folder: Path, ranks: int) -> list[float]:
 
 @pytest.mark.full
 def test_python_alone(script: list[str], tmp_path: Path) -> None:
-    code, output = _finish(_start([sys.executable, *script], _environment(), tmp_path))
+    code, output = finish(start([sys.executable, *script], environment_of(), tmp_path))
     assert code == 0, output
-    _assert_trained(tmp_path, ranks=1)
+    assert_trained(tmp_path, ranks=1)
 
 
 def test_torchrun(script: list[str], tmp_path: Path) -> None:
     """The overrides of the command line apply: two ranks share the experts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port())]
-    code, output = _finish(_start([*torchrun, *script, "parallel.expert=2"], _environment(), tmp_path))
+    code, output = finish(start([*torchrun, *script, "parallel.expert=2"], environment_of(), tmp_path))
     assert code == 0, output
-    _assert_trained(tmp_path, ranks=2)
+    assert_trained(tmp_path, ranks=2)
     saved = tmp_path / "launched" / "checkpoints" / f"step_{STEPS:08d}"
     meta = json.loads((saved / "checkpoint.json").read_text())
     assert (meta["layout"]["ranks"], meta["layout"]["expert"]) == (2, 2)
@@ -101,50 +100,10 @@ def test_torchrun(script: list[str], tmp_path: Path) -> None:
 def test_the_deepspeed_launcher(script: list[str], tmp_path: Path) -> None:
     deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
     deepspeed += ["--master_port", str(free_port())]
-    environment = _environment(DS_ACCELERATOR="cpu")
-    code, output = _finish(_start([*deepspeed, *script, "parallel.expert=2"], environment, tmp_path))
+    environment = environment_of(DS_ACCELERATOR="cpu")
+    code, output = finish(start([*deepspeed, *script, "parallel.expert=2"], environment, tmp_path))
     assert code == 0, output
-    _assert_trained(tmp_path, ranks=2)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="this launcher shows its ranks the devices again")
-def test_the_deepspeed_launcher_with_a_hostfile(script: list[str], tmp_path: Path) -> None:
-    """Two local ranks; --no_ssh takes only the number of ranks from the hostfile."""
-    (tmp_path / "hostfile").write_text("localhost slots=2\n")
-    deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--no_ssh"]
-    deepspeed += ["--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    environment = _environment(DS_ACCELERATOR="cpu")
-    code, output = _finish(_start([*deepspeed, *script, "parallel.expert=2"], environment, tmp_path))
-    assert code == 0, output
-    _assert_trained(tmp_path, ranks=2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("option", "programs", "line"),
-    [
-        ([], [], "FileNotFoundError: [Errno 2] No such file or directory: 'ssh'"),
-        ([], ["ssh"], "host=node1.invalid was not reachable via ssh"),
-        (["--no_ssh_check"], ["ssh"], "RuntimeError: launcher 'pdsh' not installed."),
-    ],
-)
-def test_the_deepspeed_launcher_without_ssh_or_pdsh(
-    option: list[str], programs: list[str], line: str, script: list[str], tmp_path: Path
-) -> None:
-    """It is DeepSpeed that tells: its last line is quoted in examples/slurm/README.md."""
-    (tmp_path / "hostfile").write_text("node1.invalid slots=2\nnode2.invalid slots=2\n")
-    (tmp_path / "bin").mkdir()
-    for program in programs:
-        (tmp_path / "bin" / program).write_text("#!/bin/sh\nexit 255\n")
-        (tmp_path / "bin" / program).chmod(0o755)
-    deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", *option]
-    deepspeed += ["--master_addr", "127.0.0.1", "--no_local_rank"]
-    environment = _environment(DS_ACCELERATOR="cpu", PATH=str(tmp_path / "bin"))
-    started = time.monotonic()
-    code, output = _finish(_start([*deepspeed, *script], environment, tmp_path))
-    assert code != 0 and line in output.strip().splitlines()[-1], output
-    assert time.monotonic() - started < 60
+    assert_trained(tmp_path, ranks=2)
 
 
 @pytest.mark.full
@@ -154,18 +113,18 @@ def test_srun(script: list[str], tmp_path: Path) -> None:
     processes = []
     for rank in ("0", "1"):
         slurm = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}
-        environment = _environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **slurm)
-        processes.append(_start([sys.executable, *script, "parallel.expert=2"], environment, tmp_path))
-    for code, output in map(_finish, processes):
+        environment = environment_of(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **slurm)
+        processes.append(start([sys.executable, *script, "parallel.expert=2"], environment, tmp_path))
+    for code, output in map(finish, processes):
         assert code == 0, output
-    _assert_trained(tmp_path, ranks=2)
+    assert_trained(tmp_path, ranks=2)
 
 
 @pytest.mark.full
 def test_a_mistake_is_reported_once_and_ends_all_ranks(script: list[str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--master-port", str(free_port())]
-    code, output = _finish(_start([*torchrun, *script, "parallel.expert=3"], _environment(), tmp_path))
+    code, output = finish(start([*torchrun, *script, "parallel.expert=3"], environment_of(), tmp_path))
     assert code != 0
     assert output.count("error: parallel.expert: 3 does not divide the number of ranks 2") == 1
     assert not (tmp_path / "launched").exists()

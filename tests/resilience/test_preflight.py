@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megamoe.errors import ExitCode
 from megamoe.resilience import node_checks
 from megamoe.resilience.link_checks import rounds_of_pairs, slow_ranks
-from megamoe.resilience.node_checks import gpu_problems, limit_problems, node_problems
+from megamoe.resilience.node_checks import compute_problems, gpu_problems, limit_problems, node_problems
 from megamoe.resilience.preflight import NodeReport, compare_facts, judge
 
 
@@ -93,9 +94,9 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def hangs(command: list[str], **_: Any) -> None:
         raise subprocess.TimeoutExpired(command, 15)
 
-    well = "0, H100, 4, 0, 30\n1, H100, 4, [N/A], 31\n"
+    well = "0, H100, 4, 0\n1, H100, 4, [N/A]\n"
     assert smi(monkeypatch, answers(well)) == []
-    bad = "0, H100, 70000, 3, 30\n"
+    bad = "0, H100, 70000, 3\n"
     assert smi(monkeypatch, answers(bad)) == [
         "1 GPUs, expected 2",
         "GPU 0 (H100) is in use: 70000 MiB",
@@ -103,3 +104,17 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert smi(monkeypatch, answers("No devices\nx", 9)) == ["nvidia-smi failed: No devices"]
     assert smi(monkeypatch, hangs) == ["nvidia-smi did not answer within 15 s: a GPU or its driver hangs"]
+
+
+def test_a_device_that_cannot_compute_or_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, ones = torch.device("cpu"), torch.ones
+    assert list(compute_problems([cpu])) == []
+    monkeypatch.setattr(torch, "ones", lambda *sizes, device: ones(*sizes, device=device) * 1.001)
+    assert list(compute_problems([cpu])) == ["cpu computes a wrong product of two matrices"]
+
+    def fails(*sizes: int, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("CUDA error:\nuncorrectable ECC error encountered")
+
+    monkeypatch.setattr(torch, "ones", fails)
+    expected = "cannot compute: CUDA error: uncorrectable ECC error encountered"
+    assert list(compute_problems([cpu, cpu])) == 2 * [f"cpu {expected}"]

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/slurm/cluster.sh"
 NOT_INSTALLED = 3
 PATIENCE_S = 400.0  # a start of two ranks takes 10 s on an idle machine, and a minute on a busy one
+Losses = list[tuple[int, float]]  # of each recorded step
 LINKS = ("examples", "tools", "megamoe", "ds_configs", "pretrain_gpt_moe.py")
 RUN = """
 name: small
@@ -65,7 +66,7 @@ def make_home(folder: Path) -> Path:
     return folder
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
+def losses(run: Path) -> Losses:
     """Return step and loss of every record of a run."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(record["step"], record["train/lm_loss"]) for record in records]
@@ -79,7 +80,7 @@ def steps_done(run: Path) -> int:
         return 0
 
 
-def undisturbed(home: Path, *overrides: str) -> list[tuple[int, float]]:
+def undisturbed(home: Path, *overrides: str) -> Losses:
     """Return the losses of the same run on two ranks of this machine, without Slurm."""
     drop = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
@@ -135,9 +136,11 @@ class Cluster:
         path = str(ROOT / "examples/slurm" / script)
         return self.call("sbatch", "--parsable", *self.options(home), *options, path, *arguments, **variables)
 
-    def chain(self, home: Path, links: int, *arguments: str, **variables: str) -> list[str]:
+    def chain(
+        self, home: Path, links: int, *arguments: str, options: tuple[str, ...] = (), **variables: str
+    ) -> list[str]:
         """Submit a chain of jobs; return their ids."""
-        command = [str(ROOT / "examples/slurm/chain.sh"), str(links), *self.options(home), "--"]
+        command = [str(ROOT / "examples/slurm/chain.sh"), str(links), *self.options(home), *options, "--"]
         variables = {"MEGAMOE_HOME": str(home), "PREFLIGHT": "0", "STEP_S": "0", **variables}
         told = self.call(*command, "run.yaml", *arguments, **variables)
         return [line.split()[-1] for line in told.splitlines()]

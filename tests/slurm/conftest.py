@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, Losses, make_home, undisturbed
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A folder that stands for the repository's root, so that logs and runs stay out of it."""
-    from tests.slurm.cluster import make_home
-
     return make_home(tmp_path / "home")
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """The losses of the undisturbed run, trained first: a job beside it could end before its fault."""
+    return undisturbed(make_home(tmp_path_factory.mktemp("undisturbed") / "home"))

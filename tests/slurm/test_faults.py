@@ -23,6 +23,7 @@ export MASTER_ADDR=${ADDRESS:-127.0.0.1} MASTER_PORT=$((15000 + SLURM_JOB_ID % 1
 srun --kill-on-bad-exit=0 --output=logs/direct/%t.out bash -c "$COMMAND"
 """
 PRETRAIN = ".venv/bin/python pretrain_gpt_moe.py --config run.yaml train.callbacks=[] "
+ONE_RANK = ("run.yaml", "parallel.expert=1", "train.steps=3")
 PREFLIGHT = ".venv/bin/python tools/preflight.py --config run.yaml "
 
 
@@ -77,6 +78,60 @@ def test_a_bad_disk_of_one_node_is_told_before_training(
         job = cluster.submit(home, "pretrain.sbatch", "run.yaml", PREFLIGHT="1")
         told(cluster, home, job, line, "\nexclude: n2\n")
     assert not any("node-" in name for name in logs_of(home))
+
+
+def test_a_job_goes_on_without_its_bad_node(cluster: Cluster, home: Path) -> None:
+    (home / "runs").mkdir()
+    with cluster.disk("n1", home / "runs", "ro"):
+        variables = {"PREFLIGHT": "1", "STEP_S": "0"}
+        job = cluster.submit(home, "pretrain.sbatch", *ONE_RANK, options=("--nodes=1",), **variables)
+        assert cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
+    told_by_script = logs_of(home)[f"slurm-megamoe-{job}.out"]
+    assert "bad node n1: output disk" in told_by_script
+    assert f"job {job}: without n1 from now on" in told_by_script
+    assert steps_done(home / "runs/small") == 3
+    assert "ExcNodeList=n1" in cluster.call("scontrol", "show", "job", job)
+
+
+def test_a_chain_goes_on_without_its_bad_node(cluster: Cluster, home: Path) -> None:
+    (home / "runs").mkdir()
+    with cluster.disk("n1", home / "runs", "ro"):
+        jobs = cluster.chain(home, 3, *ONE_RANK[1:], options=("--nodes=1",), PREFLIGHT="1")
+        assert [cluster.wait_for_end(job) for job in jobs] == ["FAILED", "COMPLETED", "COMPLETED"]
+    assert steps_done(home / "runs/small") == 3
+    assert "the run is complete" in logs_of(home)[f"slurm-megamoe-{jobs[2]}.out"]
+
+
+def test_preflight_names_a_node_with_a_low_limit_a_wrong_clock_and_a_full_local_disk(
+    cluster: Cluster, home: Path
+) -> None:
+    for name in ("clock", "local"):
+        (home / name).mkdir()
+    (home / "clock/sitecustomize.py").write_text(
+        "import time\nnow = time.time\ntime.time = lambda: now() + 15"
+    )
+    on_n2 = 'if [ "$SLURM_PROCID" = 1 ]; then export PYTHONPATH=clock; ulimit -n 512; fi; '
+    with cluster.disk("n2", home / "local", "size=64m"):
+        command = f"{on_n2} TMPDIR=$PWD/local {PREFLIGHT} --rounds 0"
+        told(
+            cluster,
+            home,
+            submit_direct(cluster, home, command),
+            "bad node n2: ulimit -n is 512, expected at least 1024",
+            "bad node n2: its clock is +1",
+            f"bad node n2: local disk {home / 'local'}: 0.1 GiB free, expected 1.0 GiB for compiled kernels",
+            "\nexclude: n2\n",
+        )
+
+
+def test_preflight_names_a_node_that_does_not_share_the_output(cluster: Cluster, home: Path) -> None:
+    (home / "runs").mkdir()
+    with cluster.disk("n2", home / "runs", "size=64m"):
+        job = submit_direct(cluster, home, PREFLIGHT)
+        line = (
+            f"bad node n2: output {home / 'runs'}: does not show a file of the first node; share the folder"
+        )
+        told(cluster, home, job, line, "\nexclude: n2\n")
 
 
 def test_a_read_only_disk_of_one_node_without_preflight(cluster: Cluster, home: Path) -> None:

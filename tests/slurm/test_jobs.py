@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from megamoe.analysis.run_status import read_status
-from tests.slurm.cluster import Cluster, logs_of, losses, steps_done, undisturbed
+from tests.slurm.cluster import Cluster, Losses, logs_of, losses, steps_done
 
 pytestmark = pytest.mark.full
 
 
-def test_a_node_that_dies_ends_the_ranks_and_the_job_starts_again(cluster: Cluster, home: Path) -> None:
+def test_a_node_that_dies_ends_the_ranks_and_the_job_starts_again(
+    cluster: Cluster, home: Path, expected: Losses
+) -> None:
     run = home / "runs/small"
     job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
-    expected = undisturbed(home)
     cluster.wait(lambda: steps_done(run) >= 7, "seven steps")
     cluster.node("kill", "n2")
     cluster.wait(lambda: "lost contact" in str(logs_of(home)), "the line of the other rank", 60)
@@ -25,12 +26,11 @@ def test_a_node_that_dies_ends_the_ranks_and_the_job_starts_again(cluster: Clust
     assert len((run / "launches.jsonl").read_text().splitlines()) == 2
 
 
-def test_the_time_limit(cluster: Cluster, home: Path) -> None:
+def test_the_time_limit(cluster: Cluster, home: Path, expected: Losses) -> None:
     """Slurm itself warns, up to a minute before the time that --signal names."""
     run = home / "runs/small"
     options = ("--time=3", "--signal=B:USR1@60")
     job = cluster.submit(home, "pretrain.sbatch", "run.yaml", options=options, STEP_S="4")
-    expected = undisturbed(home)
     assert cluster.wait_for_end(job, 420) == "COMPLETED", logs_of(home)
     assert losses(run) == expected
     assert "saved; back into the queue" in logs_of(home)[f"slurm-megamoe-{job}.out"]
@@ -61,18 +61,60 @@ def test_an_array_trains_a_run_for_each_line(cluster: Cluster, home: Path) -> No
     assert steps_done(home / "runs/first") == steps_done(home / "runs/second") == 3
 
 
+def test_a_warning_to_a_task_of_an_array_stops_this_one_alone(cluster: Cluster, home: Path) -> None:
+    """The last task has the job number of the whole array."""
+    lines = [f"run.yaml name=task_{task} parallel.expert=1\n" for task in (1, 2)]
+    (home / "study.txt").write_text("".join(lines))
+    array = cluster.submit(home, "array.sbatch", "study.txt", options=("--array=1-2",))
+    runs = {task: home / f"runs/task_{task}" for task in (1, 2)}
+    cluster.wait(lambda: all(steps_done(run) >= 3 for run in runs.values()), "three steps of both")
+    shown = cluster.call("scontrol", "--oneliner", "show", "job", array).splitlines()
+    (last,) = [int(line.split("ArrayTaskId=")[1][0]) for line in shown if line.startswith(f"JobId={array} ")]
+    cluster.call("scancel", "--batch", "--signal=USR1", f"{array}_{last}")
+    for task, run in runs.items():
+        assert cluster.wait_for_end(f"{array}_{task}") == "COMPLETED", logs_of(home)
+        assert steps_done(run) == 40
+        launches = [json.loads(line)["job"] for line in (run / "launches.jsonl").read_text().splitlines()]
+        assert launches == [f"{array}_{task}.{start}" for start in range(2 if task == last else 1)]
+
+
+def test_a_warning_before_training_is_told(cluster: Cluster, home: Path) -> None:
+    job = cluster.submit(home, "pretrain.sbatch", "run.yaml", PREFLIGHT="1")
+    cluster.wait(lambda: any(home.glob("logs/*/preflight-*.out")), "the check of the nodes")
+    cluster.call("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait_for_end(job) == "FAILED"
+    assert "error: the time limit is near before training" in logs_of(home)[f"slurm-megamoe-{job}.out"]
+    assert not any("node-" in name for name in logs_of(home))
+
+
 def test_one_node_with_a_task_for_each_rank(cluster: Cluster, home: Path) -> None:
     options = ("--ntasks-per-node=2",)
-    job = cluster.submit(home, "one_node.sbatch", "run.yaml", "train.steps=3", options=options)
+    variables = contained(home)
+    job = cluster.submit(
+        home, "one_node.sbatch", "run.yaml", "train.steps=3", options=options, PREFLIGHT="1", **variables
+    )
     assert cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
     assert steps_done(home / "runs/small") == 3
     assert {"rank-0.out", "rank-1.out"} <= {name.split("/")[-1] for name in logs_of(home)}
+    assert "preflight: 1 of 1 nodes are well" in logs_of(home)[f"slurm-megamoe-{job}.out"]
+    used = [line.split() for line in (home / "container.txt").read_text().splitlines()]
+    assert {step for step, _ in used} == {"yes"}, "each process is in the container, by srun"
+    programs = ("tools/status.py", "tools/preflight.py", "pretrain_gpt_moe.py")
+    assert [sum(name == program for _, name in used) for program in programs] == [1, 1, 2]
 
 
-def test_a_chain_with_progress_ends_when_the_run_is_complete(cluster: Cluster, home: Path) -> None:
+def contained(home: Path) -> dict[str, str]:
+    """Return the variables for a container, with a script in its place that notes what it starts."""
+    (home / "container").write_text('echo "$IN_STEP $1" >> container.txt\nexec .venv/bin/python "$@"\n')
+    return {"MEGAMOE_PYTHON": "bash container", "MEGAMOE_SRUN": "--export=ALL,IN_STEP=yes"}
+
+
+def test_a_chain_with_progress_ends_when_the_run_is_complete(
+    cluster: Cluster, home: Path, expected: Losses
+) -> None:
     jobs = cluster.chain(home, 4, "train.exit_after_steps=20")
     assert [cluster.wait_for_end(job) for job in jobs] == 4 * ["COMPLETED"], logs_of(home)
-    assert losses(home / "runs/small") == undisturbed(home)
+    assert losses(home / "runs/small") == expected
     launches = (home / "runs/small/launches.jsonl").read_text().splitlines()
     assert len(launches) == 2
     for job in jobs[2:]:
@@ -112,11 +154,12 @@ def preempt(cluster: Cluster) -> None:
     assert cluster.wait_for_end(cluster.call("sbatch", *options, "--wrap=sleep 2")) == "COMPLETED"
 
 
-def test_a_preempted_job_saves_and_goes_on_bit_for_bit(cluster: Cluster, home: Path) -> None:
+def test_a_preempted_job_saves_and_goes_on_bit_for_bit(
+    cluster: Cluster, home: Path, expected: Losses
+) -> None:
     """Slurm sends SIGTERM to the ranks; the script, which outlives them, puts the job back."""
     run = home / "runs/small"
     job = cluster.submit(home, "pretrain.sbatch", "run.yaml")
-    expected = undisturbed(home)
     cluster.wait(lambda: steps_done(run) >= 3, "three steps")
     preempt(cluster)
     assert steps_done(run) < 40 and cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
