@@ -12,6 +12,7 @@ assumption is printed. A device that is in no table is a JSON file of its rates,
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -57,6 +58,8 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"--disk: found {options.disk:g}, expected GB/s above 0")
     check_writable("--json", options.json)
     check_writable("--picture", options.picture)
+    # A notice for PyTorch's developers: its fake tensors have no data, whose pointers attention compares.
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     from megamoe.simulation.hardware_file import gpu_of
 
     gpu = gpu_of(options.gpu)

@@ -82,9 +82,8 @@ def search(config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: in
     Raises:
         UserError: if no layout is legal, and near the memory of the device by the formulas.
     """
-    plain, _ = without_data(config)
-    sizes = Sizes.of(plain)
-    considered = list(variants(plain, cluster))
+    sizes = Sizes.of(without_data(config)[0])
+    considered = list(variants(config, cluster))
     legal = legal_ones(considered, cluster.ranks)
     usable = cluster.gpu.capacity * (1 - RESERVED)
     known = [Candidate(each, _estimate(each, cluster, sizes, load)) for each in legal]

@@ -39,6 +39,8 @@ QUICK = [
     "three_examples_are_planned",
     "command_prints_a_plan",
     "command_tells_mistakes",
+    "illegal_runs_are_refused_as_in_training",
+    "a_tensor_on_the_wrong_device_fails",
 ]
 FULL = [
     "states_of_a_layout",
