@@ -195,7 +195,7 @@ def _assumptions(plan: Plan) -> list[str]:
     lines.append(f"  of the links: {ASSUMED.link:.0%}, and {ASSUMED.collective_s * 1e6:g} us to start")
     lines.append("  collectives: rings, one for each GPU of a node; all-to-alls use both links at once")
     if any(key.is_async for key in plan.figures.calls):
-        lines.append("  collectives `beside` run while the backward pass lasts, and neither slows the other down")
+        lines.append("  collectives `beside` and the backward pass run together, and neither slows the other")
     if plan.run.plan.layout.expert > 1:
         lines.append(
             f"  expert load {plan.load:g}: this rank's experts get so many times the mean rows, as many from "
@@ -287,9 +287,7 @@ def picture(plan: Plan) -> str:
             texts.append(_bar(x, y, width, 24, COLOURS[name]))
             x += width
     edge = LEFT + plan.usable_bytes * scale
-    texts.append(
-        f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="{TOP - 6}" y2="{bottom - 6}" stroke="black"/>'
-    )
+    texts.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="{TOP - 6}" y2="{bottom - 6}" stroke="black"/>')
     texts.append(_text(edge, bottom + 8, f"{plan.usable_bytes / GB:.1f} GB usable", "end"))
     x = 8.0
     for name in names:

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from megamoe.config import RunConfig
 from megamoe.config.load import configure
 from megamoe.errors import UserError
 from megamoe.moe.router import Router
@@ -83,7 +85,7 @@ def check_command_prints_a_plan() -> None:
 
 
 def check_collective_lines(lines: list[str], rows: list[dict[str, Any]]) -> None:
-    """A line for each part, kind and group of collectives, with its calls and its bytes by link, and a sum."""
+    """A line for each part, kind and group, with its calls and its bytes by link, and a sum."""
     start = lines.index("collectives of a rank in a step:") + 2
     assert {row["kind"] for row in rows} >= {"alltoall_base", "allreduce"}
     assert {(row["ranks"], row["group"]) for row in rows} == {(4, "0-3")}
@@ -122,6 +124,14 @@ def check_command_tells_mistakes() -> None:
     for options, said in (
         (("--gpu", "h1000"), "h1000"),
         (("--simulate", "0"), "--simulate: found 0, expected at least 1"),
+        (("--simulate", "2"), "--simulate: is for --search alone"),
+        (("--nodes", "0"), "--nodes: found 0, expected at least 1"),
+        (("--nodes", "1000000"), "train.global_batch_size: 8 is not a multiple of 8000000"),
+        (("--config", "/no/such/run.yaml"), "--config: cannot read '/no/such/run.yaml'"),
+        (("train.global_batch_size=7",), "train.global_batch_size: 7 is not a multiple of 8"),
+        (("--search", "train.global_batch_size=10007"), "none of 1440 layouts can fit: none is legal"),
+        (("--search", "model.hidden_size=1000000"), "layouts can fit: the smallest needs about"),
+        (("--search", "model.vocab_size=null"), "model.vocab_size: not set; --search needs it"),
         (("--disk", "0"), "--disk: found 0, expected GB/s above 0"),
         (("--json", "/no/such/folder/plan.json"), "--json"),
         (("model.num_layer=3",), "num_layer"),
@@ -147,13 +157,21 @@ def check_illegal_runs_are_refused_as_in_training() -> None:
         "parallel.deepspeed=missing.json",
         "moe.router.masks=[{name: group_limit, num_groups: 3, keep: 1}]",
     ):
-        config, said = configure(copy.deepcopy(RUN), [override]), []
-        for start in (lambda: resolve_run(config, 4), lambda: make_plan(config, Cluster(1, 4, GPUS["h100"]))):
-            try:
-                start()
-            except UserError as error:
-                said.append(str(error))
-        assert len(said) == 2 and said[0] == said[1], (override, said)
+        config = configure(copy.deepcopy(RUN), [override])
+        trained, planned = (refusal(start, config) for start in (resolve_run, plan_of))
+        assert trained and trained == planned, (override, trained, planned)
+
+
+def plan_of(config: RunConfig, ranks: int) -> None:
+    make_plan(config, Cluster(1, ranks, GPUS["h100"]))
+
+
+def refusal(start: Callable[[RunConfig, int], Any], config: RunConfig) -> str:
+    try:
+        start(config, 4)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def check_a_tensor_on_the_wrong_device_fails() -> None:

@@ -52,12 +52,17 @@ FULL = [
 
 def run_checks(names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Run checks in a process -> what `planned` says of a small run, and what each check found."""
+    states, found = run_in_process("tests.simulation.check_simulation", *names)
+    return states, found
+
+
+def run_in_process(module: str, *arguments: str) -> list[Any]:
+    """Return what a module prints as JSON objects, a line each, from a process with the fake CUDA device."""
     needs_fake_device()
-    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation.check_simulation", *names]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1800)
     assert done.returncode == 0, done.stderr
-    states, found = done.stdout.splitlines()[-2:]
-    return json.loads(states), json.loads(found)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def needs_fake_device() -> None:

@@ -17,7 +17,7 @@ from megamoe.metrics.report.run_statistics import (
     series,
 )
 
-NAMES = {"name", "output", "overwrite", "differences", "checkpoint.resume"}  # keys that say nothing about the training
+NAMES = {"name", "output", "overwrite", "differences", "checkpoint.resume"}  # say nothing about training
 PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
 LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a run's name
 SINGLE = {  # key: (title, y axis)
