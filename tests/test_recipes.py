@@ -19,6 +19,7 @@ from tests.simulation.test_simulation import run_in_process
 from tests.test_examples import EXAMPLES, ROOT
 
 RECIPES = ROOT / "examples/recipes"
+PARTS = 8  # of the other examples
 PUBLISHED = json.loads((RECIPES / "published.json").read_text())
 
 
@@ -79,12 +80,13 @@ def test_a_recipe_fits_on_its_cluster(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_every_example_can_be_planned() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_example_can_be_planned(part: int) -> None:
     """But those that learn from labels or pairs of texts, for which mock data cannot stand.
 
-    Three are planned by the quick tests, see tests/simulation.
+    Three are planned by the quick tests, see tests/simulation. A process plans some twenty.
     """
-    paths = [str(path.relative_to(ROOT)) for path in EXAMPLES if path.parent.name != "recipes"]
+    paths = [str(path.relative_to(ROOT)) for path in EXAMPLES if path.parent.name != "recipes"][part::PARTS]
     [verdicts] = run_in_process("tests.simulation.check_plans", *paths)
     refused = {name: verdict for name, verdict in verdicts.items() if verdict}
     assert {

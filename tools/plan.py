@@ -21,6 +21,8 @@ from megamoe.analysis.command import check_positive, check_writable, run_tool, w
 from megamoe.errors import UserError
 from megamoe.simulation import cuda_device
 
+MOST_GPUS = 1 << 17  # every process group of the run is made, one after the other
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
@@ -54,6 +56,11 @@ def _run(options: argparse.Namespace) -> None:
     check_positive("--nodes", options.nodes)
     check_positive("--gpus-per-node", options.gpus_per_node)
     check_positive("--simulate", options.simulate)
+    if options.nodes * options.gpus_per_node > MOST_GPUS:
+        found = f"{options.nodes:,} x {options.gpus_per_node:,} GPUs"
+        raise UserError(f"--nodes, --gpus-per-node: found {found}, expected at most {MOST_GPUS:,} together")
+    if not options.load >= 1:
+        raise UserError(f"--load: found {options.load:g}, expected at least 1, the mean")
     if options.simulate and not options.search:
         raise UserError("--simulate: is for --search alone; add --search, or leave it out")
     if not 0 < options.disk < 1e6:
