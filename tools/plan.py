@@ -12,6 +12,7 @@ assumption is printed. A device that is in no table is a JSON file of its rates,
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.simulation import cuda_device
+
+MOST_GPUS = 1 << 17  # every process group of the run is made, one after the other
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--search", action="store_true", help="rank the layouts that fit, then plan the first"
     )
-    parser.add_argument("--simulate", type=int, default=8, metavar="N", help="layouts of a search (8)")
+    parser.add_argument("--simulate", type=int, metavar="N", help="layouts that --search simulates (8)")
     parser.add_argument("--all-blocks", action="store_true", help="simulate every block of a deep model")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="SVG of the memory by phase")
@@ -53,22 +56,31 @@ def _run(options: argparse.Namespace) -> None:
     check_positive("--nodes", options.nodes)
     check_positive("--gpus-per-node", options.gpus_per_node)
     check_positive("--simulate", options.simulate)
+    if options.nodes * options.gpus_per_node > MOST_GPUS:
+        found = f"{options.nodes:,} x {options.gpus_per_node:,} GPUs"
+        raise UserError(f"--nodes, --gpus-per-node: found {found}, expected at most {MOST_GPUS:,} together")
+    if not options.load >= 1:
+        raise UserError(f"--load: found {options.load:g}, expected at least 1, the mean")
+    if options.simulate and not options.search:
+        raise UserError("--simulate: is for --search alone; add --search, or leave it out")
     if not 0 < options.disk < 1e6:
         raise UserError(f"--disk: found {options.disk:g}, expected GB/s above 0")
     check_writable("--json", options.json)
     check_writable("--picture", options.picture)
+    # A notice for PyTorch's developers: its fake tensors have no data, whose pointers attention compares.
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     from megamoe.simulation.hardware_file import gpu_of
 
     gpu = gpu_of(options.gpu)
     from megamoe.config import load_config
-    from megamoe.simulation.layout_search import search, search_record, table
+    from megamoe.simulation.layout_search import SIMULATED, search, search_record, table
     from megamoe.simulation.plan import Cluster, make_plan
     from megamoe.simulation.plan_page import page, picture, record
 
     config = load_config(options.config, options.overrides)
     cluster = Cluster(options.nodes, options.gpus_per_node, gpu, options.disk * 1e9)
     if options.search:
-        found = search(config, cluster, options.load, options.simulate)
+        found = search(config, cluster, options.load, options.simulate or SIMULATED, options.all_blocks)
         plan, shown = found.plans[0][1], search_record(found)
         print(f"{table(found)}\n\nthe first of them:\n")
     else:

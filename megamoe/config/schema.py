@@ -311,6 +311,7 @@ class RunConfig(Section):
     overwrite: bool = False  # replace an existing run folder
     seed: Seed = 1234  # for weights, data order and every draw
     plugins: list[str] = field(default_factory=list)  # files, modules or entry points that add parts
+    differences: list[str] = field(default_factory=list)  # from the published model; printed by a plan
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)

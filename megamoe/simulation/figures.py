@@ -2,17 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from megamoe.simulation.counter import CollectiveKey, Counts
+from megamoe.simulation.counter import CollectiveKey
 from megamoe.simulation.hardware import ASSUMED, Gpu
 from megamoe.simulation.links import Topology
 from megamoe.simulation.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from megamoe.simulation.rank import StepCosts
 from megamoe.simulation.roofline import beside_seconds, roofline
-
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def with_micro_batches(costs: StepCosts, gpu: Gpu, topology: Topology, micro_bat
     whole = figures_of(costs, gpu, topology)
     if costs.middle is None:
         return whole
-    first, second = (figures_of(_only(costs, counts), gpu, topology) for counts in costs.middle)
+    first, second = (figures_of(replace(costs, counts=each), gpu, topology) for each in costs.middle)
     more = micro_batches - 3
     found = combined([(1, whole), (more, second), (-more, first)])
     tokens = {"tokens": costs.tokens / 3 * micro_batches, "parameters": whole.numbers["parameters"]}
@@ -113,27 +111,11 @@ def with_micro_batches(costs: StepCosts, gpu: Gpu, topology: Topology, micro_bat
     )
 
 
-def _only(costs: StepCosts, counts: Counts) -> StepCosts:
-    return replace(costs, counts=counts)
-
-
 def combined(terms: Iterable[tuple[float, Figures]]) -> Figures:
     """Return the sum of figures, each with its factor."""
-    terms = list(terms)
-
-    def total(of: list[tuple[float, Mapping[Key, float]]]) -> dict[Key, float]:
-        found: dict[Key, float] = defaultdict(float)
-        for factor, values in of:
-            for key, value in values.items():
-                found[key] += factor * value
-        return dict(found)
-
-    return Figures(
-        total([(factor, each.numbers) for factor, each in terms]),
-        total([(factor, each.states) for factor, each in terms]),
-        total([(factor, each.seconds) for factor, each in terms]),
-        total([(factor, each.calls) for factor, each in terms]),
-        total([(factor, each.bytes) for factor, each in terms]),
-        total([(factor, each.peaks) for factor, each in terms]),
-        total([(factor, each.kept) for factor, each in terms]),
-    )
+    totals: dict[str, dict[Any, float]] = {each.name: defaultdict(float) for each in fields(Figures)}
+    for factor, figures in terms:
+        for name, total in totals.items():
+            for key, value in getattr(figures, name).items():
+                total[key] += factor * value
+    return Figures(**{name: dict(total) for name, total in totals.items()})

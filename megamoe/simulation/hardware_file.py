@@ -28,8 +28,10 @@ def gpu_of(name: str) -> Gpu:
             f"--gpu: found {name!r}, expected one of {', '.join(GPUS)}, or a JSON file: {reason(error)}"
         ) from None
     expected = f"expected name and, as numbers above 0, {', '.join(NUMBERS)}"
-    if not isinstance(found, dict) or found.keys() != {"name", *NUMBERS}:
+    if not isinstance(found, dict):
         raise UserError(f"--gpu: {name}: {expected}")
+    for key in sorted(found.keys() ^ {"name", *NUMBERS}):
+        raise UserError(f"--gpu: {name}: {key} is {'not a key' if key in found else 'missing'}; {expected}")
     for key in NUMBERS:
         value = found[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:

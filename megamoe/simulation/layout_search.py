@@ -25,6 +25,7 @@ ZERO_FILES = {
 }
 RECOMPUTE = ("none", "selective", "full")  # each needs less memory than the one before
 SLICES = (1, 2, 4, 8)  # of an expert, and micro batches
+SIMULATED = 8  # layouts, unless the user says how many
 NEAR = 1.3  # times the usable memory: larger estimates are not simulated
 
 
@@ -74,17 +75,19 @@ class Found:
     refused: list[tuple[Candidate, str]]
 
 
-def search(config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: int = 8) -> Found:
+def search(
+    config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: int = SIMULATED, whole: bool = False
+) -> Found:
     """Rank layouts by the simulated time of a step. The global batch is that of `config`.
 
-    simulated: how many layouts, those that are the fastest by formulas. `cuda_device.load` comes first.
+    simulated: how many layouts, those that are the fastest by formulas. load, whole: see `make_plan`.
+    `cuda_device.load` comes first.
 
     Raises:
         UserError: if no layout is legal, and near the memory of the device by the formulas.
     """
-    plain, _ = without_data(config)
-    sizes = Sizes.of(plain)
-    considered = list(variants(plain, cluster))
+    sizes = Sizes.of(without_data(config)[0])
+    considered = list(variants(config, cluster))
     legal = legal_ones(considered, cluster.ranks)
     usable = cluster.gpu.capacity * (1 - RESERVED)
     known = [Candidate(each, _estimate(each, cluster, sizes, load)) for each in legal]
@@ -92,7 +95,7 @@ def search(config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: in
     if not near:
         least = min((each.estimate.bytes for each in known), default=0.0)
         reason = (
-            f"the smallest needs about {least / GB:,.0f} GB of {usable / GB:.0f} GB"
+            f"the smallest needs about {least / GB:,.3g} GB of {usable / GB:.3g} GB"
             if known
             else "none is legal"
         )
@@ -107,7 +110,7 @@ def search(config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: in
             skipped += 1
             continue
         try:
-            plans.append((candidate, make_plan(candidate.config, cluster, load)))
+            plans.append((candidate, make_plan(candidate.config, cluster, load, whole)))
         except UserError as error:
             refused.append((candidate, str(error)))
     plans.sort(key=lambda found: (not found[1].fits, found[1].step_seconds, found[0].overrides))

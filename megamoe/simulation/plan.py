@@ -11,7 +11,9 @@ from megamoe.simulation.hardware import Gpu
 from megamoe.simulation.links import Topology
 from megamoe.simulation.rank import simulate_step
 from megamoe.simulation.stand_ins import without_data
+from megamoe.train.check import check_run
 from megamoe.train.resolved import ResolvedRun, resolve_run
+from megamoe.zero.deepspeed_config import resolve_parallel
 
 WHOLE = 6  # blocks up to which a model is simulated whole
 RESERVED = 0.08  # of the device: CUDA's context, NCCL's buffers, the allocator's fragmentation
@@ -102,9 +104,10 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
     Raises:
         UserError: for a configuration that training would refuse, or that cannot be simulated.
     """
-    config, changes = without_data(config)
-    config.model.cpu_kernels = "plain"
     with fake_torch_cuda():
+        check_run(config, resolve_parallel(config, cluster.ranks))  # with the parts that are replaced below
+        config, changes = without_data(config)
+        config.model.cpu_kernels = "plain"
         run = resolve_run(config, cluster.ranks)
     topology = Topology(cluster.gpus_per_node)
     micro_batches = run.schedule.accumulation_at(run.schedule.total_samples(run.steps - 1))

@@ -1,23 +1,35 @@
 """A plan as a page, as JSON, and as a picture of the memory by phase (SVG)."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
+from xml.sax.saxutils import escape
 
+from megamoe.model.size import embedding_size
 from megamoe.simulation.counter import CollectiveTotal
 from megamoe.simulation.hardware import ASSUMED
 from megamoe.simulation.links import Topology
+from megamoe.simulation.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from megamoe.simulation.plan import CHECKPOINT_BYTES, RESERVED, Plan
 
 GB = 1e9
-COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
-WIDTH, ROW, LEFT = 640, 36, 110  # of the picture, in pixels
+LINKS = ("bytes", "inside", "between")  # of a row of collectives
+COLOURS = {  # of the picture; what stays from step to step comes first
+    PARAMETERS: "#4477aa",
+    OPTIMIZER: "#66ccee",
+    GRADIENTS: "#228833",
+    BATCH: "#bbbbbb",
+    ACTIVATIONS: "#ee6677",
+    TEMPORARY: "#ccbb44",
+}
+WIDTH, ROW, LEFT, TOP = 640, 36, 150, 36  # of the picture, in pixels
 
 
 def page(plan: Plan) -> str:
     """Return the page of `tools/plan.py`."""
-    blocks = (_head, _memory, _collectives, _time, _checkpoint, _assumptions)
-    return "\n\n".join("\n".join(block(plan)) for block in blocks)
+    blocks = (_head, _differences, _memory, _collectives, _time, _checkpoint, _assumptions)
+    return "\n\n".join("\n".join(lines) for block in blocks if (lines := block(plan)))
 
 
 def _head(plan: Plan) -> list[str]:
@@ -32,7 +44,27 @@ def _head(plan: Plan) -> list[str]:
         f"{plan.micro_batches} micro batches of {plan.config.train.micro_batch_size} sequences of "
         f"{plan.config.data.sequence_length} tokens a step; "
         f"{numbers['parameters'] / 1e6:,.1f} M parameters on a rank; expert load {plan.load:g}",
+        "  parameters, M: " + _listed(parameters_by_module(plan), 1e6, 0.005),
     ]
+
+
+def parameters_by_module(plan: Plan) -> dict[str, float]:
+    """Return the number of parameters of a rank by kind of module."""
+    layout, size, model = plan.run.plan.layout, plan.size, plan.config.model
+    learned = plan.config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
+    words = embedding_size(plan.config, plan.run.vocabulary.size) - learned
+    found = {
+        "routed experts": size.expert / layout.expert_ranks,
+        "routers and shared experts": float(size.beside),
+        "embeddings and output layer": words / layout.tensor + learned,
+    }
+    rest = plan.figures.numbers["parameters"] - sum(found.values())
+    return {**found, "attention, dense FFNs and norms": rest}
+
+
+def _differences(plan: Plan) -> list[str]:
+    lines = [f"  {line}" for line in plan.config.differences]
+    return ["differences from the published model:", *lines] if lines else []
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -42,7 +74,7 @@ def _memory(plan: Plan) -> list[str]:
         verdict = f"DOES NOT FIT: {peak - usable:.1f} GB too much; {_way_out(plan)}"
     lines = [f"memory of a rank, GB: peak {peak:.2f} of {usable:.1f} usable; {verdict}"]
     phases = plan.figures.phase_peaks()
-    names = sorted({name for _, name in plan.figures.peaks})
+    names = _categories(plan)
     lines.append(f"  {'phase':12}" + "".join(f"{name:>18}" for name in [*names, "peak"]))
     for phase, total in phases.items():
         sizes = [plan.figures.peaks.get((phase, name), 0.0) for name in names]
@@ -60,6 +92,11 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
+def _categories(plan: Plan) -> list[str]:
+    found = {name for _, name in plan.figures.peaks}
+    return [name for name in COLOURS if name in found]
+
+
 def _way_out(plan: Plan) -> str:
     """Return what to change, by what takes most of the memory."""
     phase, peaks = plan.figures.peak_phase, plan.figures.peaks
@@ -73,37 +110,57 @@ def _way_out(plan: Plan) -> str:
 
 
 def _collectives(plan: Plan) -> list[str]:
+    heads = [f"{head:>11}" for head in ("MB given", "MB in node", "MB between")]
     lines = ["collectives of a rank in a step:"]
-    lines.append(
-        f"  {'what':44} {'ranks':>6} {'calls':>8} "
-        f"{'MB given':>11} {'MB in node':>11} {'MB between':>11} {'ms':>9}"
-    )
-    for row in collective_rows(plan):
-        sizes = " ".join(f"{row[key] / 1e6:11,.1f}" for key in ("bytes", "inside", "between"))
-        lines.append(f"  {row['what']:44} {row['ranks']:6} {row['calls']:8,.0f} {sizes} {row['ms']:9.2f}")
+    lines.append(f"  {'what':44} {'ranks':>6} {'of them':>11} {'calls':>8} {' '.join(heads)} {'ms':>9}")
+    rows = collective_rows(plan)
+    for row in rows:
+        what = f"{row['part']}, {row['phase']}: {row['kind']}{', beside' if row['beside'] else ''}"
+        group = f"{row['ranks']:6} {row['group']:>11}"
+        lines.append(f"  {what:44} {group} {row['calls']:8,} {_sizes(row)} {row['ms']:9.2f}")
+    total = {key: sum(row[key] for row in rows) for key in ("calls", "ms", *LINKS)}
+    lines.append(f"  {'all':63} {total['calls']:8,} {_sizes(total)} {total['ms']:9.2f}")
     return lines
 
 
+def _sizes(row: Mapping[str, Any]) -> str:
+    return " ".join(f"{row[key] / 1e6:11,.1f}" for key in LINKS)
+
+
 def collective_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return a dictionary for each kind of collective, group and part of the step."""
+    """Return a dictionary for each kind of collective, group and part of the step.
+
+    ranks: their number. group: their numbers, see `shown_ranks`. beside: the code goes on, and waits later.
+    bytes: given to the collective. inside, between: sent in the node, and to other nodes.
+    """
     topology, rows = Topology(plan.cluster.gpus_per_node), []
     for key, calls in plan.figures.calls.items():
         total = CollectiveTotal(round(calls), round(plan.figures.bytes[key]))
         sent = topology.sent(key, total)
-        seconds = topology.seconds(key, total, plan.cluster.gpu, ASSUMED)
         rows.append(
             {
-                "what": f"{key.part}, {key.phase}: {key.kind}{', beside' if key.is_async else ''}",
+                "part": key.part,
+                "phase": key.phase,
+                "kind": key.kind,
+                "beside": key.is_async,
                 "ranks": len(key.ranks),
-                "first_ranks": list(key.ranks[:4]),
+                "group": shown_ranks(key.ranks),
                 "calls": total.calls,
                 "bytes": total.bytes,
                 "inside": sent.inside,
                 "between": sent.between,
-                "ms": seconds * 1e3,
+                "ms": topology.seconds(key, total, plan.cluster.gpu, ASSUMED) * 1e3,
             }
         )
     return rows
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return `0-7` for neighbours, `0,8..248` for equal distances, else the first of them."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) > 2 and len(steps) == 1:
+        return f"{ranks[0]}-{ranks[-1]}" if steps == {1} else f"{ranks[0]},{ranks[1]}..{ranks[-1]}"
+    return ",".join(map(str, ranks[:3])) + (".." if len(ranks) > 3 else "")
 
 
 def _time(plan: Plan) -> list[str]:
@@ -137,6 +194,14 @@ def _assumptions(plan: Plan) -> list[str]:
     lines += [f"  {line}" for line in ASSUMED.lines() if not line.startswith("of the links")]
     lines.append(f"  of the links: {ASSUMED.link:.0%}, and {ASSUMED.collective_s * 1e6:g} us to start")
     lines.append("  collectives: rings, one for each GPU of a node; all-to-alls use both links at once")
+    if any(key.is_async for key in plan.figures.calls):
+        lines.append("  collectives `beside` and the backward pass run together, and neither slows the other")
+    if plan.run.plan.layout.expert > 1:
+        lines.append(
+            f"  expert load {plan.load:g}: this rank's experts get so many times the mean rows, as many from "
+            "each rank, and the other ranks' experts as many as each other"
+        )
+    lines.append("  all ranks are as fast as the first, which is planned")
     lines.append(f"  {RESERVED:.0%} of the memory are for CUDA's context, NCCL and fragmentation")
     lines.append(
         f"  a checkpoint has the weights and {CHECKPOINT_BYTES} bytes a parameter of optimiser state; "
@@ -176,6 +241,8 @@ def record(plan: Plan) -> dict[str, Any]:
         "gpus_per_node": plan.cluster.gpus_per_node,
         "parameters": plan.size.total,
         "active_parameters": plan.size.active,
+        "differences": plan.config.differences,
+        "parameters_by_module": parameters_by_module(plan),
         "micro_batches": plan.micro_batches,
         "load": plan.load,
         "fits": plan.fits,
@@ -203,25 +270,35 @@ def record(plan: Plan) -> dict[str, Any]:
 def picture(plan: Plan) -> str:
     """Return an SVG: a bar for each phase, of the categories of memory at its peak, and the device's size."""
     phases = plan.figures.phase_peaks()
-    names = sorted({name for _, name in plan.figures.peaks})
+    names = _categories(plan)
     scale = WIDTH / max(*phases.values(), plan.cluster.gpu.capacity)
-    height = ROW * (len(phases) + 2)
-    texts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{height}"']
-    texts[0] += ' font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+    bottom = TOP + ROW * len(phases)
+    cluster = f"{plan.cluster.nodes} x {plan.cluster.gpus_per_node} {plan.cluster.gpu.name}"
+    texts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{bottom + 48}" '
+        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>',
+        _text(8, 18, f"{plan.config.name} on {cluster}: memory of a rank at the peak of each phase"),
+    ]
     for row, phase in enumerate(phases):
-        x, y = float(LEFT), ROW * row + 8
-        texts.append(f'<text x="4" y="{y + 18}">{phase} {phases[phase] / GB:.1f} GB</text>')
-        for name, colour in zip(names, COLOURS, strict=False):
+        x, y = float(LEFT), TOP + ROW * row
+        texts.append(_text(LEFT - 8, y + 16, f"{phase} {phases[phase] / GB:.1f} GB", "end"))
+        for name in names:
             width = plan.figures.peaks.get((phase, name), 0.0) * scale
-            texts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="24" fill="{colour}"/>')
+            texts.append(_bar(x, y, width, 24, COLOURS[name]))
             x += width
-    edge, bottom = LEFT + plan.usable_bytes * scale, ROW * len(phases) + 8
-    texts.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="0" y2="{bottom}" stroke="black"/>')
-    texts.append(
-        f'<text x="{edge - 100:.1f}" y="{bottom + 10}">{plan.usable_bytes / GB:.1f} GB usable</text>'
-    )
-    for place, (name, colour) in enumerate(zip(names, COLOURS, strict=False)):
-        x, y = 8 + place * 120, bottom + 28
-        texts.append(f'<rect x="{x}" y="{y - 10}" width="10" height="10" fill="{colour}"/>')
-        texts.append(f'<text x="{x + 14}" y="{y}">{name}</text>')
+    edge = LEFT + plan.usable_bytes * scale
+    texts.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="{TOP - 6}" y2="{bottom - 6}" stroke="black"/>')
+    texts.append(_text(edge, bottom + 8, f"{plan.usable_bytes / GB:.1f} GB usable", "end"))
+    x = 8.0
+    for name in names:
+        texts += [_bar(x, bottom + 24, 10, 10, COLOURS[name]), _text(x + 14, bottom + 33, name)]
+        x += 34 + 7 * len(name)
     return "\n".join([*texts, "</svg>\n"])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _bar(x: float, y: float, width: float, height: int, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour}"/>'

@@ -79,14 +79,9 @@ def roofline(
         parts[name].seconds["sync"] += waits * assumed.sync_s
     seconds = sum(part.total for part in parts.values())
     flops = model_flops(costs)
-    hidden = hidden_seconds(costs, gpu, assumed, seconds_of)
+    hidden = min(beside_seconds(costs, gpu, assumed, seconds_of))
     utilisations = [flops / (time * gpu.bf16) for time in (seconds, seconds - hidden)]
     return Roofline(dict(parts), seconds, flops, utilisations[0], hidden, utilisations[1])
-
-
-def hidden_seconds(costs: StepCosts, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds) -> float:
-    """Seconds of the collectives that run beside the backward pass, as far as it lasts."""
-    return min(beside_seconds(costs, gpu, assumed, seconds_of))
 
 
 def beside_seconds(

@@ -1,21 +1,33 @@
 """Checks of the command `tools/plan.py`, called in a process where the fake CUDA device is loaded."""
 
+import copy
 import io
 import json
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from xml.etree import ElementTree
 
+import torch
 import yaml
+from torch import Tensor
 
+from megamoe.config import RunConfig
+from megamoe.config.load import configure
+from megamoe.errors import UserError
+from megamoe.moe.router import Router
 from megamoe.simulation import layout_search
+from megamoe.simulation.hardware import GPUS
+from megamoe.simulation.plan import Cluster, make_plan
+from megamoe.train.resolved import resolve_run
 from tools import plan as command
 
 RUN: dict[str, Any] = {
     "name": "small",
+    "differences": ["a smaller corpus & another vocabulary"],
     "data": {"mock": True, "sequence_length": 64},
     "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512},
     "moe": {"layers": {"at": [1]}, "num_experts": 4, "expert_ffn_hidden_size": 96},
@@ -55,15 +67,37 @@ def check_command_prints_a_plan() -> None:
     seconds = plan["step_seconds"]
     time = f"time of a step: {seconds * 1e3:,.1f} ms, {plan['tokens_per_second']:,.0f} tokens/s"
     assert f"{time}, model FLOP utilisation {plan['model_flop_utilisation']:.1%}" in lines
-    assert plan["collectives"]
-    for row in plan["collectives"]:
-        [line] = [line for line in lines if line.startswith(f"  {row['what']} ")]
-        calls, given = line.removeprefix(f"  {row['what']}").split()[1:3]
-        assert (calls, given) == (f"{row['calls']:,}", f"{row['bytes'] / 1e6:,.1f}")
+    place = lines.index("differences from the published model:")
+    assert lines[place + 1 : place + 3] == ["  a smaller corpus & another vocabulary", ""]
+    assert plan["differences"] == RUN["differences"]
+    modules = plan["parameters_by_module"]
+    assert modules["routed experts"] == 3 * 64 * 96  # one of the four experts
+    assert modules["routers and shared experts"] == 4 * 64
+    assert modules["embeddings and output layer"] == 512 * 64
+    assert f"{sum(modules.values()) / 1e6:,.1f} M parameters on a rank" in lines[2]
+    check_collective_lines(lines, plan["collectives"])
     assert lines[lines.index("assumed, not measured:") + 1 :] == plan["assumptions"]
     texts = [text.text or "" for text in bars.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] == "small on 1 x 4 H100 SXM: memory of a rank at the peak of each phase"
     for phase, sizes in plan["phases"].items():
         assert f"{phase} {sum(sizes.values()) / 1e9:.1f} GB" in texts
+        assert sizes.keys() <= set(texts)
+
+
+def check_collective_lines(lines: list[str], rows: list[dict[str, Any]]) -> None:
+    """A line for each part, kind and group, with its calls and its bytes by link, and a sum."""
+    start = lines.index("collectives of a rank in a step:") + 2
+    assert {row["kind"] for row in rows} >= {"alltoall_base", "allreduce"}
+    assert {(row["ranks"], row["group"]) for row in rows} == {(4, "0-3")}
+    for line, row in zip(lines[start:], rows, strict=False):
+        what = f"  {row['part']}, {row['phase']}: {row['kind']}{', beside' if row['beside'] else ''} "
+        assert line.startswith(what)
+        sizes = [f"{row[key] / 1e6:,.1f}" for key in ("bytes", "inside", "between")]
+        group = [str(row["ranks"]), row["group"]]
+        assert line.split()[-7:-1] == [*group, f"{row['calls']:,}", *sizes]
+    total = [f"{sum(row[key] for row in rows) / 1e6:,.1f}" for key in ("bytes", "inside", "between")]
+    calls = f"{sum(row['calls'] for row in rows):,}"
+    assert lines[start + len(rows)].split()[:-1] == ["all", calls, *total]
 
 
 def check_command_searches() -> None:
@@ -90,6 +124,15 @@ def check_command_tells_mistakes() -> None:
     for options, said in (
         (("--gpu", "h1000"), "h1000"),
         (("--simulate", "0"), "--simulate: found 0, expected at least 1"),
+        (("--simulate", "2"), "--simulate: is for --search alone"),
+        (("--nodes", "0"), "--nodes: found 0, expected at least 1"),
+        (("--nodes", "1000000"), "found 1,000,000 x 4 GPUs, expected at most 131,072 together"),
+        (("--nodes", "4"), "train.global_batch_size: 8 is not a multiple of 32"),
+        (("--load", "nan"), "--load: found nan, expected at least 1"),
+        (("--config", "/no/such/run.yaml"), "--config: cannot read '/no/such/run.yaml'"),
+        (("train.global_batch_size=7",), "train.global_batch_size: 7 is not a multiple of 8"),
+        (("--search", "model.hidden_size=65536", "model.num_layers=64"), "the smallest needs about"),
+        (("--search", "model.vocab_size=null"), "model.vocab_size: not set; --search needs it"),
         (("--disk", "0"), "--disk: found 0, expected GB/s above 0"),
         (("--json", "/no/such/folder/plan.json"), "--json"),
         (("model.num_layer=3",), "num_layer"),
@@ -101,3 +144,49 @@ def check_command_tells_mistakes() -> None:
         assert (code, page) == (2, ""), (options, code, page)
         assert errors.startswith("error: ") and said in errors, errors
         assert len(errors.splitlines()) == 1, errors
+
+
+def check_illegal_runs_are_refused_as_in_training() -> None:
+    """With the same line, on the same number of ranks; also for parts that a plan replaces."""
+    for override in (
+        "parallel.expert=3",
+        "parallel.tensor=3",
+        "parallel.expert_tensor=8",
+        "parallel.sequence=true",
+        "train.global_batch_size=7",
+        "model.num_attention_heads=3",
+        "parallel.deepspeed=missing.json",
+        "moe.router.masks=[{name: group_limit, num_groups: 3, keep: 1}]",
+    ):
+        config = configure(copy.deepcopy(RUN), [override])
+        trained, planned = (refusal(start, config) for start in (resolve_run, plan_of))
+        assert trained and trained == planned, (override, trained, planned)
+
+
+def plan_of(config: RunConfig, ranks: int) -> None:
+    make_plan(config, Cluster(1, ranks, GPUS["h100"]))
+
+
+def refusal(start: Callable[[RunConfig, int], Any], config: RunConfig) -> str:
+    try:
+        start(config, 4)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def check_a_tensor_on_the_wrong_device_fails() -> None:
+    """As CUDA fails: in the operator that gets tensors of two devices."""
+    forward = Router.forward
+
+    def wrong(self: Router, hidden_TH: Tensor, *rest: Any) -> Any:
+        return forward(self, hidden_TH * torch.ones(hidden_TH.shape[-1], device="cpu"), *rest)
+
+    config = configure(copy.deepcopy(RUN), [])
+    with patch.object(Router, "forward", wrong):
+        try:
+            make_plan(config, Cluster(1, 4, GPUS["h100"]))
+        except RuntimeError as error:
+            assert "cuda:0" in str(error) and "cpu" in str(error), error
+        else:
+            raise AssertionError("not noticed")

@@ -1,15 +1,8 @@
 """The search of layouts: its best is the best of all, and its figures are those of a plan."""
 
-import json
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from megamoe.config import load_config
 from megamoe.simulation.hardware import GPUS
@@ -17,22 +10,10 @@ from megamoe.simulation.layout_estimate import Estimate
 from megamoe.simulation.layout_search import Candidate, legal_ones, ordered, variants
 from megamoe.simulation.plan import Cluster
 from tests.simulation.check_search import CLUSTER, MODEL
+from tests.simulation.test_simulation import run_in_process
 
-ROOT = Path(__file__).parents[2]
 FIRST = 4  # layouts that the short search simulates
 ALL = 1000
-
-
-def run_in_process(module: str, *arguments: str) -> Any:
-    """Return what a check prints as JSON in its last line, from a process of its own."""
-    if not shutil.which("g++"):
-        pytest.skip("no g++ to build the fake CUDA device")
-    if torch.version.cuda and not torch.cuda.is_available():
-        pytest.skip("PyTorch is built with CUDA, and there is no CUDA device")
-    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def rank_correlation(pairs: list[tuple[float, float]]) -> float:
@@ -45,7 +26,7 @@ def rank_correlation(pairs: list[tuple[float, float]]) -> float:
 @pytest.mark.full
 def test_the_best_is_the_best_of_all_layouts() -> None:
     """On 4 ranks, in two nodes. One process runs the short search, the exhaustive one and a plan."""
-    printed = run_in_process("tests.simulation.check_search", str(FIRST), str(ALL))
+    [printed] = run_in_process("tests.simulation.check_search", str(FIRST), str(ALL))
     few, all_of_them = printed["found"]
     assert few["layouts"][0] == all_of_them["layouts"][0]
     assert len(few["layouts"]) == FIRST

@@ -39,6 +39,8 @@ QUICK = [
     "three_examples_are_planned",
     "command_prints_a_plan",
     "command_tells_mistakes",
+    "illegal_runs_are_refused_as_in_training",
+    "a_tensor_on_the_wrong_device_fails",
 ]
 FULL = [
     "states_of_a_layout",
@@ -50,12 +52,17 @@ FULL = [
 
 def run_checks(names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Run checks in a process -> what `planned` says of a small run, and what each check found."""
+    states, found = run_in_process("tests.simulation.check_simulation", *names)
+    return states, found
+
+
+def run_in_process(module: str, *arguments: str) -> list[Any]:
+    """Return what a module prints as JSON objects, a line each, from a process with the fake CUDA device."""
     needs_fake_device()
-    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation.check_simulation", *names]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1800)
     assert done.returncode == 0, done.stderr
-    states, found = done.stdout.splitlines()[-2:]
-    return json.loads(states), json.loads(found)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def needs_fake_device() -> None:

@@ -11,7 +11,7 @@ from megamoe.metrics.formats import format_number, readable
 from megamoe.metrics.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
 from megamoe.metrics.report.run_statistics import Run, further_sets, series
 
-NAMES = {"name", "output", "overwrite", "checkpoint.resume"}  # keys that say nothing about the training
+NAMES = {"name", "output", "overwrite", "differences", "checkpoint.resume"}  # say nothing about training
 PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
 LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a run's name
 SINGLE = {  # key: (title, y axis)
