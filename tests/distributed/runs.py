@@ -16,7 +16,6 @@ from megamoe.config import RunConfig, parse_config
 from megamoe.data.batches import Batch
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
-from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from megamoe.train.trainer import Trainer
 
@@ -144,10 +143,7 @@ def run_each(runs: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
 
     runs: the arguments of `run_steps`.
     """
-    try:
-        return [_run(**arguments) for arguments in runs]
-    finally:
-        launch.stop()
+    return [_run(**arguments) for arguments in runs]
 
 
 def _run(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:
@@ -189,28 +185,22 @@ def recorded_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
 
 def trained_on_bytes(output: Path, models: dict[str, dict[str, Any]]) -> None:
     """Job: a step and a checkpoint of each model, whose tokens are bytes, by the name of its run."""
-    try:
-        for name, changes in models.items():
-            data = {"data__tokenizer": "bytes", "model__vocab_size": None, "train__global_batch_size": 4}
-            trainer = Trainer(small_run(output, **data, **changes, name=name))
-            trainer.step()
-            trainer.save()
-            trainer._stream.close()
-            trainer.checkpoints.close()
-    finally:
-        launch.stop()
+    for name, changes in models.items():
+        data = {"data__tokenizer": "bytes", "model__vocab_size": None, "train__global_batch_size": 4}
+        trainer = Trainer(small_run(output, **data, **changes, name=name))
+        trainer.step()
+        trainer.save()
+        trainer.release()
 
 
-def assert_as_alone(
-    found: Sequence[dict[str, Any]], alone: dict[str, Any], name: str = "", tolerance: float = 1e-5
-) -> None:
+def assert_as_alone(found: Sequence[dict[str, Any]], alone: dict[str, Any], name: str = "") -> None:
     """Every rank shows the losses and norms of one rank alone, and together they chose the same experts.
 
     found, alone: what `recorded_steps` returned on each rank, and on the one.
     """
     for word in WORDS:
         for rank in found:
-            assert rank[word] == pytest.approx(alone[word], rel=tolerance), f"{name}: {word}"
+            assert rank[word] == pytest.approx(alone[word], rel=1e-5), f"{name}: {word}"
     assert_same_experts(found, alone, name)
 
 

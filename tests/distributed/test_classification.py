@@ -10,7 +10,6 @@ import torch
 
 from megamoe.analysis.perplexity import datasets_of, perplexity_on
 from megamoe.analysis.trained_model import session
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.checkpoint_files import assert_same_bits, read_tensors
 from tests.data.labelled import make_labels
@@ -51,25 +50,22 @@ def tuned(labels: Path, **changes: Any) -> dict[str, Any]:
 def run(runs: list[dict[str, Any]], steps: int, saves: bool) -> list[dict[str, Any]]:
     """Job: what each run's start, steps and evaluation show; then a checkpoint."""
     found = []
-    try:
-        for changes in runs:
-            with redirect_stdout(StringIO()) as said:
-                trainer = Trainer(small_run(**changes))
-            with trainer.engine.gathered(trainer.model.parameters()):
-                start = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
-            found.append(
-                {
-                    "said": said.getvalue(),
-                    "start": start,
-                    **recorded_steps(trainer, steps),
-                    **trainer.evaluate(),
-                }
-            )
-            if saves:
-                trainer.save()
-            trainer.checkpoints.close()
-    finally:
-        launch.stop()
+    for changes in runs:
+        with redirect_stdout(StringIO()) as said:
+            trainer = Trainer(small_run(**changes))
+        with trainer.engine.gathered(trainer.model.parameters()):
+            start = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+        found.append(
+            {
+                "said": said.getvalue(),
+                "start": start,
+                **recorded_steps(trainer, steps),
+                **trainer.evaluate(),
+            }
+        )
+        if saves:
+            trainer.save()
+        trainer.checkpoints.close()
     return found
 
 

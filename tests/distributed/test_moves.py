@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import WORDS, Place, recorded_steps, run_each, small_run
@@ -56,7 +55,6 @@ def save_and_go_on(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append(recorded_steps(trainer, AFTER))
         trainer.checkpoints.finish()
         gc.collect()
-    launch.stop()
     return found
 
 

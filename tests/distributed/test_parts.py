@@ -9,7 +9,6 @@ import pytest
 
 from megamoe.config import parse_config
 from megamoe.moe.alternatives import provides
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import assert_as_alone, ds_config, recorded_steps, run_each, small_run
@@ -104,20 +103,15 @@ def save_and_go_on(
 ) -> list[tuple[list[Any], list[Any]]]:
     """Job: two steps after a checkpoint at `steps`, of the run that went on and of the resumed one."""
     shown = []
-    try:
-        for place, changes in enumerate(several):
-            output = str(folder / str(place))
-            trainer = Trainer(small_run(output, **changes))
-            for _ in range(steps):
-                trainer.step()
-            trainer.save()
-            went_on = recorded_steps(trainer, 2)
-            resumed = recorded_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
-            shown.append(
-                ([*went_on["loss"], *went_on["grad_norm"]], [*resumed["loss"], *resumed["grad_norm"]])
-            )
-    finally:
-        launch.stop()
+    for place, changes in enumerate(several):
+        output = str(folder / str(place))
+        trainer = Trainer(small_run(output, **changes))
+        for _ in range(steps):
+            trainer.step()
+        trainer.save()
+        went_on = recorded_steps(trainer, 2)
+        resumed = recorded_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
+        shown.append(([*went_on["loss"], *went_on["grad_norm"]], [*resumed["loss"], *resumed["grad_norm"]]))
     return shown
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import Place, small_run
@@ -39,13 +38,10 @@ OF_RANKS = ("rank_load", "rank_imbalance", "rank_overload")
 def metrics_of(runs: list[dict[str, Any]]) -> list[Rows]:
     """Job: the metrics of every step of each run."""
     found = []
-    try:
-        for changes in runs:
-            trainer = Trainer(small_run(**{**MODEL, **changes}))
-            found.append([trainer.step()[1] for _ in range(STEPS)])
-            trainer._stream.close()
-    finally:
-        launch.stop()
+    for changes in runs:
+        trainer = Trainer(small_run(**{**MODEL, **changes}))
+        found.append([trainer.step()[1] for _ in range(STEPS)])
+        trainer.release()
     return found
 
 
