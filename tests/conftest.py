@@ -21,14 +21,25 @@ if TYPE_CHECKING:
     from tests.distributed.pool import Pool
 
 OWN_PARTS = Path(__file__).parents[1] / "examples/own_parts.py"
-# The folders with the files that take longest. They run first: near the end, a long one leaves a core idle.
-FIRST = ("cuda", "distributed", "simulation", "tasks", "kernels", "model", "train", "metrics", "generation")
+# The files that take longest, and the folders of such files. They run first: near the end, a long one leaves
+# a core idle. Of the two files that need the pretended CUDA device, one compiles it before the other starts.
+FIRST = (
+    "cuda/test_training.py",
+    "distributed/test_matrix.py",
+    "distributed/test_launch.py",
+    "distributed",
+    *("cuda", "simulation", "compat", "tasks", "kernels", "model", "train", "metrics", "generation"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files of the folders of FIRST before all others, in which pytest's order stays."""
+    """Put the files and folders of FIRST before all others, in which pytest's order stays."""
     places = {str(Path(__file__).parent / name): place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(os.path.dirname(item.path), len(FIRST)))
+
+    def place(item: pytest.Item) -> int:
+        return min(places.get(str(path), len(FIRST)) for path in (item.path, item.path.parent))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,13 +7,13 @@ import ctypes
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 from megamoe.errors import UserError
+from megamoe.kernels.build import BuildError, cached, run
 
 SOURCE = Path(__file__).with_name("cuda_device.cpp")
 BUILD_TIMEOUT_S = 120
@@ -22,7 +22,9 @@ FLAGS = ("-O0", "-w", "-shared", "-fPIC", "-std=c++20")
 
 @cache
 def load() -> None:
-    """Build and load the device, in about 3 s; do nothing where PyTorch was built with CUDA.
+    """Load the device; do nothing where PyTorch was built with CUDA.
+
+    The first call on a machine builds it, in about 3 s.
 
     Raises:
         UserError: if torch is already imported, the device cannot be built, or PyTorch is built with CUDA
@@ -43,23 +45,24 @@ def load() -> None:
                 "PyTorch's CPU build (https://download.pytorch.org/whl/cpu), or take a machine with a device"
             )
         return
-    with tempfile.TemporaryDirectory(prefix="megamoe-device-") as folder:
-        library = Path(folder) / "cuda_device.so"
-        _build(root, library)
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(_built(root)), mode=ctypes.RTLD_GLOBAL)
 
 
-def _build(root: Path, library: Path) -> None:
+def _built(root: Path) -> Path:
+    """Return the library's file."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler:
         raise UserError("simulation: no C++ compiler was found; install g++")
     headers = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
     libraries = [f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib"]
-    command = [compiler, *FLAGS, *headers, str(SOURCE), *libraries, "-o", str(library)]
+    command = [compiler, *FLAGS, *headers, str(SOURCE), *libraries]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"simulation: {compiler} cannot be run: {error}") from None
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-        raise UserError(f"simulation: the fake CUDA device cannot be built: {errors[0]}")
+        made_of = [
+            run([compiler, "--version"], BUILD_TIMEOUT_S),
+            version("torch"),
+            SOURCE.read_text(),
+            *command,
+        ]
+        return cached("fake_cuda_device", made_of, command, BUILD_TIMEOUT_S)
+    except BuildError as error:
+        raise UserError(f"simulation: the fake CUDA device cannot be built: {error}") from None

@@ -39,10 +39,7 @@ def gradients_of_the_engine(several: list[Changes]) -> list[Found]:
 
     cuts: {name: (dimension, stride)} of what tensor parallelism cuts, as Megatron-Core marks it.
     """
-    try:
-        return [_engine_step(small_run(**changes)) for changes in several]
-    finally:
-        launch.stop()
+    return [_engine_step(small_run(**changes)) for changes in several]
 
 
 def _engine_step(config: RunConfig) -> Found:
@@ -70,20 +67,18 @@ def _engine_step(config: RunConfig) -> Found:
         }
         return {"gradients": gradients, "norm": record.grad_norm, "cuts": cuts}
     finally:
-        trainer._stream.close()
+        trainer.release()
 
 
-def gradients_of_the_formula(several: list[Changes], batch_size: int, ranks: int) -> list[Found]:
-    """Job for one rank: the loss of the first `batch_size` micro batches as the formula above has it.
+def gradients_of_the_formula(several: list[tuple[Changes, int, int]]) -> list[Found]:
+    """Job for one rank: the loss of the first micro batches of each run as the formula above has it.
 
-    ranks: those whose micro batches together a loss of the scope `global_batch` looks at.
+    several: (changes of `small_run`, number of micro batches, number of ranks whose micro batches together
+    a loss of the scope `global_batch` looks at).
     """
     launch.start(launch.find_world(), timeout_minutes=1)
     start_groups(Layout(1), timeout_minutes=1)
-    try:
-        return [_formula(small_run(**changes), batch_size, ranks) for changes in several]
-    finally:
-        launch.stop()
+    return [_formula(small_run(**changes), size, ranks) for changes, size, ranks in several]
 
 
 def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:

@@ -8,7 +8,6 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.runs import small_run
 
@@ -31,10 +30,7 @@ def weights_of_runs(runs: list[Run]) -> list[dict[str, Any]]:
     changes.
     """
     gc.freeze()  # so that collections after each run skip the imported objects
-    try:
-        return [_weights_of_run(**run) for run in runs]
-    finally:
-        launch.stop()
+    return [_weights_of_run(**run) for run in runs]
 
 
 def _weights_of_run(steps: int = 0, save: bool = False, **changes: Any) -> dict[str, Any]:
@@ -50,8 +46,7 @@ def _weights_of_run(steps: int = 0, save: bool = False, **changes: Any) -> dict[
     steps_taken = [trainer.step()[1] for _ in range(steps)]
     if save:
         trainer.save()
-    trainer.checkpoints.close()
-    trainer._stream.close()
+    trainer.release()
     words = ("lm_loss", "loss", "grad_norm")
     found["steps"] = [[s[f"train/{word}"] for word in words] for s in steps_taken]
     found["after"] = _weights(engine)

@@ -3,7 +3,8 @@
 `Pool.run(function, *args, ranks=N)` calls a function of a test module in a new world of N processes and
 returns their N results. Functions are sent by name, results by plain pickle. The ranks are forks of a clean
 process that has imported everything and done nothing else (multiprocessing's fork server). Each job has new
-processes: a process that has left a world keeps threads of its transport, which would accumulate.
+processes: a process that has left a world keeps threads of its transport, which would accumulate. The world
+that a job has started is stopped after it.
 """
 
 import faulthandler
@@ -23,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megamoe.parallel.launch import free_port
+from megamoe.parallel import launch
 
 PRELOAD = "tests.distributed.preload"
 # After one rank has failed, most others find their connection closed; the rest hang.
@@ -54,7 +55,8 @@ class Pool:
             RankError: with every rank's traceback, if one raises; with every rank's stack after `timeout_s`.
         """
         job = pickle.dumps((function, args, kwargs))
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        port = str(launch.free_port())
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
         world = [_Rank(self._context, job, {**variables, "RANK": str(rank)}) for rank in range(ranks)]
         try:
             answers = _gather(world, timeout_s)
@@ -136,6 +138,7 @@ def _run_rank(connection: Connection, log: str, job: bytes, variables: dict[str,
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
+        launch.stop()
 
 
 def _die_with_parent(log: str) -> None:

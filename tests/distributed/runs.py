@@ -3,9 +3,12 @@
 import copy
 import gc
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,10 +16,11 @@ from megamoe.config import RunConfig, parse_config
 from megamoe.data.batches import Batch
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
-from megamoe.parallel import launch
+from megamoe.parallel.layout import Layout
 from megamoe.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
+WORDS = ("lm_loss", "loss", "grad_norm")
 DS_CONFIGS = ROOT / "ds_configs"
 # The files that run anywhere: fp16 needs a device that computes in it, NVMe a compiled op. Those for CUDA
 # differ from others by what a CPU does not have; tests/cuda runs them.
@@ -93,20 +97,44 @@ def ds_file(folder: Path, name: str) -> str:
     return ds_variant(folder, name, zero_optimization=CUT_ALL) if "zero3" in name else ds_config(name)
 
 
-def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:
-    """Job: return the results of each step on this rank; with `save`, write a checkpoint after the last.
+@dataclass(frozen=True)
+class Place:
+    """Where a run in fp32 trains: its layout, its ZeRO stage, and what is recomputed."""
 
-    lm_loss, loss, grad_norm, lr, batch_size: of the whole batch. masks, samples: for this rank's micro
-    batches, the number of unmasked tokens and the sample numbers. chosen: int64 [n, 4], rows (layer, token
-    index, choice, expert) of this rank's tokens.
-    """
-    trainer = Trainer(small_run(**changes))
-    try:
-        found = recorded_steps(trainer, steps)
-        if save:
-            trainer.save()
-    finally:
-        trainer.close()
+    ranks: int = 1
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    zero: int = 0
+    sequence: bool = False
+    recompute: str = "none"
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.tensor, "EP": self.expert, "ETP": self.expert_tensor}
+        words = ["1 rank" if self.ranks == 1 else f"{self.ranks} ranks"]
+        words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        words += ["SP"] * self.sequence + [f"ZeRO {self.zero}"]
+        return ", ".join(words + [f"recompute {self.recompute}"] * (self.recompute != "none"))
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.ranks, self.tensor, self.expert, self.expert_tensor)
+
+    def changes(self, folder: Path) -> dict[str, Any]:
+        """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
+        return {
+            "parallel__tensor": self.tensor,
+            "parallel__expert": self.expert,
+            "parallel__expert_tensor": self.expert_tensor,
+            "parallel__sequence": self.sequence,
+            "parallel__deepspeed": ds_file(folder, f"zero{self.zero}_fp32"),
+            "model__recompute": self.recompute,
+        }
+
+
+def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:
+    """Job: return what `recorded_steps` tells of a run; with `save`, write a checkpoint at its end."""
+    (found,) = run_each([{**changes, "steps": steps, "save": save}])
     return found
 
 
@@ -115,30 +143,32 @@ def run_each(runs: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
 
     runs: the arguments of `run_steps`.
     """
-    found = []
-    try:
-        for arguments in runs:
-            steps, save = arguments["steps"], arguments.get("save", False)
-            changes = {name: value for name, value in arguments.items() if name not in ("steps", "save")}
-            trainer = Trainer(small_run(**changes))
-            found.append(recorded_steps(trainer, steps))
-            if save:
-                trainer.save()
-            trainer.checkpoints.close()
-            del trainer
-            gc.collect()  # an engine and its parameters refer to each other
-    finally:
-        launch.stop()
+    return [_run(**arguments) for arguments in runs]
+
+
+def _run(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:
+    trainer = Trainer(small_run(**changes))
+    found = recorded_steps(trainer, steps)
+    if save:
+        trainer.save()
+    trainer.checkpoints.close()
+    del trainer
+    gc.collect()  # an engine and its parameters refer to each other
     return found
 
 
 def recorded_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
-    """Take steps; what `run_steps` tells of them. The trainer's stream is closed, its world is not."""
+    """Take steps, close the trainer's stream but not its world, and return each step's results on this rank.
+
+    lm_loss, loss, grad_norm, lr, batch_size: of the whole batch. masks, samples: for this rank's micro
+    batches, the number of unmasked tokens and the sample numbers. chosen: int64 [n, 4], rows (layer, token
+    index, choice, expert) of this rank's tokens.
+    """
     chosen: list[Tensor] = []
     batches: list[Batch] = []
     _record_routers(trainer.engine.model, chosen)
     _record_batches(trainer, batches)
-    words = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")
+    words = (*WORDS, "lr", "batch_size")
     found: dict[str, list[Any]] = {word: [] for word in (*words, "masks", "samples", "chosen")}
     for _ in range(steps):
         chosen.clear()
@@ -155,22 +185,31 @@ def recorded_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
 
 def trained_on_bytes(output: Path, models: dict[str, dict[str, Any]]) -> None:
     """Job: a step and a checkpoint of each model, whose tokens are bytes, by the name of its run."""
-    try:
-        for name, changes in models.items():
-            data = {"data__tokenizer": "bytes", "model__vocab_size": None, "train__global_batch_size": 4}
-            trainer = Trainer(small_run(output, **data, **changes, name=name))
-            trainer.step()
-            trainer.save()
-            trainer._stream.close()
-            trainer.checkpoints.close()
-    finally:
-        launch.stop()
+    for name, changes in models.items():
+        data = {"data__tokenizer": "bytes", "model__vocab_size": None, "train__global_batch_size": 4}
+        trainer = Trainer(small_run(output, **data, **changes, name=name))
+        trainer.step()
+        trainer.save()
+        trainer.release()
 
 
-def in_order(rows: list[Tensor]) -> Tensor:
-    """Return the rows of several ranks, sorted, so that two layouts can be compared."""
-    together = torch.cat(rows)
-    return torch.tensor(sorted(map(tuple, together.tolist())))
+def assert_as_alone(found: Sequence[dict[str, Any]], alone: dict[str, Any], name: str = "") -> None:
+    """Every rank shows the losses and norms of one rank alone, and together they chose the same experts.
+
+    found, alone: what `recorded_steps` returned on each rank, and on the one.
+    """
+    for word in WORDS:
+        for rank in found:
+            assert rank[word] == pytest.approx(alone[word], rel=1e-5), f"{name}: {word}"
+    assert_same_experts(found, alone, name)
+
+
+def assert_same_experts(found: Sequence[dict[str, Any]], alone: dict[str, Any], name: str = "") -> None:
+    """In each step, the ranks together chose the experts that one rank alone chose."""
+    for step, chosen in enumerate(alone["chosen"]):
+        # Every tensor rank knows the whole micro batch's routing; recomputed, a router is asked twice.
+        together = torch.cat([rank["chosen"][step] for rank in found]).unique(dim=0)
+        assert torch.equal(together, chosen.unique(dim=0)), f"{name}: other experts in step {step + 1}"
 
 
 def _record_routers(model: nn.Module, chosen: list[Tensor]) -> None:

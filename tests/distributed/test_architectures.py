@@ -1,24 +1,19 @@
 """Encoders and encoder-decoders train at every layout as on one rank, with padding, and resume exactly."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 
 from megamoe.data.batches import Item
 from megamoe.objectives.span_corruption import SpanCorruption
-from megamoe.parallel import launch
 from megamoe.registry import register
-from megamoe.train.trainer import Trainer
 from tests.checkpoint_files import assert_same_bits, read_tensors
 from tests.data.parallel_text.pairs import make_pairs
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_file, in_order, recorded_steps, run_each, small_run
+from tests.distributed.runs import WORDS, Place, assert_as_alone, run_each
 
-STEPS = 3
+STEPS = 2
 SIZES: dict[str, Any] = {
     "model__num_attention_heads": 4,
     "data__sequence_length": 36,
@@ -70,26 +65,6 @@ def with_ragged_pairs() -> None:
     register("objective", "ragged")(Ragged)
 
 
-@dataclass(frozen=True)
-class Layout:
-    ranks: int
-    tensor: int
-    expert: int
-    zero: int
-    sequence: bool = False
-    recompute: str = "none"
-
-    def changes(self, folder: Path) -> dict[str, Any]:
-        path = ds_file(folder, f"zero{self.zero}_fp32")
-        return {
-            "parallel__tensor": self.tensor,
-            "parallel__expert": self.expert,
-            "parallel__sequence": self.sequence,
-            "parallel__deepspeed": path,
-            "model__recompute": self.recompute,
-        }
-
-
 TRANSLATION: dict[str, Any] = {
     **MODELS["encoder_decoder"],
     "model__vocab_size": None,
@@ -100,21 +75,20 @@ TRANSLATION: dict[str, Any] = {
     "data__sequence_length": 40,
     "train__objective": {"name": "translation", "bucket": 4, "direction": "both"},
 }
-ALONE = Layout(1, 1, 1, 0)
 LAYOUTS = [
-    Layout(4, 2, 2, 0, sequence=True, recompute="full"),
-    Layout(4, 1, 2, 3),
-    Layout(2, 1, 2, 0),
-    Layout(4, 2, 2, 0, recompute="selective"),
-    Layout(4, 1, 1, 1),
-    Layout(4, 1, 4, 3, recompute="full"),
-    Layout(4, 2, 2, 1),
+    Place(4, tensor=2, expert=2, sequence=True, recompute="full"),
+    Place(4, expert=2, zero=3),
+    Place(2, expert=2),
+    Place(4, tensor=2, expert=2, recompute="selective"),
+    Place(4, zero=1),
+    Place(4, expert=4, zero=3, recompute="full"),
+    Place(4, tensor=2, expert=2, zero=1),
 ]
 NAMES = [*MODELS, "translation"]
 # Attention to the encoder is cut by tensor parallelism too. `make test-full` has all layouts of each model.
 QUICK = [("encoder_decoder", LAYOUTS[0])]
-QUICK_OF_TWO_RANKS = [(name, Layout(2, 1, 2, 3)) for name in ("encoder", "translation")]
-OTHERS = [(name, layout) for layout in LAYOUTS for name in NAMES if (name, layout) not in QUICK]
+QUICK_OF_TWO_RANKS = [(name, Place(2, expert=2, zero=3)) for name in ("encoder", "translation")]
+OTHERS = [(name, place) for place in LAYOUTS for name in NAMES if (name, place) not in QUICK]
 
 
 def models(pairs: Path) -> dict[str, dict[str, Any]]:
@@ -123,24 +97,20 @@ def models(pairs: Path) -> dict[str, dict[str, Any]]:
     return {**MODELS, "translation": {**TRANSLATION, "data__sources": sources}}
 
 
-def runs(pairs: Path, cases: list[tuple[str, Layout]]) -> dict[tuple[str, Layout], dict[str, Any]]:
-    """Job: what the steps of each model at its layout showed on this rank, in one world."""
-    found = {}
-    with_ragged_pairs()
-    try:
-        with TemporaryDirectory() as folder:
-            for name, layout in cases:
-                changes = {**SIZES, **models(pairs)[name], **layout.changes(Path(folder))}
-                found[name, layout] = recorded_steps(Trainer(small_run(**changes)), STEPS)
-    finally:
-        launch.stop()
-    return found
-
-
-def ragged_runs(arguments: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def ragged_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Job: `run_each`, for runs that may have the objective."""
     with_ragged_pairs()
-    return run_each(arguments)
+    return run_each(runs)
+
+
+def trained(
+    pool: Pool, pairs: Path, cases: list[tuple[str, Place]], folder: Path
+) -> list[list[dict[str, Any]]]:
+    """Return what each rank showed of each model at its place; all places have as many ranks."""
+    known = models(pairs)
+    runs = [{"steps": STEPS, **SIZES, **known[name], **place.changes(folder)} for name, place in cases]
+    ranks = pool.run(ragged_runs, runs, ranks=cases[0][1].ranks, timeout_s=600)
+    return [list(found) for found in zip(*ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -149,45 +119,31 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Pool, pairs: Path) -> dict[tuple[str, Layout], dict[str, Any]]:
-    (found,) = pool.run(runs, pairs, [(name, ALONE) for name in NAMES], ranks=1, timeout_s=300)
-    assert all(found[name, ALONE]["lm_loss"][-1] < found[name, ALONE]["lm_loss"][0] for name in MODELS)
-    lengths = [sum(masks) for masks in found["translation", ALONE]["masks"]]
-    assert len(set(lengths)) > 2  # unequal lengths
+def alone(pool: Pool, pairs: Path) -> dict[str, dict[str, Any]]:
+    shown = trained(pool, pairs, [(name, Place()) for name in NAMES], pairs)
+    found = {name: one for name, (one,) in zip(NAMES, shown, strict=True)}
+    assert all(found[name]["lm_loss"][-1] < found[name]["lm_loss"][0] for name in MODELS)
+    lengths = [sum(masks) for masks in found["translation"]["masks"]]
+    assert len(set(lengths)) > 1  # unequal lengths
     return found
 
 
-def assert_as_alone(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    for rank in found:
-        for word in ("lm_loss", "loss", "grad_norm"):
-            assert rank[word] == pytest.approx(expected[word], rel=1e-5), word
-    for step, chosen in enumerate(expected["chosen"]):
-        together = in_order([rank["chosen"][step] for rank in found]).unique(dim=0)
-        assert torch.equal(together, in_order([chosen]).unique(dim=0)), f"other experts in step {step + 1}"
-
-
-def assert_all_as_alone(
-    pool: Pool, pairs: Path, alone: dict[tuple[str, Layout], Any], cases: list[tuple[str, Layout]]
-) -> None:
-    """Train each model at its layout, all of which have as many ranks."""
-    ranks = pool.run(runs, pairs, cases, ranks=cases[0][1].ranks, timeout_s=600)
-    for name, layout in cases:
-        assert_as_alone([rank[name, layout] for rank in ranks], alone[name, ALONE])
-
-
 def test_quick_layouts_train_as_one_rank(
-    pool: Pool, pairs: Path, alone: dict[tuple[str, Layout], Any]
+    pool: Pool, pairs: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert_all_as_alone(pool, pairs, alone, QUICK)
-    assert_all_as_alone(pool, pairs, alone, QUICK_OF_TWO_RANKS)
+    for cases in (QUICK, QUICK_OF_TWO_RANKS):
+        for (name, _), found in zip(cases, trained(pool, pairs, cases, tmp_path), strict=True):
+            assert_as_alone(found, alone[name], name)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("place", LAYOUTS, ids=str)
 def test_layouts_train_as_one_rank(
-    pool: Pool, pairs: Path, alone: dict[tuple[str, Layout], Any], layout: Layout
+    pool: Pool, pairs: Path, alone: dict[str, Any], tmp_path: Path, place: Place
 ) -> None:
-    assert_all_as_alone(pool, pairs, alone, [case for case in OTHERS if case[1] == layout])
+    cases = [case for case in OTHERS if case[1] == place]
+    for (name, _), found in zip(cases, trained(pool, pairs, cases, tmp_path), strict=True):
+        assert_as_alone(found, alone[name], name)
 
 
 @pytest.mark.full
@@ -195,14 +151,14 @@ def test_layouts_train_as_one_rank(
 def test_resume_is_exact_and_checkpoints_move(pool: Pool, pairs: Path, tmp_path: Path, name: str) -> None:
     """Bit for bit at the same layout, with dropout; to 1e-5 on one rank, from ZeRO 3 on two."""
     model = {**SIZES, **models(pairs)[name], "train__steps": 4, "data__workers": 1}
-    two = {**model, **Layout(2, 1, 2, 3).changes(tmp_path), "model__hidden_dropout": 0.1}
+    two = {**model, **Place(2, expert=2, zero=3).changes(tmp_path), "model__hidden_dropout": 0.1}
     auto = {"checkpoint__resume": "auto", "save": True}
     whole = {**two, "steps": 4, "output": tmp_path / "whole", "save": True}
     cut = {**two, **auto, "steps": 2, "output": tmp_path / "cut"}
     begun = pool.run(ragged_runs, [whole, cut], ranks=2, timeout_s=300)
     ended = pool.run(ragged_runs, [cut], ranks=2, timeout_s=300)
     for (together, first), (second,) in zip(begun, ended, strict=True):
-        for word in ("lm_loss", "loss", "grad_norm", "samples"):
+        for word in (*WORDS, "samples"):
             assert first[word] + second[word] == together[word], word
     last = "small/checkpoints/step_00000004"
     assert_same_bits(*(read_tensors(tmp_path / kind / last) for kind in ("whole", "cut")))
@@ -211,7 +167,7 @@ def test_resume_is_exact_and_checkpoints_move(pool: Pool, pairs: Path, tmp_path:
     (moved,) = pool.run(
         ragged_runs, [{**model, **further, "output": tmp_path / "moved"}], ranks=1, timeout_s=300
     )
-    cut_in_two = {**Layout(2, 2, 2, 0, sequence=True).changes(tmp_path), **further}
+    cut_in_two = {**Place(2, tensor=2, expert=2, sequence=True).changes(tmp_path), **further}
     (other, _) = pool.run(
         ragged_runs, [{**model, **cut_in_two, "output": tmp_path / "other"}], ranks=2, timeout_s=300
     )

@@ -16,12 +16,9 @@ def experts_of(holders: list[list[int]]) -> list[int]:
     """Job: the experts of this rank's tokens; holders: the tokens' numbers in the data, by rank."""
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
-    try:
-        mine = torch.tensor(holders[world.rank])
-        context = StepContext(token_index_T=mine, data_group=dist.group.WORLD)
-        return select(mine, context)
-    finally:
-        launch.stop()
+    mine = torch.tensor(holders[world.rank])
+    context = StepContext(token_index_T=mine, data_group=dist.group.WORLD)
+    return select(mine, context)
 
 
 def select(token_T: Tensor, context: StepContext) -> list[int]:

@@ -10,12 +10,11 @@ import torch
 
 from megamoe.analysis.perplexity import datasets_of, perplexity_on
 from megamoe.analysis.trained_model import session
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.checkpoint_files import assert_same_bits, read_tensors
 from tests.data.labelled import make_labels
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_file, in_order, recorded_steps, small_run
+from tests.distributed.runs import WORDS, Place, assert_same_experts, recorded_steps, small_run
 
 STEPS = 4
 MODEL: dict[str, Any] = {
@@ -29,12 +28,8 @@ MODEL: dict[str, Any] = {
     "train__global_batch_size": 8,
 }
 PRETRAINED = {**MODEL, "train__objective": "masked", "model__head_transform": True}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep2": (2, {"parallel__expert": 2}),
-    "tp2_ep2": (2, {"parallel__tensor": 2, "parallel__expert": 2, "parallel__sequence": True}),
-    "tp2_ep2_zero1": (4, {"parallel__tensor": 2, "parallel__expert": 2, "zero": 1}),
-    "ep2_zero3": (2, {"parallel__expert": 2, "zero": 3}),
-}
+EP2, TP2_EP2 = Place(2, expert=2), Place(2, tensor=2, expert=2, sequence=True)
+CUT = [Place(4, tensor=2, expert=2, zero=1), Place(2, expert=2, zero=3)]
 
 
 def tuned(labels: Path, **changes: Any) -> dict[str, Any]:
@@ -52,36 +47,25 @@ def tuned(labels: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def with_stage(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    """Replace `zero` by the path of a DeepSpeed file."""
-    stage = changes.get("zero", 0)
-    path = ds_file(folder, f"zero{stage}_fp32")
-    rest = {key: value for key, value in changes.items() if key != "zero"}
-    return {**rest, "parallel__deepspeed": path}
-
-
 def run(runs: list[dict[str, Any]], steps: int, saves: bool) -> list[dict[str, Any]]:
     """Job: what each run's start, steps and evaluation show; then a checkpoint."""
     found = []
-    try:
-        for changes in runs:
-            with redirect_stdout(StringIO()) as said:
-                trainer = Trainer(small_run(**changes))
-            with trainer.engine.gathered(trainer.model.parameters()):
-                start = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
-            found.append(
-                {
-                    "said": said.getvalue(),
-                    "start": start,
-                    **recorded_steps(trainer, steps),
-                    **trainer.evaluate(),
-                }
-            )
-            if saves:
-                trainer.save()
-            trainer.checkpoints.close()
-    finally:
-        launch.stop()
+    for changes in runs:
+        with redirect_stdout(StringIO()) as said:
+            trainer = Trainer(small_run(**changes))
+        with trainer.engine.gathered(trainer.model.parameters()):
+            start = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+        found.append(
+            {
+                "said": said.getvalue(),
+                "start": start,
+                **recorded_steps(trainer, steps),
+                **trainer.evaluate(),
+            }
+        )
+        if saves:
+            trainer.save()
+        trainer.checkpoints.close()
     return found
 
 
@@ -120,28 +104,26 @@ def test_the_encoder_is_the_pretrained_one_and_the_head_is_new(alone: Any, label
     assert 0 <= after["val/de/accuracy"] <= 1 and (13 * after["val/de/accuracy"]) % 1 == pytest.approx(0)
 
 
-def check_layouts(pool: Pool, alone: Any, labels: Path, tmp_path: Path, names: list[str]) -> None:
+def check_layouts(pool: Pool, alone: Any, labels: Path, tmp_path: Path, places: list[Place]) -> None:
     folder, _, expected = alone
     start = {"path": str(folder / "masked/small/checkpoints/step_00000001")}
-    for ranks in {LAYOUTS[name][0] for name in names}:
-        layouts = [with_stage(tmp_path, LAYOUTS[name][1]) for name in names if LAYOUTS[name][0] == ranks]
-        runs = [tuned(labels, checkpoint__init=start, **layout) for layout in layouts]
+    for ranks in {place.ranks for place in places}:
+        mine = [place.changes(tmp_path) for place in places if place.ranks == ranks]
+        runs = [tuned(labels, checkpoint__init=start, **changes) for changes in mine]
         for on_rank in zip(*pool.run(run, runs, STEPS, False, ranks=ranks, timeout_s=600), strict=True):
             for each in on_rank:
-                for word in ("lm_loss", "loss", "grad_norm", "val/lm_loss", "val/de/accuracy"):
+                for word in (*WORDS, "val/lm_loss", "val/de/accuracy"):
                     assert each[word] == pytest.approx(expected[word], rel=1e-5), word
-            for step, chosen in enumerate(expected["chosen"]):
-                together = in_order([each["chosen"][step] for each in on_rank]).unique(dim=0)
-                assert torch.equal(together, in_order([chosen]).unique(dim=0)), f"step {step + 1}"
+            assert_same_experts(on_rank, expected)
 
 
 def test_layouts_of_two_ranks_equal_one(pool: Pool, alone: Any, labels: Path, tmp_path: Path) -> None:
-    check_layouts(pool, alone, labels, tmp_path, ["ep2", "tp2_ep2"])
+    check_layouts(pool, alone, labels, tmp_path, [EP2, TP2_EP2])
 
 
 @pytest.mark.full
 def test_zero_equals_one_rank(pool: Pool, alone: Any, labels: Path, tmp_path: Path) -> None:
-    check_layouts(pool, alone, labels, tmp_path, ["tp2_ep2_zero1", "ep2_zero3"])
+    check_layouts(pool, alone, labels, tmp_path, CUT)
 
 
 def evaluated(path: Path, overrides: list[str]) -> dict[str, Any]:
@@ -163,7 +145,7 @@ def test_an_evaluation_finds_the_accuracy_of_training(pool: Pool, alone: Any) ->
 @pytest.mark.full
 def test_resume_is_exact(pool: Pool, labels: Path, tmp_path: Path) -> None:
     """Bit for bit, with dropout and frozen experts; the head of labels is trained on."""
-    layout = with_stage(tmp_path, {"parallel__expert": 2, "zero": 3})
+    layout = Place(2, expert=2, zero=3).changes(tmp_path)
     changes = tuned(labels, **layout, model__hidden_dropout=0.1, moe__frozen=["router", "experts"])
     whole, cut = ({**changes, "output": tmp_path / name} for name in ("whole", "cut"))
     again = {**cut, "checkpoint__resume": "auto"}
@@ -171,7 +153,7 @@ def test_resume_is_exact(pool: Pool, labels: Path, tmp_path: Path) -> None:
     begun = pool.run(run, [cut], 2, True, ranks=2, timeout_s=300)
     ended = pool.run(run, [again], 2, True, ranks=2, timeout_s=300)
     for (one,), (first,), (second,) in zip(expected, begun, ended, strict=True):
-        for word in ("lm_loss", "loss", "grad_norm", "samples"):
+        for word in (*WORDS, "samples"):
             assert first[word] + second[word] == one[word], word
         for name, tensor in second["start"].items():
             is_frozen = ".router." in name or ".experts." in name

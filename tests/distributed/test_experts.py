@@ -3,15 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 
-from megamoe.parallel import launch
-from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, in_order, recorded_steps, small_run
+from tests.distributed.runs import WORDS, assert_as_alone, ds_config, run_each
 
-STEPS = 3
-TOLERANCE = 1e-5
+STEPS = 2
 DROPOUT = {"moe__expert_output_dropout": 0.3, "moe__expert_activation_dropout": 0.2}
 RUNS: dict[str, dict[str, Any]] = {
     "inserted sub-layers": {
@@ -37,59 +33,39 @@ LAYOUTS = [
 ]
 
 
-def run_all(**changes: Any) -> dict[str, Any]:
-    """Job: what each step of each run showed on this rank."""
-    try:
-        return {
-            name: recorded_steps(Trainer(small_run(**run, train__global_batch_size=4, **changes)), STEPS)
-            for name, run in RUNS.items()
-        }
-    finally:
-        launch.stop()
+def runs(**changes: Any) -> list[dict[str, Any]]:
+    return [{"steps": STEPS, **run, "train__global_batch_size": 4, **changes} for run in RUNS.values()]
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Pool) -> dict[str, Any]:
-    (found,) = pool.run(run_all, ranks=1)
+def alone(pool: Pool) -> list[dict[str, Any]]:
+    (found,) = pool.run(run_each, runs(), ranks=1)
     return found
 
 
 @pytest.mark.parametrize(("ranks", "expert", "stage", "recompute"), LAYOUTS)
 def test_a_layout_trains_as_one_rank_does(
-    pool: Pool, alone: dict[str, Any], ranks: int, expert: int, stage: int, recompute: str
+    pool: Pool, alone: list[dict[str, Any]], ranks: int, expert: int, stage: int, recompute: str
 ) -> None:
-    found = pool.run(
-        run_all,
+    several = runs(
         parallel__expert=expert,
         parallel__deepspeed=ds_config(f"zero{stage}_fp32"),
         model__recompute=recompute,
-        ranks=ranks,
     )
-    for name, expected in alone.items():
-        for step in range(STEPS):
-            # Recomputed, a router is asked twice; what it says twice is the same.
-            together = in_order([rank[name]["chosen"][step] for rank in found]).unique(dim=0)
-            assert torch.equal(together, in_order([expected["chosen"][step]])), f"{name}, step {step + 1}"
-        for word in ("lm_loss", "loss", "grad_norm"):
-            for rank in found:
-                assert rank[name][word] == pytest.approx(expected[word], rel=TOLERANCE), (name, word)
-
-
-def one_run(**changes: Any) -> dict[str, Any]:
-    """Job: a run whose loss uses all ranks' tokens, in a separate collective."""
-    losses = {"switch_balance": {"weight": 0.1, "scope": "global_batch"}}
-    run = {**RUNS["inserted sub-layers"], "moe__losses": losses, "parallel__expert": 2, **changes}
-    try:
-        return recorded_steps(Trainer(small_run(**run, train__global_batch_size=4)), STEPS)
-    finally:
-        launch.stop()
+    found = zip(*pool.run(run_each, several, ranks=ranks), strict=True)
+    for name, each, expected in zip(RUNS, found, alone, strict=True):
+        assert_as_alone(list(each), expected, name)
 
 
 def test_collectives_of_a_loss_are_recomputed_in_the_same_order(pool: Pool) -> None:
-    none, selective, full = (
-        pool.run(one_run, model__recompute=recompute, ranks=2)[0]
+    """The loss uses all ranks' tokens, in a separate collective."""
+    losses = {"switch_balance": {"weight": 0.1, "scope": "global_batch"}}
+    run = {**RUNS["inserted sub-layers"], "moe__losses": losses, "parallel__expert": 2}
+    several = [
+        {"steps": STEPS, **run, "train__global_batch_size": 4, "model__recompute": recompute}
         for recompute in ("none", "selective", "full")
-    )
-    for word in ("lm_loss", "loss", "grad_norm"):
-        assert selective[word] == pytest.approx(none[word], rel=TOLERANCE)
-        assert full[word] == pytest.approx(none[word], rel=TOLERANCE)
+    ]
+    none, selective, full = pool.run(run_each, several, ranks=2)[0]
+    for word in WORDS:
+        assert selective[word] == pytest.approx(none[word], rel=1e-5)
+        assert full[word] == pytest.approx(none[word], rel=1e-5)

@@ -48,9 +48,15 @@ def _path(folder: Path, stage: int, **scale: int) -> str:
     return ds_variant(folder, f"zero{stage}_fp16", zero_optimization=zero, fp16=scale)
 
 
+@pytest.fixture(scope="module")
+def plain(pool: Pool) -> Found:
+    """One rank, fp32."""
+    (found,) = pool.run(run_steps, STEPS, **{**RUN, "parallel__expert": 1}, ranks=1)
+    return found
+
+
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
-def test_it_trains_as_fp32_does(pool: Pool, tmp_path: Path, stage: int) -> None:
-    (plain,) = pool.run(run_steps, STEPS, **{**RUN, "parallel__expert": 1}, ranks=1)
+def test_it_trains_as_fp32_does(pool: Pool, plain: Found, tmp_path: Path, stage: int) -> None:
     path = _path(tmp_path, stage, initial_scale_power=12)
     for found in pool.run(scaled_steps, STEPS, **RUN, parallel__deepspeed=path, ranks=2):
         assert found["loss_scale"] == [2.0**12] * STEPS
@@ -62,27 +68,21 @@ def test_it_trains_as_fp32_does(pool: Pool, tmp_path: Path, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
 def test_a_step_that_overflows_is_skipped_and_counted(pool: Pool, tmp_path: Path, stage: int) -> None:
-    path = _path(tmp_path, stage, initial_scale_power=24, hysteresis=1)
-    for found in pool.run(scaled_steps, 16, **RUN, parallel__deepspeed=path, ranks=2):
+    steps, power = 10, 19
+    path = _path(tmp_path, stage, initial_scale_power=power, hysteresis=1)
+    for found in pool.run(scaled_steps, steps, **RUN, parallel__deepspeed=path, ranks=2):
         applied = [value != float("inf") for value in found["grad_norm"]]
         assert not applied[0] and not applied[1] and any(applied)
-        assert found["skipped_steps"] == [applied[: n + 1].count(False) for n in range(16)]
-        assert found["loss_scale"] == [2.0 ** (24 - applied[:n].count(False)) for n in range(16)]
-        for number in range(1, 16):
+        assert found["skipped_steps"] == [applied[: n + 1].count(False) for n in range(steps)]
+        assert found["loss_scale"] == [2.0 ** (power - applied[:n].count(False)) for n in range(steps)]
+        for number in range(1, steps):
             before, after = found["weights"][number - 1 : number + 1]
             same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
             assert same is not applied[number]
 
 
-def test_a_static_scale_stays(pool: Pool, tmp_path: Path) -> None:
-    path = _path(tmp_path, 2, loss_scale=512)
-    (found, _) = pool.run(scaled_steps, 2, **RUN, parallel__deepspeed=path, ranks=2)
-    assert found["loss_scale"] == [512.0, 512.0]
-    assert found["skipped_steps"] == [0, 0]
-
-
 def test_the_scale_is_resumed(pool: Pool, tmp_path: Path) -> None:
-    """Unless it has become a static one, which is the file's."""
+    """Unless it has become a static one, which is the file's and stays."""
     path = _path(tmp_path, 2, initial_scale_power=20, hysteresis=1)
     run = {**RUN, "parallel__deepspeed": path}
     whole = pool.run(scaled_steps, 8, **run, output=tmp_path / "whole", ranks=2)[0]
@@ -93,6 +93,8 @@ def test_the_scale_is_resumed(pool: Pool, tmp_path: Path) -> None:
         assert first[word] + second[word] == whole[word], word
     assert whole["skipped_steps"][3] == 4
     static = {**cut, "parallel__deepspeed": _path(tmp_path, 2, loss_scale=512)}
-    assert pool.run(scaled_steps, 1, True, **static, ranks=2)[0]["loss_scale"] == [512.0]
+    found = pool.run(scaled_steps, 2, True, **static, ranks=2)[0]
+    assert found["loss_scale"] == [512.0, 512.0]
+    assert found["skipped_steps"] == [first["skipped_steps"][-1]] * 2
     dynamic = {**cut, "parallel__deepspeed": _path(tmp_path, 2, initial_scale_power=10)}
     assert pool.run(scaled_steps, 1, **dynamic, ranks=2)[0]["loss_scale"] == [1024.0]

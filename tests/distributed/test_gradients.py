@@ -1,13 +1,12 @@
 """The gradient of every parameter, experts too, against the training loss written down plainly."""
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from megamoe.parallel.layout import Layout
 from tests.distributed.gradients import Found, assert_same, gradients_of_the_engine, gradients_of_the_formula
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config
+from tests.distributed.runs import Place
 
 TOLERANCE = 1e-5
 # Biases, score functions and two MoE layers: every kind of parameter. No clipping: the gradient itself is
@@ -22,82 +21,88 @@ RUN = {
     "optimizer__grad_clip": 0.0,
 }
 
-# (layout, sequence parallelism, micro batches per data-parallel rank), and the ZeRO stage in `make test`.
-LAYOUTS: dict[tuple[Layout, bool, int], int | None] = {
-    (Layout(1), False, 1): 0,
-    (Layout(1), False, 4): 1,
-    (Layout(2), False, 4): None,
-    (Layout(2, expert=2), False, 2): 0,
-    (Layout(2, expert=2), False, 4): None,
-    (Layout(4, expert=2), False, 2): 1,
-    (Layout(4, expert=4), False, 1): 2,
-    (Layout(2, expert_tensor=2), False, 4): None,
-    (Layout(2, tensor=2), False, 1): None,
-    (Layout(2, tensor=2), True, 4): None,
-    (Layout(2, tensor=2, expert=2), True, 1): None,
-    (Layout(2, tensor=2, expert_tensor=2), False, 4): None,
-    (Layout(4, tensor=4), True, 1): None,
-    (Layout(4, tensor=4, expert=2), False, 4): None,
-    (Layout(4, tensor=4, expert=4), True, 4): None,
-    (Layout(4, tensor=4, expert=2, expert_tensor=2), True, 1): None,
-    (Layout(4, tensor=4, expert_tensor=2), False, 1): None,
-    (Layout(4, tensor=2), False, 1): None,
-    (Layout(4, tensor=2, expert=2), True, 4): 2,
-    (Layout(4, tensor=2, expert=4), False, 4): None,
-    (Layout(4, tensor=2, expert=2, expert_tensor=2), False, 1): 1,
-    (Layout(4, tensor=2, expert_tensor=2), True, 4): None,
-    (Layout(4, tensor=2, expert_tensor=4), True, 1): None,
+# (place, micro batches per data-parallel rank), and the ZeRO stage in `make test`.
+LAYOUTS: dict[tuple[Place, int], int | None] = {
+    (Place(1), 1): 0,
+    (Place(1), 4): 1,
+    (Place(2), 4): None,
+    (Place(2, expert=2), 2): 0,
+    (Place(2, expert=2), 4): None,
+    (Place(4, expert=2), 2): 1,
+    (Place(4, expert=4), 1): 2,
+    (Place(2, expert_tensor=2), 4): None,
+    (Place(2, tensor=2), 1): None,
+    (Place(2, tensor=2, sequence=True), 4): None,
+    (Place(2, tensor=2, expert=2, sequence=True), 1): None,
+    (Place(2, tensor=2, expert_tensor=2), 4): None,
+    (Place(4, tensor=4, sequence=True), 1): None,
+    (Place(4, tensor=4, expert=2), 4): None,
+    (Place(4, tensor=4, expert=4, sequence=True), 4): None,
+    (Place(4, tensor=4, expert=2, expert_tensor=2, sequence=True), 1): None,
+    (Place(4, tensor=4, expert_tensor=2), 1): None,
+    (Place(4, tensor=2), 1): None,
+    (Place(4, tensor=2, expert=2, sequence=True), 4): 2,
+    (Place(4, tensor=2, expert=4), 4): None,
+    (Place(4, tensor=2, expert=2, expert_tensor=2), 1): 1,
+    (Place(4, tensor=2, expert_tensor=2, sequence=True), 4): None,
+    (Place(4, tensor=2, expert_tensor=4, sequence=True), 1): None,
 }
 
 
-def _name(layout: Layout, sequence: bool, accumulation: int) -> str:
-    sizes = f"TP {layout.tensor}, EP {layout.expert}, ETP {layout.expert_tensor}"
-    return f"{layout.ranks} ranks, {sizes}{', SP' * sequence}, accumulation {accumulation}"
+Case = tuple[Place, int]
+QUICK = [(replace(place, zero=zero), number) for (place, number), zero in LAYOUTS.items() if zero is not None]
+ALL: list[Case] = [(replace(place, zero=zero), number) for place, number in LAYOUTS for zero in (0, 1, 2)]
 
 
-CASES = [
-    pytest.param(
-        *case,
-        stage,
-        marks=() if stage == quick else pytest.mark.full,
-        id=f"{_name(*case)}, ZeRO {stage}",
-    )
-    for case, quick in LAYOUTS.items()
-    for stage in (0, 1, 2)
-]
+def name(case: Case) -> str:
+    return f"{case[0]}, accumulation {case[1]}"
+
+
+def asked_for(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases of the selected tests."""
+    selected = {item.name for item in request.session.items}
+    return [case for case in ALL if any(f"[{name(case)}]" in item for item in selected)]
+
+
+def batch_size(case: Case) -> int:
+    return case[0].layout.data * case[1]
 
 
 @pytest.fixture(scope="module")
-def formula(pool: Pool) -> Any:
-    """Batch size -> gradients; each worked out once."""
-    known: dict[int, Found] = {}
-
-    def of(batch_size: int) -> Found:
-        if batch_size not in known:
-            ((known[batch_size],),) = pool.run(gradients_of_the_formula, [RUN], batch_size, 1, ranks=1)
-        return known[batch_size]
-
-    return of
+def formula(pool: Pool, request: pytest.FixtureRequest) -> dict[int, Found]:
+    """Gradients by batch size."""
+    sizes = sorted({batch_size(case) for case in asked_for(request)})
+    (found,) = pool.run(gradients_of_the_formula, [(RUN, size, 1) for size in sizes], ranks=1, timeout_s=600)
+    return dict(zip(sizes, found, strict=True))
 
 
-@pytest.mark.parametrize(("layout", "sequence", "accumulation", "stage"), CASES)
+@pytest.fixture(scope="module")
+def engines(
+    pool: Pool, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Case, list[Found]]:
+    """What each rank found in each case."""
+    found: dict[Case, list[Found]] = {}
+    asked = asked_for(request)
+    for ranks in sorted({case[0].ranks for case in asked}):
+        cases = [case for case in asked if case[0].ranks == ranks]
+        folder = tmp_path_factory.mktemp("ds")
+        runs = [{**RUN, "train__global_batch_size": batch_size(c), **c[0].changes(folder)} for c in cases]
+        by_rank = pool.run(gradients_of_the_engine, runs, ranks=ranks, timeout_s=900)
+        found |= dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.full, id=name(case)) for case in ALL],
+)
 def test_every_gradient_is_that_of_the_formula(
-    pool: Pool, formula: Any, layout: Layout, sequence: bool, accumulation: int, stage: int
+    engines: dict[Case, list[Found]], formula: dict[int, Found], case: Case
 ) -> None:
-    expected = formula(layout.data * accumulation)
-    changes = {
-        **RUN,
-        "train__global_batch_size": layout.data * accumulation,
-        "parallel__tensor": layout.tensor,
-        "parallel__sequence": sequence,
-        "parallel__expert": layout.expert,
-        "parallel__expert_tensor": layout.expert_tensor,
-        "parallel__deepspeed": ds_config(f"zero{stage}_fp32"),
-    }
-    found = [steps[0] for steps in pool.run(gradients_of_the_engine, [changes], ranks=layout.ranks)]
-    assert {name for name in expected["gradients"] if ".experts." in name}
+    found, expected = engines[case], formula[batch_size(case)]
+    assert any(".experts." in parameter for parameter in expected["gradients"])
     # Of the embedding, attention (2 weights, 1 bias) in three blocks and the dense FFN (2 weights, 1 bias).
     assert len(found[0]["cuts"]) == 1 + 3 * 3 + 3
-    for name, gradient in expected["gradients"].items():
-        assert gradient.abs().max() > 0, f"{name}: the test would see nothing"
-    assert_same(found, expected, layout, TOLERANCE)
+    for parameter, gradient in expected["gradients"].items():
+        assert gradient.abs().max() > 0, f"{parameter}: the test would see nothing"
+    assert_same(found, expected, case[0].layout, TOLERANCE)

@@ -1,19 +1,14 @@
 """What today's open models have beside standard blocks trains at every layout as on one rank, and moves."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from megamoe.parallel import launch
-from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_file, recorded_steps, run_each, small_run
+from tests.distributed.runs import WORDS, Place, assert_as_alone, run_each
 
-STEPS = 3
-WORDS = ("lm_loss", "loss", "grad_norm")
+STEPS = 2
 SIZES: dict[str, Any] = {
     "model__num_attention_heads": 4,
     "train__micro_batch_size": 2,
@@ -58,78 +53,38 @@ AHEAD: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS, "ahead": AHEAD}
 
 
-@dataclass(frozen=True)
-class Layout:
-    ranks: int
-    tensor: int
-    expert: int
-    expert_tensor: int
-    zero: int
-    sequence: bool = False
-    recompute: str = "none"
-
-    def changes(self, folder: Path) -> dict[str, Any]:
-        """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
-        path = ds_file(folder, f"zero{self.zero}_fp32")
-        return {
-            "parallel__tensor": self.tensor,
-            "parallel__expert": self.expert,
-            "parallel__expert_tensor": self.expert_tensor,
-            "parallel__sequence": self.sequence,
-            "parallel__deepspeed": path,
-            "model__recompute": self.recompute,
-        }
-
-
-ALONE = Layout(1, 1, 1, 1, 0)
+ALONE = Place()
 LAYOUTS = [
-    Layout(4, 2, 2, 2, 1, sequence=True, recompute="full"),
-    Layout(2, 2, 1, 1, 0),
-    Layout(2, 1, 2, 1, 3),
-    Layout(4, 1, 2, 2, 2, recompute="selective"),
-    Layout(4, 2, 2, 1, 3, sequence=True),
+    Place(4, tensor=2, expert=2, expert_tensor=2, zero=1, sequence=True, recompute="full"),
+    Place(2, tensor=2),
+    Place(2, expert=2, zero=3),
+    Place(4, expert=2, expert_tensor=2, zero=2, recompute="selective"),
+    Place(4, tensor=2, expert=2, zero=3, sequence=True),
 ]
-QUICK = LAYOUTS[0]
-Found = dict[tuple[str, Layout], dict[str, Any]]
 
 
-def runs(cases: list[tuple[str, Layout]]) -> Found:
-    """Job: what the steps of each model at its layout showed on this rank, in one world."""
-    found = {}
-    try:
-        with TemporaryDirectory() as folder:
-            for name, layout in cases:
-                changes = {**SIZES, **MODELS[name], **layout.changes(Path(folder))}
-                found[name, layout] = recorded_steps(Trainer(small_run(**changes)), STEPS)
-    finally:
-        launch.stop()
-    return found
+def trained(pool: Pool, place: Place, folder: Path) -> list[list[dict[str, Any]]]:
+    """Return what the steps of each model showed on each rank."""
+    runs = [{"steps": STEPS, **SIZES, **model, **place.changes(folder)} for model in MODELS.values()]
+    return pool.run(run_each, runs, ranks=place.ranks, timeout_s=600)
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Pool) -> Found:
-    found: Found = pool.run(runs, [(name, ALONE) for name in MODELS], ranks=1, timeout_s=300)[0]
-    assert all(shown["lm_loss"][-1] < shown["lm_loss"][0] for shown in found.values())
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    (found,) = trained(pool, ALONE, tmp_path_factory.mktemp("alone"))
+    assert all(shown["lm_loss"][-1] < shown["lm_loss"][0] for shown in found)
     return found
 
 
-def assert_as_alone(pool: Pool, alone: Found, layout: Layout) -> None:
-    cases = [(name, layout) for name in MODELS]
-    for rank in pool.run(runs, cases, ranks=layout.ranks, timeout_s=600):
-        for name, _ in cases:
-            for word in WORDS:
-                expected = pytest.approx(alone[name, ALONE][word], rel=1e-5)
-                assert rank[name, layout][word] == expected, f"{name}: {word}"
-
-
-def test_a_layout_of_all_kinds_trains_as_one_rank(pool: Pool, alone: Found) -> None:
-    assert_as_alone(pool, alone, QUICK)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
-def test_layouts_train_as_one_rank(pool: Pool, alone: Found, layout: Layout) -> None:
-    assert_as_alone(pool, alone, layout)
+@pytest.mark.parametrize(
+    "place", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.full) for each in LAYOUTS[1:])], ids=str
+)
+def test_a_layout_trains_as_one_rank(
+    pool: Pool, alone: list[dict[str, Any]], tmp_path: Path, place: Place
+) -> None:
+    found = zip(*trained(pool, place, tmp_path), strict=True)
+    for name, shown, expected in zip(MODELS, found, alone, strict=True):
+        assert_as_alone(list(shown), expected, name)
 
 
 @pytest.mark.full

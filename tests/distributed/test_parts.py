@@ -6,22 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megamoe.config import parse_config
 from megamoe.moe.alternatives import provides
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import ds_config, in_order, recorded_steps, small_run
+from tests.distributed.runs import assert_as_alone, ds_config, recorded_steps, run_each, small_run
 from tests.moe.part_layers import PART_IDS, PARTS, moe_tree
 
 STEPS = 2
 RANKS = 4
 STEPS_BEFORE_SAVE = 3  # the scorer `stable` is then in its second phase
-TOLERANCE = 1e-5
-WORDS = ("lm_loss", "loss", "grad_norm")
-
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP 4, ZeRO 1": {"expert": 4, "deepspeed": ds_config("zero1_fp32")},
@@ -75,14 +70,6 @@ def _by_run() -> dict[str, list[tuple[str, str]]]:
 DISTINCT = _by_run()
 
 
-def several_runs(several: list[dict[str, Any]], steps: int) -> list[dict[str, list[Any]]]:
-    """Job: what each step of each run showed on this rank."""
-    try:
-        return [recorded_steps(Trainer(small_run(**changes)), steps) for changes in several]
-    finally:
-        launch.stop()
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in LAYOUTS],
@@ -94,10 +81,10 @@ def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, An
     size: dict[str, Any] = {"train__global_batch_size": data}  # each data-parallel rank has one micro batch
     if request.param == QUICK:
         size |= {"model__num_layers": 1, "moe__layers": {"at": [1]}}
-    one = [{**on_one_rank(*parts[0], data), **size} for parts in DISTINCT.values()]
-    many = [run_of(*parts[0], parallel=layout, **size) for parts in DISTINCT.values()]
-    (alone,) = pool.run(several_runs, one, STEPS, ranks=1, timeout_s=300)
-    ranks = pool.run(several_runs, many, STEPS, ranks=RANKS, timeout_s=300)
+    one = [{"steps": STEPS, **on_one_rank(*parts[0], data), **size} for parts in DISTINCT.values()]
+    many = [run_of(*parts[0], steps=STEPS, parallel=layout, **size) for parts in DISTINCT.values()]
+    (alone,) = pool.run(run_each, one, ranks=1, timeout_s=300)
+    ranks = pool.run(run_each, many, ranks=RANKS, timeout_s=300)
     return {
         f"{kind}-{name}": (alone[place], [rank[place] for rank in ranks])
         for place, parts in enumerate(DISTINCT.values())
@@ -108,14 +95,7 @@ def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, An
 @pytest.mark.parametrize("part", PART_IDS)
 def test_a_part_trains_alike_on_one_rank_and_on_four(found: dict[str, Any], part: str) -> None:
     alone, ranks = found[part]
-    for step in range(STEPS):
-        # Every tensor rank knows the whole micro batch's routing.
-        together = in_order([rank["chosen"][step] for rank in ranks]).unique(dim=0)
-        expected = in_order([alone["chosen"][step]]).unique(dim=0)
-        assert torch.equal(together, expected), f"step {step + 1}: other experts"
-    for word in WORDS:
-        for rank in ranks:
-            assert rank[word] == pytest.approx(alone[word], rel=TOLERANCE), word
+    assert_as_alone(ranks, alone)
 
 
 def save_and_go_on(
@@ -123,20 +103,15 @@ def save_and_go_on(
 ) -> list[tuple[list[Any], list[Any]]]:
     """Job: two steps after a checkpoint at `steps`, of the run that went on and of the resumed one."""
     shown = []
-    try:
-        for place, changes in enumerate(several):
-            output = str(folder / str(place))
-            trainer = Trainer(small_run(output, **changes))
-            for _ in range(steps):
-                trainer.step()
-            trainer.save()
-            went_on = recorded_steps(trainer, 2)
-            resumed = recorded_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
-            shown.append(
-                ([*went_on["loss"], *went_on["grad_norm"]], [*resumed["loss"], *resumed["grad_norm"]])
-            )
-    finally:
-        launch.stop()
+    for place, changes in enumerate(several):
+        output = str(folder / str(place))
+        trainer = Trainer(small_run(output, **changes))
+        for _ in range(steps):
+            trainer.step()
+        trainer.save()
+        went_on = recorded_steps(trainer, 2)
+        resumed = recorded_steps(Trainer(small_run(output, checkpoint__resume="auto", **changes)), 2)
+        shown.append(([*went_on["loss"], *went_on["grad_norm"]], [*resumed["loss"], *resumed["grad_norm"]]))
     return shown
 
 

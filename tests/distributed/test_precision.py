@@ -8,7 +8,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import PLAIN_FILES, ds_config, run_each, run_steps
 
 FILES = PLAIN_FILES
-STEPS = 3
+STEPS = 2
 LONG = 30
 BATCH = {"train__global_batch_size": 4}
 

@@ -7,7 +7,6 @@ import pytest
 
 from megamoe import registry
 from megamoe.config import load_config
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 
@@ -26,14 +25,11 @@ Metrics = list[dict[str, Any]]
 def train_all(steps: int, ranks: int, changes: list[str]) -> list[Metrics]:
     """Job: the metrics of every step of every run."""
     found = []
-    try:
-        for path in RUNS:
-            more = TOGETHER.get(path.stem, []) if ranks == 1 else [f"parallel.expert={ranks}"]
-            trainer = Trainer(load_config(path, [*MOCK, *changes, *more]))
-            found.append([trainer.step()[1] for _ in range(steps)])
-            trainer._stream.close()
-    finally:
-        launch.stop()
+    for path in RUNS:
+        more = TOGETHER.get(path.stem, []) if ranks == 1 else [f"parallel.expert={ranks}"]
+        trainer = Trainer(load_config(path, [*MOCK, *changes, *more]))
+        found.append([trainer.step()[1] for _ in range(steps)])
+        trainer.release()
     return found
 
 

@@ -114,7 +114,10 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("case", STARTS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.full) if c == "batch size that it could run" else c for c in STARTS],
+)
 def test_a_rank_with_other_arguments_ends_all_with_code_2(pool: Pool, tmp_path: Path, case: str) -> None:
     arguments, message = STARTS[case]
     found = run_entry_script(pool, tmp_path, "train.global_batch_size=8", by_rank={1: arguments})

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant, small_run
+from tests.distributed.runs import Place, small_run
 
 Rows = list[dict[str, Any]]
 STEPS = 2
@@ -23,58 +22,39 @@ MODEL: dict[str, Any] = {
     "optimizer__eps": 1e-4,  # else the sign of a gradient of nearly 0 moves a weight by the learning rate
     "log": {"gradient_shares_every": 1, "dead_window": 1},
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "expert parallel": {"parallel__expert": 4, "parallel__deepspeed": "cut"},
-    "tensor parallel": {
-        "parallel": {"tensor": 2, "expert": 2, "sequence": True, "deepspeed": ds_config("zero1_fp32")},
-        "model__recompute": "full",
-    },
-}
-FURTHER: dict[str, dict[str, Any]] = {
-    "zero 3": {"parallel__deepspeed": "cut"},
-    "tensor parallel 2": {"parallel": {"tensor": 2, "deepspeed": ds_config("zero1_fp32")}},
-    "expert tensor parallel": {"parallel": {"expert": 2, "expert_tensor": 2}},
-    "zero 2, recomputed": {
-        "parallel__deepspeed": ds_config("zero2_fp32"),
-        "model__recompute": "selective",
-    },
-}
+LAYOUTS = [
+    Place(4, expert=4, zero=3),
+    Place(4, tensor=2, expert=2, zero=1, sequence=True, recompute="full"),
+]
+FURTHER = [
+    Place(4, zero=3),
+    Place(4, tensor=2, zero=1),
+    Place(4, expert=2, expert_tensor=2),
+    Place(4, zero=2, recompute="selective"),
+]
 OF_RANKS = ("rank_load", "rank_imbalance", "rank_overload")
 
 
-def metrics_of(layouts: dict[str, dict[str, Any]]) -> dict[str, Rows]:
-    """Job: the metrics of every step under each layout."""
-    found = {}
-    try:
-        for name, changes in layouts.items():
-            trainer = Trainer(small_run(**{**MODEL, **changes}))
-            found[name] = [trainer.step()[1] for _ in range(STEPS)]
-            trainer._stream.close()
-    finally:
-        launch.stop()
+def metrics_of(runs: list[dict[str, Any]]) -> list[Rows]:
+    """Job: the metrics of every step of each run."""
+    found = []
+    for changes in runs:
+        trainer = Trainer(small_run(**{**MODEL, **changes}))
+        found.append([trainer.step()[1] for _ in range(STEPS)])
+        trainer.release()
     return found
 
 
-def with_cut(folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    cut = ds_variant(folder, "zero3_fp32", zero_optimization=CUT_ALL)
-    return {
-        name: {key: cut if value == "cut" else value for key, value in changes.items()}
-        for name, changes in layouts.items()
-    }
+def metrics_at(pool: Pool, places: list[Place], folder: Path) -> dict[Place, list[Rows]]:
+    """Return each rank's metrics; all places have as many ranks."""
+    runs = [place.changes(folder) for place in places]
+    ranks = pool.run(metrics_of, runs, ranks=places[0].ranks, timeout_s=600)
+    return {place: [rank[number] for rank in ranks] for number, place in enumerate(places)}
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Pool) -> Rows:
-    (found,) = pool.run(metrics_of, {"alone": {}}, ranks=1)
-    rows: Rows = found["alone"]
-    return rows
-
-
-@pytest.fixture(scope="module")
-def few(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Rows]]:
-    layouts = with_cut(tmp_path_factory.mktemp("cut"), LAYOUTS)
-    ranks: list[dict[str, Rows]] = pool.run(metrics_of, layouts, ranks=4)
-    return ranks
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    return metrics_at(pool, [Place()], tmp_path_factory.mktemp("alone"))[Place()][0]
 
 
 def assert_same(ranks: list[Rows], alone: Rows, expert_parallel: bool) -> None:
@@ -106,14 +86,17 @@ def test_the_case_has_every_metric(alone: Rows) -> None:
     assert 0 < alone[-1]["moe/dropped"] < 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_metrics_are_the_same_on_four_ranks(few: list[dict[str, Rows]], alone: Rows, layout: str) -> None:
-    assert_same([rank[layout] for rank in few], alone, expert_parallel=True)
+@pytest.fixture(scope="module")
+def few(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Place, list[Rows]]:
+    return metrics_at(pool, LAYOUTS, tmp_path_factory.mktemp("few"))
+
+
+@pytest.mark.parametrize("place", LAYOUTS, ids=str)
+def test_metrics_are_the_same_on_four_ranks(few: dict[Place, list[Rows]], alone: Rows, place: Place) -> None:
+    assert_same(few[place], alone, expert_parallel=True)
 
 
 @pytest.mark.full
 def test_metrics_are_the_same_under_further_layouts(pool: Pool, alone: Rows, tmp_path: Path) -> None:
-    found = pool.run(metrics_of, with_cut(tmp_path, FURTHER), ranks=4, timeout_s=600)
-    for layout in FURTHER:
-        expert_parallel = layout == "expert tensor parallel"
-        assert_same([rank[layout] for rank in found], alone, expert_parallel)
+    for place, ranks in metrics_at(pool, FURTHER, tmp_path).items():
+        assert_same(ranks, alone, expert_parallel=place.expert > 1)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from megamoe.parallel import launch
 from megamoe.train.routing_record import file_name, read_rows
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
@@ -32,8 +31,7 @@ def trained(steps: int, **changes: Any) -> dict[str, Any]:
         if "save" in changes.get("name", ""):
             trainer.save()
     finally:
-        trainer.checkpoints.close()
-        trainer._stream.close()
+        trainer.release()
     del trainer
     gc.collect()
     return found
@@ -82,7 +80,6 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
     found["up to the tear"] = trained(
         STEPS - 1, **replay, name="g", train__exit_after_steps=STEPS - 1, evaluation__batches=0
     )
-    launch.stop()
     return found
 
 
@@ -162,7 +159,6 @@ def same_run(folder: Path) -> list[dict[str, Any]]:
     router["replay"] = record  # type: ignore[assignment]
     for name, recompute in (("i", "none"), ("j", "full")):
         found.append(trained(STEPS, output=folder, name=name, moe__router=router, model__recompute=recompute))
-    launch.stop()
     return found
 
 
@@ -177,7 +173,6 @@ def by_another_router(folder: Path) -> list[dict[str, Any]]:
     found = [trained(STEPS, output=folder, name="n", log__routing=record)]
     for name, router in (("o", {**OTHER, "replay": record}), ("p", OTHER)):
         found.append(trained(STEPS, output=folder, name=name, moe__router=router))
-    launch.stop()
     return found
 
 
@@ -196,7 +191,6 @@ def on_two_ranks(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
         router = {**OTHER, "replay": replay}
         options = {"output": folder, "name": f"{name}_{'_'.join(layout)}", "parallel": layout}
         found.append(trained(STEPS, **options, moe__router=router, log__routing=record))
-    launch.stop()
     return found
 
 

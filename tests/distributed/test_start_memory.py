@@ -3,6 +3,7 @@
 import gc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from megamoe.checkpoint.format.chunks import chunk_view, local_chunks_of
 from megamoe.checkpoint.placements import placements
-from megamoe.parallel import launch
 from megamoe.train import start_model
 from megamoe.train.trainer import Trainer
 from megamoe.zero.partition import Partition
@@ -56,21 +56,17 @@ def held_while_built(**changes: Any) -> dict[str, int]:
             super().__call__(module)
             found.append(_live_bytes())
 
-    start_model.Partition = Watched  # type: ignore[misc]
     before = _live_bytes()
-    try:
+    with mock.patch.object(start_model, "Partition", Watched):
         trainer = Trainer(small_run(**changes))
-        model = trainer.model
-        sizes = [4 * parameter.ds_numel for parameter in model.parameters()]  # type: ignore[attr-defined]
-        blocks = [
-            sum(4 * parameter.ds_numel for parameter in block.parameters())  # type: ignore[attr-defined]
-            for stack in model.stacks()
-            for block in stack
-        ]
-        trainer._stream.close()
-    finally:
-        start_model.Partition = Partition  # type: ignore[misc]
-        launch.stop()
+    trainer.release()
+    model = trainer.model
+    sizes = [4 * parameter.ds_numel for parameter in model.parameters()]  # type: ignore[attr-defined]
+    blocks = [
+        sum(4 * parameter.ds_numel for parameter in block.parameters())  # type: ignore[attr-defined]
+        for stack in model.stacks()
+        for block in stack
+    ]
     slices = sum(p.ds_tensor.nbytes for p in model.parameters())  # type: ignore[attr-defined]
     return {"most": max(found) - before, "whole": sum(sizes), "block": max(blocks), "slices": slices}
 
@@ -90,21 +86,18 @@ def test_one_block_is_whole_at_a_time(pool: Pool, file: str) -> None:
 
 def weights_at_start(**changes: Any) -> dict[str, list[tuple[Any, Tensor]]]:
     """Job: each weight of this rank, before the first step, in chunks of the weight of one rank."""
-    try:
-        trainer = Trainer(small_run(**changes))
-        trainer._stream.close()
-        model = trainer.model
-        found = placements(model, trainer.layout, trainer.world.rank)
-        with trainer.engine.gathered(model.parameters()):
-            return {
-                name: [
-                    (local.chunk, local.tensor.clone())
-                    for local in local_chunks_of(name, found[name], parameter.detach().view(-1))
-                ]
-                for name, parameter in model.named_parameters()
-            }
-    finally:
-        launch.stop()
+    trainer = Trainer(small_run(**changes))
+    trainer.release()
+    model = trainer.model
+    found = placements(model, trainer.layout, trainer.world.rank)
+    with trainer.engine.gathered(model.parameters()):
+        return {
+            name: [
+                (local.chunk, local.tensor.clone())
+                for local in local_chunks_of(name, found[name], parameter.detach().view(-1))
+            ]
+            for name, parameter in model.named_parameters()
+        }
 
 
 @pytest.mark.parametrize("tied", [True, False])

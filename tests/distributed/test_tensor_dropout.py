@@ -10,7 +10,6 @@ from deepspeed.moe.utils import is_moe_param
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, small_run
@@ -42,22 +41,19 @@ def train_all() -> dict[str, Found]:
     masks: list[bytes] = []
     _record_masks(masks)
     found = {}
-    try:
-        for name, changes in VARIANTS.items():
-            trainer = Trainer(small_run(**RUN, **changes))
-            masks.clear()
-            metrics = [trainer.step()[1] for _ in range(STEPS)]
-            trainer._stream.close()
-            found[name] = {
-                "losses": [m["train/lm_loss"] for m in metrics],
-                "norms": [m["train/grad_norm"] for m in metrics],
-                "masks": Counter(masks),
-                "whole": {n: p.detach() for n, p in trainer.engine.model.named_parameters() if _is_whole(p)},
-                "state": torch.get_rng_state(),
-            }
-            del trainer
-    finally:
-        launch.stop()
+    for name, changes in VARIANTS.items():
+        trainer = Trainer(small_run(**RUN, **changes))
+        masks.clear()
+        metrics = [trainer.step()[1] for _ in range(STEPS)]
+        trainer.release()
+        found[name] = {
+            "losses": [m["train/lm_loss"] for m in metrics],
+            "norms": [m["train/grad_norm"] for m in metrics],
+            "masks": Counter(masks),
+            "whole": {n: p.detach() for n, p in trainer.engine.model.named_parameters() if _is_whole(p)},
+            "state": torch.get_rng_state(),
+        }
+        del trainer
     return found
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch.distributed as dist
 
 from megamoe.model.architectures.decoder import GPT
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
 from tests.distributed.runs import ds_config, recorded_steps, small_run
@@ -31,28 +30,23 @@ def run_all(spread: bool) -> dict[str, Found]:
 
     dist.all_to_all_single = counted
     found: dict[str, Found] = {}
-    try:
-        for name, (parts, layout) in LAYOUTS.items():
-            mask = {"name": "gating_dropout", "rate": 1.0, "ranks": parts}
-            router = {"selector": {"name": "top_k", "k": 2}, "masks": [mask]}
-            changes: dict[str, Any] = (
-                {**layout, "parallel__deepspeed": ds_config("zero1_fp32")} if spread else {}
-            )
-            trainer = Trainer(
-                small_run(moe__router=router, train__global_batch_size=4, optimizer__grad_clip=0.0, **changes)
-            )
-            model = trainer.engine.model
-            assert isinstance(model, GPT)
-            ((_, layer),) = model.moe_layers()
-            dispatcher: Any = layer.dispatcher
-            expert = dispatcher.expert if spread else None
-            calls.clear()
-            found[name] = recorded_steps(trainer, STEPS)
-            found[name]["sent"] = calls.count(expert) if spread else len(calls)
-            found[name]["follows_data"] = layer.router.dims.follows_data
-            del trainer, model, dispatcher
-    finally:
-        launch.stop()
+    for name, (parts, layout) in LAYOUTS.items():
+        mask = {"name": "gating_dropout", "rate": 1.0, "ranks": parts}
+        router = {"selector": {"name": "top_k", "k": 2}, "masks": [mask]}
+        changes: dict[str, Any] = {**layout, "parallel__deepspeed": ds_config("zero1_fp32")} if spread else {}
+        trainer = Trainer(
+            small_run(moe__router=router, train__global_batch_size=4, optimizer__grad_clip=0.0, **changes)
+        )
+        model = trainer.engine.model
+        assert isinstance(model, GPT)
+        ((_, layer),) = model.moe_layers()
+        dispatcher: Any = layer.dispatcher
+        expert = dispatcher.expert if spread else None
+        calls.clear()
+        found[name] = recorded_steps(trainer, STEPS)
+        found[name]["sent"] = calls.count(expert) if spread else len(calls)
+        found[name]["follows_data"] = layer.router.dims.follows_data
+        del trainer, model, dispatcher
     return found
 
 

@@ -35,27 +35,24 @@ def every_part() -> dict[int, Found]:
     launch.start(world, timeout_minutes=1)
     stand_in_for_cuda()
     found = {}
-    try:
-        for size in SIZES:
-            layout = Layout(RANKS, tensor=size)
-            group = start_groups(layout, timeout_minutes=1).tensor
-            place = layout.tensor_rank(world.rank)
-            found[size] = {
-                "loss": {
-                    (way, smoothing): spread_loss(place, size, smoothing, way)
-                    for way in LOSSES
-                    for smoothing in SMOOTHINGS
-                },
-                "rows": spread_rows(place, size, group),
-                "stream": one_stream(layout.data_rank(world.rank)),
-                "sums": {
-                    accumulation: {dtype: summed(place, group, accumulation, dtype) for dtype in DTYPES}
-                    for accumulation in (1, 4)
-                },
-                "left": left_aside(group),
-            }
-    finally:
-        launch.stop()
+    for size in SIZES:
+        layout = Layout(RANKS, tensor=size)
+        group = start_groups(layout, timeout_minutes=1).tensor
+        place = layout.tensor_rank(world.rank)
+        found[size] = {
+            "loss": {
+                (way, smoothing): spread_loss(place, size, smoothing, way)
+                for way in LOSSES
+                for smoothing in SMOOTHINGS
+            },
+            "rows": spread_rows(place, size, group),
+            "stream": one_stream(layout.data_rank(world.rank)),
+            "sums": {
+                accumulation: {dtype: summed(place, group, accumulation, dtype) for dtype in DTYPES}
+                for accumulation in (1, 4)
+            },
+            "left": left_aside(group),
+        }
     return found
 
 

@@ -101,7 +101,6 @@ def send_evenly(layouts: list[tuple[int, int, int]], dtype: torch.dtype) -> list
         assert layer.observation is not None
         assert layer.observation.load_E.unique().tolist() == [TOKENS * K // EXPERTS]
         found.append(sent)
-    launch.stop()
     return found
 
 
@@ -144,7 +143,6 @@ def send_dense(tensor: int) -> list[float]:
                 model(tokens_BS, tokens_BS, tokens_BS).sum().backward()
             sent.append(sum(counted.values()))
         found.append(sent[1] - sent[0])
-    launch.stop()
     return found
 
 

@@ -7,7 +7,6 @@ import pytest
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.parallel import launch
 from megamoe.train.step import model_inputs, set_context
 from megamoe.train.trainer import Trainer
 from tests.distributed.pool import Pool
@@ -16,26 +15,23 @@ from tests.distributed.runs import CUT_ALL, ds_variant, small_run
 
 def held_after_forward(**changes: Any) -> dict[str, bool]:
     """Job: of each weight, whether what was gathered for the forward pass is still in memory after it."""
-    try:
-        trainer = Trainer(small_run(**changes, train__global_batch_size=2))
-        trainer.step()
-        gathered: dict[str, StorageWeakRef] = {}
-        for name, module in trainer.engine.model.named_modules():
+    trainer = Trainer(small_run(**changes, train__global_batch_size=2))
+    trainer.step()
+    gathered: dict[str, StorageWeakRef] = {}
+    for name, module in trainer.engine.model.named_modules():
 
-            def note(module: nn.Module, inputs: Any, name: str = name) -> None:
-                for own, weight in module.named_parameters(recurse=False):
-                    gathered[f"{name}.{own}"] = StorageWeakRef(weight.untyped_storage())
+        def note(module: nn.Module, inputs: Any, name: str = name) -> None:
+            for own, weight in module.named_parameters(recurse=False):
+                gathered[f"{name}.{own}"] = StorageWeakRef(weight.untyped_storage())
 
-            module.register_forward_pre_hook(note)
-        batch = next(trainer._stream)
-        set_context(trainer.context, batch, 0)
-        losses_BS = trainer.engine.forward(last=True, label_smoothing=0.0, **model_inputs(batch))
-        held = {name: not storage.expired() for name, storage in gathered.items()}
-        del losses_BS  # and with it the graph, which must have lived until here
-        trainer._stream.close()
-        return held
-    finally:
-        launch.stop()
+        module.register_forward_pre_hook(note)
+    batch = next(trainer._stream)
+    set_context(trainer.context, batch, 0)
+    losses_BS = trainer.engine.forward(last=True, label_smoothing=0.0, **model_inputs(batch))
+    held = {name: not storage.expired() for name, storage in gathered.items()}
+    del losses_BS  # and with it the graph, which must have lived until here
+    trainer.release()
+    return held
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
