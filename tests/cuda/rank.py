@@ -9,10 +9,8 @@ import json
 import os
 import sys
 import traceback
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tests.cuda import pretended
 
@@ -82,15 +80,6 @@ class Watch:
         }
 
 
-def nothing_done_by(method: str | None) -> AbstractContextManager[object]:
-    """Context in which that method of torch.cuda.Stream does nothing, which the device must notice."""
-    import torch
-
-    if method is None:
-        return nullcontext()
-    return mock.patch.object(torch.cuda.Stream, method, lambda *unused: None)
-
-
 def main() -> None:
     path, rank = Path(sys.argv[1]), int(sys.argv[2])
     job = json.loads(path.read_text())
@@ -123,13 +112,33 @@ def main() -> None:
         gc.collect()  # an engine and its parameters know each other
         watch.begin()
         losses, error = {}, ""
-        with nothing_done_by(run["fault"]):
+        with fault(run["fault"]):
             try:
                 losses = run_tree(run["tree"], str(path.parent / "runs"))
             except BaseException:
                 error = traceback.format_exc()
         found[run["tree"]["name"]] = {"losses": losses, "error": error, **watch.found()}
     (path.parent / f"{rank}.json").write_text(json.dumps(found))
+
+
+class fault:
+    """Inside, a method of torch.cuda.Stream does nothing: what the tool must notice."""
+
+    def __init__(self, method: str | None) -> None:
+        self.method = method
+
+    def __enter__(self) -> None:
+        import torch
+
+        if self.method is not None:
+            self.plain = getattr(torch.cuda.Stream, self.method)
+            setattr(torch.cuda.Stream, self.method, lambda *unused: None)
+
+    def __exit__(self, *unused: object) -> None:
+        import torch
+
+        if self.method is not None:
+            setattr(torch.cuda.Stream, self.method, self.plain)
 
 
 if __name__ == "__main__":
