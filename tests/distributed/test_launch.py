@@ -24,7 +24,7 @@ evaluation: {batches: 0}
 log: {report: false}
 """
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_")
-TIMEOUT_S = 180
+TIMEOUT_S = 400  # a start takes 25 s of CPU, and minutes on a busy machine
 
 
 @pytest.fixture
