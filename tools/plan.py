@@ -57,8 +57,8 @@ def _run(options: argparse.Namespace) -> None:
     check_positive("--gpus-per-node", options.gpus_per_node)
     check_positive("--simulate", options.simulate)
     if options.nodes * options.gpus_per_node > MOST_GPUS:
-        found = f"{options.nodes:,} x {options.gpus_per_node:,} GPUs"
-        raise UserError(f"--nodes, --gpus-per-node: found {found}, expected at most {MOST_GPUS:,} together")
+        asked = f"{options.nodes:,} x {options.gpus_per_node:,} GPUs"
+        raise UserError(f"--nodes, --gpus-per-node: found {asked}, expected at most {MOST_GPUS:,} together")
     if not options.load >= 1:
         raise UserError(f"--load: found {options.load:g}, expected at least 1, the mean")
     if options.simulate and not options.search:

@@ -138,15 +138,13 @@ def simulate_step(
     Raises:
         UserError: for a configuration that training would refuse.
     """
-    world = launch.World(0, ranks, 0, torch.device(device, 0 if device == "cuda" else None), "fake")
+    on_cuda = device == "cuda"
+    world = launch.World(0, ranks, 0, torch.device("cuda:0" if on_cuda else "cpu"), "fake")
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     config.model.cpu_kernels = "plain"
-    on_cuda = device == "cuda"
     with fake_torch_cuda() if on_cuda else nullcontext():
         run = resolve_run(config, ranks)
-    if load != 1 and not 1 < load <= run.plan.layout.expert:
-        most = f"1 to {run.plan.layout.expert}, the ranks of parallel.expert"
-        raise UserError(f"load: found {load:g}, expected {most}: one of them cannot have more than all rows")
+    _check_load(load, run.plan.layout.expert)
     sample = sample_batch(run)
     join_fake_group(0, ranks)
     for cached in (angles, tokens_and_choices, device_scalar):
@@ -176,6 +174,15 @@ def simulate_step(
         stack.enter_context(parts.followed())
         stack.enter_context(counter)
         return _count(config, run, sample, world, model, context, counter, micro_batches, load)
+
+
+def _check_load(load: float, expert: int) -> None:
+    if load == 1 or 1 < load <= expert:
+        return
+    if expert == 1:
+        raise UserError(f"--load: found {load:g}, expected 1: all experts are on each rank (parallel.expert: 1)")
+    most = f"1 to {expert}, the ranks of parallel.expert"
+    raise UserError(f"--load: found {load:g}, expected {most}: one of them cannot have more than all rows")
 
 
 def _offloaded(run: ResolvedRun, counter: CostCounter) -> dict[str, int]:

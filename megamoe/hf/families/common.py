@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megamoe.checkpoint.format.sharding import Sharding
+from megamoe.checkpoint.format.chunks import Sharding
 from megamoe.config import RunConfig
 from megamoe.config.shapes import has_input_bias, head_size
 from megamoe.hf.keys import (
