@@ -180,7 +180,9 @@ def _check_load(load: float, expert: int) -> None:
     if load == 1 or 1 < load <= expert:
         return
     if expert == 1:
-        raise UserError(f"--load: found {load:g}, expected 1: all experts are on each rank (parallel.expert: 1)")
+        raise UserError(
+            f"--load: found {load:g}, expected 1: parallel.expert is 1, all ranks hold all experts"
+        )
     most = f"1 to {expert}, the ranks of parallel.expert"
     raise UserError(f"--load: found {load:g}, expected {most}: one of them cannot have more than all rows")
 

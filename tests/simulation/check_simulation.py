@@ -318,7 +318,7 @@ def check_bad_input_is_told() -> None:
     """A load that no rank can have, and a router whose sizes depend on values."""
     for overrides, load, said in (
         (["parallel.expert=4"], 5.0, "load: found 5, expected 1 to 4"),
-        ([], 2.0, "load: found 2, expected 1 to 1"),
+        ([], 2.0, "load: found 2, expected 1: parallel.expert is 1"),
         (["moe.router.selector=threshold"], 1.0, "number of pairs depends on the tokens"),
     ):
         try:

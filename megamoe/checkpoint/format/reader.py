@@ -48,7 +48,8 @@ def moment_name(moment: str, parameter: str) -> str:
 
 
 class CheckpointReader(ExitStack):
-    """An open checkpoint. Its shard files are opened when they are first read; `close` closes them.
+    """An open checkpoint. Its shard files are opened when they are first read; `close` closes them. After it
+    they are opened again when they are read.
 
     Raises (when built):
         UserError: if its JSON is missing, damaged or of another format.
@@ -60,7 +61,6 @@ class CheckpointReader(ExitStack):
         self.meta = read_meta(path, key)
         self.index: Index = read_index(path)
         self._files: dict[int, Any] = {}
-        self.callback(self._files.clear)
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of the tensors whose name starts with the prefix."""
@@ -171,6 +171,7 @@ class CheckpointReader(ExitStack):
                 if not is_plain(path):
                     raise damaged(path, "not a plain file")
                 self._files[number] = self.enter_context(safe_open(str(path), framework="pt"))
+                self.callback(self._files.pop, number)
             return self._files[number]
         except (OSError, SafetensorError) as error:
             raise damaged(path, (isinstance(error, OSError) and error.strerror) or error) from None
