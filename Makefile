@@ -131,9 +131,9 @@ define paper_run
 $(PY) pretrain_gpt_moe.py --config examples/papers/$(1).yaml checkpoint.resume=auto
 endef
 
-# Two workers: a test of one process, or the start of a test of several, leaves a core free. The files keep the
+# Three workers on two cores: tests of several ranks often wait, for each other or for a process. The files keep the
 # order of tests/conftest.py; xdist's own puts those of most tests first, which are the short ones.
-PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not full"
