@@ -58,6 +58,7 @@ CAPABILITIES = {
     "by_probs": "goes by p, not by ranking_TE",  # mask
     "best_k": "chooses a fixed number of the best experts",  # selector
     "by_ranking": "chooses by ranking_TE alone",
+    "fixed_count": "gives every token the same number of experts",
     "drawn": "draws the experts",
     "assigned": "solves an assignment of tokens to experts",
     "over_all_ranks": "chooses for the micro batches of all data-parallel ranks together",

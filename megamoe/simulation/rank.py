@@ -26,6 +26,7 @@ from megamoe.errors import UserError
 from megamoe.kernels.attention.rotary import angles
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
+from megamoe.moe.alternatives import provides
 from megamoe.moe.layer import device_scalar
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import tokens_and_choices
@@ -169,7 +170,7 @@ def simulate_step(
             layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[assignment]
         counter = CostCounter(parts, on_cuda)
         router = config.moe.router
-        if config.parallel.tensor > 1 and not router.masks and router.capacity.name == "none":
+        if config.parallel.tensor > 1 and not router.masks and provides("dropless", router.capacity):
             counter.kept = 1 / config.parallel.tensor
         stack.enter_context(parts.followed())
         stack.enter_context(counter)

@@ -6,9 +6,8 @@ from megamoe.config import RunConfig
 from megamoe.config.parts import PartChoice
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.size import mean_choices
+from megamoe.moe.alternatives import provides
 from megamoe.registry import get_part
-
-FIXED = ("top_k", "hierarchical_top_k", "table", "sample")  # experts of a token
 
 
 def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -34,7 +33,7 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
             f"moe.router.masks: {names} forbid experts by value; a token's experts are counted without"
         )
         router.masks = []
-    if router.selector.name not in FIXED:
+    if provides("assigned", router.selector) or not provides("fixed_count", router.selector):
         chosen = max(1, round(mean_choices(config)))
         line = (
             f"moe.router.selector: {router.selector.name} chooses by value; counted as top_k with k={chosen}"
@@ -44,7 +43,7 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
         weights = {"weights": "raw"} if chosen == 1 else {}
         router.selector = PartChoice("selector", "top_k", part.Config(k=chosen, **weights))
         lines.append(line)
-    if router.capacity.name != "none":
+    if not provides("dropless", router.capacity):
         name = router.capacity.name
         lines.append(f"moe.router.capacity: {name} drops pairs by value; counted as if none were dropped")
         router.capacity = PartChoice.default("capacity")

@@ -9,7 +9,7 @@ import math  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from contextlib import ExitStack  # noqa: E402
-from dataclasses import asdict  # noqa: E402
+from dataclasses import fields  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -30,6 +30,7 @@ from megamoe.kernels.operators import kernel_operator  # noqa: E402
 from megamoe.model.size import model_size  # noqa: E402
 from megamoe.simulation.counter import CostCounter, OperatorTotal  # noqa: E402
 from megamoe.simulation.expert_load import evenly  # noqa: E402
+from megamoe.simulation.figures import Figures  # noqa: E402
 from megamoe.simulation.hardware import GPUS  # noqa: E402
 from megamoe.simulation.memory import ACTIVATIONS, PARAMETERS  # noqa: E402
 from megamoe.simulation.parts import Parts  # noqa: E402
@@ -339,11 +340,11 @@ def check_an_encoder_decoder_is_extrapolated() -> None:
         config = tiny(*SMALL, *objective, *stacks, "moe.layers.every=null", layers, *batch)
         fewer, whole = (make_plan(config, Cluster(1, 4, GPUS["h100"]), whole=all_) for all_ in (False, True))
         assert (fewer.simulated, whole.simulated) == ([2, 3, 3], [9])
-        found, wanted = asdict(fewer.figures), asdict(whole.figures)
-        for name, values in wanted.items():
-            assert found[name].keys() == values.keys(), name
-            for key, value in values.items():
-                assert math.isclose(found[name][key], value, rel_tol=1e-9), (name, key, value)
+        for name in (field.name for field in fields(Figures)):
+            found, wanted = (getattr(plan.figures, name) for plan in (fewer, whole))
+            assert found.keys() == wanted.keys(), name
+            for key, value in wanted.items():
+                assert math.isclose(found[key], value, rel_tol=1e-9), (name, key, value)
 
 
 def check_three_examples_are_planned() -> None:

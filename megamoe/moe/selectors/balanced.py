@@ -35,7 +35,7 @@ class Balanced(WeightedByP):
 
     @classmethod
     def provides(cls, options: Any) -> set[str]:
-        return {"assigned", "over_all_ranks", "even_load", "even_first_choices"}
+        return {"assigned", "fixed_count", "over_all_ranks", "even_load", "even_first_choices"}
 
     @classmethod
     def requires(cls, options: Any) -> dict[str, str]:

@@ -44,7 +44,7 @@ class HierarchicalTopK(Selector):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        return {"chosen_groups_TA", "normalised"}
+        return {"chosen_groups_TA", "normalised", "fixed_count"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:

@@ -42,7 +42,7 @@ class Sample(FixedK):
     @classmethod
     def provides(cls, options: Config) -> set[str]:
         kinds = {"renormalised": {"normalised"}, "one": {"fixed_weights"}}
-        return {"drawn"} | kinds.get(options.weights, set())
+        return {"drawn", "fixed_count"} | kinds.get(options.weights, set())
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:

@@ -47,7 +47,7 @@ class Sinkhorn(FixedK):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        return {"assigned"}
+        return {"assigned", "fixed_count"}
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:

@@ -27,7 +27,7 @@ class Table(FixedK):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        return {"fixed_weights"}
+        return {"fixed_weights", "fixed_count"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
