@@ -124,11 +124,16 @@ def _name_non_finite(value: Any) -> Any:
 
 
 def _keep_whole(path: Path, step: int) -> None:
-    """Keep the whole records of steps up to `step` and remove the rest.
+    """Keep the whole records of steps up to `step` and remove the rest; a file with nothing to remove stays.
 
     Raises:
         UserError: as `whole_lines`.
     """
+    kept = 0  # bytes, as long as the lines follow each other
+    for line in whole_lines(path, step):
+        kept = line.end if line.start == kept and line.ended else -1
+    if kept == path.stat().st_size:
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with path.open("rb") as source, temporary.open("wb") as target:
