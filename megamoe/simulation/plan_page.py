@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 from xml.sax.saxutils import escape
 
+from megamoe.costs.memory import Share, state_bytes
 from megamoe.model.size import embedding_size
 from megamoe.simulation.counter import CollectiveTotal
 from megamoe.simulation.hardware import ASSUMED
@@ -14,6 +15,7 @@ from megamoe.simulation.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, 
 from megamoe.simulation.plan import CHECKPOINT_BYTES, RESERVED, Plan
 
 GB = 1e9
+ROUTED = "routed experts"
 LINKS = ("bytes", "inside", "between")  # of a row of collectives
 COLOURS = {  # of the picture; what stays from step to step comes first
     PARAMETERS: "#4477aa",
@@ -44,22 +46,51 @@ def _head(plan: Plan) -> list[str]:
         f"{plan.micro_batches} micro batches of {plan.config.train.micro_batch_size} sequences of "
         f"{plan.config.data.sequence_length} tokens a step; "
         f"{numbers['parameters'] / 1e6:,.1f} M parameters on a rank; expert load {plan.load:g}",
-        "  parameters, M: " + _listed(parameters_by_module(plan), 1e6, 0.005),
     ]
 
 
-def parameters_by_module(plan: Plan) -> dict[str, float]:
-    """Return the number of parameters of a rank by kind of module."""
+def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
+    """Return the number of parameters of a rank by kind of module, and the bytes of states by `costs.memory`.
+
+    The states are those between two micro batches of a step, without buffers and without padding.
+    """
     layout, size, model = plan.run.plan.layout, plan.size, plan.config.model
     learned = plan.config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
     words = embedding_size(plan.config, plan.run.vocabulary.size) - learned
-    found = {
-        "routed experts": size.expert / layout.expert_ranks,
+    parameters = {
+        ROUTED: size.expert / layout.expert_ranks,
         "routers and shared experts": float(size.beside),
         "embeddings and output layer": words / layout.tensor + learned,
     }
-    rest = plan.figures.numbers["parameters"] - sum(found.values())
-    return {**found, "attention, dense FFNs and norms": rest}
+    rest = plan.figures.numbers["parameters"] - sum(parameters.values())
+    return {
+        name: {"number": number, **_states_of(plan, name == ROUTED, number)}
+        for name, number in {**parameters, "attention, dense FFNs and norms": rest}.items()
+    }
+
+
+def _states_of(plan: Plan, routed: bool, parameters: float) -> dict[str, float]:
+    run = plan.run.plan
+    trained = 0 if routed and "experts" in plan.config.moe.frozen else parameters
+    share = Share(parameters, trained, run.layout.expert_copies if routed else run.layout.data)
+    found = state_bytes([share], run.stage, run.precision, run.offload)
+    states = {PARAMETERS: found.weights, GRADIENTS: found.gradients, OPTIMIZER: found.optimizer}
+    host = found.cpu + found.nvme
+    return {**states, "offloaded": host} if host else states
+
+
+def _modules(plan: Plan) -> list[str]:
+    """The table of `states_by_module`."""
+    rows = states_by_module(plan)
+    names = [name for name in next(iter(rows.values())) if name != "number"]
+    head = "".join(f"{name:>18}" for name in ["M parameters", *names])
+    return [
+        f"  {'by module; states in GB':32}{head}",
+        *(
+            f"  {module:32}{row['number'] / 1e6:18.2f}" + "".join(f"{row[name] / GB:18.3f}" for name in names)
+            for module, row in rows.items()
+        ),
+    ]
 
 
 def _differences(plan: Plan) -> list[str]:
@@ -81,6 +112,7 @@ def _memory(plan: Plan) -> list[str]:
         lines.append(f"  {phase:12}" + "".join(f"{size / GB:18.3f}" for size in [*sizes, total]))
     states = ", ".join(f"{name} {size:,.0f}" for name, size in plan.figures.states.items())
     lines.append(f"  states, bytes: {states}")
+    lines += _modules(plan)
     host = sum(size for name, size in plan.figures.states.items() if name.endswith("on the host"))
     if host:
         ranks = plan.cluster.gpus_per_node
@@ -242,7 +274,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "parameters": plan.size.total,
         "active_parameters": plan.size.active,
         "differences": plan.config.differences,
-        "parameters_by_module": parameters_by_module(plan),
+        "states_by_module": states_by_module(plan),
         "micro_batches": plan.micro_batches,
         "load": plan.load,
         "fits": plan.fits,

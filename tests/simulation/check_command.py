@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -70,7 +71,10 @@ def check_command_prints_a_plan() -> None:
     place = lines.index("differences from the published model:")
     assert lines[place + 1 : place + 3] == ["  a smaller corpus & another vocabulary", ""]
     assert plan["differences"] == RUN["differences"]
-    modules = plan["parameters_by_module"]
+    by_module = plan["states_by_module"]
+    modules = {name: row.pop("number") for name, row in by_module.items()}
+    for name, size in plan["states"].items():  # of which the tensors of the engine are padded
+        assert math.isclose(sum(row[name] for row in by_module.values()), size, rel_tol=0.02), name
     assert modules["routed experts"] == 3 * 64 * 96  # one of the four experts
     assert modules["routers and shared experts"] == 4 * 64
     assert modules["embeddings and output layer"] == 512 * 64
