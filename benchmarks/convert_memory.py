@@ -21,12 +21,12 @@ settle_vendors()
 
 from common import resident  # noqa: E402
 from common.command import parser_of, positive  # noqa: E402
-from megamoe.hf.export_run import export_run  # noqa: E402
-from megamoe.hf.families import FAMILIES  # noqa: E402
-from megamoe.hf.family import as_config  # noqa: E402
-from megamoe.hf.folder import CONFIG, WEIGHTS  # noqa: E402
-from megamoe.hf.import_folder import import_folder  # noqa: E402
-from megamoe.hf.tensor_files import Stored, TensorWriter  # noqa: E402
+from megamoe.apps.hf.export_run import export_run  # noqa: E402
+from megamoe.apps.hf.families import FAMILIES  # noqa: E402
+from megamoe.apps.hf.family import as_config  # noqa: E402
+from megamoe.apps.hf.folder import CONFIG, WEIGHTS  # noqa: E402
+from megamoe.apps.hf.import_folder import import_folder  # noqa: E402
+from megamoe.apps.hf.tensor_files import Stored, TensorWriter  # noqa: E402
 
 SHAPE = {
     "architectures": ["MixtralForCausalLM"],

@@ -4,7 +4,7 @@
     python benchmarks/roofline.py --all                   # every case of CASES, against the stored figures
     python benchmarks/roofline.py --all --store           # and store them
 
-One rank's shard of the real model trains two steps on fake CUDA tensors (`megamoe.simulation`), and the
+One rank's shard of the real model trains two steps on fake CUDA tensors (`megamoe.apps.plan`), and the
 second is counted. No GPU is needed, and nothing is computed. The time is a model's, not a measurement.
 """
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
-from megamoe.simulation import cuda_device  # noqa: E402
+from megamoe.apps.plan import cuda_device  # noqa: E402
 
 MODELS = Path("benchmarks/rooflines/models")
 STORED = ROOT / "benchmarks/rooflines/expected.json"
@@ -68,7 +68,7 @@ def figures_of_one(options: argparse.Namespace) -> str:
     from megamoe.config import load_config
 
     settle_vendors()
-    from megamoe.simulation.rank import simulate_step
+    from megamoe.apps.plan.rank import simulate_step
     from rooflines.report import figures, page
 
     config = load_config(options.config, options.overrides)

@@ -31,11 +31,11 @@ from common.machine import settle_process
 from common.moe_layer import build_layer
 from megamoe.config import parse_config
 from megamoe.errors import UserError
-from megamoe.moe.alternatives import capabilities
 from megamoe.moe.examples import example_trees
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Part, StepContext
+from megamoe.moe.suggestions import capabilities
 from megamoe.registry import KINDS, get_part, list_parts, load_plugin, nearest_and_all
 
 HIDDEN, FFN, VOCAB, SEQUENCES, CHOICES = 512, 256, 32000, 8, 8

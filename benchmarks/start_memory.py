@@ -26,8 +26,8 @@ from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
 from common.machine import settle_process  # noqa: E402
 from megamoe.config import RunConfig, load_config  # noqa: E402
 from megamoe.model.size import model_size  # noqa: E402
+from megamoe.parallel.zero.engine import Engine  # noqa: E402
 from megamoe.train import trainer as trainer_module  # noqa: E402
-from megamoe.zero.engine import Engine  # noqa: E402
 
 MODEL = [
     *("model.num_layers=12", "model.hidden_size=768", "model.num_attention_heads=12"),

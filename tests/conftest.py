@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settle_vendors()
 
 if TYPE_CHECKING:
-    from tests.distributed.pool import Pool
+    from tests.support.ranks.pool import Pool
 
 OWN_PARTS = Path(__file__).parents[1] / "examples/own_parts.py"
 # The files that take longest, and the folders of such files. They run first: near the end, a long one leaves
@@ -49,7 +49,7 @@ def _early_ranks(request: pytest.FixtureRequest) -> None:
     Not at the end of the collection: what ranks print would then be on the terminal.
     """
     if any("pool" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        from tests.distributed.pool import Pool
+        from tests.support.ranks.pool import Pool
 
         Pool().prepare()
 
@@ -57,14 +57,14 @@ def _early_ranks(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Pool:
     """Runs jobs on processes that are the ranks."""
-    from tests.distributed.pool import Pool
+    from tests.support.ranks.pool import Pool
 
     return Pool()
 
 
 @pytest.fixture(name="restored_process")
 def _restored_process() -> Iterator[None]:
-    from tests.tiny import restored_process
+    from tests.support.tiny import restored_process
 
     with restored_process():
         yield
@@ -78,7 +78,7 @@ def refused(
     capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., str]:
     """Call main() of a script in tools/ in the folder `tmp_path`; returns the one line of its error."""
-    from tests.tiny import one_line, tool
+    from tests.support.tiny import one_line, tool
 
     monkeypatch.chdir(tmp_path)
 
@@ -100,7 +100,7 @@ def pretrain(
     import pretrain_gpt_moe
     from megamoe.config import dump_yaml
     from megamoe.parallel import rank_consistency
-    from tests.tiny import tiny
+    from tests.support.tiny import tiny
 
     (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "name=a")))
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ def refused_run(
 ) -> Callable[..., str]:
     """The same for a mistake: returns its one line. It ends before the ranks start, and leaves nothing."""
     from megamoe.parallel import launch
-    from tests.tiny import one_line
+    from tests.support.tiny import one_line
 
     monkeypatch.setattr(launch, "start", lambda *_, **__: pytest.fail("ranks were started"))
 
@@ -164,7 +164,7 @@ def own_parts(own_registry: None) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """Process groups and Megatron-Core's state for this process alone."""
-    from tests.tiny import world_of_one
+    from tests.support.tiny import world_of_one
 
     with world_of_one():
         yield

@@ -73,7 +73,6 @@ VENDORS |= {
     "megamoe.compat.megatron_groups": VENDORS["megatron.core.parallel_state"],
     "megamoe.compat.deepspeed_compat": VENDORS["deepspeed"],
     "megamoe.compat.deepspeed_zero": VENDORS["deepspeed"],
-    "megamoe.compat.deepspeed_zero1": VENDORS["deepspeed"],
     "megamoe.compat.transformer_engine_compat": VENDORS["transformer_engine"],
 }
 # Attributes of other libraries that begin with an underscore, and yet are their public interface.

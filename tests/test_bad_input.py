@@ -14,8 +14,8 @@ import pytest
 
 from megamoe.config import dump_yaml, load_config
 from megamoe.errors import UserError
-from megamoe.train import memory
-from tests.tiny import BASE, tiny
+from megamoe.validation import memory
+from tests.support.tiny import BASE, tiny
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE_S = 10  # on a busy machine; each takes a few ms

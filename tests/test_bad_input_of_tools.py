@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from megamoe.metrics.report import picture
+from megamoe.apps.report import picture
 from megamoe.resilience.processes import Process
-from tests.checkpoint import checkpoint
-from tests.tiny import tool
+from tests.support import checkpoint
+from tests.support.tiny import tool
 
 Refused = Callable[..., str]
 ROW = {"step": 1, "train/lm_loss": 2.0, "moe/layer_01/load": [1, 2], "moe/layer_01/imbalance": 1.5}

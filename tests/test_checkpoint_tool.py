@@ -14,10 +14,10 @@ import yaml
 from safetensors.torch import load_file
 
 from megamoe.config import dump_yaml, load_config, to_dict
-from tests.checkpoint import checkpoint
-from tests.checkpoint_files import seal
-from tests.tiny import ROOT, tiny
-from tests.tiny import tool as script
+from tests.support import checkpoint
+from tests.support.checkpoint_files import seal
+from tests.support.tiny import ROOT, tiny
+from tests.support.tiny import tool as script
 
 Told = tuple[int, str, str]  # exit code, stdout, stderr
 Tool = Callable[..., Told]

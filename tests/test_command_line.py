@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megamoe.config import dump_yaml
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.tokenizers import train_bpe
-from tests.tiny import ROOT, tiny, tool
+from tests.support.tiny import ROOT, tiny, tool
 
 Command = Callable[..., int]
 Refused = Callable[..., str]

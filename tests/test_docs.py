@@ -15,14 +15,14 @@ from megamoe import registry
 from megamoe.config import RunConfig, load_config, parse_config
 from megamoe.config.model_schema import LatentConfig
 from megamoe.config.parts import PartChoice
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import build_part
-from megamoe.train.check import check_run
-from megamoe.train.schedule import BatchSchedule
-from megamoe.zero.deepspeed_config import resolve_parallel
-from tests.checkpoint import checkpoint
-from tests.moe.build import make_hidden, make_layer
+from megamoe.moe.validation import check_parts
+from megamoe.optim.schedule import BatchSchedule
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+from megamoe.validation.run import check_run
+from tests.support import checkpoint
+from tests.support.moe.build import make_hidden, make_layer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,9 +8,9 @@ import pytest
 from megamoe.config import load_config
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.size import model_size
-from megamoe.train.check import check_run
-from megamoe.train.schedule import BatchSchedule
-from megamoe.zero.deepspeed_config import fill_in, resolve_parallel
+from megamoe.optim.schedule import BatchSchedule
+from megamoe.parallel.zero.deepspeed_config import fill_in, resolve_parallel
+from megamoe.validation.run import check_run
 
 ROOT = Path(__file__).parents[1]
 NO_RUNS = ("wandb", "tasks", "shared", "lm_eval")  # folders of other YAML files

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from megamoe import registry
-from tests.moe.part_layers import PART_IDS, PARTS
-from tests.tiny import ROOT, tool
+from tests.support.moe.part_layers import PART_IDS, PARTS
+from tests.support.tiny import ROOT, tool
 
 Listed = Callable[..., str]
 # A part that no paper needs: it does nothing.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megamoe.train.loop import train
-from tests.tiny import restored_process, tiny
+from tests.support.tiny import restored_process, tiny
 
 PAGE = (Path(__file__).parents[1] / "docs/metrics.md").read_text()
 RUN = (

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from tests.tiny import tool
+from tests.support.tiny import tool
 
 
 def output(name: str, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

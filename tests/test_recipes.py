@@ -15,7 +15,7 @@ import pytest
 from megamoe.config import load_config
 from megamoe.config.shapes import padded_vocab_size
 from megamoe.model.size import model_size
-from tests.simulation.test_simulation import run_in_process
+from tests.apps.plan.test_simulation import run_in_process
 from tests.test_examples import EXAMPLES, ROOT
 
 RECIPES = ROOT / "examples/recipes"
@@ -85,10 +85,10 @@ def test_a_recipe_fits_on_its_cluster(name: str, tmp_path: Path) -> None:
 def test_every_example_can_be_planned(part: int) -> None:
     """But those that learn from labels or pairs of texts, for which mock data cannot stand.
 
-    Three are planned by the quick tests, see tests/simulation. A process plans some twenty.
+    Three are planned by the quick tests, see tests/apps/plan. A process plans some twenty.
     """
     paths = [str(path.relative_to(ROOT)) for path in EXAMPLES if path.parent.name != "recipes"][part::PARTS]
-    [verdicts] = run_in_process("tests.simulation.check_plans", *paths)
+    [verdicts] = run_in_process("tests.support.apps.check_plans", *paths)
     refused = {name: verdict for name, verdict in verdicts.items() if verdict}
     assert {
         name: verdict for name, verdict in refused.items() if "set data.mock to false" not in verdict

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.config import dump_yaml
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 
 ROOT = Path(__file__).parents[1]
 LIST_FILES = """

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, parser_of, run_tool
+from megamoe.apps.command import check_positive, parser_of, run_tool
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
 if TYPE_CHECKING:
-    from megamoe.analysis.routing.study import Options
+    from megamoe.apps.routing_analysis.study import Options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,11 +58,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _analyze(parsed: argparse.Namespace) -> None:
-    from megamoe.analysis.data_option import data_overrides
-    from megamoe.analysis.routing.files import write_study
-    from megamoe.analysis.routing.study import check_names, study
-    from megamoe.analysis.routing.summary import summary_lines
-    from megamoe.analysis.trained_model import session
+    from megamoe.apps.command import data_overrides
+    from megamoe.apps.evaluation.trained_model import session
+    from megamoe.apps.routing_analysis.files import summary_lines, write_study
+    from megamoe.apps.routing_analysis.study import check_names, study
 
     paths = [Path(text) for text in parsed.inputs if _is_path(text)]
     overrides = [text for text in parsed.inputs if not _is_path(text)]
@@ -105,7 +104,7 @@ def _is_path(text: str) -> bool:
 
 
 def _options(parsed: argparse.Namespace) -> "Options":
-    from megamoe.analysis.routing.study import Options
+    from megamoe.apps.routing_analysis.study import Options
 
     try:
         layers = tuple(int(number) for number in parsed.layers.split(",") if number)

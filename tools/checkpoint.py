@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megamoe.checkpoint.format.folder import find_checkpoints
 from megamoe.checkpoint.tools import describe
-from megamoe.checkpoint.tools.consolidate import DTYPES, consolidate
 from megamoe.checkpoint.tools.prune import prune
+from megamoe.checkpoint.tools.stream import DTYPES, consolidate
 from megamoe.errors import UserError
 
 DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141

@@ -66,13 +66,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from megamoe.hf.import_folder import import_folder
+    from megamoe.apps.hf.import_folder import import_folder
 
     import_folder(options.source, options.run, further=options.multi_token_prediction)
 
 
 def _export(options: argparse.Namespace) -> None:
-    from megamoe.hf.export_run import export_run
+    from megamoe.apps.hf.export_run import export_run
 
     if not options.shard_size > 0:
         raise UserError(f"--shard-size: found {options.shard_size}, expected a number of GB above 0")

@@ -16,9 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import parser_of, run_tool
+from megamoe.apps.command import parser_of, run_tool
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, reason
+from megamoe.io import read_plain, reason
 
 MOST_BYTES = 1 << 20  # of a file of published numbers
 KEYS = ("total", "unit", "without_embedding", "explained", "source")

@@ -20,7 +20,7 @@ from megamoe.errors import ExitCode, UserError
 def main(arguments: list[str] | None = None) -> int:
     """Check and start; return the exit code."""
     settle_vendors()
-    from megamoe.parallel.hostfile import launch_with_deepspeed
+    from megamoe.apps.cluster.hostfile import launch_with_deepspeed
 
     try:
         launch_with_deepspeed(sys.argv[1:] if arguments is None else arguments)

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -42,9 +42,9 @@ def _run(options: argparse.Namespace) -> None:
     points = list(itertools.product(*map(_values, options.sweep)))
     check_positive("--samples", options.samples)
     check_writable("--json", options.json)
-    from megamoe.analysis.data_option import data_overrides
-    from megamoe.analysis.perplexity import datasets_of, perplexity_on
-    from megamoe.analysis.trained_model import session
+    from megamoe.apps.command import data_overrides
+    from megamoe.apps.evaluation.perplexity import datasets_of, perplexity_on
+    from megamoe.apps.evaluation.trained_model import session
 
     rows: list[dict[str, Any]] = []
     overrides = [*options.overrides, *data_overrides(options.data)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import parser_of, run_tool
+from megamoe.apps.command import parser_of, run_tool
 from megamoe.parallel.parent_death import end_with_launcher
 from megamoe.resilience.error_reporting import exit_process
 
@@ -31,13 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megamoe.tasks.schema import load_task
+    from megamoe.apps.finetune.task import load_task
 
     of_task = [each for each in options.overrides if each.startswith(PREFIX)]
     of_run = [each for each in options.overrides if not each.startswith(PREFIX)]
     task = load_task(options.task, of_task)
-    from megamoe.analysis.trained_model import session
-    from megamoe.tasks.finetune import Options, finetune
+    from megamoe.apps.evaluation.trained_model import session
+    from megamoe.apps.finetune.finetune import Options, finetune
 
     layout = [each for each in of_run if each.startswith(("parallel.", "plugins="))]
     with session(layout) as ranks:

@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, reason
+from megamoe.io import read_plain, reason
 from megamoe.resilience.error_reporting import exit_process
 
 MOST_BYTES = 1 << 28
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> None:
     check_positive("--batch-size", options.batch_size)
     check_writable("--html", options.html)
     check_writable("--json", options.json)
-    from megamoe.generation.sampling import Sampling
+    from megamoe.apps.generation.sampling import Sampling
 
     sampling = Sampling(
         options.max_tokens,
@@ -95,10 +95,10 @@ def _run(options: argparse.Namespace) -> None:
         tuple(options.stop),
     )
     beams = _beams(options)
-    from megamoe.analysis.trained_model import session
-    from megamoe.generation.beams import continued
-    from megamoe.generation.generate import encoded, generate
-    from megamoe.generation.runner import prepare
+    from megamoe.apps.evaluation.trained_model import session
+    from megamoe.apps.generation.beams import continued
+    from megamoe.apps.generation.generate import encoded, generate
+    from megamoe.apps.generation.runner import prepare
 
     shows = options.show_experts or options.html is not None
     with session(options.overrides, options.precision) as ranks:
@@ -126,7 +126,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _beams(options: argparse.Namespace) -> Any:
     """Return the options of the beam search, or None without --beams."""
-    from megamoe.generation.beam_search import BeamOptions
+    from megamoe.apps.generation.beam_search import BeamOptions
 
     if options.beams is None:
         if options.length_penalty != 1.0:
@@ -142,16 +142,16 @@ def _beams(options: argparse.Namespace) -> Any:
 
 
 def _show(trained: Any, result: Any, say: Any) -> None:
-    from megamoe.generation.experts import lines_of
-    from megamoe.generation.generate import token_texts
+    from megamoe.apps.generation.experts import lines_of
+    from megamoe.apps.generation.generate import token_texts
 
     for line in lines_of(token_texts(trained, result.prompt + result.tokens), result.experts):
         say(line)
 
 
 def _write(options: argparse.Namespace, trained: Any, prompts: list[str], results: list[Any]) -> None:
-    from megamoe.generation.experts import page_of
-    from megamoe.generation.generate import token_texts
+    from megamoe.apps.generation.experts import page_of
+    from megamoe.apps.generation.generate import token_texts
 
     if options.html is not None:
         tables = [

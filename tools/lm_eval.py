@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.resilience.error_reporting import exit_process
 
@@ -64,13 +64,13 @@ def _run(options: argparse.Namespace) -> None:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     # `import lm_eval` must find the harness, not this file.
     sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).resolve().parent]
-    from megamoe.harness.run import evaluated, loaded_tasks
+    from megamoe.apps.lm_eval.run import evaluated, loaded_tasks
 
     logging.getLogger().setLevel(logging.ERROR)
     names = [name for name in options.tasks.split(",") if name]
     tasks = loaded_tasks(names, options.include)
 
-    from megamoe.analysis.trained_model import session
+    from megamoe.apps.evaluation.trained_model import session
 
     with session(options.overrides, options.precision) as ranks:
         trained = ranks.open(options.path)

@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, reason
+from megamoe.io import read_plain, reason
 
 MOST_BYTES = 1 << 28
 SCORES = ("BLEU", "chrF", "chrF++")

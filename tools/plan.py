@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, run_tool, write_text
+from megamoe.apps.command import check_positive, check_writable, run_tool, write_text
+from megamoe.apps.plan import cuda_device
 from megamoe.errors import UserError
-from megamoe.simulation import cuda_device
 
 MOST_GPUS = 1 << 17  # every process group of the run is made, one after the other
 
@@ -69,13 +69,13 @@ def _run(options: argparse.Namespace) -> None:
     check_writable("--picture", options.picture)
     # A notice for PyTorch's developers: its fake tensors have no data, whose pointers attention compares.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    from megamoe.simulation.hardware_file import gpu_of
+    from megamoe.apps.plan.hardware import gpu_of
 
     gpu = gpu_of(options.gpu)
+    from megamoe.apps.plan.layout_search import SIMULATED, search, search_record, table
+    from megamoe.apps.plan.plan import Cluster, make_plan
+    from megamoe.apps.plan.plan_page import page, picture, record
     from megamoe.config import load_config
-    from megamoe.simulation.layout_search import SIMULATED, search, search_record, table
-    from megamoe.simulation.plan import Cluster, make_plan
-    from megamoe.simulation.plan_page import page, picture, record
 
     config = load_config(options.config, options.overrides)
     cluster = Cluster(options.nodes, options.gpus_per_node, gpu, options.disk * 1e9)

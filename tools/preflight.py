@@ -50,10 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     settle_vendors()
+    from megamoe.apps.cluster.checks import compute_problems, node_problems
+    from megamoe.apps.cluster.preflight import Preflight
     from megamoe.model.size import model_size
     from megamoe.parallel.launch import find_world
-    from megamoe.resilience.node_checks import compute_problems, node_problems
-    from megamoe.resilience.preflight import Preflight
     from megamoe.train.rank_facts import facts_of_start
 
     timer = threading.Timer(LIMIT_S, _give_up)  # from here: the imports may be slow on a busy file system

@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     options = vars(parse_arguments(argv))
     if "catalogues" in options:
         options["catalogues"] = [name for item in options["catalogues"] for name in _words(item)]
-    from megamoe.data.parallel_text.prepare import TRAINED, PairPreparation, prepare_pairs
+    from megamoe.apps.translation.prepare import TRAINED, PairPreparation, prepare_pairs
     from megamoe.errors import UserError
 
     # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.

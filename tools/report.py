@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_writable
+from megamoe.apps.command import check_writable
+from megamoe.apps.report.live import LiveServer
+from megamoe.apps.report.page import REPORT_FILE, write_page, write_report
+from megamoe.apps.report.run_statistics import comparison_table, read_run
 from megamoe.errors import UserError
-from megamoe.metrics.report.live import LiveServer
-from megamoe.metrics.report.page import REPORT_FILE, write_page, write_report
-from megamoe.metrics.report.run_statistics import comparison_table, read_run
 
 COMPARISON_FILE = "comparison.html"
 DEFAULT_PORT = 8765

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.run_status import as_text, is_complete, newest_checkpoint, read_status
+from megamoe.apps.cluster.status import as_text, is_complete, newest_checkpoint, read_status
 from megamoe.compat.startup import settle_vendors
 from megamoe.config import load_config
 from megamoe.errors import UserError

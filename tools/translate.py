@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.analysis.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, reason
+from megamoe.io import read_plain, reason
 from megamoe.resilience.error_reporting import exit_process
 
 MOST_BYTES = 1 << 28
@@ -84,14 +84,14 @@ def _run(options: argparse.Namespace) -> None:
     _check(options)
     lines = _lines("--input", options.input)
     references = _lines("--reference", options.reference)
-    from megamoe.generation.translate import Lengths
+    from megamoe.apps.generation.translate import Lengths
 
     search, lengths = _search(options), Lengths(options.max_length, options.max_extra)
-    from megamoe.analysis.trained_model import session
-    from megamoe.generation import languages
-    from megamoe.generation.runner import prepare
-    from megamoe.generation.scores import default_tokenize, metrics_of, scored_twice
-    from megamoe.generation.translate import translate
+    from megamoe.apps.evaluation.trained_model import session
+    from megamoe.apps.generation import languages
+    from megamoe.apps.generation.runner import prepare
+    from megamoe.apps.generation.scores import default_tokenize, metrics_of, scored_twice
+    from megamoe.apps.generation.translate import translate
 
     tokenize = options.tokenize or default_tokenize(options.target)
     metrics = metrics_of(tokenize) if options.score else {}
@@ -178,9 +178,9 @@ def _spelling(name: str) -> str:
 
 
 def _search(options: argparse.Namespace) -> Any:
-    from megamoe.generation.beam_search import BeamOptions
-    from megamoe.generation.sampling import Sampling
-    from megamoe.generation.translate import Drawing
+    from megamoe.apps.generation.beam_search import BeamOptions
+    from megamoe.apps.generation.sampling import Sampling
+    from megamoe.apps.generation.translate import Drawing
 
     if not options.sample:
         return BeamOptions(
@@ -216,7 +216,7 @@ def _lines(option: str, path: Path | None) -> list[str] | None:
 
 def _texts(trained: Any, found: list[list[Any]]) -> list[list[str]]:
     """Return the text of each hypothesis of each sentence; a blank sentence has one, which is blank."""
-    from megamoe.generation.generate import tokenizer_of
+    from megamoe.apps.generation.generate import tokenizer_of
 
     tokenizer = tokenizer_of(trained)
     return [[tokenizer.decode(one.tokens) for one in hypotheses] or [""] for hypotheses in found]
@@ -236,7 +236,7 @@ def _write(
     options: argparse.Namespace, texts: list[list[str]], sentences: Any, result: dict[str, Any]
 ) -> None:
     """Write what the options name; without any of them print the translations."""
-    from megamoe.generation.scores import one_line
+    from megamoe.apps.generation.scores import one_line
 
     if options.n_best > 1:
         rows = [

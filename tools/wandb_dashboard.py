@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megamoe.apps.report.dashboard import GROUPS, SECTIONS, Dashboard, own_entity, spec_of
 from megamoe.errors import UserError
-from megamoe.metrics.dashboard import GROUPS, SECTIONS, Dashboard, own_entity, spec_of
 from megamoe.metrics.sinks.wandb_sink import has_login
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megamoe.analysis.command import parser_of
+from megamoe.apps.command import parser_of
 from megamoe.errors import UserError
 
 DEMO = Path(__file__).parents[2] / "examples/demo.yaml"

@@ -3,9 +3,9 @@
 from typing import Any
 
 from megamoe.config import parse_config
-from megamoe.moe.composition import check_parts
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
+from megamoe.moe.validation import check_parts
 
 
 def build_layer(tree: dict[str, Any], hidden: int, ffn: int, vocab_size: int | None = None) -> MoELayer:

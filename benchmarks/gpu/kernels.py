@@ -15,7 +15,7 @@ from megamoe.kernels.choice import Kernels, triton_problem
 from megamoe.kernels.experts.ffn import swiglu_experts
 from megamoe.kernels.experts.rows import RowTokens, combine, gather, group_pairs, swiglu
 from megamoe.kernels.rms_norm import rms_norm, summed_rms_norm
-from megamoe.kernels.router_sums import balance, gate_sums, mean_squared_log_sum
+from megamoe.kernels.router import balance, gate_sums, mean_squared_log_sum
 
 PLAIN = Kernels(compiled=False, triton=False)
 ROTARY = Rotary(10000.0)
@@ -136,23 +136,23 @@ def _widened(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _try_tiles(section: Section, device: torch.device) -> None:
     """Report the fastest of some tiles for each product of the experts in bf16, beside the table's tile."""
-    from megamoe.kernels.triton import blocks
+    from megamoe.kernels.triton import common
 
     major = torch.cuda.get_device_capability(device)[0]
     ours = Kernels(compiled=True, triton=True, triton_products=True)
     each = next(p for p in passes(SIZES["cuda"], torch.bfloat16, device) if p.name == "experts")
-    built_in = dict(blocks.TILES)
+    built_in = dict(common.TILES)
     for kind in ("product", "up", "down_backward", "to_weight"):
-        table = blocks.tile_of(kind, 2, major)
+        table = common.tile_of(kind, 2, major)
         times: dict[Any, float] = {}
         for tile in dict.fromkeys((table, *_neighbours(table))):
-            blocks.TILES[kind, 2, major] = tile
+            common.TILES[kind, 2, major] = tile
             try:
                 times[tile] = seconds_of(partial(_both_ways, each, ours))
             except Exception as error:  # a tile that needs more shared memory than the device has
                 section.add(f"tile of {kind}", f"{tile}: {type(error).__name__}")
-        blocks.TILES.clear()
-        blocks.TILES.update(built_in)
+        common.TILES.clear()
+        common.TILES.update(built_in)
         best = min(times, key=lambda tile: times[tile])
         ratio = times[best] / times[table] if table in times else float("nan")
         section.add(f"tile of {kind}", str(best), note=f"{ratio:.3f} of the time with the table's {table}")

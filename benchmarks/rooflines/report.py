@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from megamoe.simulation.hardware import ASSUMED, GPUS
-from megamoe.simulation.rank import StepCosts
-from megamoe.simulation.roofline import BOUNDS, Roofline, roofline
+from megamoe.apps.plan.hardware import ASSUMED, GPUS
+from megamoe.apps.plan.rank import StepCosts
+from megamoe.apps.plan.roofline import BOUNDS, Roofline, roofline
 
 
 def figures(costs: StepCosts) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from megamoe.config import RunConfig, load_config
 from megamoe.config.shapes import expert_ffn_size, shared_ffn_size
 from megamoe.errors import UserError
 from megamoe.model.size import mean_choices
-from megamoe.train.check import check_run
-from megamoe.zero.deepspeed_config import resolve_parallel
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+from megamoe.validation.run import check_run
 
 
 @dataclass(frozen=True)

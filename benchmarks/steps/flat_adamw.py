@@ -4,7 +4,7 @@ import torch
 
 from common.timers import clock
 from megamoe.config.schema import OptimizerConfig
-from megamoe.zero.optimizer import adamw_options
+from megamoe.optim.optimizers import adamw_options
 from steps.candidate import StepTime
 
 

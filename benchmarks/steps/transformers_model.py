@@ -13,8 +13,8 @@ from layers.candidate import NotMeasured
 from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.config.shapes import expert_ffn_size, padded_vocab_size
 from megamoe.data.vocabulary import resolve_vocabulary
-from megamoe.zero.deepspeed_config import resolve_parallel
-from megamoe.zero.optimizer import adamw_options
+from megamoe.optim.optimizers import adamw_options
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from steps.candidate import StepTime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

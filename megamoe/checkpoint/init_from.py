@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.chunks import Chunk, LocalChunk
 from megamoe.checkpoint.format.files import damaged
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
-from megamoe.checkpoint.placements import shardings
+from megamoe.checkpoint.planning import shardings
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.config.schema import InitConfig
@@ -67,7 +67,7 @@ class InitialWeights:
     ) -> None:
         path = Path(str(init.path))
         read_meta(path, KEY)  # has the clearer message for a path that is no checkpoint
-        problem = next(integrity.problems(path, rank, layout.ranks), None)
+        problem = next(files.problems(path, rank, layout.ranks), None)
         if problem is not None:
             raise damaged(path, problem)
         self._init, self._layout, self._rank, self._seed = init, layout, rank, seed

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.chunks import LocalChunk
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sync, write_text
 from megamoe.checkpoint.format.folder import (
@@ -30,14 +30,13 @@ from megamoe.checkpoint.format.folder import (
 )
 from megamoe.checkpoint.format.meta import Meta, RandomLayout
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.placements import shardings
-from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
+from megamoe.checkpoint.planning import Plan, fingerprint, plan_save, shardings
 from megamoe.checkpoint.state import EngineState, load_random
 from megamoe.checkpoint.writer import Save, Staging
 from megamoe.errors import UserError
 from megamoe.parallel.consensus import catch_error, first_problem, gather_from_ranks, raise_any_error
 from megamoe.parallel.layout import Layout
-from megamoe.zero.engine import Engine
+from megamoe.parallel.zero.engine import Engine
 
 RESUME_ELSEWHERE = (
     "name another one in checkpoint.resume, or start from scratch with checkpoint.resume=never and another "
@@ -62,7 +61,7 @@ def first_intact(
     problem = ""
     damaged: list[Path] = []
     for path in broadcast[0]:
-        found = first_problem(next(integrity.problems(path, rank, size), None))
+        found = first_problem(next(files.problems(path, rank, size), None))
         if found is None:
             return path, damaged
         damaged.append(path)
@@ -188,7 +187,7 @@ class Checkpoints:
 
     def _publish(self, save: Save, sums: dict[str, str]) -> None:
         """Rename the written folder to its final name, update `latest`, and delete old checkpoints."""
-        integrity.write_sums(save.folder, sums)
+        files.write_sums(save.folder, sums)
         sync(save.folder)
         replaced = save.final.with_name(f"{REPLACED}{save.final.name}")
         if save.final.exists():  # the same step, saved again after a resume from an earlier one

@@ -19,7 +19,7 @@ import yaml
 from megamoe.config.messages import shown
 from megamoe.config.yaml_text import parse_yaml, problem_of
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, reason
+from megamoe.io import read_plain, reason
 
 LARGEST_FILE = 1 << 20  # bytes of YAML
 MOST_FILES = 20  # of one run

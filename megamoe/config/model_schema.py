@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megamoe.config.bounds import (
+from megamoe.config.parts import Section
+from megamoe.config.values import (
     Deviation,
     Fraction,
     Layers,
@@ -15,7 +16,6 @@ from megamoe.config.bounds import (
     Size,
     Small,
 )
-from megamoe.config.parts import Section
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "swiglu_clamped"]
 

@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from megamoe.config.bounds import (
+from megamoe.config.model_schema import Activation as Activation
+from megamoe.config.model_schema import ModelConfig as ModelConfig
+from megamoe.config.parts import PartChoice, Section, names_inside, none_at_all, one_part, one_size
+from megamoe.config.values import (
     Decay,
     Fraction,
     Layers,
@@ -27,12 +30,10 @@ from megamoe.config.bounds import (
     Size,
     SizeOrZero,
     Small,
+    checked_pattern,
+    is_dataset,
+    is_run_name,
 )
-from megamoe.config.model_schema import Activation as Activation
-from megamoe.config.model_schema import ModelConfig as ModelConfig
-from megamoe.config.parts import PartChoice, Section, names_inside, none_at_all, one_part, one_size
-from megamoe.config.paths import is_dataset, is_run_name
-from megamoe.config.patterns import checked_pattern
 
 DEFAULT_STEPS = 100
 Precision = Literal["fp32", "bf16", "fp16"]

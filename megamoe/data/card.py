@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megamoe.data.index_file import AGAIN, read_header
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, reason
+from megamoe.io import read_plain, reason
 
 CHECKSUM = "checksum"  # the card's key with the SHA-256 of everything else in it
 PAIRS = ".pairs.json"  # the end of the name of the card of prepared pairs

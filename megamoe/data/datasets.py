@@ -1,15 +1,4 @@
-"""Training samples from indexed data, blended, split and shuffled by Megatron-Core's dataset builder.
-
-Design choices:
-- data is verified before anything is built on it (`verify.py`);
-- the sample index is cached under a key that covers the data's own identity, so that data prepared anew
-  under the same name never meets an old index, and is verified when it is read (`index_cache.py`);
-- every rank raises the same error for a user's mistake.
-
-Note on resuming: with `data.order: documents` the order of samples depends on the number of epochs that
-`train_samples` asks for; a run that is extended into a further epoch sees another order. With `samples` it
-does not (`sample_order.py`).
-"""
+"""Training samples from indexed data, blended, split and shuffled by Megatron-Core's dataset builder."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from megamoe.config.schema import DataConfig, SourceConfig
-from megamoe.data.card import DataFiles
-from megamoe.data.epochs import blend_weights
+from megamoe.data.card import DataFiles, load_card
 from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
 from megamoe.data.index_file import read_header, tokens_before
 from megamoe.data.mapped_files import CheckedDataset
@@ -34,6 +26,51 @@ from megamoe.data.verify import cache_folder, verify_sources
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.host_memory import available_bytes
+
+
+def samples_per_epoch(data: DataConfig) -> int:
+    """Return the samples of all sources' train splits, each counted once, whatever the blend's weights.
+
+    As in Megatron-Core's GPTDataset, a source of n tokens has (n - 1) // sequence_length samples, for the
+    last token of each sample is the first of the next. Mock data has no end and is not accepted.
+    """
+    assert not data.mock
+    shares = parse_and_normalize_split(",".join(f"{share:.12f}" for share in data.split))
+    _, train_end = convert_split_vector_to_split_matrix(shares)[0] or (0.0, 0.0)
+    total = 0
+    for source in data.sources:
+        files = DataFiles(Path(source.path))
+        documents = round(train_end * read_header(files.idx)[0].num_sequences)
+        tokens = tokens_before(files.idx, documents)
+        total += max(tokens - 1, 0) // data.sequence_length
+    return total
+
+
+def blend_weights(sources: Sequence[SourceConfig], exponent: float | None) -> list[float]:
+    """Return each source's share of a blend, in their order. The shares sum to 1.
+
+    The shares follow `weight`, or with an exponent a the sizes: n_i^a / sum_j n_j^a for n_i tokens (Conneau
+    and Lample 2019, XLM, section 3.1, whose a is 0.5 and whose n counts sentences; Chi et al. 2022, X-MoE,
+    section 4.1). a = 1: in proportion to the sizes; a = 0: evenly; between them small sources come more often
+    than they would by size.
+    """
+    if exponent is None:
+        parts = [source.weight for source in sources]
+    else:
+        sizes = [_tokens(source.path) for source in sources]
+        # Divided by the largest first: a power of a large count could overflow a float.
+        parts = [(size / max(sizes)) ** exponent for size in sizes]
+    return [part / sum(parts) for part in parts]
+
+
+def _tokens(path: str) -> int:
+    """Return a dataset's tokens: its card's count, or without a card the sum of the index's lengths."""
+    card = load_card(path)
+    if card is not None:
+        return card.tokens
+    idx = DataFiles(Path(path)).idx
+    return tokens_before(idx, read_header(idx)[0].num_sequences)
+
 
 __all__ = ["Datasets", "Vocabulary", "build_datasets", "resolve_vocabulary"]
 

@@ -26,7 +26,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megamoe.compat.megatron_datasets import BarrierFreeBuilder, IndexedBlend, IndexedGPTDataset
 from megamoe.data.batches import warn
 from megamoe.data.ranks import first_ranks, raise_any_error, rank
-from megamoe.data.scan_cache import ScanCache, scan
+from megamoe.data.verify import ScanCache, scan
 from megamoe.errors import UserError
 
 VERSION = 1  # version of the entries' format; it is part of the key

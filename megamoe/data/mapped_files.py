@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from megamoe.compat.megatron_datasets import documents_of_sample, token_files
 from megamoe.compat.numpy_compat import open_map
-from megamoe.data.documents import document_items
+from megamoe.data.batches import document_items
 from megamoe.errors import UserError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from megamoe.data.documents import sample_items
+from megamoe.data.batches import sample_items
 
 STRIDE = 7
 NOISE = 0.1

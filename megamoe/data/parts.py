@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from megamoe.data.card import DataFiles
-from megamoe.data.encode import start_worker
 from megamoe.data.index_file import read_lengths, write_index
 from megamoe.data.sources import Source
+from megamoe.data.write import start_worker
 from megamoe.errors import UserError
-from megamoe.plain_files import read_plain, replace_file
+from megamoe.io import read_plain, replace_file
 
 FOLDER = "parts"
 RECORDS = f"{FOLDER}/*.json"

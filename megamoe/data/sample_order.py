@@ -20,8 +20,8 @@ import torch
 from megatron.core.datasets import helpers
 from torch.utils.data import Dataset
 
+from megamoe.data.batches import sample_items
 from megamoe.data.card import DataFiles
-from megamoe.data.documents import sample_items
 from megamoe.data.index_file import read_header, tokens_before
 from megamoe.data.mapped_files import WAY_OUT
 from megamoe.errors import UserError

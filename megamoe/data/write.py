@@ -1,22 +1,106 @@
-"""Writing a dataset: tokens to .bin and .idx, the counts of the token ids, and the data card."""
+"""Writing a dataset: texts to tokens, tokens to .bin and .idx, the counts of the token ids, and the data
+card.
+"""
 
 import contextlib
 import fcntl
 import hashlib
+import os
 import shutil
+import signal
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megamoe import __version__
 from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard, save_checked
-from megamoe.data.encode import encode_batches
 from megamoe.data.index_file import read_lengths, token_dtype, write_index
-from megamoe.data.tokenizers import Tokenizer, is_bytes
+from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
+
+
+class Encoded(NamedTuple):
+    """Documents as tokens, one after another, each ended by the end-of-document token."""
+
+    tokens: np.ndarray  # [sum of lengths], the dtype of the .bin
+    lengths: np.ndarray  # [documents], int64
+
+
+def encode_texts(texts: list[str], tokenizer: Tokenizer, dtype: type[np.number]) -> Encoded:
+    """Return the tokens and lengths of `texts`, end-of-document tokens included."""
+    documents = [[*tokens, tokenizer.eod] for tokens in tokenizer.encode_batch(texts)]
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
+    return Encoded(np.concatenate([np.array(document, dtype=dtype) for document in documents]), lengths)
+
+
+def encode_batches(
+    batches: Iterable[list[str]], tokenizer: Tokenizer, dtype: type[np.number], num_workers: int
+) -> Iterator[Encoded]:
+    """Yield `encode_texts` of each batch, in order, whatever the number of workers.
+
+    Raises:
+        UserError: if a worker dies.
+    """
+    if num_workers == 1:
+        for batch in batches:
+            yield encode_texts(batch, tokenizer, dtype)
+        return
+    pool = ProcessPoolExecutor(
+        num_workers, get_context("spawn"), initializer=_start_worker, initargs=(tokenizer.name, dtype)
+    )
+    pending: deque[Future[Encoded]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_encode_in_worker, batch))
+            if len(pending) > 2 * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"workers {num_workers}: one died, most likely for want of memory; try fewer workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker: tuple[Tokenizer, type[np.number]]
+
+
+def _start_worker(reference: str, dtype: type[np.number]) -> None:
+    global _worker
+    start_worker()
+    _worker = (load_tokenizer(reference), dtype)
+
+
+def start_worker() -> None:
+    """Prepare this process, which was spawned to tokenize."""
+    # The workers already use all cores; the parent alone handles Ctrl-C.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    """End this worker with its parent. A pool's workers would wait forever for a parent that was killed."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode_in_worker(texts: list[str]) -> Encoded:
+    tokenizer, dtype = _worker
+    return encode_texts(texts, tokenizer, dtype)
+
 
 LOCK = "lock"
 

@@ -2,7 +2,7 @@
 
 PyTorch knows the operators that come with it: it can run them on fake tensors, which have a shape and no
 data, and it counts their FLOPs. A launch of a Triton kernel is invisible to it. Declared here, the launch is
-an operator `megamoe::NAME` with a fake implementation and a `KernelCost`, and `megamoe.simulation` counts it.
+an operator `megamoe::NAME` with a fake implementation and a `KernelCost`, and `megamoe.apps.plan` counts it.
 """
 
 from collections.abc import Callable, Iterable

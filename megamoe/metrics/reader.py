@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megamoe.errors import UserError
-from megamoe.plain_files import open_plain, reason
+from megamoe.io import open_plain, reason
 
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 LONGEST_LINE = 1 << 26  # bytes; a step of 1,000 layers of 1,000 experts has some ten million

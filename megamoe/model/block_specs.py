@@ -27,11 +27,11 @@ from megamoe.config.shapes import (
     window_of,
 )
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.experts.clamped_swiglu import LIMIT, OFFSET
+from megamoe.kernels.experts.ffn import LIMIT, OFFSET
+from megamoe.model.attention.caches import CachingCrossAttention
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.attention.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.attention.rotary import position_options
-from megamoe.model.attention.source_cache import CachingCrossAttention
 from megamoe.model.modules import Modules, fp8_options
 from megamoe.model.moe_block import Block, MoEBlock
 from megamoe.model.units import Built

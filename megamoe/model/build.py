@@ -2,13 +2,18 @@
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megamoe.compat.megatron_compat import stand_in_for_cuda
+from megamoe.compat.megatron_compat import set_random_tracker, stand_in_for_cuda
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import Stack, padded_vocab_size, stacks
 from megamoe.model.architectures.decoder import GPT, Decoder
@@ -23,9 +28,32 @@ from megamoe.model.heads.labels import label_head
 from megamoe.model.heads.multi_token_prediction import MultiTokenPrediction, PredictionDepth
 from megamoe.model.heads.vocabulary import Head
 from megamoe.model.modules import choose_modules
-from megamoe.model.random_streams import use_one_stream
 from megamoe.model.scales import change_logits
 from megamoe.model.units import Built, embedding_first
+
+
+class OneStream(CudaRNGStatesTracker):
+    """Megatron-Core's tracker of random states, without states of its own."""
+
+    def is_initialized(self) -> bool:
+        """Always true."""
+        return True
+
+    @contextmanager
+    def fork(self, name: Any = None) -> Iterator[None]:
+        """Context in which each tensor-parallel rank draws separately; afterwards all ranks have the same
+        state.
+        """
+        seed = int(torch.randint(2**62, (1,), device="cpu")) + get_tensor_model_parallel_rank()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            yield
+
+
+def use_one_stream() -> None:
+    """Make Megatron-Core's modules use this tracker."""
+    set_random_tracker(OneStream())
 
 
 def build_model(

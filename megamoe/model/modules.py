@@ -1,22 +1,23 @@
-"""The classes that a block is built of: Megatron-Core's on PyTorch, Apex's norms, or Transformer Engine's.
-
-With Transformer Engine a block keeps its norms separate from the following linear layers, although
-Megatron-Core's own specification fuses them. Before an MoE layer there is nothing to fuse with, and the
-weights keep their names, so a checkpoint loads under either backend.
+"""The classes that a block is built of: Megatron-Core's on PyTorch, our norms, Apex's norms, or
+Transformer Engine's.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from megamoe.compat.megatron_compat import ffn_submodules
+from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, LentWeights
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import has_input_bias, has_output_bias
-from megamoe.kernels.choice import Kernels
+from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
+from megamoe.kernels.rms_norm import rms_norm, summed_rms_norm
 from megamoe.model.attention.core import SDPAttention, SplittingSelfAttention
 from megamoe.model.attention.head_norms import NormOfAllKeys, NormOfAllQueries, norm_of_each_head
 from megamoe.model.backends import (
@@ -26,9 +27,76 @@ from megamoe.model.backends import (
     uses_apex_norms,
     uses_transformer_engine,
 )
-from megamoe.model.norm import Norm
-from megamoe.model.transformer_engine_grouped_linear import transformer_engine_grouped_linear
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension, by Megatron-Core's configuration (`BlockConfig`).
+
+    Under sequence parallelism each rank has a part of the positions, so its gradients of weight and bias are
+    partial. The parameters carry Megatron-Core's mark for gradients that must be summed.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.kernels: Kernels = getattr(config, "kernels", DEFAULT_KERNELS)
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def sums(self, hidden: Tensor) -> bool:
+        """Return whether `forward` with `with_sum` saves a pass over these hidden states."""
+        return self.bias is None and self.kernels.uses_triton(hidden.device)
+
+    def forward(self, hidden: Tensor, added: Tensor | None = None, with_sum: bool = False) -> Any:
+        """Return the norm of `hidden`, [..., H] to the same shape.
+
+        with_sum: return (hidden + added, its norm), see `summed_rms_norm`; for RMSNorm.
+        """
+        shape = self.weight.shape
+        if with_sum:
+            return summed_rms_norm(hidden, added, self.weight, self.eps, self.kernels)
+        if self.bias is None:
+            return rms_norm(hidden, self.weight, self.eps, self.kernels)
+        return functional.layer_norm(hidden, shape, self.weight, self.bias, self.eps)
+
+
+class EngineProduct(nn.Module):
+    """Transformer Engine's GroupedLinear without parameters of its own: a `GroupedProduct`.
+
+    Its weights are views of the stacked weight, set for each call, and their gradients are stacked into the
+    weight's gradient. So names, ZeRO, expert parallelism and checkpoints see stacked weights only. Only the
+    FP8 scales stay here between calls, so each weight needs its own product.
+    """
+
+    def __init__(self, num_experts: int, in_size: int, out_size: int) -> None:
+        from transformer_engine.pytorch import GroupedLinear
+
+        super().__init__()
+        self.linear = GroupedLinear(
+            num_experts,
+            in_size,
+            out_size,
+            bias=False,
+            init_method=lambda weight: None,
+            params_dtype=torch.float32,
+            device="cpu",
+        )
+        self.weights = LentWeights(self.linear, num_experts)
+
+    def forward(self, rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+        """rows_NI of the weight's dtype, grouped by expert; counts_E int64 on the CPU -> [N, out]."""
+        with self.weights.lent(weight_EOI.unbind(0)) as linear:
+            rows_NO: Tensor = linear(rows_NI, counts_E.tolist())
+        return rows_NO
+
+
+def transformer_engine_grouped_linear(fp8: str) -> Products:
+    """Return the products by Transformer Engine; fp8: model.fp8, which needs padded rows."""
+    return Products(EngineProduct, row_multiple=FP8_MULTIPLE.get(fp8, 1), host_counts=True)
+
 
 AMAX_HISTORY = 1024  # Transformer Engine's default
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from megamoe.model.norm import Norm
+from megamoe.model.modules import Norm
 from megamoe.model.recompute import recomputed
 from megamoe.model.scales import scale_residual
 from megamoe.moe.layer import MoELayer

@@ -12,10 +12,9 @@ from megamoe.config import PartChoice, parse_config
 from megamoe.config.parts import DEFAULTS
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
-from megamoe.moe.alternatives import needs, parts_that, provides, requirements
-from megamoe.moe.compatibility import chosen_parts, provider
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Example
+from megamoe.moe.suggestions import needs, parts_that, provides, requirements
+from megamoe.moe.validation import check_parts, chosen_parts, provider
 from megamoe.registry import STAGES, get_part
 
 MOST_NEIGHBOURS = 8

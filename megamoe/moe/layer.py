@@ -17,9 +17,8 @@ from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
-from megamoe.moe.gradient_share import measure_gradients
 from megamoe.moe.objective import Objective
-from megamoe.moe.observation import Observation, observe
+from megamoe.moe.observation import Observation, measure_gradients, observe
 from megamoe.moe.part import Constraint, Dims, Part, StepContext
 from megamoe.moe.process_groups import ParallelGroups, TokenSpread, rank_in, size_of
 from megamoe.moe.router import Router, build_part

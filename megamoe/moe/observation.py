@@ -1,11 +1,16 @@
-"""What an MoE layer observes of one forward pass: counts and sums on the device, for the routing metrics."""
+"""What an MoE layer observes of a pass: counts and sums for the metrics, and the losses' share in the
+gradient.
+"""
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.kernels.router_sums import gate_sums
+from megamoe.kernels.router import gate_sums
+from megamoe.moe.part import StepContext
+from megamoe.moe.process_groups import TokenSpread
 from megamoe.moe.routing import Routing
 
 
@@ -35,3 +40,47 @@ def observe(routing: Routing, losses: dict[str, Tensor], kernels: Kernels = DEFA
     wanted_E = load_E if routing.wanted is routing.pairs else routing.wanted_counts_E()
     entropy, top_1, width_D = gate_sums(routing.probs_TE, routing.pairs.token_N, kernels)
     return Observation(load_E, wanted_E, losses, width_D, entropy, top_1)
+
+
+WHOLE = ""  # of the gradient from all losses together; no loss has this name
+
+
+def measure_gradients(
+    observation: Observation,
+    routing: Routing,
+    weighted: dict[str, Tensor],
+    context: StepContext,
+    spread: TokenSpread,
+) -> None:
+    """Let the backward pass fill in `observation.gradient_squares`, over this rank's tokens.
+
+    Each is the squared L2 norm of a gradient of the scores: of every auxiliary loss with its weight, by name,
+    and of everything together (`WHOLE`), with the language-model loss. All have the scale of the backward
+    pass, which cancels in their ratios. weighted: the losses times their weights, with gradient.
+    The training gradient does not change.
+    """
+    scores_TE = routing.scores_TE
+    if not (torch.is_grad_enabled() and scores_TE.requires_grad):
+        return  # nothing learns here, or a block's first pass before its recomputation
+    own = spread.own_rows(context, len(scores_TE))
+    factor = context.aux_scale * spread.size  # every rank of `spread` adds the same share of a loss
+    by_name: dict[str, Tensor] = {}
+    for name, loss in weighted.items():
+        if loss.requires_grad:
+            (found,) = torch.autograd.grad(loss, scores_TE, retain_graph=True, allow_unused=True)
+            if found is not None:
+                by_name[name] = found[own] * factor
+    observation.gradient_squares = {name: _square(gradient) for name, gradient in by_name.items()}
+    missing = (spread.size - 1) / spread.size  # of the auxiliary gradient, on the other ranks
+
+    def keep(gradient_TE: Tensor) -> None:
+        whole = gradient_TE[own]
+        if missing:
+            whole = whole + missing * sum(by_name.values(), torch.zeros_like(whole))
+        observation.gradient_squares[WHOLE] = _square(whole)
+
+    scores_TE.register_hook(keep)
+
+
+def _square(gradient: Tensor) -> Tensor:
+    return gradient.detach().double().square().sum()

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
 from megamoe.errors import UserError
-from megamoe.moe.alternatives import capabilities
 from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
 from megamoe.moe.process_groups import TokenSpread
 from megamoe.moe.routing import Pairs, Routing, Scored, has_row_per_token
+from megamoe.moe.suggestions import capabilities
 from megamoe.registry import failure_of, get_part, is_ours
 
 

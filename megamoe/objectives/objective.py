@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item, stacked
-from megamoe.data.datasets import Datasets, build_datasets
-from megamoe.data.epochs import samples_per_epoch
+from megamoe.data.datasets import Datasets, build_datasets, samples_per_epoch
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from megamoe.registry import failure_of, is_ours

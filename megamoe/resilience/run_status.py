@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from megamoe.plain_files import replace_file
+from megamoe.io import replace_file
 from megamoe.resilience.error_reporting import explain, is_lost_contact
 from megamoe.resilience.heartbeat import silence_s, tick
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megamoe.plain_files import replace_file
+from megamoe.io import replace_file
 
 STRAGGLERS = "stragglers.json"  # in the run's folder, while there are any
 STEPS = 10  # of a window, at least; a multiple of log.every

@@ -15,14 +15,13 @@ from megamoe.parallel import launch
 from megamoe.parallel.consensus import CollectiveError, catch_error, gather_from_ranks, raise_any_error
 from megamoe.resilience.error_reporting import closing
 from megamoe.resilience.heartbeat import tick
-from megamoe.resilience.restarts import Launch
-from megamoe.resilience.run_lock import locked
+from megamoe.resilience.processes import Launch, locked
 from megamoe.resilience.run_status import RunStatus, host_name
 from megamoe.resilience.stopping import StopRule
 from megamoe.resilience.stragglers import Stragglers
 from megamoe.resilience.watchdog import Watchdog
-from megamoe.train.profile import ProfilerWindow
 from megamoe.train.run_folder import prepare_run_folder
+from megamoe.train.speed import ProfilerWindow
 from megamoe.train.step import num_rollouts
 from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from megamoe.apps.finetune.label_files import ENDING
+from megamoe.apps.translation.card import is_pairs
 from megamoe.config import RunConfig
 from megamoe.data.card import PAIRS
-from megamoe.data.labels import ENDING
-from megamoe.data.parallel_text.card import is_pairs
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
-from megamoe.model.flops import StackShares
+from megamoe.model.size import StackShares
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.registry import failure_of, get_part, is_ours, list_parts
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import megamoe
 from megamoe import registry
+from megamoe.apps.finetune.label_files import ENDING, LABELS
+from megamoe.apps.translation.card import datasets_of
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import DataConfig
 from megamoe.data.card import DataFiles, load_card
-from megamoe.data.labels import ENDING, LABELS
-from megamoe.data.parallel_text.card import datasets_of
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.launch import World
 from megamoe.parallel.rank_consistency import Facts

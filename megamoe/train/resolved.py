@@ -8,7 +8,8 @@ from typing import Any
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.objectives.objective import TrainingObjective
-from megamoe.train.check import check_run
+from megamoe.optim.schedule import BatchSchedule, run_steps
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
 from megamoe.train.objective import (
     build_objective,
     check_sources,
@@ -16,8 +17,7 @@ from megamoe.train.objective import (
     num_added_ids,
     sample_tokens,
 )
-from megamoe.train.schedule import BatchSchedule, run_steps
-from megamoe.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
+from megamoe.validation.run import check_run
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import damaged
 from megamoe.checkpoint.format.folder import candidates
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
-from megamoe.plain_files import replace_file
-from megamoe.resilience.restarts import LAUNCH, Launch, mark
+from megamoe.io import replace_file
+from megamoe.resilience.processes import LAUNCH, Launch, mark
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -27,7 +27,7 @@ class RunFolder:
     candidates: checkpoints to resume from, the first intact one is used; none: the run starts from step 0.
     continues: the records in the folder belong to this run and are appended to; otherwise they are replaced.
     restarted: this launch created or continued the folder and was started again
-    (`megamoe.resilience.restarts`).
+    (`megamoe.resilience.processes`).
     """
 
     path: Path
@@ -43,11 +43,11 @@ class RunFolder:
             UserError: if no candidate is intact.
         """
         for path in self.candidates:
-            if next(integrity.problems(path, shares=0), None) is None:
+            if next(files.problems(path, shares=0), None) is None:
                 return path
         for path in self.candidates:
             read_meta(path)  # raises a better message if it can
-            raise damaged(path, next(integrity.problems(path, shares=0)))
+            raise damaged(path, next(files.problems(path, shares=0)))
         return None
 
     @property

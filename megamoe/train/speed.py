@@ -1,12 +1,17 @@
-"""The speed of a step: tokens and model FLOPs a second, and model FLOP utilisation."""
+"""The speed of a step (tokens, model FLOPs, utilisation), and a window of steps recorded by
+torch.profiler.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from megamoe.config.schema import RunConfig
-from megamoe.costs.gpus import peak_of_device
-from megamoe.model.flops import ModelFlops, model_flops
+from megamoe.config.schema import ProfilerConfig, RunConfig
+from megamoe.errors import UserError
+from megamoe.metrics.gpus import peak_of_device
+from megamoe.model.size import ModelFlops, model_flops
 from megamoe.moe.timers import StageTimers
 from megamoe.parallel.launch import World
 from megamoe.train.objective import token_shares
@@ -54,3 +59,41 @@ class Speed:
 def stage_metrics(timers: StageTimers | None) -> dict[str, float]:
     """Return the seconds of the MoE layers' stages in this step, on this rank, if they are measured."""
     return {} if timers is None else {f"perf/{name}_s": s for name, s in timers.seconds().items()}
+
+
+class ProfilerWindow:
+    """Records steps `start_step` to `start_step + num_steps - 1` of this rank as a Chrome trace."""
+
+    def __init__(self, config: ProfilerConfig, folder: Path, rank: int) -> None:
+        self._config = config
+        self._path = folder / f"rank_{rank:05d}.json"
+        self._profiler: Any = None
+
+    def before_step(self, step: int) -> None:
+        """Start recording if `step` (from 1) is the first of the window."""
+        if step != self._config.start_step:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def after_step(self, step: int) -> Path | None:
+        """Write the trace if `step` was the last of the window; return its path."""
+        if step < (self._config.start_step or 0) + self._config.num_steps - 1:
+            return None
+        return self.finish()
+
+    def finish(self) -> Path | None:
+        """Write the trace if the run ended inside the window; return its path."""
+        if self._profiler is None:
+            return None
+        self._profiler.stop()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(self._path))
+        except OSError as error:
+            raise UserError(f"train.profiler: cannot write {self._path}: {error.strerror}") from None
+        self._profiler = None
+        return self._path

@@ -16,8 +16,8 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
 from megamoe.parallel.consensus import catch_error, raise_any_error
+from megamoe.parallel.zero.partition import Partition
 from megamoe.train.resolved import ResolvedRun
-from megamoe.zero.partition import Partition
 
 OF_LABELS = ("num_labels", "predicts", "pooling", "pooler")  # keys of a head that predicts labels
 Say = Callable[[str], None]  # prints a line on the first rank

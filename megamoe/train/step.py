@@ -17,15 +17,13 @@ from megamoe.data.batches import Batch
 from megamoe.data.pairs import positions
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.model.architectures.language_model import LanguageModel
-from megamoe.moe.padding import Padding, SourceTokens
+from megamoe.moe.context import Padding, SourceTokens
 from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
+from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
-from megamoe.train.multi_token_losses import MultiTokenLosses
-from megamoe.train.step_record import StepRecord
-from megamoe.train.step_sums import StepSums, measured_parameters, own_numbers
-from megamoe.zero.engine import Engine
+from megamoe.train.step_record import MultiTokenLosses, StepRecord, StepSums, measured_parameters, own_numbers
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
 PADDED_STRIDE = 2**24  # of token indices, where the length of the batch must have no influence

@@ -1,10 +1,21 @@
-"""What one optimiser step showed, and its metrics."""
+"""What one optimiser step showed: sums kept on the device, one collective and one copy to the host, a
+record.
+"""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from megamoe.data.batches import Batch
+from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.heads.multi_token_prediction import prediction_masks
+from megamoe.moe.layer import MoELayer
+from megamoe.moe.observation import WHOLE, Observation
+from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.skipped_steps import Problem
 
 
@@ -77,3 +88,241 @@ class StepRecord:
             values[f"train/{name}/weighted"] = self.loss_weights[name] * total / self.micro_batches
         values["train/grad_norm"] = self.grad_norm
         return values
+
+
+GATE_SUMS = 2  # of each layer: entropy and largest share
+
+
+class HasMoELayers(Protocol):
+    """A model, as far as its sums need it."""
+
+    def moe_layers(self) -> Iterable[tuple[int, MoELayer]]: ...
+
+
+class StepSums:
+    """What this rank's micro batches of one step add up to. Only `record` waits for the device."""
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+        self._sizes: dict[int, int] = {}  # of each layer, how many of _counts
+        self._counts: Tensor | None = None  # int64 load, wanted and width of the layers, one after the other
+        self._names: list[str] = []  # of the auxiliary losses, the same in every layer
+        self._weights: dict[str, float] = {}
+        self._sums: Tensor | None = None  # fp64: lm loss, tokens, and the losses of _names
+        self._ahead: Tensor | None = None  # fp64 [2 * depths]: losses of multi-token prediction, tokens
+        self._values: Tensor | None = None  # fp64 [layers, losses of _names + GATE_SUMS]
+        self._squares: Tensor | None = None  # fp64 [layers, losses of _names + 1], see `gradient_share`
+
+    def add(
+        self, model: HasMoELayers, lm_sum: Tensor, tokens: Tensor, ahead: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Take in one micro batch after its backward pass; lm_sum, tokens: scalars on the device.
+
+        ahead: the same of multi-token prediction, [depths] each.
+        """
+        self.micro_batches += 1
+        if ahead is not None:
+            both = torch.cat([values.detach().double() for values in ahead])
+            self._ahead = both if self._ahead is None else self._ahead + both
+        sums = torch.stack([value.detach().double() for value in (lm_sum, tokens)])
+        by_layer: list[Tensor] = []
+        squares: list[Tensor] = []
+        counted: list[Tensor] = []
+        for number, layer in model.moe_layers():
+            seen = layer.observation
+            assert seen is not None
+            self._weights = layer.loss_weights
+            self._names = sorted(seen.losses)
+            by_layer += [seen.losses[name].detach() for name in self._names]
+            by_layer += [seen.entropy, seen.top_1]
+            squares += self._gradient_squares(seen)
+            of_layer = (seen.load_E, seen.wanted_E, seen.width_D)
+            self._sizes[number] = sum(map(len, of_layer))
+            counted += of_layer
+        if by_layer:
+            counts = torch.cat(counted)
+            self._counts = counts if self._counts is None else self._counts.add_(counts)
+            values = torch.stack(by_layer).double().view(len(self._sizes), -1)
+            sums = torch.cat([sums, values[:, : len(self._names)].sum(0)])
+            self._values = values if self._values is None else self._values + values
+        if squares:
+            square = torch.stack(squares).view(len(self._sizes), -1)
+            self._squares = square if self._squares is None else self._squares + square
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def _gradient_squares(self, seen: Observation) -> list[Tensor]:
+        """Return WHOLE and every loss; NaN for a loss that does not reach the scores."""
+        found = seen.gradient_squares
+        if WHOLE not in found:
+            return []
+        nothing = found[WHOLE].new_full((), float("nan"))
+        return [found.get(name, nothing) for name in (WHOLE, *self._names)]
+
+    def record(
+        self, copies: int, own_numbers: dict[str, Tensor] | None = None, own_seconds: float = 0.0
+    ) -> StepRecord:
+        """Sum over all ranks in one collective, so that all know the same to the last bit.
+
+        copies: how many ranks have each micro batch. own_numbers: by name, fp64 [layers] on the device, the
+        same on every rank (`Part.metrics`). own_seconds: of this rank; each has a place of its own in the
+        sums. float64 carries counts exactly up to 2^53.
+        """
+        assert self._sums is not None
+        device = self._sums.device
+        layers, names = list(self._sizes), self._names
+        own = own_numbers or {}
+        batches = torch.full((1,), float(self.micro_batches), dtype=torch.float64, device=device)
+        values = self._values if self._values is not None else batches.new_empty(0, GATE_SUMS)
+        # Always of the same size, even where a rank measures no gradients.
+        squares = self._squares
+        if squares is None:
+            squares = batches.new_full((len(layers), len(names) + 1), float("nan"))
+        world = dist.get_world_size()
+        packed = torch.cat(
+            [
+                batches,
+                self._sums,
+                values.view(-1),
+                squares.view(-1),
+                *([] if self._ahead is None else [self._ahead]),
+                *(numbers * (copies / world) for numbers in own.values()),
+                _in_own_place(own_seconds * copies, device),
+                *([] if self._counts is None else [self._counts.double()]),
+            ]
+        )
+        dist.all_reduce(packed)
+        packed = packed / copies
+        before = [3 + len(names), values.numel(), squares.numel()]
+        before += [0 if self._ahead is None else len(self._ahead), *[len(layers)] * len(own), world]
+        sizes = [*before, *self._sizes.values()]
+        parts = iter(packed.cpu().split(sizes))
+        micro_batches, lm_sum, tokens, *losses = next(parts).tolist()
+        by_name = dict(zip(names, losses, strict=True))
+        of_values, of_squares = (next(parts).view(each.shape).tolist() for each in (values, squares))
+        losses_ahead, tokens_ahead = next(parts).view(2, -1).tolist()
+        of_parts = {name: next(parts).tolist() for name in own}
+        own_seconds_R = next(parts).tolist()
+        records = dict(zip(layers, self._layers(of_values, of_squares, of_parts, parts), strict=True))
+        counts_on_device = packed[sum(before) :].long().split(sizes[len(before) :])
+        on_device = zip(layers, counts_on_device, strict=True)
+        return StepRecord(
+            lm_sum=lm_sum,
+            tokens=tokens,
+            micro_batches=round(micro_batches),
+            weighted=sum(value * self._weights[name] for name, value in by_name.items()),
+            losses=by_name,
+            loss_weights=self._weights,
+            layers=records,
+            ahead=[loss / max(n, 1.0) for loss, n in zip(losses_ahead, tokens_ahead, strict=True)],
+            wanted_on_device={number: _wanted(counts) for number, counts in on_device},
+            own_seconds_R=own_seconds_R,
+        )
+
+    def _layers(
+        self,
+        values: list[list[float]],
+        squares: list[list[float]],
+        parts: dict[str, list[float]],
+        counts: Iterator[Tensor],
+    ) -> Iterator[LayerRecord]:
+        """Yield each layer's record from the sums over all ranks."""
+        for place, (numbers, (whole, *each), packed) in enumerate(zip(values, squares, counts, strict=True)):
+            load_E, wanted_E, width_D = packed.long().split(_sizes(packed))
+            *losses, entropy, top_1 = numbers
+            ratios = {
+                n: (s / whole) ** 0.5 for n, s in zip(self._names, each, strict=True) if s == s and whole
+            }
+            yield LayerRecord(
+                load_E,
+                wanted_E,
+                width_D,
+                entropy=entropy,
+                top_1=top_1,
+                losses=dict(zip(self._names, losses, strict=True)),
+                gradient_shares=ratios,
+                own_numbers={name: numbers[place] for name, numbers in parts.items()},
+            )
+
+
+def _in_own_place(number: float, device: torch.device) -> Tensor:
+    """Return this rank's number at its place among those of all ranks, fp64 [ranks]; the others are 0."""
+    numbers_R = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    numbers_R.narrow(0, dist.get_rank(), 1).fill_(number)  # an assignment would wait for the device
+    return numbers_R
+
+
+def _sizes(counts: Tensor) -> list[int]:
+    """Return the lengths of load, wanted and width in a layer's counts: E, E and E + 1."""
+    num_experts = len(counts) // 3
+    return [num_experts, num_experts, num_experts + 1]
+
+
+def _wanted(counts: Tensor) -> Tensor:
+    return counts.split(_sizes(counts))[1]
+
+
+def measured_parameters(model: HasMoELayers) -> list[nn.Parameter]:
+    """Return the parameters of the parts that declare metrics."""
+    parts = [part for _, layer in model.moe_layers() for part in layer.measured_parts().values()]
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
+@torch.no_grad()
+def own_numbers(model: HasMoELayers) -> dict[str, Tensor]:
+    """Return the parts' own numbers (`Part.metrics`) of all layers by name, fp64 [layers], on the device."""
+    found: dict[str, list[Tensor]] = {}
+    for _, layer in model.moe_layers():
+        for name, part in layer.measured_parts().items():
+            for metric, value in part.metrics().items():
+                found.setdefault(f"{name.removeprefix('router.')}/{metric}", []).append(value)
+    return {name: _stacked(values) for name, values in found.items()}
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
+    """Return scalars as one fp64 vector; those of one dtype are converted together."""
+    alike = len({value.dtype for value in values}) == 1
+    return torch.stack(values if alike else [value.double() for value in values]).double()
+
+
+class MultiTokenLosses:
+    """The losses of a model's D depths beside its own; a model without them has D = 0.
+
+    weight: of each depth's mean loss: DeepSeek-V3's lambda / D (2412.19437, equation 25).
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.weight = model.depth_weight / max(model.depth, 1)
+
+    def scales(self, batches: list[Batch], engine: Engine) -> Tensor:
+        """Return the data-parallel size over the batch's unmasked tokens, fp32 [1 + D]. Collective.
+
+        The first is of the model itself, the others of its depths. batches: this rank's.
+        """
+        counted = torch.stack([self._masks(batch).sum((1, 2), dtype=torch.float64) for batch in batches])
+        # Not torch.tensor, whose copy to a GPU the host waits for.
+        numbers = [
+            torch.full((1,), number, dtype=torch.float64, device=engine.world.device)
+            for number in counted.sum(0).tolist()
+        ]
+        tokens_K = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
+        dist.all_reduce(tokens_K, group=engine.data_group)
+        return (engine.layout.data / tokens_K.clamp(min=1)).float()
+
+    def sums(self, batch: Batch, rollouts: int) -> tuple[Tensor, Tensor] | None:
+        """Return each depth's sum over the unmasked tokens of the last micro batch, and their number, [D].
+
+        rollouts: how often the batch holds each sequence. None for a model without depths.
+        """
+        losses_DBS = self.model.take_multi_token_losses()
+        if losses_DBS is None:
+            return None
+        masks_DBS = self._masks(batch)[1:]
+        return (losses_DBS * masks_DBS).sum((1, 2)) / rollouts, masks_DBS.sum((1, 2)).double() / rollouts
+
+    def weighted(self, means_D: Tensor) -> Tensor:
+        """Return what the depths' mean losses add to the loss, a scalar."""
+        return self.weight * means_D.sum()
+
+    def _masks(self, batch: Batch) -> Tensor:
+        return prediction_masks(batch.loss_mask_BS, batch.position_ids_BS, self.model.depth)

@@ -15,18 +15,18 @@ from megamoe.config.shapes import (
     shared_ffn_size,
     stacks,
 )
-from megamoe.costs.traffic import cut_pair_traffic, moe_traffic
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import backend_rows
 from megamoe.model.size import ModelSize, mean_choices, model_size
 from megamoe.moe.experts.activations import num_halves
+from megamoe.optim.groups import weight_decay
+from megamoe.optim.schedule import warmup_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
-from megamoe.train.memory import in_bytes, states_of
+from megamoe.parallel.zero.costs import cut_pair_traffic, moe_traffic
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.train.resolved import ResolvedRun
-from megamoe.train.schedule import warmup_steps
-from megamoe.zero.deepspeed_config import ParallelPlan
-from megamoe.zero.weight_decay import weight_decay
+from megamoe.validation.memory import in_bytes, states_of
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 Rows = dict[str, list[tuple[str, object]]]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamoe.apps.routing_record.replay import RunRouting
 from megamoe.checkpoint.format.meta import Meta, read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
@@ -20,6 +21,7 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.timers import StageTimers
+from megamoe.optim.schedule import learning_rate
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.consensus import (
     CollectiveError,
@@ -31,22 +33,20 @@ from megamoe.parallel.consensus import (
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.rank_consistency import Facts, check_same, refusing_together
+from megamoe.parallel.zero.deepspeed_moe_layer import hosted_layer_factory
+from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.callbacks import Callbacks
-from megamoe.train.memory import check_memory
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
-from megamoe.train.routing_replay import RunRouting
 from megamoe.train.run_folder import RunFolder, choose_run_folder
-from megamoe.train.schedule import learning_rate
 from megamoe.train.speed import Speed, stage_metrics
 from megamoe.train.start_model import start_model
 from megamoe.train.step import evaluate, train_step
 from megamoe.train.step_record import StepRecord
-from megamoe.zero.engine import Engine
-from megamoe.zero.expert_host import hosted_layer_factory
+from megamoe.validation.memory import check_memory
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import BASE, restored_process, tiny
+from tests.support.tiny import BASE, restored_process, tiny
 
 
 @pytest.fixture(name="bench")

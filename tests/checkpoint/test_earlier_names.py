@@ -9,8 +9,8 @@ import torch
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.tools.verify import problems
-from tests.checkpoint import checkpoint
-from tests.checkpoint_files import grid, seal, write_checkpoint
+from tests.support import checkpoint
+from tests.support.checkpoint_files import grid, seal, write_checkpoint
 
 OLD = "model/model.decoder.layers.1.mlp.layer.router.gate.bias"
 NEW = "model/model.decoder.layers.1.mlp.layer.router.score_function.bias"

@@ -17,8 +17,8 @@ from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.layer import MoELayer
 from megamoe.parallel.layout import Layout
-from tests.checkpoint_files import Tensors, flip, grid, rewrite, write_checkpoint
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.support.checkpoint_files import Tensors, flip, grid, rewrite, write_checkpoint
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

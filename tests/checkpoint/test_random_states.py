@@ -8,7 +8,7 @@ from megamoe.checkpoint.format.files import META
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.manager import saved_random_rank
 from megamoe.parallel.layout import Layout
-from tests.checkpoint import checkpoint
+from tests.support import checkpoint
 
 
 @pytest.mark.parametrize(

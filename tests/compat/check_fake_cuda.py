@@ -1,6 +1,6 @@
 """Checks of compat.fake_cuda in a process where the fake CUDA device was loaded before torch."""
 
-from megamoe.simulation import cuda_device
+from megamoe.apps.plan import cuda_device
 
 cuda_device.load()
 
@@ -29,7 +29,7 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
     storage_key,
     unknown_sizes_raise,
 )
-from tests.in_subprocess import checks_of, run_checks  # noqa: E402
+from tests.support.in_subprocess import checks_of, run_checks  # noqa: E402
 
 
 class Called(TorchDispatchMode):

@@ -20,7 +20,7 @@ from megamoe.compat.deepspeed_compat import LossScaler
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
-from tests.tiny import restored_process
+from tests.support.tiny import restored_process
 
 
 def as_installed(module: ModuleType) -> Any:

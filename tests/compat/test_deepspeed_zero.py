@@ -17,17 +17,16 @@ from torch import Tensor, nn
 
 from megamoe.compat import deepspeed_zero
 from megamoe.compat.deepspeed_compat import forget_gradients, inner_optimizer, without_inner_steps
-from megamoe.compat.deepspeed_zero import FlatRange, ranges_at_zero1, ranges_at_zero3
-from megamoe.compat.deepspeed_zero1 import is_zero1_in_bf16
+from megamoe.compat.deepspeed_zero import FlatRange, is_zero1_in_bf16, ranges_at_zero1, ranges_at_zero3
 from megamoe.kernels.choice import Kernels
+from megamoe.optim.optimizers import Stage0AdamW
 from megamoe.parallel.groups import ModelParallelUnit, start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.zero.deepspeed_config import fill_in, resolve_parallel
-from megamoe.zero.engine import Engine
-from megamoe.zero.optimizer import Stage0AdamW
-from megamoe.zero.scattered_gradients import ScatteredGradients
-from tests.distributed.runs import ds_config
-from tests.tiny import VOCABULARY, tiny, tiny_engine
+from megamoe.parallel.zero.deepspeed_config import fill_in, resolve_parallel
+from megamoe.parallel.zero.engine import Engine
+from megamoe.parallel.zero.scattered_gradients import ScatteredGradients
+from tests.support.ranks.runs import ds_config
+from tests.support.tiny import VOCABULARY, tiny, tiny_engine
 
 LR = 0.01
 SIXTEEN = "moe.expert_ffn_hidden_size=16"  # PyTorch's product in bf16 wants strides of 16 bytes

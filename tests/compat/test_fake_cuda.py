@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.in_subprocess import names_of_checks, verdicts_of
+from tests.support.in_subprocess import names_of_checks, verdicts_of
 
 CHECKS = names_of_checks("tests/compat/check_fake_cuda.py")
 

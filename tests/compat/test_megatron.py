@@ -20,9 +20,9 @@ from megamoe.compat.megatron_compat import (
     set_random_tracker,
 )
 from megamoe.compat.startup import TESTED
-from megamoe.model.norm import Norm
-from megamoe.model.random_streams import OneStream
-from tests.tiny import tiny, tiny_gpt
+from megamoe.model.build import OneStream
+from megamoe.model.modules import Norm
+from tests.support.tiny import tiny, tiny_gpt
 
 OLDEST = Version(TESTED["megatron-core"][1])
 

@@ -17,7 +17,7 @@ from megamoe.compat.megatron_datasets import (
     documents_of_sample,
     token_files,
 )
-from tests.data.sources import build, config, make_data
+from tests.support.data.sources import build, config, make_data
 
 
 @pytest.fixture(name="blend")

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megamoe.compat.fake_cuda import join_fake_group
 from megamoe.compat.megatron_groups import groups_made_by
 from megamoe.parallel import launch
-from tests.tiny import restored_process
+from tests.support.tiny import restored_process
 
 
 def start_megatron() -> None:

@@ -22,7 +22,7 @@ from megamoe.compat.torch_compat import (
     shut_down_loader,
     step_with_scaled_gradients,
 )
-from tests.distributed.pool import Pool
+from tests.support.ranks.pool import Pool
 
 INDUCTOR = "torch._inductor.compile_fx"
 NUMBERS = TensorDataset(torch.arange(100))

@@ -1,7 +1,7 @@
 """Transformer Engine's own sources, which its wheel holds in Python, beside the stand-ins and Megatron-Core.
 
 Transformer Engine itself needs CUDA. Here its sources are parsed and not run: what the stand-ins of
-tests/fakes and Megatron-Core's wrapper pass by name must be parameters there.
+tests/support/fakes and Megatron-Core's wrapper pass by name must be parameters there.
 """
 
 import ast

@@ -8,7 +8,7 @@ from megamoe.config import RunConfig, to_dict
 from megamoe.config.renamed import RENAMED, with_new_names
 from megamoe.errors import UserError
 from tests.config.test_load import value_at
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 
 VALUES = {"moe.router.gate": "sigmoid", "moe.router.restrictions": [], "moe.router.system": "switch"}
 

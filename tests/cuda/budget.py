@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.cuda.runs import Found, Run, run_on_device
 from tests.cuda.training import small
-from tests.distributed.runs import ds_config
+from tests.support.ranks.runs import ds_config
 
 PATH = Path(__file__).with_name("budget.json")
 LAYERS = 2

@@ -20,7 +20,7 @@ from torch import nn  # noqa: E402
 
 from megamoe.checkpoint import writer  # noqa: E402
 from megamoe.moe.timers import OwnTime  # noqa: E402
-from tests.in_subprocess import checks_of, run_checks  # noqa: E402
+from tests.support.in_subprocess import checks_of, run_checks  # noqa: E402
 
 
 def found(kind: str, work: Callable[[], object]) -> list[pretended.Finding]:

@@ -14,7 +14,7 @@ from megamoe.kernels.build import BuildError
 from megamoe.parallel.launch import free_port
 from tests.cuda.build import built
 from tests.cuda.training import MEASURED, Tree
-from tests.distributed.pool import Pool
+from tests.support.ranks.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1800

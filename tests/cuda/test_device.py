@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cuda.runs import library_or_skip
-from tests.in_subprocess import names_of_checks, verdicts_of
+from tests.support.in_subprocess import names_of_checks, verdicts_of
 
 CHECKS = names_of_checks("tests/cuda/check_device.py")
 

@@ -9,9 +9,9 @@ import pytest
 from megamoe.config import load_config, to_dict
 from tests.cuda.runs import Found, Run, assert_as_on_cpu, run_on_cpu, run_on_device
 from tests.cuda.training import SMALL
-from tests.distributed.matrix import few_cases
-from tests.distributed.pool import Pool
-from tests.distributed.runs import DS_CONFIGS, ds_config, ds_variant, small_run
+from tests.support.ranks.matrix import few_cases
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import DS_CONFIGS, ds_config, ds_variant, small_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "examples/presets").glob("*.yaml"))

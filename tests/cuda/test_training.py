@@ -9,8 +9,8 @@ from megamoe.checkpoint.writer import NUM_PIECES, PIECE_BYTES
 from tests.cuda.budget import BUDGETED, budget, budget_runs, costs_of
 from tests.cuda.runs import Found, Run, assert_as_on_cpu, run_on_cpu, run_on_device
 from tests.cuda.training import small
-from tests.distributed.pool import Pool
-from tests.distributed.runs import CUT_ALL, ds_config, ds_variant
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
 NAMES = ("plain", "overlapping", "cut", "tensor_parallel")

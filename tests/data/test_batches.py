@@ -13,8 +13,8 @@ import torch
 from megamoe.data.batches import Batch, BatchStream, Item, collate
 from megamoe.data.mock import MockDataset
 from megamoe.errors import UserError
-from tests.data.sources import stream as stream_of
-from tests.data.sources import take
+from tests.support.data.sources import stream as stream_of
+from tests.support.data.sources import take
 
 ROOT = Path(__file__).resolve().parents[2]
 

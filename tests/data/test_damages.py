@@ -14,13 +14,13 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megamoe.config.schema import DataConfig
-from megamoe.data import scan_cache
+from megamoe.data import verify
 from megamoe.data.card import load_card
 from megamoe.data.index_file import HEADER
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
-from tests.data.sources import build, config, make_bare_data, make_data
 from tests.data.test_index_file import parts_of_index
+from tests.support.data.sources import build, config, make_bare_data, make_data
 
 NUM_SAMPLES = 24
 NUM_DOCUMENTS = 12
@@ -86,7 +86,7 @@ def damage(folder: Path, draw: random.Random) -> str:
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the blend's data, its cache, and facts of its files that hold."""
     # Facts of files that are as young as these would not be kept.
-    monkeypatch.setattr(scan_cache, "SETTLED_S", 0.0)
+    monkeypatch.setattr(verify, "SETTLED_S", 0.0)
     folder = tmp_path / "data"
     folder.mkdir()
     make_data(folder / "a", [document(number) for number in range(NUM_DOCUMENTS)])
@@ -159,7 +159,7 @@ def test_data_that_is_verified_is_not_read_again(prepared: Path, monkeypatch: py
         reads.append(path.name)
         return scan(path, **options)  # type: ignore[arg-type]
 
-    scan = scan_cache.scan
+    scan = verify.scan
     monkeypatch.setattr("megamoe.data.verify.scan", note)
     data = blend(prepared)
     batches(data)
@@ -177,7 +177,7 @@ def test_data_that_is_verified_is_not_read_again(prepared: Path, monkeypatch: py
 def test_facts_of_a_file_that_has_just_changed_are_not_kept(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan_cache, "SETTLED_S", 3600.0)
+    monkeypatch.setattr(verify, "SETTLED_S", 3600.0)
     batches(blend(prepared))
     assert not list(prepared.glob("cache/verified/*"))
 

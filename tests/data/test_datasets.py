@@ -11,11 +11,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import megamoe.data.datasets
 from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.batches import document_items
 from megamoe.data.card import load_card
 from megamoe.data.datasets import resolve_vocabulary
-from megamoe.data.documents import document_items
 from megamoe.errors import UserError
-from tests.data.sources import EOD, build, config, letters, make_bare_data, make_data
+from tests.support.data.sources import EOD, build, config, letters, make_bare_data, make_data
 
 # Files
 

@@ -6,8 +6,8 @@ import pytest
 
 from megamoe.config.schema import SourceConfig
 from megamoe.data.card import DataFiles, load_card
-from megamoe.data.epochs import blend_weights, samples_per_epoch
-from tests.data.sources import ONLY_TRAIN, build, config, letters, make_bare_data, make_data
+from megamoe.data.datasets import blend_weights, samples_per_epoch
+from tests.support.data.sources import ONLY_TRAIN, build, config, letters, make_bare_data, make_data
 
 
 def sources(folder: Path, **tokens: int) -> list[str]:

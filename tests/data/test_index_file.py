@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamoe.data import index_file, scan_cache
+from megamoe.data import index_file, verify
 from megamoe.data.datasets import resolve_vocabulary
 from megamoe.data.index_file import HEADER, MAGIC, check_arithmetic, read_header
 from megamoe.errors import UserError
-from tests.data.sources import config, make_bare_data
+from tests.support.data.sources import config, make_bare_data
 
 
 def parts_of_index(idx: Path) -> dict[str, tuple[int, int]]:
@@ -92,12 +92,12 @@ def test_a_hostile_number_in_a_header_takes_no_memory(tmp_path: Path, count: int
 
 def test_memory_does_not_grow_with_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_file, "CHUNK", 2**10)
-    monkeypatch.setattr(scan_cache, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(verify, "CHUNK_BYTES", 2**16)
     idx, count = tmp_path / "x.idx", 2**17
     lengths = [1] * count
     write_index(idx, lengths, list(range(0, 2 * count, 2)), [0, count])
     tracemalloc.start()
     assert check_arithmetic(idx, 2 * count)[1] == count
-    assert scan_cache.scan(idx, dtype="uint16")["uint16"][0] == 0
+    assert verify.scan(idx, dtype="uint16")["uint16"][0] == 0
     assert tracemalloc.get_traced_memory()[1] < idx.stat().st_size // 4
     tracemalloc.stop()

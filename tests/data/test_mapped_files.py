@@ -7,7 +7,7 @@ import pytest
 
 from megamoe.data.mapped_files import CheckedDataset
 from megamoe.errors import UserError
-from tests.data.sources import build, config, make_data, stream
+from tests.support.data.sources import build, config, make_data, stream
 
 
 def blend(folder: Path) -> CheckedDataset:

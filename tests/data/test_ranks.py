@@ -15,7 +15,7 @@ import torch.multiprocessing
 from megamoe.data import ranks
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
 from megamoe.errors import UserError
-from tests.data.sources import config, make_bare_data, make_data
+from tests.support.data.sources import config, make_bare_data, make_data
 
 MACHINES = ["a", "a", "b"]
 

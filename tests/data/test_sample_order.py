@@ -13,7 +13,7 @@ from megamoe.config.schema import DataConfig
 from megamoe.data import sample_order
 from megamoe.data.sample_order import PERIOD, Permutation
 from megamoe.errors import UserError
-from tests.data.sources import build, config, letters, make_bare_data, make_data
+from tests.support.data.sources import build, config, letters, make_bare_data, make_data
 
 
 def ordered(*paths: str, **options: object) -> DataConfig:

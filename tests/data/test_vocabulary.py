@@ -8,7 +8,7 @@ from megamoe.config.schema import SourceConfig
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
 from megamoe.data.tokenizers import train_bpe
 from megamoe.errors import UserError
-from tests.data.sources import EOD, config, make_bare_data, make_data
+from tests.support.data.sources import EOD, config, make_bare_data, make_data
 
 
 def test_vocabulary_of_the_card_and_of_the_model(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megamoe.kernels.library import Library, find_library
-from tests.kernels.chosen import use_compiled
+from tests.support.kernels.chosen import use_compiled
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.chosen import AdamW, sum_of_squares
-from tests.kernels.drawn import draw
+from tests.support.kernels.chosen import AdamW, sum_of_squares
+from tests.support.kernels.drawn import draw
 
 SHAPES = [(3,), (1,), (257, 131), (4, 16, 33), (0,)]
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

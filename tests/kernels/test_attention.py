@@ -11,8 +11,8 @@ from megamoe.kernels.attention import core as attention
 from megamoe.kernels.attention.core import split_heads
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.library import Library
-from tests.kernels.chosen import causal_attention, kernels, plain_causal_attention, use_compiled
-from tests.kernels.drawn import assert_all_close_to, assert_close_to, draw, exact_attention
+from tests.support.kernels.chosen import causal_attention, kernels, plain_causal_attention, use_compiled
+from tests.support.kernels.drawn import assert_all_close_to, assert_close_to, draw, exact_attention
 
 # Positions, sequences, query heads, key heads, columns; 64 queries make a block.
 SIZES = {

@@ -8,7 +8,7 @@ from megamoe.kernels.attention.core import bidirectional_attention, cross_attent
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.choice import Kernels
-from tests.kernels.drawn import exact_attention
+from tests.support.kernels.drawn import exact_attention
 
 PLAIN = Kernels.of("plain", "plain")
 HEADS, GROUPS, SIZE = 4, 2, 8

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megamoe.kernels.attention.rotary import Rotary
-from tests.kernels.chosen import rms_norm, turn_heads
-from tests.kernels.drawn import assert_close_to, draw
+from tests.support.kernels.chosen import rms_norm, turn_heads
+from tests.support.kernels.drawn import assert_close_to, draw
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from megamoe.kernels.experts.bias import add_expert_bias, experts_of_rows
-from megamoe.kernels.experts.clamped_swiglu import LIMIT, clamped_swiglu, plain_clamped_swiglu
+from megamoe.kernels.experts.ffn import (
+    LIMIT,
+    add_expert_bias,
+    clamped_swiglu,
+    experts_of_rows,
+    plain_clamped_swiglu,
+)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 50])

@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megamoe.kernels.attention import core
 from megamoe.kernels.attention import core as attention
-from megamoe.kernels.attention import varlen
 from megamoe.kernels.attention.core import attend
 from megamoe.kernels.attention.documents import Documents, Run
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.library import Library
-from tests.kernels.chosen import (
+from tests.kernels.test_attention import Sides, each, make
+from tests.support.kernels.chosen import (
     causal_attention,
     plain_causal_attention,
     turn_heads,
     turn_in_documents,
     use_compiled,
 )
-from tests.kernels.drawn import draw
-from tests.kernels.test_attention import Sides, each, make
+from tests.support.kernels.drawn import draw
 
 # The lengths of the documents of two sequences; 64 queries make a block of the compiled kernel.
 LENGTHS = {
@@ -188,7 +188,7 @@ def test_what_varlen_attention_is_given(monkeypatch: pytest.MonkeyPatch, groups:
     documents = documents_of([3, 6], [8, 1])
     sides = make((9, 2, 4, groups, 8))
     expected = plain_causal_attention(*sides, ROTARY, 0.3, documents)
-    monkeypatch.setattr(varlen, "varlen_attn", as_documented)
+    monkeypatch.setattr(core, "varlen_attn", as_documented)
     monkeypatch.setattr(attention, "fits_varlen", lambda heads: True)
     found = plain_causal_attention(*sides, ROTARY, 0.3, documents)
     assert_equal_runs(found, expected, sides, sides, 1e-6)
@@ -200,7 +200,7 @@ def test_the_real_varlen_attention_takes_these_shapes() -> None:
     sides = each(
         lambda side: side.detach().to("meta", torch.bfloat16).requires_grad_(), make((9, 2, 4, 2, 8))
     )
-    output = varlen.varlen_attention(*sides, documents, 0.3)
+    output = core.varlen_attention(*sides, documents, 0.3)
     assert (output.shape, output.dtype) == ((9, 2, 32), torch.bfloat16)
     gradients = torch.autograd.grad(output.sum(), sides)
     assert [gradient.shape for gradient in gradients] == [side.shape for side in sides]
@@ -214,11 +214,11 @@ def test_which_heads_go_to_varlen_attention(monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(shape=shape, dtype=dtype, device=torch.device(device))
 
     able = {"cuda:0": (9, 0), "cuda:1": (7, 5)}
-    monkeypatch.setattr(varlen, "_capability", lambda device: able[str(device)])
-    assert varlen.fits_varlen(heads(64, torch.bfloat16, "cuda:0"))
-    assert varlen.fits_varlen(heads(256, torch.float16, "cuda:0"))
-    assert not varlen.fits_varlen(heads(64, torch.bfloat16, "cuda:1"))  # older than Ampere
-    assert not varlen.fits_varlen(heads(64, torch.float32, "cuda:0"))
-    assert not varlen.fits_varlen(heads(264, torch.bfloat16, "cuda:0"))
-    assert not varlen.fits_varlen(heads(12, torch.bfloat16, "cuda:0"))
-    assert not varlen.fits_varlen(heads(64, torch.bfloat16, "cpu"))
+    monkeypatch.setattr(core, "_capability", lambda device: able[str(device)])
+    assert core.fits_varlen(heads(64, torch.bfloat16, "cuda:0"))
+    assert core.fits_varlen(heads(256, torch.float16, "cuda:0"))
+    assert not core.fits_varlen(heads(64, torch.bfloat16, "cuda:1"))  # older than Ampere
+    assert not core.fits_varlen(heads(64, torch.float32, "cuda:0"))
+    assert not core.fits_varlen(heads(264, torch.bfloat16, "cuda:0"))
+    assert not core.fits_varlen(heads(12, torch.bfloat16, "cuda:0"))
+    assert not core.fits_varlen(heads(64, torch.bfloat16, "cpu"))

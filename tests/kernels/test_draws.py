@@ -5,8 +5,8 @@ import torch
 
 from megamoe.kernels.library import Library
 from megamoe.moe import rng
-from tests.kernels.chosen import uniform
-from tests.moe.splitmix import unit
+from tests.support.kernels.chosen import uniform
+from tests.support.moe.draws import unit
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

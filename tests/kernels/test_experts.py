@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.library import Library
-from tests.kernels.chosen import swiglu_experts, use_compiled
-from tests.kernels.drawn import assert_all_close_to, assert_close_to, draw
+from tests.support.kernels.chosen import swiglu_experts, use_compiled
+from tests.support.kernels.drawn import assert_all_close_to, assert_close_to, draw
 
 # Rows of each expert, hidden and FFN size.
 CASES: dict[str, tuple[list[int], int, int]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import Library
-from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

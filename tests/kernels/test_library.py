@@ -15,7 +15,7 @@ import torch
 from megamoe.kernels import library as kernels
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import DRAWS, PER_NUMBER, PRODUCTS, ROUTER, SUFFIXES, WITH_BLAS, find_library
-from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 GCC = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GCC is None, reason="no g++")

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from megamoe.kernels.experts.grouped_gemm import takes_any_count
 from megamoe.kernels.library import Library
-from tests.kernels.chosen import grouped_product, kernels, use_compiled
+from tests.support.kernels.chosen import grouped_product, kernels, use_compiled
 
 # Rows of each expert, input and output sizes.
 CASES: dict[str, tuple[list[int], int, int]] = {

@@ -10,11 +10,17 @@ from torch import Tensor
 
 from megamoe.kernels.attention.core import rotated
 from megamoe.kernels.attention.documents import Documents
-from megamoe.kernels.attention.rotary import Rotary, angles
-from megamoe.kernels.attention.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from tests.kernels.chosen import causal_attention, kernels, turn_heads
-from tests.kernels.drawn import assert_close_to, draw
+from megamoe.kernels.attention.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    Rotary,
+    Scaling,
+    YarnScaling,
+    angles,
+)
 from tests.kernels.test_attention import each, make
+from tests.support.kernels.chosen import causal_attention, kernels, turn_heads
+from tests.support.kernels.drawn import assert_close_to, draw
 
 BASE, SIZE, LENGTH = 10000.0, 32, 40
 YARN = YarnScaling(8.0, 64)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megamoe.kernels.library import Library
-from tests.kernels.chosen import masked, softmax, top_k
-from tests.kernels.drawn import assert_close_to, draw
+from tests.support.kernels.chosen import masked, softmax, top_k
+from tests.support.kernels.drawn import assert_close_to, draw
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

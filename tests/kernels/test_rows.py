@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamoe.kernels.experts.rows import permute
 from megamoe.kernels.library import Library
-from tests.kernels.chosen import combine, gather, order_by_key, row_tokens, swiglu, use_compiled
+from tests.support.kernels.chosen import combine, gather, order_by_key, row_tokens, swiglu, use_compiled
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

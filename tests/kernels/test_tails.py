@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.library import Library
-from tests.kernels.chosen import combine, gather, grouped_product, row_tokens, swiglu
+from tests.support.kernels.chosen import combine, gather, grouped_product, row_tokens, swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]
 

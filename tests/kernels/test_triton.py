@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.in_subprocess import names_of_checks, output_of, verdicts_of
+from tests.support.in_subprocess import names_of_checks, output_of, verdicts_of
 
 FILES = ("triton_products", "triton_block", "triton_late", "triton_rows")
 # All run in one process. Those that `make test` leaves out repeat the others in every dtype.
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return verdicts_of("tests.kernels.triton_checks", CHECKS, request, **variables)
+    return verdicts_of("tests.support.kernels.triton_checks", CHECKS, request, **variables)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_in_the_interpreter(verdicts: dict[str, str], check: str) -> None:
 def compiled(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     """Return the facts that triton_compiled.py prints of each kernel."""
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    return dict(output_of("tests.kernels.triton_compiled", *arguments, **variables))
+    return dict(output_of("tests.support.kernels.triton_compiled", *arguments, **variables))
 
 
 EVERYWHERE = [(capability, number) for capability in (80, 90, 100) for number in ("bf16", "fp16", "fp32")]

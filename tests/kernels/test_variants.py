@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megamoe.kernels.attention import core, variants
 from megamoe.kernels.attention import core as attention
-from megamoe.kernels.attention import variants, varlen
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.attention.variants import Variant, varied_attention
 from megamoe.kernels.library import Library
-from tests.kernels.chosen import causal_attention, use_compiled
-from tests.kernels.drawn import assert_all_close_to, assert_close_to, draw, exact_attention
 from tests.kernels.test_attention import ROTARY, Sides, each, make
 from tests.kernels.test_documents import as_documented, documents_of
+from tests.support.kernels.chosen import causal_attention, use_compiled
+from tests.support.kernels.drawn import assert_all_close_to, assert_close_to, draw, exact_attention
 
 # Window, soft cap, whether there are sinks.
 VARIANTS = {
@@ -151,7 +151,7 @@ def test_windows_by_pytorchs_packed_attention(documented: bool, monkeypatch: pyt
     expected = causal_attention(*sides, None, None, documents, Variant(window=9))
     monkeypatch.setattr(attention, "fits_varlen", lambda query: True)
     monkeypatch.setattr(attention, "varied_attention", None)
-    monkeypatch.setattr(varlen, "varlen_attn", as_documented)
+    monkeypatch.setattr(core, "varlen_attn", as_documented)
     found = causal_attention(*sides, None, None, documents, Variant(window=9))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megamoe.metrics.sinks.alerts import STALL, WINDOW, Alerts
-from megamoe.metrics.sinks.heat_map import ROWS, HeatMap, log_rows
-from megamoe.metrics.sinks.summaries import Shown, Summaries
+from megamoe.metrics.sinks.summaries import ROWS, HeatMap, Shown, Summaries, log_rows
+from megamoe.metrics.sinks.wandb_sink import STALL, WINDOW, Alerts
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
 from tests.train.test_routing_metrics import layer_of
 

@@ -1,6 +1,6 @@
 """What arrives at a W&B server, by upload and by `wandb sync`, beside metrics.jsonl.
 
-The server is tests/fakes/wandb_server.py on the loopback address; the client is W&B's own.
+The server is tests/support/fakes/wandb_server.py on the loopback address; the client is W&B's own.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from megamoe.metrics.reader import read_metrics
 from megamoe.metrics.recorder import Recorder
 from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.metrics.sinks.wandb_sink import _for_wandb
-from tests.fakes.wandb_server import ENTITY, KEY, SentRun, WandbServer, serving
 from tests.metrics.test_summaries import step_of
-from tests.tiny import BASE
+from tests.support.fakes.wandb_server import ENTITY, KEY, SentRun, WandbServer, serving
+from tests.support.tiny import BASE
 from tools import wandb_dashboard
 
 wandb = pytest.importorskip("wandb")

@@ -12,8 +12,8 @@ from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.model.architectures.language_model import LanguageModel
-from tests.model.plain import embedded, plain_decoder, plain_encoder, sinusoids
-from tests.tiny import VOCABULARY, tiny, tiny_model
+from tests.support.model.plain import embedded, plain_decoder, plain_encoder, sinusoids
+from tests.support.tiny import VOCABULARY, tiny, tiny_model
 
 PLAIN = ("model.norm=layernorm", "model.activation=gelu", "model.bias=true", "model.init_std=0.3")
 DENSE = (*PLAIN, "moe.layers=none", "model.num_layers=2")

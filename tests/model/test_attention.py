@@ -7,8 +7,8 @@ import torch
 
 from megamoe.kernels.attention.documents import Documents
 from megamoe.model.attention.core import SDPAttention
-from megamoe.model.random_streams import use_one_stream
-from tests.kernels.drawn import exact_attention
+from megamoe.model.build import use_one_stream
+from tests.support.kernels.drawn import exact_attention
 
 S, B, HEADS, D = 7, 2, 4, 6
 DOCUMENTS = Documents.of(torch.tensor([[0, 0, 0, 3, 3, 3, 3], [0, 0, 0, 0, 0, 5, 5]]))

@@ -12,7 +12,7 @@ from megamoe.config import RunConfig
 from megamoe.config.shapes import head_size
 from megamoe.kernels.library import find_library
 from megamoe.model.architectures.decoder import GPT
-from tests.tiny import tiny, tiny_gpt
+from tests.support.tiny import tiny, tiny_gpt
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

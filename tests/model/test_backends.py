@@ -18,17 +18,17 @@ from megamoe.model.attention.core import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.modules import choose_modules, fp8_options
 from megamoe.train import resolved, trainer
-from tests.in_subprocess import ROOT, names_of_checks, verdicts_of
-from tests.tiny import check_on, tiny
+from tests.support.in_subprocess import ROOT, names_of_checks, verdicts_of
+from tests.support.tiny import check_on, tiny
 
-CHECKS = names_of_checks("tests/model/check_fakes.py", "tests/model/runs_on_fakes.py")
+CHECKS = names_of_checks("tests/support/model/check_fakes.py", "tests/support/model/runs_on_fakes.py")
 LONG = "runs_of_two_ranks"
 
 
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> dict[str, str]:
-    path = f"{ROOT / 'tests/fakes'}{os.pathsep}{ROOT}"
-    return verdicts_of("tests.model.check_fakes", CHECKS, request, PYTHONPATH=path)
+    path = f"{ROOT / 'tests/support/fakes'}{os.pathsep}{ROOT}"
+    return verdicts_of("tests.support.model.check_fakes", CHECKS, request, PYTHONPATH=path)
 
 
 @pytest.mark.parametrize(

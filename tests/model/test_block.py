@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.part import StepContext
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 S = 8
 TOKENS = torch.arange(2 * S).view(2, S) * 5 % VOCABULARY

@@ -11,8 +11,8 @@ from torch import Tensor
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import Library, find_library
 from megamoe.model.attention.core import SplittingSelfAttention
-from megamoe.model.random_streams import use_one_stream
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from megamoe.model.build import use_one_stream
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 S = 8
 TOKENS = torch.arange(2 * S).view(2, S) * 5 % VOCABULARY

@@ -5,11 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megamoe.config.shapes import query_size
-from megamoe.costs.gpus import peak_of_device
-from megamoe.model.flops import PASSES, model_flops
+from megamoe.metrics.gpus import peak_of_device
+from megamoe.model.size import PASSES, model_flops
 from megamoe.moe.experts.grouped import GroupedExperts
-from tests.moe.plain import loop_experts
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.support.moe.plain import loop_experts
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 LATENT = "key_value_rank: 6, nope_size: 8, rope_size: 4, value_size: 12"
 CASES = {

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from megamoe import registry
-from megamoe.checkpoint.placements import shardings
+from megamoe.checkpoint.planning import shardings
 from megamoe.config.schema import Activation
 from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size
-from megamoe.data.documents import document_items
+from megamoe.data.batches import document_items
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import find_library
 from megamoe.model.size import mean_choices, model_size
 from megamoe.moe.part import Dims, Part
-from tests.moe.plain import plain_activation
-from tests.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
+from tests.support.moe.plain import plain_activation
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 
 S = 8
 POSITIONS = torch.arange(S)[None]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megamoe.data.documents import document_items
+from megamoe.data.batches import document_items
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import find_library
 from megamoe.model.architectures.encoder import Encoder
-from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.attention.caches import KeyValueCache
 from tests.model.test_attention_of_transformers import (
     HIDDEN,
     S,
@@ -19,7 +19,7 @@ from tests.model.test_attention_of_transformers import (
     of_transformers,
     same_gradient,
 )
-from tests.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamoe.kernels import cross_entropy
 from megamoe.kernels.choice import DEFAULT_KERNELS
-from megamoe.model.heads.loss import narrow_token_losses, token_losses, whole_token_losses
+from megamoe.model.heads.vocabulary import narrow_token_losses, token_losses, whole_token_losses
 
 S, B, V = 3, 2, 7
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from megamoe.kernels.attention.documents import Documents
 from megamoe.model.architectures.decoder import GPT
 from megamoe.model.heads.multi_token_prediction import prediction_masks
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 S, DEPTH = 8, 3
 TOKENS = torch.randint(VOCABULARY, (2, S + 1), generator=torch.Generator().manual_seed(5))

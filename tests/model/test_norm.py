@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megamoe.model.norm import Norm
+from megamoe.model.modules import Norm
 
 HIDDEN = 12
 

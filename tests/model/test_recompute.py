@@ -13,7 +13,7 @@ from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 S = 8
 TOKENS = torch.arange(2 * S).view(2, S) * 5 % VOCABULARY

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megamoe.model import modules
-from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.attention.caches import KeyValueCache
 from tests.model.test_gpt import POSITIONS, S, text
-from tests.tiny import tiny, tiny_gpt
+from tests.support.tiny import tiny, tiny_gpt
 
 
 def test_the_base_of_rotary_positions_reaches_attention(one_rank: None) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.model.norm import Norm
-from tests.tiny import VOCABULARY, tiny, tiny_model
+from megamoe.model.modules import Norm
+from tests.support.tiny import VOCABULARY, tiny, tiny_model
 
 S = 8
 TOKENS = torch.randint(VOCABULARY, (2, S), generator=torch.Generator().manual_seed(5))

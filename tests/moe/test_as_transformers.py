@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
+from tests.support.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
 
 EXPERTS, CHOSEN, SHARED, TOKENS = 8, 3, 40, 50
 SIZES: dict[str, Any] = {

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Candidates, Mask, Part, StepContext
 from megamoe.moe.routing import Scored
+from megamoe.moe.validation import check_parts
 from megamoe.registry import register
-from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 ONE: dict[str, Any] = {"k": 1, "weights": "raw"}
 

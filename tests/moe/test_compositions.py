@@ -12,16 +12,15 @@ from torch import Tensor
 from megamoe import registry
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
-from megamoe.moe.alternatives import capabilities
-from megamoe.moe.compatibility import chosen_parts
-from megamoe.moe.composition import check_parts
 from megamoe.moe.examples import example_trees
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_hidden, make_layer, moe_config, observed
-from tests.moe.part_layers import PARTS
+from megamoe.moe.suggestions import capabilities
+from megamoe.moe.validation import check_parts, chosen_parts
+from tests.support.moe.build import make_hidden, make_layer, moe_config, observed
+from tests.support.moe.part_layers import PARTS
 
 DRAWS = 150
 TOKENS = 24

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
 from megamoe.moe.routing import Routing
-from tests.moe.build import make_hidden, make_pairs, make_scored, routed
+from tests.support.moe.build import make_hidden, make_pairs, make_scored, routed
 
 
 @pytest.fixture(scope="module")

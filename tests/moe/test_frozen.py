@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Constraint, Mask, StepContext
-from tests.moe.build import make_hidden, make_layer, moe_config
+from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 BOTH = ["router", "experts"]
 

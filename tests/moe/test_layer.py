@@ -13,8 +13,8 @@ from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import FFN, HIDDEN, gradient_of, make_hidden, make_layer, moe_config, observed
-from tests.moe.plain import PlainResult, plain_layer
+from tests.support.moe.build import FFN, HIDDEN, gradient_of, make_hidden, make_layer, moe_config, observed
+from tests.support.moe.plain import PlainResult, plain_layer
 
 LOSSES = {"switch_balance": 0.3, "z_loss": 0.05}
 TOP_1 = {"k": 1, "weights": "raw"}

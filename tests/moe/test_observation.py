@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.choice import DEFAULT_KERNELS
-from megamoe.kernels.router_sums import SMALLEST, gate_sums
-from megamoe.moe.gradient_share import WHOLE
+from megamoe.kernels.router import SMALLEST, gate_sums
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.observation import observe
+from megamoe.moe.observation import WHOLE, observe
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Routing
-from tests.moe.build import make_hidden, make_layer, moe_config, observed
+from tests.support.moe.build import make_hidden, make_layer, moe_config, observed
 
 TOP_2 = {"selector": {"name": "top_k", "k": 2}}
 

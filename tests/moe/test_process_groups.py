@@ -5,7 +5,7 @@ import torch
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups, TokenSpread, rank_in, size_of
 from megamoe.moe.routing import Routing, has_row_per_token
-from tests.moe.build import gradient_of, make_pairs, make_routing
+from tests.support.moe.build import gradient_of, make_pairs, make_routing
 
 
 def spread_of(size: int, rank: int) -> TokenSpread:

@@ -9,8 +9,8 @@ import yaml
 from megamoe import registry
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
-from tests.moe.build import moe_config
+from megamoe.moe.validation import check_parts
+from tests.support.moe.build import moe_config
 
 NOISY_LEVELS = ", scorer: {name: hierarchical, noisy: true}"
 LEVELS = ", scorer: {name: hierarchical, groups: 2}"

@@ -13,9 +13,9 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import CAPABILITIES, Part, StepContext
 from megamoe.moe.routing import Routing, has_row_per_token
-from tests.moe.build import VOCAB, make_hidden, make_layer, make_part, moe_config, observed
-from tests.moe.part_layers import PART_IDS, PARTS
 from tests.moe.test_process_groups import spread_of
+from tests.support.moe.build import VOCAB, make_hidden, make_layer, make_part, moe_config, observed
+from tests.support.moe.part_layers import PART_IDS, PARTS
 
 EXPERTS = 16
 every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=PART_IDS)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.apps.routing_record.record import Rows
 from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
-from megamoe.train.routing_record import Rows
-from tests.moe.build import make_layer, make_part, make_scored, moe_config
 from tests.moe.test_registered import every_part, layers_with, step
-from tests.tiny import check_on, tiny
+from tests.support.moe.build import make_layer, make_part, make_scored, moe_config
+from tests.support.tiny import check_on, tiny
 
 
 class Recording:

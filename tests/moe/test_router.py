@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamoe.moe.part import Mask, ScoreFunction, StepContext
 from megamoe.moe.routing import Scored
-from tests.moe.build import make_router, make_scored, route_scores
+from tests.support.moe.build import make_router, make_scored, route_scores
 
 LIMIT = {"name": "group_limit", "num_groups": 4, "keep": 2}
 RAW = {"name": "top_k", "k": 2, "weights": "raw"}

@@ -15,7 +15,7 @@ from megamoe.data.vocabulary import Vocabulary
 from megamoe.data.words import word_starts
 from megamoe.errors import UserError
 from megamoe.objectives.masked import Masked
-from tests.tiny import check_on, tiny
+from tests.support.tiny import check_on, tiny
 
 WORDS, LENGTH, EOD = 100, 64, 0
 VOCABULARY = Vocabulary(WORDS, EOD, None).with_added(1)

@@ -11,8 +11,8 @@ import yaml
 from megamoe.config import RunConfig, load_config
 from megamoe.errors import UserError
 from megamoe.train.resolved import resolve_run
-from tests.data.sources import stream, take
-from tests.tiny import BASE
+from tests.support.data.sources import stream, take
+from tests.support.tiny import BASE
 
 PAGE = (Path(__file__).parents[2] / "docs/objectives.md").read_text()
 MADE_OF_TEXT = """

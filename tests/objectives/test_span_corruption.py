@@ -11,7 +11,7 @@ from megamoe.data.special import SpecialTokens
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.objectives.span_corruption import SpanCorruption
-from tests.tiny import check_on, tiny
+from tests.support.tiny import check_on, tiny
 
 WORDS, EOD = 50, 7
 BOTH = ("model.architecture=encoder_decoder", "train.objective=span_corruption", "moe.layers=none")

@@ -12,7 +12,7 @@ from megamoe.compat.fake_cuda import join_fake_group
 from megamoe.parallel import launch
 from megamoe.parallel.groups import expert_group_name, start_groups
 from megamoe.parallel.layout import Layout
-from tests.tiny import restored_process
+from tests.support.tiny import restored_process
 
 # And the groups that are made, by the ranks in each. The world's is there already.
 LAYOUTS = {

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from megamoe.errors import UserError
-from megamoe.resilience.run_lock import locked
+from megamoe.resilience.processes import locked
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from megamoe.resilience.run_lock import locked
+from megamoe.resilience.processes import locked
 with locked(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)

@@ -12,7 +12,7 @@ import torch
 from megamoe.config.schema import ProfilerConfig, TrainConfig
 from megamoe.resilience import stopping
 from megamoe.resilience.stopping import StopRule
-from megamoe.train.profile import ProfilerWindow
+from megamoe.train.speed import ProfilerWindow
 
 
 @pytest.mark.parametrize("limit", [2, None])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megamoe.analysis.run_status import as_text, read_status
+from megamoe.apps.cluster.status import as_text, read_status
 from megamoe.moe import timers
 from megamoe.moe.timers import OwnTime
 from megamoe.resilience.stragglers import IN_A_ROW, STRAGGLERS, Stragglers

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.analysis.run_status import read_status
+from megamoe.apps.cluster.status import read_status
 from tests.slurm.cluster import Cluster, Losses, logs_of, losses, steps_done
 
 pytestmark = pytest.mark.full

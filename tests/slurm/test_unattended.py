@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.analysis.run_status import read_status
+from megamoe.apps.cluster.status import read_status
 from tests.slurm import faulty_run
 from tests.slurm.cluster import Cluster, logs_of, losses, undisturbed
 

@@ -14,7 +14,7 @@ from megamoe.registry import register
 from megamoe.train.callbacks import Callback, Callbacks
 from megamoe.train.loop import train
 from megamoe.train.trainer import Trainer
-from tests.tiny import BASE, restored_process, tiny
+from tests.support.tiny import BASE, restored_process, tiny
 
 ROOT = Path(__file__).parents[2]
 HEAD = """

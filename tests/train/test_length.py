@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from megamoe.config import RunConfig
-from megamoe.data.epochs import samples_per_epoch
+from megamoe.data.datasets import samples_per_epoch
 from megamoe.errors import ExitCode, UserError
+from megamoe.optim.schedule import BatchSchedule, run_steps
 from megamoe.train.loop import train
-from megamoe.train.schedule import BatchSchedule, run_steps
-from tests.data.sources import make_data
-from tests.tiny import restored_process, tiny
+from tests.support.data.sources import make_data
+from tests.support.tiny import restored_process, tiny
 
 # 101 tokens: 12 samples of 8, of which a token is left over.
 DOCUMENT = "x" * 100

@@ -12,10 +12,10 @@ import yaml
 
 from megamoe.errors import ExitCode, UserError
 from megamoe.metrics.reader import read_metrics
+from megamoe.parallel.zero.engine import Engine
 from megamoe.train.loop import train
 from megamoe.train.trainer import Trainer
-from megamoe.zero.engine import Engine
-from tests.tiny import restored_process, tiny
+from tests.support.tiny import restored_process, tiny
 
 # The batch grows 2, 2, 4 and is 6 from the fourth step on: two increments of 4 samples each.
 WHOLE = [

@@ -9,7 +9,7 @@ from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from megamoe.train.step import evaluate, model_inputs, num_rollouts, set_context, train_step
-from tests.tiny import tiny, tiny_gpt
+from tests.support.tiny import tiny, tiny_gpt
 from tests.train.test_step import BATCHES, engine_of
 
 POLICY = ("moe.router.scorer=policy", "moe.router.selector={name: sample, k: 2}")

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from megamoe.data.batches import Batch
 from megamoe.data.pairs import pair_batch, positions
-from megamoe.moe.context import StepContext
-from megamoe.moe.padding import Padding
+from megamoe.moe.context import Padding, StepContext
 from megamoe.train.step import set_context, train_step
-from tests.tiny import VOCABULARY, tiny, tiny_engine
+from tests.support.tiny import VOCABULARY, tiny, tiny_engine
 
 GENERATOR = torch.Generator().manual_seed(3)
 PAIRS = [

@@ -19,7 +19,7 @@ from megamoe.parallel.launch import World
 from megamoe.parallel.rank_consistency import first_difference
 from megamoe.train import rank_facts
 from megamoe.train.rank_facts import FREE, facts_of_files, facts_of_start
-from tests.tiny import VOCABULARY, tiny
+from tests.support.tiny import VOCABULARY, tiny
 
 WORLD = World(0, 2, 0, torch.device("cpu"), "gloo")
 # With every optional section, list and kind of part.

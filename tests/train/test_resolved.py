@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.train.resolved import resolve_run
-from megamoe.zero.deepspeed_config import resolve_parallel
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 
 PACKAGE = Path(__file__).parents[2] / "megamoe"
 BF16 = ("moe.expert_ffn_hidden_size=16",)  # rows of 16 bytes

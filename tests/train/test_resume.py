@@ -8,8 +8,8 @@ import pytest
 from megamoe.config import to_dict
 from megamoe.errors import UserError
 from megamoe.train.resume import check_init, check_resume
-from tests.checkpoint_files import write_checkpoint
-from tests.tiny import VOCABULARY, tiny
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.tiny import VOCABULARY, tiny
 
 
 def checkpoint_of(tmp_path: Path, config: dict[str, Any], vocabulary: int = VOCABULARY) -> Path:

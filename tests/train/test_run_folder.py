@@ -11,8 +11,8 @@ import yaml
 
 from megamoe.errors import UserError
 from megamoe.train.run_folder import RunFolder, choose_run_folder, prepare_run_folder
-from tests.checkpoint_files import META, write_checkpoint
-from tests.tiny import tiny
+from tests.support.checkpoint_files import META, write_checkpoint
+from tests.support.tiny import tiny
 
 
 def choose(output: Path, *overrides: str) -> RunFolder:

@@ -13,12 +13,11 @@ from megamoe.data.batches import Batch
 from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
+from megamoe.optim.optimizers import adamw_options, parameter_groups
+from megamoe.parallel.zero.engine import Engine
 from megamoe.train.step import evaluate, model_inputs, set_context, train_step
-from megamoe.train.step_record import LayerRecord, StepRecord
-from megamoe.train.step_sums import StepSums
-from megamoe.zero.engine import Engine
-from megamoe.zero.optimizer import adamw_options, parameter_groups
-from tests.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
+from megamoe.train.step_record import LayerRecord, StepRecord, StepSums
+from tests.support.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
 WEIGHTS = {"switch_balance": 0.5, "z_loss": 0.25}
 LOSSES = f"moe.losses={WEIGHTS}"

@@ -7,14 +7,14 @@ import pytest
 
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
+from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.launch import find_world
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.train.objective import build_objective
 from megamoe.train.resolved import ResolvedRun
-from megamoe.train.schedule import BatchSchedule
 from megamoe.train.step import num_rollouts
 from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
-from megamoe.zero.deepspeed_config import resolve_parallel
-from tests.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import INDEX, shard_file
 from megamoe.checkpoint.format.reader import IN_SAFETENSORS, CheckpointReader
 from megamoe.errors import UserError, printable
@@ -21,7 +21,7 @@ def problems(folder: Path, quick: bool = False) -> Iterator[str]:
     quick: do not read the bytes of tensors.
     """
     intact = True
-    for problem in integrity.problems(folder, shares=0 if quick else 1):
+    for problem in files.problems(folder, shares=0 if quick else 1):
         intact = False
         yield problem
     if not intact:

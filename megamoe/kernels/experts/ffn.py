@@ -1,8 +1,5 @@
-"""The experts' FFNs as one operation over rows grouped by expert: linear, SwiGLU, linear.
-
-They are computed by `grouped_product` and `swiglu`, or by kernels that activate a product's result before it
-leaves the cache: the compiled library on the CPU, Triton's on CUDA. These save the first product alone for
-the backward pass, and write its gradient over it.
+"""The experts' FFNs as one operation over rows grouped by expert, with biases and gpt-oss's clamped
+SwiGLU.
 """
 
 from typing import Any
@@ -14,6 +11,81 @@ from torch.autograd.function import once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.experts.grouped_gemm import blas_of, checked_ends, grouped_product, product_library
 from megamoe.kernels.experts.rows import swiglu
+
+
+def experts_of_rows(counts_E: Tensor, num_rows: int) -> Tensor:
+    """Return the expert of each of `num_rows` rows grouped by expert, int64; counts_E: int64."""
+    expert_E = torch.arange(len(counts_E), device=counts_E.device)
+    return torch.repeat_interleave(expert_E, counts_E, output_size=num_rows)
+
+
+def add_expert_bias(rows_NG: Tensor, bias_EG: Tensor, expert_N: Tensor) -> Tensor:
+    """Return the rows with their expert's bias added, [N, G]; expert_N: int64."""
+    output_NG: Tensor = _ExpertBias.apply(rows_NG, bias_EG, expert_N)
+    return output_NG
+
+
+class _ExpertBias(torch.autograd.Function):
+    """PyTorch's own backward of a row lookup adds atomically on CUDA, in an order that varies.
+
+    Here the biases' gradient is a product, [E, N] of zeros and ones times [N, G].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_NG: Tensor, bias_EG: Tensor, expert_N: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_N)
+        ctx.num_experts = len(bias_EG)
+        return bias_EG.index_select(0, expert_N).to(rows_NG.dtype).add_(rows_NG)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NG: Tensor) -> tuple[Tensor, Tensor, None]:
+        (expert_N,) = ctx.saved_tensors
+        expert_E1 = torch.arange(ctx.num_experts, device=expert_N.device)[:, None]
+        is_of_EN = (expert_N == expert_E1).to(gradient_NG.dtype)
+        return gradient_NG, is_of_EN @ gradient_NG, None
+
+
+LIMIT = 7.0
+STEEPNESS = 1.702
+OFFSET = 1.0
+
+
+def clamped_swiglu(rows_N2F: Tensor) -> Tensor:
+    """[..., 2F] of [gate | value] halves -> [..., F] in the same dtype; computed in fp32."""
+    rows_NF: Tensor = _ClampedSwiGLU.apply(rows_N2F)
+    return rows_NF
+
+
+def plain_clamped_swiglu(rows_N2F: Tensor) -> Tensor:
+    """Compute `clamped_swiglu` by PyTorch's operators, in the dtype of the rows."""
+    gate, value = rows_N2F.chunk(2, dim=-1)
+    return steep_silu(gate.clamp(max=LIMIT)) * (value.clamp(-LIMIT, LIMIT) + OFFSET)
+
+
+def steep_silu(gate: Tensor) -> Tensor:
+    """Return g sigmoid(1.702 g), which approximates GELU (Hendrycks and Gimpel 2016)."""
+    return gate * torch.sigmoid(STEEPNESS * gate)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_N2F: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_N2F)
+        return plain_clamped_swiglu(rows_N2F.float()).to(rows_N2F.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NF: Tensor) -> Tensor:
+        (rows_N2F,) = ctx.saved_tensors
+        gate, value = rows_N2F.float().chunk(2, dim=-1)
+        inside = gate <= LIMIT, value.abs() <= LIMIT
+        gate, value = gate.clamp(max=LIMIT), value.clamp(-LIMIT, LIMIT) + OFFSET
+        share = torch.sigmoid(STEEPNESS * gate)
+        sent = gradient_NF.float()
+        to_gate = sent * value * share * (1 + STEEPNESS * gate * (1 - share))
+        to_value = sent * gate * share
+        return torch.cat([to_gate * inside[0], to_value * inside[1]], dim=-1).to(rows_N2F.dtype)
 
 
 def swiglu_experts(

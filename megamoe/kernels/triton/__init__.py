@@ -12,18 +12,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.experts.rows import ends_of
-from megamoe.kernels.triton import (
-    activation,
-    cross_entropy,
-    experts,
-    grouping,
-    norms,
-    products,
-    rotary,
-    router,
-    router_sums,
-    rows,
-)
+from megamoe.kernels.triton import block, cross_entropy, experts, products, router, router_sums, rows
 
 
 class TritonKernels:
@@ -51,18 +40,18 @@ class TritonKernels:
 LAUNCHERS: dict[str, Callable[..., None]] = {
     "combine": rows.combine,
     "combine_backward": rows.combine_backward,
-    "swiglu": activation.swiglu,
-    "swiglu_backward": activation.swiglu_backward,
+    "swiglu": experts.swiglu,
+    "swiglu_backward": experts.swiglu_backward,
     "forward": products.forward,
     "to_rows": products.to_rows,
     "to_weight": products.to_weight,
     "experts": experts.experts,
     "experts_backward": experts.experts_backward,
-    "rms_norm": norms.rms_norm,
-    "rms_norm_backward": norms.rms_norm_backward,
-    "summed_rms_norm": norms.summed_rms_norm,
-    "summed_rms_norm_backward": norms.summed_rms_norm_backward,
-    "rotate": rotary.rotate,
+    "rms_norm": block.rms_norm,
+    "rms_norm_backward": block.rms_norm_backward,
+    "summed_rms_norm": block.summed_rms_norm,
+    "summed_rms_norm_backward": block.summed_rms_norm_backward,
+    "rotate": block.rotate,
     "router_scores": router.scores,
     "router_scores_backward": router.scores_backward,
     "chosen_weights": router.chosen_weights,
@@ -71,7 +60,7 @@ LAUNCHERS: dict[str, Callable[..., None]] = {
     "z_loss_backward": router_sums.z_loss_backward,
     "balance_loss": router_sums.balance_loss,
     "gate_sums": router_sums.gate_sums,
-    "group_pairs": grouping.group_pairs,
+    "group_pairs": rows.group_pairs,
     "cross_entropy": cross_entropy.statistics,
     "cross_entropy_backward": cross_entropy.gradient,
 }

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.costs import bytes_of, each_once
+from megamoe.kernels.triton.common import bytes_of, each_once
 
 BLOCK = 4096  # words that one program holds at a time
 WARPS = 8

@@ -13,9 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.blocks import tile_for
-from megamoe.kernels.triton.costs import each_once
-from megamoe.kernels.triton.tiles import load_block, load_turned, store_block
+from megamoe.kernels.triton.common import each_once, load_block, load_turned, store_block, tile_for
 
 # Of fp32 products. "ieee" multiplies in fp32; "tf32x3" uses tensor cores three times and loses about one bit.
 FP32_PRECISION = "ieee"

@@ -11,10 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.costs import each_once
+from megamoe.kernels.triton.common import each_once, inside, load_block, load_turned, store_block, sum_parts
 from megamoe.kernels.triton.products import add_product
-from megamoe.kernels.triton.sums import sum_parts
-from megamoe.kernels.triton.tiles import inside, load_block, load_turned, store_block
 
 TOKENS, DEPTH = 32, 64  # of a block
 MOST_EXPERTS = 64  # of a block

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.costs import each_once
-from megamoe.kernels.triton.tiles import load_block, store_block
+from megamoe.kernels.triton.common import each_once, load_block, store_block
 
 TOKENS = 32  # of a block
 PROGRAMS = 256

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from megamoe.kernels.attention.documents import Documents
 from megamoe.model.architectures.language_model import LanguageModel, problem_of_attention
-from megamoe.model.attention.key_value_cache import KeyValueCache
-from megamoe.model.heads.loss import token_losses
+from megamoe.model.attention.caches import KeyValueCache
 from megamoe.model.heads.multi_token_prediction import DepthInputs, MultiTokenPrediction
+from megamoe.model.heads.vocabulary import token_losses
 
 
 class Decoder(GPTModel):

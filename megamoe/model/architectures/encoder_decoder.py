@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.model.architectures.language_model import LanguageModel, problem_of_attention
-from megamoe.model.attention.key_value_cache import KeyValueCache
-from megamoe.model.attention.source_cache import SourceCache
+from megamoe.model.attention.caches import KeyValueCache, SourceCache
 from megamoe.model.heads.vocabulary import Head
 
 

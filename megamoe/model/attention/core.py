@@ -25,7 +25,7 @@ from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.attention.variants import Variant
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.model.attention.key_value_cache import KeyValueCache
+from megamoe.model.attention.caches import KeyValueCache
 
 
 @dataclass

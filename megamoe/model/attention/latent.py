@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.compat.megatron_compat import NormsAsSpecified, allow_latent_attention
-from megamoe.config.model_schema import ModelConfig
+from megamoe.config.model_schema import LatentConfig, ModelConfig
 from megamoe.kernels.attention.core import rotated
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.attention.rotary import Rotary
+from megamoe.model.attention.caches import KeyValueCache
 from megamoe.model.attention.core import BlockConfig, SDPAttention
-from megamoe.model.attention.key_value_cache import KeyValueCache
 from megamoe.model.attention.rotary import rotary_of
 from megamoe.model.modules import Modules
 
@@ -167,3 +167,25 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         if value.shape[-1] == columns:
             return output
         return output.unflatten(-1, (-1, width))[..., :columns].flatten(-2)
+
+
+def latent_weights(model: ModelConfig, latent: LatentConfig) -> int:
+    """Return the weights of one block's linear layers, each of which a token multiplies with once."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    query = heads * (latent.nope_size + latent.rope_size)
+    rank = latent.query_rank
+    queries = hidden * query if rank is None else rank * (hidden + query)
+    down = hidden * (latent.key_value_rank + latent.rope_size)
+    up = latent.key_value_rank * heads * (latent.nope_size + latent.value_size)
+    return queries + down + up + heads * latent.value_size * hidden
+
+
+def latent_norms(model: ModelConfig, latent: LatentConfig) -> int:
+    """Return the parameters of one block's norms of the compressed queries, keys and values."""
+    columns = latent.key_value_rank + (latent.query_rank or 0)
+    return columns * (2 if model.norm == "layernorm" else 1)
+
+
+def latent_scores(model: ModelConfig, latent: LatentConfig) -> int:
+    """Return the products of one query with one key, and of its weight with the value, in all heads."""
+    return model.num_attention_heads * (latent.nope_size + latent.rope_size + latent.value_size)

@@ -7,8 +7,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 
 from megamoe.config.model_schema import ModelConfig, RotaryConfig
-from megamoe.kernels.attention.rotary import Rotary
-from megamoe.kernels.attention.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from megamoe.kernels.attention.rotary import LinearScaling, Llama3Scaling, Rotary, Scaling, YarnScaling
 from megamoe.model.modules import Modules
 
 SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megamoe.kernels.attention.documents import Documents
 from megamoe.model.attention.core import BlockConfig
-from megamoe.model.heads.loss import token_losses
+from megamoe.model.heads.vocabulary import token_losses
 
 
 class PredictionDepth(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.experts.clamped_swiglu import clamped_swiglu, plain_clamped_swiglu, steep_silu
+from megamoe.kernels.experts.ffn import clamped_swiglu, plain_clamped_swiglu, steep_silu
 from megamoe.kernels.experts.rows import swiglu
 
 CLAMPED = "swiglu_clamped"  # see `kernels.clamped_swiglu`

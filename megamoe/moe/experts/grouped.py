@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.kernels.experts.bias import add_expert_bias, experts_of_rows
-from megamoe.kernels.experts.ffn import swiglu_experts
+from megamoe.kernels.experts.ffn import add_expert_bias, experts_of_rows, swiglu_experts
 from megamoe.kernels.experts.grouped_gemm import grouped_product, takes_any_count
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, up_width

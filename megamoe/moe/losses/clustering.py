@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.compatibility import candidates_of, most_candidates
 from megamoe.moe.masks.expert_groups import by_group, check_clusters
 from megamoe.moe.part import Example, Part, StepContext
 from megamoe.moe.routing import Routing
+from megamoe.moe.validation import candidates_of, most_candidates
 from megamoe.registry import get_part, register
 
 

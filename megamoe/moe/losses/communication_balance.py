@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.compatibility import candidates_of, refuse_all_chosen
-from megamoe.moe.losses.sequences import group_probs, mean_over_sequences
+from megamoe.moe.losses.common import group_probs, mean_over_sequences
 from megamoe.moe.masks.expert_groups import check_groups
 from megamoe.moe.part import Example, Part, StepContext
 from megamoe.moe.routing import Routing
+from megamoe.moe.validation import candidates_of, refuse_all_chosen
 from megamoe.registry import register
 
 

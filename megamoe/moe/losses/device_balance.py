@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.compatibility import refuse_all_chosen
-from megamoe.moe.losses.sequences import group_probs
-from megamoe.moe.losses.squared_cv import fractions
+from megamoe.moe.losses.common import fractions, group_probs
 from megamoe.moe.masks.expert_groups import check_groups
 from megamoe.moe.part import Example, Part, StepContext
 from megamoe.moe.routing import Routing, count
+from megamoe.moe.validation import refuse_all_chosen
 from megamoe.registry import register
 
 

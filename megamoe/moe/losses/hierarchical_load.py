@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.compatibility import experts_wanted
-from megamoe.moe.losses.choice_probability import choice_probability
-from megamoe.moe.losses.squared_cv import squared_cv
+from megamoe.moe.losses.common import choice_probability, squared_cv
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
+from megamoe.moe.validation import experts_wanted
 from megamoe.registry import register
 
 LEVEL = ("clean", "scores", "std")  # the scorer's extras of each level

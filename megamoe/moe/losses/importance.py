@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.moe.losses.squared_cv import squared_cv
+from megamoe.moe.losses.common import squared_cv
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register

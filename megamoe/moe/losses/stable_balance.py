@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.compatibility import refuse_all_chosen, refuse_even_selector, sums_to_1
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
+from megamoe.moe.validation import refuse_all_chosen, refuse_even_selector, sums_to_1
 from megamoe.registry import register
 
 

@@ -7,12 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router_sums import balance
-from megamoe.moe.compatibility import refuse_all_chosen, refuse_all_largest, refuse_even_selector
-from megamoe.moe.losses.sequences import mean_over_sequences
-from megamoe.moe.losses.squared_cv import fractions, shares, wanted_counts
+from megamoe.kernels.router import balance
+from megamoe.moe.losses.common import fractions, mean_over_sequences, shares, wanted_counts
 from megamoe.moe.part import Dims, Example, Part, StepContext
 from megamoe.moe.routing import Routing, count
+from megamoe.moe.validation import refuse_all_chosen, refuse_all_largest, refuse_even_selector
 from megamoe.registry import register
 
 

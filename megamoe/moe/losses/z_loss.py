@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.kernels.router_sums import mean_squared_log_sum
+from megamoe.kernels.router import mean_squared_log_sum
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register

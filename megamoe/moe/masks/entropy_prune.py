@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.alternatives import provides
-from megamoe.moe.compatibility import experts_wanted
 from megamoe.moe.masks.expert_groups import by_group, check_groups
 from megamoe.moe.part import Candidates, Example, Mask, ScoreFunction, StepContext
 from megamoe.moe.routing import Scored
+from megamoe.moe.suggestions import provides
+from megamoe.moe.validation import experts_wanted
 from megamoe.registry import register
 
 HEAD = 8  # an eighth of each group is enough for most tokens; groups are sorted in full for the others only

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.compatibility import candidates_of, experts_wanted
 from megamoe.moe.masks.expert_groups import check_clusters
 from megamoe.moe.part import Candidates, Example, Mask, StepContext
 from megamoe.moe.routing import Scored
+from megamoe.moe.validation import candidates_of, experts_wanted
 from megamoe.registry import get_part, register
 
 

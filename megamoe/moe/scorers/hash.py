@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
+from megamoe.io import open_plain
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
-from megamoe.plain_files import open_plain
 from megamoe.registry import register
 
 _WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside the data"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, Selector
 from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.validation import refuse_more_than_experts
 
 # The least sum to divide by; with fp32's smallest number backward would overflow.
 SMALLEST_TOTAL = 1e-20

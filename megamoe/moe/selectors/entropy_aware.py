@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import SMALLEST_TOTAL, WeightedByP, num_candidates_T
+from megamoe.moe.validation import refuse_more_than_experts
 from megamoe.registry import register
 
 

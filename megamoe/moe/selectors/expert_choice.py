@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import Kernels
-from megamoe.moe.compatibility import refuse_more_than_experts
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import WeightedByP, probs_N
+from megamoe.moe.validation import refuse_more_than_experts
 from megamoe.registry import register
 
 

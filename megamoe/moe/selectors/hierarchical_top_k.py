@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.compatibility import size_of_extra
 from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.validation import size_of_extra
 from megamoe.registry import register
 
 

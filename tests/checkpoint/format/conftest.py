@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint import checkpoint
+from tests.support import checkpoint
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import integrity_of
 from megamoe.errors import UserError
 from megamoe.train.resume import check_init, check_resume
-from tests.checkpoint import checkpoint
-from tests.checkpoint.format.hostile import SHARD, assert_refused
-from tests.checkpoint_files import seal
-from tests.tiny import VOCABULARY, tiny
+from tests.support import checkpoint
+from tests.support.checkpoint_files import seal
+from tests.support.hostile import SHARD, assert_refused
+from tests.support.tiny import VOCABULARY, tiny
 
 pytestmark = pytest.mark.usefixtures("patience")
 Harm = Callable[[Path], object]

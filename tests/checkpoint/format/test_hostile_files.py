@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import integrity_of
 from megamoe.errors import UserError
-from tests.checkpoint.format.hostile import SHARD, assert_refused, read_all
-from tests.checkpoint_files import seal
+from tests.support.checkpoint_files import seal
+from tests.support.hostile import SHARD, assert_refused, read_all
 
 pytestmark = pytest.mark.usefixtures("patience")
 
@@ -112,7 +112,7 @@ def test_a_file_larger_than_any(folder: Path, name: str) -> None:
         file.truncate(1 << 40)  # of holes
     with pytest.raises(UserError, match="larger than 1024 MiB"):
         if name == SUMS:
-            raise UserError(next(integrity.problems(folder, shares=0)))
+            raise UserError(next(files.problems(folder, shares=0)))
         CheckpointReader(folder)
 
 

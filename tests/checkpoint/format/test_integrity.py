@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.checkpoint.format import integrity
+from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import INTACT, integrity_of
-from tests.checkpoint import checkpoint
-from tests.checkpoint_files import flip
+from tests.support import checkpoint
+from tests.support.checkpoint_files import flip
 
 SHARDS = ["shard_00000.safetensors", "shard_00001.safetensors"]
 
@@ -35,18 +35,18 @@ def test_the_list_is_what_sha256sum_reads(folder: Path) -> None:
 def test_a_digest_is_that_of_the_bytes(tmp_path: Path, size: int) -> None:
     content = random.Random(0).randbytes(size)
     (tmp_path / "file").write_bytes(content)
-    assert integrity.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+    assert files.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
 def test_ranks_deal_out_the_tensors_and_share_the_rest(folder: Path) -> None:
     for name in SHARDS:
         flip(folder / name, 100)
-    message = [list(integrity.problems(folder, rank, 2)) for rank in range(2)]
+    message = [list(files.problems(folder, rank, 2)) for rank in range(2)]
     assert [[line.split(":")[0] for line in lines] for lines in message] == [[SHARDS[0]], [SHARDS[1]]]
-    assert list(integrity.problems(folder, shares=0)) == []
+    assert list(files.problems(folder, shares=0)) == []
     flip(folder / INDEX, 3)
-    assert all(next(integrity.problems(folder, rank, 5)).startswith(INDEX) for rank in range(5))
-    assert next(integrity.problems(folder, shares=0)).startswith(INDEX)
+    assert all(next(files.problems(folder, rank, 5)).startswith(INDEX) for rank in range(5))
+    assert next(files.problems(folder, shares=0)).startswith(INDEX)
 
 
 @pytest.mark.parametrize("name", [META, INDEX, *SHARDS, SUMS])

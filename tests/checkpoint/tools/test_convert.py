@@ -8,13 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamoe.checkpoint.format.files import SUMS
-from megamoe.checkpoint.format.integrity import sha256
-from megamoe.checkpoint.tools import consolidate as consolidate_module
+from megamoe.checkpoint.format.files import SUMS, sha256
 from megamoe.checkpoint.tools import stream, verify
-from megamoe.checkpoint.tools.consolidate import consolidate
+from megamoe.checkpoint.tools import stream as consolidate_module
+from megamoe.checkpoint.tools.stream import consolidate
 from megamoe.errors import UserError
-from tests.checkpoint import checkpoint
+from tests.support import checkpoint
 
 
 @pytest.fixture(params=[1 << 26, 7], ids=["whole slabs", "slabs of 7 elements"], autouse=True)

@@ -10,7 +10,7 @@ import pytest
 
 from megamoe.checkpoint.tools.prune import prune
 from megamoe.errors import UserError
-from tests.checkpoint import checkpoint
+from tests.support import checkpoint
 
 Said = list[str]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from tests.moe.build import make_pairs, make_part, make_router, make_scored, route_scores
+from tests.support.moe.build import make_pairs, make_part, make_router, make_scored, route_scores
 
 # Two devices of two experts. Device 0 is offered 0.5, 0.3 | 0.6, 0.2 | 0.7, device 1 only 0.1.
 WANTED = [[0, 1], [1, 0], [0, 2]]

@@ -8,7 +8,7 @@ import torch
 from megamoe import registry
 from megamoe.moe.capacity.per_expert import BY_VALUE
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_pairs, make_part, make_router, make_scored, moe_config, route_scores
+from tests.support.moe.build import make_pairs, make_part, make_router, make_scored, moe_config, route_scores
 
 # Four tokens of two experts; expert 1 is wanted by all of them.
 WANTED = [[1, 0], [1, 2], [2, 1], [1, 3]]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.capacity.places import place_in_group, share_of_pairs, value_of_pairs
-from tests.moe.build import make_pairs
+from tests.support.moe.build import make_pairs
 
 
 def plain_places(group_N: Tensor, rank_N: Tensor | None, value_N: Tensor | None) -> list[int]:

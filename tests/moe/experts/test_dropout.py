@@ -10,7 +10,7 @@ from torch.nn import functional
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
-from tests.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
+from tests.support.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
 
 ONE = {"k": 1, "weights": "one"}
 ALL_WITH_ONE = {"selector": {"k": 4, "weights": "one"}}

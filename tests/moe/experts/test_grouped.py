@@ -22,8 +22,8 @@ from megamoe.moe.experts.grouped import (
     Slice,
     padded_places,
 )
-from tests.moe.build import FFN, HIDDEN, make_hidden
-from tests.moe.plain import loop_experts
+from tests.support.moe.build import FFN, HIDDEN, make_hidden
+from tests.support.moe.plain import loop_experts
 
 
 def make_experts(

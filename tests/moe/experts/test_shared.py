@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megamoe.config.schema import Activation
 from megamoe.moe.experts.shared import SharedExperts, SharedMode
-from tests.moe.build import FFN, HIDDEN, STARTS, make_hidden
-from tests.moe.plain import plain_activation
+from tests.support.moe.build import FFN, HIDDEN, STARTS, make_hidden
+from tests.support.moe.plain import plain_activation
 
 
 def make_shared(

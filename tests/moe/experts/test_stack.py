@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megamoe.config.schema import Activation
 from megamoe.moe.experts.stack import ExpertStack, NormKind
-from tests.moe.build import FFN, HIDDEN, STARTS, make_hidden, make_layer, moe_config
-from tests.moe.plain import plain_expert
+from tests.support.moe.build import FFN, HIDDEN, STARTS, make_hidden, make_layer, moe_config
+from tests.support.moe.plain import plain_expert
 
 
 def make_stack(

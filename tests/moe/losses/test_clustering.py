@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
-from tests.moe.build import (
+from megamoe.moe.validation import check_parts
+from tests.support.moe.build import (
     assert_alike,
     gradient_of,
     loss_of,

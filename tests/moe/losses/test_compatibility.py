@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_hidden, make_layer, moe_config
+from megamoe.moe.validation import check_parts
+from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 EXPERTS = 8
 EVERY = "sends every token to every expert that it may choose"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import assert_alike, make_part, make_routing
+from tests.support.moe.build import assert_alike, make_part, make_routing
 
 NAMES = ["device_balance", "communication_balance"]
 SEQUENCES = torch.tensor([40, 41, 42])

@@ -12,7 +12,7 @@ from megamoe.errors import UserError
 from megamoe.moe.losses.grpo import EPSILON
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import assert_alike, make_hidden, make_layer, make_part, make_routing, moe_config
+from tests.support.moe.build import assert_alike, make_hidden, make_layer, make_part, make_routing, moe_config
 
 # Two positions, two sequences, two rollouts: token s * 4 + g * 2 + b.
 ROLLOUTS, SEQUENCES, LENGTH, EXPERTS = 2, 2, 2, 4

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.losses.choice_probability import choice_probability
+from megamoe.moe.losses.common import choice_probability
 from megamoe.moe.routing import Routing
-from tests.moe.build import assert_alike, loss_of, make_scored, routed, select
+from tests.support.moe.build import assert_alike, loss_of, make_scored, routed, select
 
 Pieces = dict[str, Tensor]
 

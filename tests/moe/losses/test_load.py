@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.build import (
+from tests.support.moe.build import (
     assert_alike,
     gradient_of,
     loss_of,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.routing import Routing
-from tests.moe.build import assert_alike, loss_of, make_routing
+from tests.support.moe.build import assert_alike, loss_of, make_routing
 
 SCORES = torch.tensor(
     [[1.0, 0.0, -1.0], [2.0, 1.0, 0.0], [0.5, -2.0, 0.0], [0.0, 0.0, 1.5]], dtype=torch.float64

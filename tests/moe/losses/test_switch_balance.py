@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.moe.build import assert_alike, loss_of, make_part, make_router, make_routing, route_scores
+from tests.support.moe.build import assert_alike, loss_of, make_part, make_router, make_routing, route_scores
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]])
 WANTED = [[0, 1], [0, 2]]  # f = 1/2, 1/4, 1/4; of first choices alone: 1, 0, 0

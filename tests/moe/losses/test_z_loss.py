@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.build import assert_alike, loss_of, make_routing
+from tests.support.moe.build import assert_alike, loss_of, make_routing
 
 
 def z_loss(scores_TE: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ import pytest
 
 from megamoe import registry
 from megamoe.errors import UserError
-from megamoe.moe.compatibility import all_are_step_wide, experts_wanted, most_candidates
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import Mask, StepContext
-from tests.moe.build import make_hidden, make_layer, moe_config
+from megamoe.moe.validation import all_are_step_wide, check_parts, experts_wanted, most_candidates
+from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 LEVELS = {"scorer": {"name": "hierarchical", "groups": 4}}
 HOME = {"name": "gating_dropout", "rate": 1.0, "ranks": 2}

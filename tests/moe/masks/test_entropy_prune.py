@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
-from tests.moe.build import (
+from megamoe.moe.validation import check_parts
+from tests.support.moe.build import (
     make_hidden,
     make_layer,
     make_part,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+from tests.support.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
 
 
 def masks(steps: int, layer: int = 1, seed: int = 0, **options: Any) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import Mask, StepContext
-from tests.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+from tests.support.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
 
 
 def make(expert_parallel: int = 1, layer: int = 1, **options: Any) -> Mask:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import (
+from tests.support.moe.build import (
     make_hidden,
     make_layer,
     make_part,

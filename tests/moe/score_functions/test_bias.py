@@ -8,7 +8,7 @@ import torch
 from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_hidden, make_layer, make_part, moe_config, observed
+from tests.support.moe.build import make_hidden, make_layer, make_part, moe_config, observed
 
 both_score_functions = pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.build import make_part
+from tests.support.moe.build import make_part
 
 SCORES = torch.tensor([[0.0, math.log(2), math.log(3), math.log(4)]])
 SOME = torch.tensor([[True, False, True, False]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import HIDDEN, gradient_of, make_hidden, make_layer, make_part, moe_config
+from tests.support.moe.build import HIDDEN, gradient_of, make_hidden, make_layer, make_part, moe_config
 
 CONTEXT = StepContext()
 

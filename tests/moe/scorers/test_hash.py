@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.composition import check_parts
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_hidden, make_part, moe_config
+from megamoe.moe.validation import check_parts
+from tests.support.moe.build import make_hidden, make_part, moe_config
 
 ROUTER = {"scorer": "hash", "selector": "table"}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import HIDDEN, make_hidden, make_part
+from tests.support.moe.build import HIDDEN, make_hidden, make_part
 
 CONTEXT = StepContext(seed=3, step=2)
 STARTED = {"seed": 1, "init_std": 0.4}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
-from tests.moe.draws import check_keys, rows_of
+from tests.support.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
+from tests.support.moe.draws import check_keys, rows_of
 
 JITTER: dict[str, Any] = {"jitter": 0.25}
 

@@ -11,8 +11,8 @@ from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 from megamoe.moe.part import StepContext
 from megamoe.moe.scorers.noisy import NoisyScorer
-from tests.moe.build import HIDDEN, gradient_of, make_hidden, make_part
-from tests.moe.draws import check_keys, rows_of
+from tests.support.moe.build import HIDDEN, gradient_of, make_hidden, make_part
+from tests.support.moe.draws import check_keys, rows_of
 
 CONTEXT = StepContext(seed=1, step=4)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
+from tests.support.moe.build import HIDDEN, make_hidden, make_layer, make_part, moe_config
 
 TREE: dict[str, Any] = {
     "num_experts": 4,

@@ -11,7 +11,7 @@ from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.moe.scorers.stable import StableScorer
-from tests.moe.build import HIDDEN, gradient_of, make_hidden, make_part, moe_config
+from tests.support.moe.build import HIDDEN, gradient_of, make_hidden, make_part, moe_config
 
 VOCABULARY = 12
 EXPERTS = 4

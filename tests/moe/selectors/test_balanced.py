@@ -3,7 +3,7 @@
 import torch
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_scored, select
+from tests.support.moe.build import make_scored, select
 
 # All like expert 0 best; tokens 0 and 3 lose most by leaving it.
 SCORES = torch.tensor([[3.0, 0.0], [2.0, 1.5], [2.0, 1.9], [5.0, 1.0]])

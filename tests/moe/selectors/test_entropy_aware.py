@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from megamoe.moe.routing import Pairs
-from tests.moe.build import make_scored, select
+from tests.support.moe.build import make_scored, select
 
 # Perplexities: 1, 2, 4, exp(0.802) = 2.23, exp(1.280) = 3.60
 PROBS = torch.tensor(

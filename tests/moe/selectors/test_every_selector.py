@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import gradient_of, make_part, make_router, make_scored, route_scores
+from tests.support.moe.build import gradient_of, make_part, make_router, make_scored, route_scores
 
 TOKENS, EXPERTS = 12, 6
 TOP_K = {"name": "top_k", "k": 3, "scale": 1.5}

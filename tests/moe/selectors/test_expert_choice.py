@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.build import make_router, make_scored, route_scores, select
+from tests.support.moe.build import make_router, make_scored, route_scores, select
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.05, 0.05, 0.9]])
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
-from tests.moe.build import gradient_of, make_part, make_scored
+from tests.support.moe.build import gradient_of, make_part, make_scored
 
 # Odds by group, and inside the three groups of three experts.
 GROUPS = torch.tensor([[3.0, 9.0, 1.0]])

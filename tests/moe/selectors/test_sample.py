@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
-from tests.moe.build import make_router, make_scored, route_scores, select
-from tests.moe.draws import check_keys, rows_of
+from tests.support.moe.build import make_router, make_scored, route_scores, select
+from tests.support.moe.draws import check_keys, rows_of
 
 PROBS = torch.tensor([0.5, 0.1, 0.3, 0.1])
 DRAWS = 20000

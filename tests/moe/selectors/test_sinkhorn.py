@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.selectors.sinkhorn import log_column_factors_E
-from tests.moe.build import make_scored, select
+from tests.support.moe.build import make_scored, select
 
 
 def skewed_scores(num_tokens: int = 64, num_experts: int = 8) -> Tensor:

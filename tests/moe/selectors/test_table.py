@@ -4,7 +4,7 @@ import torch
 
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
-from tests.moe.build import HIDDEN, make_hidden, make_part, make_scored, moe_config
+from tests.support.moe.build import HIDDEN, make_hidden, make_part, make_scored, moe_config
 
 TABLE = torch.tensor([[2, 0], [1, 1], [3, 2]])
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.routing import Scored
-from tests.moe.build import make_router, make_scored, route_scores, select
+from tests.support.moe.build import make_router, make_scored, route_scores, select
 
 PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.95, 0.01, 0.02, 0.02], [0.25, 0.45, 0.2, 0.1]])
 

@@ -11,7 +11,7 @@ from megamoe.kernels.choice import Kernels
 from megamoe.moe import rng
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs
-from tests.moe.build import (
+from tests.support.moe.build import (
     make_hidden,
     make_layer,
     make_part,
@@ -21,7 +21,7 @@ from tests.moe.build import (
     route_scores,
     select,
 )
-from tests.moe.draws import check_keys, rows_of
+from tests.support.moe.draws import check_keys, rows_of
 
 # As softmax gives for scores log(10 p).
 PROBS = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.05, 0.05, 0.4], [0.3, 0.4, 0.2, 0.1]])

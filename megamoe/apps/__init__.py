@@ -1,0 +1,3 @@
+"""Applications around the core that pretrains: before a run, beside it, and with what it leaves. The core never
+imports them.
+"""

@@ -1,0 +1,123 @@
+"""What the commands of the applications share: their start and end, their files, and the option `--data
+NAME=PREFIX`.
+"""
+
+import argparse
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megamoe.compat.startup import check_versions, settle_vendors
+from megamoe.errors import ExitCode, UserError
+from megamoe.io import replace_file
+from megamoe.resilience.error_reporting import report_error
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a script's docstring as it stands."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=raw)
+
+
+def run_tool(work: Callable[[], None]) -> int:
+    """Check and settle the vendors' libraries and do the work; return the exit code.
+
+    An error of the work becomes a line on standard error; 2: a user's mistake; 130: interrupted by Ctrl-C.
+    """
+    try:
+        check_versions()
+        settle_vendors()
+        work()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return ExitCode.INTERRUPTED
+    except Exception as error:
+        return report_error(error)
+    return 0
+
+
+def check_positive(option: str, value: int | None) -> None:
+    """Check a number that a user may give.
+
+    Raises:
+        UserError: if it is 0 or less.
+    """
+    if value is not None and value < 1:
+        raise UserError(f"{option}: found {value}, expected at least 1")
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Check before long work that its result can be written to a file; the file is not touched.
+
+    Raises:
+        UserError: if there is no folder for it, if it is a folder, or if the permissions forbid it.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    problem = None
+    if not folder.is_dir():
+        problem = errno.ENOTDIR if folder.exists() else errno.ENOENT
+    elif path.is_dir():
+        problem = errno.EISDIR
+    elif not all(os.access(place, os.W_OK) for place in _written_places(path)):
+        problem = errno.EACCES
+    if problem is not None:
+        raise _unwritable(option, path, os.strerror(problem))
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write a result. A plain file is replaced in one move; a link, pipe or device is written through.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    try:
+        if _is_replaced(path):
+            replace_file(path, text.encode())
+        else:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(option, path, error.strerror) from error
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether `write_text` moves a new file to this path."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())
+
+
+def _written_places(path: Path) -> list[Path]:
+    """Return what must be writable for `write_text`."""
+    return [*([path.parent] if _is_replaced(path) else []), *([path] if path.exists() else [])]
+
+
+def _unwritable(option: str, path: Path, problem: str | None) -> UserError:
+    return UserError(f"{option}: {path} cannot be written: {problem}; name a file in a folder that exists")
+
+
+def data_overrides(given: list[str]) -> list[str]:
+    """Return the overrides that make prepared data the validation sets, by name; none for no data.
+
+    given: NAME=PREFIX each; data of one name are blended.
+
+    Raises:
+        UserError: if one has another form.
+    """
+    if not given:
+        return []
+    sets: dict[str, list[str]] = {}
+    for each in given:
+        name, equals, prefix = each.partition("=")
+        if not (name and equals and prefix):
+            raise UserError(f"--data: found {each!r}, expected NAME=PREFIX, such as books=data/books/books")
+        sets.setdefault(name, []).append(prefix)
+    first = next(iter(sets.values()))
+    return [
+        "data.mock=false",
+        f"data.sources={json.dumps(first)}",
+        f"data.validation={json.dumps(sets)}",
+        "data.split=[1, 0, 0]",
+    ]

@@ -1,0 +1,237 @@
+"""Perplexity of a trained model, and the FLOPs that its experts spend on it."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.config import RunConfig
+from megamoe.config.shapes import expert_activation, expert_ffn_size, ffn_size
+from megamoe.data.batches import Batch, BatchStream
+from megamoe.data.datasets import Datasets
+from megamoe.errors import UserError
+from megamoe.moe.experts.activations import up_width
+from megamoe.parallel.consensus import raise_any_error_fast
+from megamoe.parallel.groups import data_group
+from megamoe.train.step import model_inputs, set_context
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What an evaluation found, over all ranks.
+
+    lm_loss: mean cross entropy of the `tokens` unmasked tokens, in nats. routed_tokens: all tokens, those
+    without a loss and those of sources included, but no padding. layer_tokens: the tokens of each MoE layer,
+    summed over layers. load_LE: computed pairs of each expert by MoE layer. wanted: pairs before the
+    capacity dropped any, over all layers. seconds: wall time of the forward passes.
+    expert_flops: floating-point operations of the routed experts for one token, over all layers; 2 for a
+    multiplication with its addition. dense_share: the same over those of a dense FFN of
+    `model.ffn_hidden_size` in the place of every MoE layer, as in Yang et al. 2024 (XMoE), figure 4; 0 for a
+    dense model. further: the objective's metrics, such as the accuracy of labels.
+    """
+
+    lm_loss: float
+    tokens: int
+    routed_tokens: int
+    layer_tokens: int
+    load_LE: dict[int, list[int]]
+    wanted: int
+    seconds: float
+    expert_flops: float
+    dense_share: float
+    further: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(lm_loss); infinite where this is no number of double precision."""
+        try:
+            return math.exp(self.lm_loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def pairs(self) -> int:
+        """Computed pairs of a token and an expert, over all layers."""
+        return sum(map(sum, self.load_LE.values()))
+
+    @property
+    def experts_per_token(self) -> float:
+        """The mean number of experts that compute a token in an MoE layer."""
+        return self.pairs / max(self.layer_tokens, 1)
+
+    @property
+    def dropped(self) -> float:
+        """The share of pairs that the capacity dropped."""
+        return 1 - self.pairs / self.wanted if self.wanted else 0.0
+
+    def as_data(self) -> dict[str, Any]:
+        """Return plain data for JSON, what follows from the fields included."""
+        return {
+            "lm_loss": self.lm_loss,
+            **self.further,
+            "perplexity": self.perplexity,
+            "tokens": self.tokens,
+            "experts_per_token": self.experts_per_token,
+            "dropped": self.dropped,
+            "expert_flops_per_token": self.expert_flops,
+            "dense_share": self.dense_share,
+            "seconds": self.seconds,
+            "tokens_per_s": self.routed_tokens / self.seconds if self.seconds else 0.0,
+            "load": {str(layer): load for layer, load in self.load_LE.items()},
+        }
+
+
+@dataclass
+class _Sums:
+    """Sums over this rank's micro batches; the fields are those of `Perplexity`."""
+
+    loss: float = 0.0
+    tokens: float = 0.0
+    routed: int = 0
+    layer_tokens: int = 0
+    wanted: int = 0
+    load_LE: dict[int, torch.Tensor] = field(default_factory=dict)
+    further: dict[str, float] = field(default_factory=dict)
+
+
+def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
+    """Build the validation and test sets of the model's configuration, of so many samples each.
+
+    Raises:
+        UserError: as `TrainingObjective.datasets`.
+    """
+    return trained.objective.datasets(train_samples=1, validation_samples=samples)
+
+
+@torch.no_grad()
+def perplexity_on(trained: TrainedModel, dataset: Any, samples: int, name: str = "valid") -> Perplexity:
+    """Evaluate a model on the first `samples` samples of a data set. Collective over all ranks.
+
+    name: the validation set's. With `moe.router.replay` its recorded choices at the checkpoint's step replace
+    the selectors'.
+
+    The samples are taken in micro batches of `train.micro_batch_size`, on which capacities depend. On the
+    run's own validation set the loss is the one that training reports.
+
+    Raises:
+        UserError: if the samples do not divide over micro batches and ranks, or cannot be read.
+    """
+    sums = _Sums()
+    started = time.perf_counter()
+    phase = "val" if name == "valid" else f"val/{name}"
+    with trained.routing.evaluation_of(trained.step, phase, samples):
+        for number, batch in micro_batches(trained, dataset, samples):
+            trained.routing.check_batches([batch])
+            _evaluate(trained, batch, number, sums)
+    return _reduced(trained, sums, time.perf_counter() - started)
+
+
+def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> None:
+    """Add one micro batch to the sums."""
+    set_context(trained.context, batch, number)
+    losses_BS = trained.model(**model_inputs(batch))
+    sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
+    sums.tokens += float(batch.loss_mask_BS.sum())
+    further = trained.objective.evaluation_sums(batch, trained.model.label_logits())
+    for name in trained.objective.metrics:
+        sums.further[name] = sums.further.get(name, 0.0) + float(further[name])
+    sums.routed += _num_tokens(batch)
+    for layer_number, layer in trained.model.moe_layers():
+        seen = layer.observation
+        assert seen is not None
+        load_E = seen.load_E.cpu()
+        known_E = sums.load_LE.get(layer_number)
+        sums.load_LE[layer_number] = load_E if known_E is None else known_E + load_E
+        sums.wanted += int(seen.wanted_E.sum())
+        sums.layer_tokens += int(seen.width_D.sum())
+
+
+def _num_tokens(batch: Batch) -> int:
+    """Return the tokens of both sides, without padding."""
+    lengths = [each for each in (batch.lengths_B, batch.source_lengths_B) if each is not None]
+    return sum(int(length_B.sum()) for length_B in lengths) if lengths else batch.tokens_BS.numel()
+
+
+def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator[tuple[int, Batch]]:
+    """Yield this rank's micro batches of the first `samples` samples, with their numbers over all ranks.
+
+    Raises:
+        UserError: as `perplexity_on`.
+    """
+    layout, size = trained.layout, trained.config.train.micro_batch_size
+    if samples < 1 or samples % (size * layout.data):
+        raise UserError(
+            f"{samples} samples do not divide over {layout.data} data-parallel ranks and micro batches of "
+            f"{size} (train.micro_batch_size); choose a multiple of their product"
+        )
+    data_rank = layout.data_rank(trained.world.rank)
+    with BatchStream(
+        dataset,
+        start_sample=0,
+        micro_batch_size=size,
+        data_rank=data_rank,
+        data_size=layout.data,
+        workers=0,
+        make_batch=trained.objective.make_batch,
+    ) as stream:
+        for place in range(samples // (size * layout.data)):
+            batch, problem = None, None
+            try:
+                batch = next(stream)
+            except UserError as error:
+                problem = str(error)
+            raise_any_error_fast(problem, trained.world.device)
+            assert batch is not None
+            yield place * layout.data + data_rank, batch.to(trained.world.device)
+
+
+def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
+    """Sum over the data-parallel ranks; the ranks of a tensor-parallel group have the same numbers."""
+    numbers = list(sums.load_LE)
+    names = trained.objective.metrics
+    counts = [sums.tokens, sums.routed, sums.layer_tokens, sums.wanted]
+    further = [sums.further.get(name, 0.0) for name in names]
+    head = torch.tensor([*further, sums.loss, *counts], dtype=torch.float64)
+    packed = torch.cat([head, *(sums.load_LE[number].double() for number in numbers)])
+    packed = packed.to(trained.world.device)
+    dist.all_reduce(packed, group=data_group())
+    values = packed.tolist()
+    further, (loss, tokens, routed, layer_tokens, wanted, *loads) = values[: len(names)], values[len(names) :]
+    size = trained.config.moe.num_experts
+    load_LE = {
+        number: [round(load) for load in loads[place * size : (place + 1) * size]]
+        for place, number in enumerate(numbers)
+    }
+    pairs = sum(map(sum, load_LE.values()))
+    flops = pairs * flops_of_pair(trained.config) / max(routed, 1)
+    dense = layer_tokens / max(routed, 1) * flops_of_dense(trained.config)
+    return Perplexity(
+        lm_loss=loss / max(tokens, 1.0),
+        tokens=round(tokens),
+        routed_tokens=round(routed),
+        layer_tokens=round(layer_tokens),
+        load_LE=load_LE,
+        wanted=round(wanted),
+        seconds=seconds,
+        expert_flops=flops,
+        dense_share=flops / dense if dense else 0.0,
+        further={name: total / max(tokens, 1.0) for name, total in zip(names, further, strict=True)},
+    )
+
+
+def flops_of_pair(config: RunConfig) -> int:
+    """Return the floating-point operations of one expert for one token, forward."""
+    size, activation = expert_ffn_size(config), expert_activation(config)
+    rows = up_width(size, activation) + size
+    return 2 * config.model.hidden_size * rows * config.moe.expert_sublayers
+
+
+def flops_of_dense(config: RunConfig) -> int:
+    """Return the floating-point operations of a block's dense FFN for one token, forward."""
+    size = ffn_size(config.model)
+    return 2 * config.model.hidden_size * (up_width(size, config.model.activation) + size)

@@ -1,0 +1,249 @@
+"""A trained model from a checkpoint, without optimizer and DeepSpeed engine, at any layout."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megamoe.apps.routing_record.replay import RunRouting
+from megamoe.checkpoint.format.folder import candidates, find_checkpoints
+from megamoe.checkpoint.format.meta import Meta, read_meta
+from megamoe.checkpoint.format.reader import CheckpointReader
+from megamoe.checkpoint.manager import first_intact
+from megamoe.checkpoint.state import load_weights
+from megamoe.config import RunConfig, configure
+from megamoe.config.schema import ParallelConfig
+from megamoe.data.batches import warn
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import UserError
+from megamoe.model.architectures.decoder import GPT
+from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.build import build_model
+from megamoe.moe.part import StepContext
+from megamoe.objectives.objective import TrainingObjective
+from megamoe.parallel import launch
+from megamoe.parallel.consensus import catch_error, raise_any_error
+from megamoe.parallel.groups import data_group, start_groups
+from megamoe.parallel.layout import Layout
+from megamoe.parallel.zero.deepspeed_moe_layer import hosted_layer_factory
+from megamoe.train.objective import build_objective
+from megamoe.train.resolved import ResolvedRun, resolve_run
+from megamoe.train.resume import check_vocabulary
+
+KEY = "checkpoint"
+# Sections of a saved configuration that say how it was trained, not what was trained.
+FORGOTTEN = ("parallel", "checkpoint", "log", "output", "name")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class TrainedModel:
+    """A model in evaluation mode, on this rank's device.
+
+    path: its checkpoint. precision: of its weights, `fp32`, `bf16` or `fp16`. routing: the choices that it
+    replays, if any.
+    """
+
+    path: Path
+    meta: Meta
+    config: RunConfig
+    model: LanguageModel
+    context: StepContext
+    layout: Layout
+    world: launch.World
+    vocabulary: Vocabulary
+    precision: str
+    routing: RunRouting
+
+    @cached_property
+    def objective(self) -> TrainingObjective:
+        """The objective that it was trained with."""
+        return build_objective(self.config, self.vocabulary)
+
+    @property
+    def decoder(self) -> GPT:
+        """The model of a session that opens decoders only."""
+        assert isinstance(self.model, GPT)
+        return self.model
+
+    @property
+    def step(self) -> int:
+        """The optimizer step after which the checkpoint was saved."""
+        return self.meta["step"]
+
+    @property
+    def validation_samples(self) -> int:
+        """The samples, over all ranks, on which the run's validation loss was computed."""
+        train, layout = self.meta["config"]["train"], self.meta["layout"]
+        unit: int = train["micro_batch_size"] * layout["ranks"] // layout["tensor"]
+        return self.config.evaluation.batches * int(train.get("global_batch_size") or unit)
+
+
+@dataclass
+class Session:
+    """The ranks that open models, one after the other: the process group is started once.
+
+    world: this rank's place. overrides: `section.key=value`, for all models. replays: whether
+    `moe.router.replay` may name a record of the routing.
+    """
+
+    world: launch.World
+    overrides: Sequence[str] = ()
+    precision: str | None = None
+    replays: bool = False
+    _is_started: bool = field(default=False, repr=False)
+    _intact: dict[Path, Path] = field(default_factory=dict, repr=False)  # the checkpoint, by what was named
+
+    def check(
+        self, path: Path, overrides: Sequence[str] = (), architectures: Sequence[str] = ("decoder",)
+    ) -> RunConfig:
+        """Return the configuration with which `open` would build the model, without building it.
+
+        Raises:
+            UserError: on every rank, as `open`, but for overrides that change a weight's shape.
+        """
+        _, run = self._resolve(path, overrides, architectures)
+        raise_any_error(catch_error(lambda: RunRouting(run, self.world).check_evaluation()))
+        return run.config
+
+    def open(
+        self, path: Path, overrides: Sequence[str] = (), architectures: Sequence[str] = ("decoder",)
+    ) -> TrainedModel:
+        """Load the weights of a checkpoint, or of the newest intact one of a run's folder.
+
+        overrides: of the saved configuration, after the session's; they may change how the model computes,
+        but no weight's shape. architectures: those that the caller can use.
+
+        Raises:
+            UserError: on every rank, if there is no intact checkpoint, if it is of another architecture, or
+                if the configuration does not fit its weights or this number of ranks.
+        """
+        meta, run = self._resolve(path, overrides, architectures)
+        intact, config = self.verified(path), run.config
+        groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
+        context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
+        context.step = meta["step"]
+        factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
+        model = build_model(config, run.vocabulary.size, factory)
+        raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
+        precision = self.precision or meta["layout"]["precision"]
+        if precision == "fp16" and self.world.device.type == "cpu":
+            precision = "fp32"
+        _round(model, DTYPES[precision])
+        model.to(self.world.device).eval()
+        routing = RunRouting(run, self.world)
+        raise_any_error(catch_error(lambda: routing.check_evaluation()))
+        routing.attach(model)
+        return TrainedModel(
+            path=intact,
+            meta=meta,
+            config=config,
+            model=model,
+            context=context,
+            layout=run.plan.layout,
+            world=self.world,
+            vocabulary=run.vocabulary,
+            precision=precision,
+            routing=routing,
+        )
+
+    def _resolve(
+        self, path: Path, overrides: Sequence[str], architectures: Sequence[str]
+    ) -> tuple[Meta, ResolvedRun]:
+        """Return what the checkpoint says of itself, and the checked run at this number of ranks."""
+        intact = self.verified(path)
+        meta = read_meta(intact, KEY)
+        config = configuration_of(meta, intact, [*self.overrides, *overrides], self.replays)
+        kind = config.model.architecture
+        if kind not in architectures:
+            raise UserError(
+                f"{intact}: saved with model.architecture {kind}; this tool reads "
+                f"{' and '.join(architectures)}"
+            )
+        run = resolve_run(config, self.world.size)
+        check_vocabulary(intact, meta, run.vocabulary.size)
+        return meta, run
+
+    def verified(self, path: Path) -> Path:
+        """Return the intact checkpoint that `path` names, the newest of a run; its bytes are read once in a
+        session.
+
+        Raises:
+            UserError: on every rank, if there is none.
+        """
+        if path not in self._intact:
+            found, is_run = find_checkpoints(path)
+            if is_run:  # the one first that a resume would load first
+                found = candidates(found[0].parent) or found
+            if not self._is_started:
+                launch.start(self.world, ParallelConfig().timeout_minutes)
+                self._is_started = True
+            self._intact[path], _ = first_intact(found, warn, "name another step_* folder or run")
+        return self._intact[path]
+
+    def _load(self, path: Path, model: nn.Module, layout: Layout) -> None:
+        with CheckpointReader(path, KEY) as reader:
+            load_weights(reader, model, layout, self.world.rank)
+
+
+@contextmanager
+def session(
+    overrides: Sequence[str] = (), precision: str | None = None, replays: bool = False
+) -> Iterator[Session]:
+    """Find this rank's place among the ranks; leave the process group at the end.
+
+    precision: of the weights; default: as trained, but fp32 on the CPU for a model trained in fp16. replays:
+    whether the models may replay a record of the routing.
+    """
+    try:
+        yield Session(launch.find_world(), overrides, precision, replays)
+    finally:
+        launch.stop()
+
+
+def configuration_of(meta: Meta, path: Path, overrides: Sequence[str], replays: bool = False) -> RunConfig:
+    """Return the configuration that a checkpoint holds, at the default layout, with overrides.
+
+    Plugins that the checkpoint names are not run: a user must name them with the override `plugins=[...]`.
+    replays: whether the overrides may name a record of the routing.
+
+    Raises:
+        UserError: if the configuration is wrong, or needs plugins that the user does not name.
+    """
+    tree: dict[str, Any] = {key: value for key, value in meta["config"].items() if key not in FORGOTTEN}
+    plugins = tree.pop("plugins", None)
+    if plugins and not any(override.startswith("plugins=") for override in overrides):
+        raise UserError(
+            f"{path}: the model was trained with plugins={plugins}, which are run only where you name them; "
+            f"add plugins={plugins} if you trust these files"
+        )
+    # The run may have trained with recorded choices; here they are replayed only if an override says so.
+    router = {key: value for key, value in tree.get("moe", {}).get("router", {}).items() if key != "replay"}
+    tree["moe"] = {**tree.get("moe", {}), "router": router}
+    # The number of ranks may be another one, which need not divide the batches of training.
+    tree["train"] = {
+        **tree.get("train", {}),
+        "callbacks": [],
+        "global_batch_size": None,
+        "batch_rampup": None,
+    }
+    config = configure(tree, list(overrides), source=str(path))
+    if config.log.routing is not None:
+        raise UserError(f"log.routing: found {config.log.routing!r}, but only training records; leave it out")
+    if config.moe.router.replay is not None and not replays:
+        raise UserError(
+            f"moe.router.replay: found {config.moe.router.replay!r}, but only training and tools/evaluate.py "
+            "replay; leave it out"
+        )
+    return config
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters to the dtype; buffers stay fp32, as in training."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)

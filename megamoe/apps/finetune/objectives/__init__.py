@@ -1,0 +1,1 @@
+"""Training objectives of labelled examples: classification, regression, tagging, spans."""

@@ -1,0 +1,220 @@
+"""The results of a task: scores of each seed and set, their mean and spread, a table, files."""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from megamoe.apps.finetune.examples import TEST, TRAIN, Examples, Row
+from megamoe.apps.finetune.label_files import ENDING
+from megamoe.apps.finetune.metrics import Scores, majority, mean_and_spread
+from megamoe.apps.finetune.task import VALID, Task
+from megamoe.errors import UserError, printable
+from megamoe.io import read_plain, replace_file
+
+IDENTITY, RESULTS, SCORES, PREDICTIONS = "finetune.json", "results.json", "scores.json", "predictions"
+LARGEST = 1 << 26  # bytes of a file of results
+MEAN = "mean of the sets"
+WIDE = 160  # characters of a line, where no terminal has a width
+
+
+@dataclass(frozen=True)
+class SeedScores:
+    """What a seed's model scored. step: of its checkpoint. sets: scores by the set's name, `valid` too."""
+
+    step: int
+    sets: dict[str, Scores]
+
+
+def open_output(output: Path, identity: dict[str, Any], overwrite: bool) -> None:
+    """Make the folder of the results, or check that it holds results of the same task and checkpoint.
+
+    Raises:
+        UserError: if it holds something else, or cannot be written.
+    """
+    file = output / IDENTITY
+    if output.exists() and (output.is_file() or any(output.iterdir())):
+        if not file.is_file():
+            raise UserError(f"--output: {output} holds no results of this tool; name another folder")
+        if overwrite:
+            shutil.rmtree(output)
+        else:
+            _check_same(output, _read(file), identity)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        _write(file, identity)
+    except OSError as error:
+        raise UserError(
+            f"--output: {output} cannot be written: {error.strerror}; name another folder"
+        ) from None
+
+
+def digest(examples: Examples) -> str:
+    """Return a digest of all examples and labels."""
+    text = json.dumps([examples.labels, examples.sets], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_scores(folder: Path, sets: Sequence[str], metrics: Sequence[str]) -> SeedScores | None:
+    """Return the scores of these sets by these metrics, or None if a run's seed is not complete.
+
+    folder: the run's.
+
+    Raises:
+        UserError: if the file is broken, or lacks one.
+    """
+    if not (folder / SCORES).is_file():
+        return None
+    found = _read(folder / SCORES)
+    try:
+        of_sets = {name: {metric: found["sets"][name][metric] for metric in metrics} for name in sets}
+        scores = {
+            name: {metric: math.nan if score is None else float(score) for metric, score in of_set.items()}
+            for name, of_set in of_sets.items()
+        }
+        return SeedScores(int(found["step"]), scores)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{folder / SCORES} is broken; delete it, and it is made anew") from None
+
+
+def save_scores(folder: Path, found: SeedScores, predictions: Mapping[str, list[Row]]) -> None:
+    """Write a seed's predictions, a file of JSON lines for each set, and then its scores."""
+    (folder / PREDICTIONS).mkdir(exist_ok=True)
+    for name, rows in predictions.items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        replace_file(folder / PREDICTIONS / f"{name}{ENDING}", text.encode())
+    _write(folder / SCORES, {"step": found.step, "sets": _plain(found.sets)})
+
+
+def results(
+    task: Task, examples: Examples, seeds: Mapping[int, SeedScores], about: dict[str, Any]
+) -> dict[str, Any]:
+    """Return all results as plain data for JSON.
+
+    sets: of each test set, and of `valid`: its number of examples, the mean and the sample standard deviation
+    of each metric over the seeds, and the scores of the commonest training label.
+    """
+    sets: dict[str, Any] = {}
+    for name, rows in examples.sets.items():
+        if name == TRAIN:
+            continue
+        shown = name.removeprefix(TEST)
+        of_seeds = [found.sets[shown] for found in seeds.values()]
+        sets[shown] = {
+            "examples": len(rows),
+            **_over_seeds(task, of_seeds),
+            "majority": majority(task, examples.sets[TRAIN], rows),
+        }
+
+    def mean_of_tests(of_sets: Mapping[str, Scores]) -> Scores:
+        chosen = [of_sets[name] for name in examples.tests]
+        return {metric: sum(each[metric] for each in chosen) / len(chosen) for metric in chosen[0]}
+
+    return {
+        **about,
+        "task": task.name,
+        "kind": task.kind,
+        "metrics": task.metric_names,
+        "seeds": {str(seed): {"step": found.step, "sets": found.sets} for seed, found in seeds.items()},
+        "sets": sets,
+        "mean": {
+            **_over_seeds(task, [mean_of_tests(found.sets) for found in seeds.values()]),
+            "majority": mean_of_tests({name: sets[name]["majority"] for name in examples.tests}),
+        },
+    }
+
+
+def save_results(output: Path, found: dict[str, Any]) -> None:
+    """Write results.json, in one move."""
+    _write(output / RESULTS, _plain(found))
+
+
+def print_table(found: dict[str, Any], console: Console | None = None) -> None:
+    """Print a row for each set: examples, metrics in percent as mean and standard deviation, baseline."""
+    if console is None:
+        console = Console() if Console().is_terminal else Console(width=WIDE)
+    metrics = found["metrics"]
+    seeds = ("seeds " if len(found["seeds"]) > 1 else "seed ") + ", ".join(found["seeds"])
+    table = Table(box=SIMPLE, title=f"{found['task']}: {found['checkpoint']}, {seeds}, in percent")
+    table.add_column("set")
+    table.add_column("examples", justify="right")
+    has_majority = bool(found["mean"]["majority"])
+    for metric in metrics:
+        table.add_column(metric, justify="right")
+    for metric in metrics if has_majority else ():
+        table.add_column(f"{metric} of the commonest label", justify="right")
+    rows = {name: of_set for name, of_set in found["sets"].items()}
+    if len(rows) - (VALID in rows) > 1:
+        rows[MEAN] = found["mean"]
+    for name, of_set in rows.items():
+        if name == MEAN:
+            table.add_section()
+        cells = [name, str(of_set.get("examples", ""))]
+        cells += [_shown(of_set[metric]) for metric in metrics]
+        cells += [f"{100 * of_set['majority'][metric]:.2f}" for metric in metrics if has_majority]
+        table.add_row(*cells)
+    console.print(table)
+
+
+def _over_seeds(task: Task, of_seeds: list[Scores]) -> dict[str, dict[str, float | None]]:
+    found: dict[str, dict[str, float | None]] = {}
+    for metric in task.metric_names:
+        mean, spread = mean_and_spread([scores[metric] for scores in of_seeds])
+        found[metric] = {"mean": mean, "std": spread}
+    return found
+
+
+def _shown(score: dict[str, float | None]) -> str:
+    mean, spread = score["mean"], score["std"]
+    if mean is None or math.isnan(mean):
+        return "-"
+    return f"{100 * mean:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}")
+
+
+def _check_same(output: Path, saved: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Refuse a folder of another task; name the first key that differs."""
+    for section, values in identity.items():
+        before = saved.get(section)
+        if isinstance(values, dict) and isinstance(before, dict):
+            differ = [key for key in values if before.get(key) != values[key]]
+            if differ:
+                key = differ[0]
+                raise _other(output, f"{section}.{key}", before.get(key), values[key])
+        elif before != values:
+            raise _other(output, section, before, values)
+
+
+def _other(output: Path, key: str, before: Any, after: Any) -> UserError:
+    return UserError(
+        f"--output: {output} holds results with {key} {printable(before, 60)}, now it is "
+        f"{printable(after, 60)}; name another folder, or add --overwrite"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with None for NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_plain(path, LARGEST))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is broken: no JSON object; delete it, and it is made anew")
+    return found
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    replace_file(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

@@ -1,0 +1,196 @@
+"""Beam search over batches of sequences, from the logits alone, by the rules of transformers' `generate`."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megamoe.apps.generation.runner import Runner
+from megamoe.errors import UserError
+
+EarlyStopping = Literal["yes", "no", "never"]
+MOST_BEAMS = 10_000
+
+
+@dataclass(frozen=True)
+class BeamOptions:
+    """How hypotheses are found and compared.
+
+    beams: hypotheses that are continued, K; 1: greedy. length_penalty: p of the score log P(y) / |y|^p, where
+    |y| counts the end token (transformers' convention; 0: none, 1: the mean log probability of a token). It
+    is not that of Wu et al. 2016, equation 14, whose divisor is ((5 + |y|) / 6)^p. early_stopping: when a
+    sequence with K finished hypotheses ends: at once (`yes`), when the best running one would score no better
+    if it ended now (`no`), or when none can get better at any length (`never`). min_length: tokens before the
+    end. n_best: the number of hypotheses to return, at most K.
+
+    Raises:
+        UserError: for a value out of its range.
+    """
+
+    beams: int = 4
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = "no"
+    min_length: int = 1
+    n_best: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.beams <= MOST_BEAMS:
+            raise UserError(f"--beams: found {self.beams}, expected 1 to {MOST_BEAMS}; 1 is greedy")
+        if not math.isfinite(self.length_penalty) or abs(self.length_penalty) > 100:
+            raise UserError(f"--length-penalty: found {self.length_penalty:g}, expected -100 to 100")
+        if self.early_stopping not in get_args(EarlyStopping):
+            known = ", ".join(get_args(EarlyStopping))
+            raise UserError(f"--early-stopping: found {self.early_stopping}, expected {known}")
+        if self.min_length < 0:
+            raise UserError(f"--min-length: found {self.min_length}, expected at least 0")
+        if not 1 <= self.n_best <= self.beams:
+            raise UserError(
+                f"--n-best: found {self.n_best}, expected 1 to --beams {self.beams}; raise --beams"
+            )
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished sequence.
+
+    tokens: with the end token, if it did not end at the limit. log_probability: the sum over them, in nats.
+    score: what hypotheses are compared by.
+    """
+
+    tokens: list[int]
+    log_probability: float
+    score: float
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A hypothesis that goes on. parent: its place among the sequence's hypotheses before its last token."""
+
+    log_probability: float
+    tokens: list[int]
+    parent: int = 0
+
+
+@dataclass
+class _Sequence:
+    """The hypotheses of one sequence, the best first. limit: the most tokens of one."""
+
+    limit: int
+    running: list[_Running] = field(default_factory=lambda: [_Running(0.0, [])])
+    finished: list[Hypothesis] = field(default_factory=list)
+
+    def advance(self, candidates: list[tuple[float, int, int]], options: BeamOptions, end: int) -> None:
+        """Take the best 2 K continuations (log probability, parent, token), the best first.
+
+        Only the first K of them may finish, as in transformers: the others exist so that K go on.
+        """
+        going: list[_Running] = []
+        for rank, (total, parent, token) in enumerate(candidates):
+            if total == -math.inf:
+                break
+            tokens = [*self.running[parent].tokens, token]
+            if token != end and len(tokens) < self.limit:
+                going.append(_Running(total, tokens, parent))
+            elif rank < options.beams:
+                score = total / len(tokens) ** options.length_penalty
+                self.finished.append(Hypothesis(tokens, total, score))
+        self.running = going[: options.beams]
+        self.finished = sorted(self.finished, key=lambda one: -one.score)[: options.beams]
+
+    def has_ended(self, options: BeamOptions) -> bool:
+        """Return whether no further hypothesis is wanted."""
+        if not self.running:
+            return True
+        if len(self.finished) < options.beams:
+            return False
+        if options.early_stopping == "yes" or options.beams == 1:
+            return True
+        best = self.running[0]
+        far = options.early_stopping == "never" and options.length_penalty > 0
+        length = self.limit if far else len(best.tokens)
+        return best.log_probability / length**options.length_penalty <= self.finished[-1].score
+
+
+@torch.no_grad()
+def beam_search(
+    runner: Runner,
+    limits: Sequence[int],
+    options: BeamOptions,
+    *,
+    end: int,
+    forbidden: Sequence[int] = (),
+    agree: Callable[[Tensor], None] = lambda tensor: None,
+) -> list[list[Hypothesis]]:
+    """Return the best hypotheses of each sequence, the best first; at least one of each.
+
+    limits: the most tokens of each sequence, the end token included; at least 1. end: the token that ends a
+    hypothesis. forbidden: tokens that are never written. agree: overwrites a tensor with the first rank's,
+    where several ranks compute the same. Sequences that have ended leave the batch.
+
+    Raises:
+        UserError: if logits are not finite, or if all tokens are forbidden.
+    """
+    found = [_Sequence(limit) for limit in limits]
+    active, logits_RV, length = found, runner.begin(), 0
+    while True:
+        banned = [*forbidden, *([end] if length < options.min_length else [])]
+        candidates = _best(logits_RV, active, banned, options, agree)
+        length += 1
+        width = len(logits_RV) // len(active)
+        going = []
+        for place, sequence in enumerate(active):
+            sequence.advance(candidates[place], options, end)
+            if not (sequence.running or sequence.finished):
+                raise UserError("every token is forbidden or has probability 0; lower --min-length")
+            if not sequence.has_ended(options):
+                going.append((place, sequence))
+        if not going:
+            return [sequence.finished[: options.n_best] for sequence in found]
+        size = max(len(sequence.running) for _, sequence in going)
+        new, parents = [], []
+        for place, sequence in going:
+            missing = size - len(sequence.running)
+            new += [each.tokens[-1] for each in sequence.running] + [end] * missing
+            parents += [place * width + each.parent for each in sequence.running] + [place * width] * missing
+        # Neighbours of a sequence stay neighbours, whatever their order: `SourceCache` relies on it.
+        active, logits_RV = [sequence for _, sequence in going], runner.feed(new, parents)
+
+
+def _best(
+    logits_RV: Tensor,
+    active: list[_Sequence],
+    banned: list[int],
+    options: BeamOptions,
+    agree: Callable[[Tensor], None],
+) -> list[list[tuple[float, int, int]]]:
+    """Return the best 2 K continuations of each sequence: (log probability, parent, token).
+
+    The probabilities of banned tokens are not spread over the others, as in transformers. Of a row's tokens
+    only its own best 2 K can be among them.
+    """
+    width, most = len(logits_RV) // len(active), 2 * options.beams
+    totals = [
+        [each.log_probability for each in sequence.running] + [-math.inf] * (width - len(sequence.running))
+        for sequence in active
+    ]
+    total_R = torch.tensor(totals, device=logits_RV.device).flatten()
+    norm_R = logits_RV.logsumexp(dim=1)
+    if not norm_R.isfinite().all():
+        raise UserError(
+            "the model's logits are not finite; generate with --precision fp32, or take another step"
+        )
+    allowed_RV = logits_RV.index_fill(
+        1, torch.tensor(banned, dtype=torch.int64, device=logits_RV.device), -math.inf
+    )
+    top_RC, token_RC = allowed_RV.topk(min(most, logits_RV.shape[1]), dim=1)
+    scores_BN = (top_RC - norm_R[:, None] + total_R[:, None]).view(len(active), -1)
+    best_BM, place_BM = scores_BN.topk(min(most, scores_BN.shape[1]), dim=1)
+    parent_BM = place_BM // top_RC.shape[1]
+    token_BM = token_RC.view(len(active), -1).gather(1, place_BM)
+    for tensor in (best_BM, parent_BM, token_BM):
+        agree(tensor)
+    columns = zip(best_BM.tolist(), parent_BM.tolist(), token_BM.tolist(), strict=True)
+    return [list(zip(*each, strict=True)) for each in columns]

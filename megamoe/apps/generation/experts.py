@@ -1,0 +1,119 @@
+"""The experts of each token while a model generates, for the terminal and as a page."""
+
+import html
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.moe.routing import Routing
+
+Experts = dict[str, list[tuple[int, float]]]  # by layer: (expert, weight) in order of choice
+
+
+class ExpertRecord:
+    """What the routers of a model chose for each token of a batch.
+
+    by_token: for each sequence, the experts of each position. Only the pairs that were computed count.
+    """
+
+    def __init__(self) -> None:
+        self.by_token: dict[int, dict[int, Experts]] = defaultdict(dict)
+        self._last: dict[str, Routing] = {}
+
+    @contextmanager
+    def watching(self, trained: TrainedModel) -> Iterator[None]:
+        """Record the routings of the model's forward passes meanwhile."""
+        handles, known = [], set()
+        for number, layer in trained.model.moe_layers():
+            name = f"{number} inserted" if str(number) in known else str(number)
+            known.add(name)
+            handles.append(layer.router.register_forward_hook(self._keeper(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keeper(self, name: str) -> Any:
+        def keep(router: nn.Module, inputs: Any, routing: Routing) -> None:
+            self._last[name] = routing
+
+        return keep
+
+    def take(self, position_BS: Tensor) -> None:
+        """Keep what the last forward pass chose; position_BS: int64 on the CPU, -1 for no token."""
+        batch = len(position_BS)
+        positions = position_BS.T.reshape(-1).tolist()  # token s * B + b
+        for place, position in enumerate(positions):
+            if position >= 0:
+                self.by_token[place % batch][position] = {name: [] for name in self._last}
+        for name, routing in self._last.items():
+            pairs = routing.pairs
+            columns = (pairs.token_N.tolist(), pairs.expert_N.tolist(), pairs.weight_N.tolist())
+            for token, expert, weight in zip(*columns, strict=True):
+                if positions[token] >= 0:
+                    self.by_token[token % batch][positions[token]][name].append((expert, weight))
+
+
+def lines_of(texts: list[str], experts: list[Experts]) -> Iterator[str]:
+    """Yield a line for each token: its text, and by layer its experts with their weights."""
+    width = max((len(repr(text)) for text in texts), default=0)
+    for text, by_layer in zip(texts, experts, strict=True):
+        layers = [f"layer {name}: {_pairs(pairs)}" for name, pairs in by_layer.items()]
+        yield f"{text!r:>{width}}  {'   '.join(layers)}".rstrip()
+
+
+def _pairs(pairs: list[tuple[int, float]]) -> str:
+    return " ".join(f"{expert} ({weight:.2f})" for expert, weight in pairs) or "none"
+
+
+STYLE = """
+:root { color-scheme: light dark; --line: #ccc; }
+@media (prefers-color-scheme: dark) { :root { --line: #555; } }
+body { font: 15px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; }
+th, td { border-bottom: 1px solid var(--line); padding: .15rem .6rem; text-align: left; }
+td:first-child { font-family: ui-monospace, monospace; white-space: pre; }
+tr.generated td:first-child { font-weight: 600; }
+.expert { border-left: .5rem solid; padding-left: .3rem; margin-right: .6rem; white-space: nowrap; }
+"""
+
+
+def page_of(title: str, tables: list[tuple[list[str], list[Experts], int]]) -> str:
+    """Return a self-contained HTML page: for each prompt a table of tokens, layers and experts.
+
+    tables: the tokens' texts, their experts, and the number of tokens that belong to the prompt.
+    """
+    body = "\n".join(_table(number, *table) for number, table in enumerate(tables, start=1))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>\n"
+        f"<h1>{html.escape(title)}</h1>\n"
+        "<p>Each row is a token, generated tokens in bold. Each cell lists the experts of the token in that "
+        "layer in order of choice, with the weight on the expert's output. A colour stands for an expert."
+        f"</p>\n{body}\n</body></html>\n"
+    )
+
+
+def _table(number: int, texts: list[str], experts: list[Experts], prompt: int) -> str:
+    names = list(experts[0]) if experts else []
+    head = "".join(f"<th>layer {html.escape(name)}</th>" for name in names)
+    rows = []
+    for place, (text, by_layer) in enumerate(zip(texts, experts, strict=True)):
+        cells = "".join(f"<td>{''.join(map(_cell, by_layer[name]))}</td>" for name in names)
+        kind = ' class="generated"' if place >= prompt else ""
+        rows.append(f"<tr{kind}><td>{html.escape(repr(text))}</td>{cells}</tr>")
+    table = f"<table><tr><th>token</th>{head}</tr>\n" + "\n".join(rows) + "</table>"
+    return f'<h2>Prompt {number}</h2>\n<div class="table">{table}</div>'
+
+
+def _cell(pair: tuple[int, float]) -> str:
+    expert, weight = pair
+    hue = expert * 137.508 % 360  # the golden angle: neighbours differ
+    return f'<span class="expert" style="border-color: hsl({hue:.0f} 65% 50%)">{expert} ({weight:.2f})</span>'

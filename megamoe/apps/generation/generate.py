@@ -1,0 +1,173 @@
+"""Generates text from prompts, in batches of prompts of different lengths."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.apps.generation.experts import ExpertRecord, Experts
+from megamoe.apps.generation.runner import runner_of
+from megamoe.apps.generation.sampling import Sampling
+from megamoe.data.tokenizers import Tokenizer
+from megamoe.errors import UserError
+
+END_OF_DOCUMENT = "<end of document>"
+
+
+@dataclass
+class Generated:
+    """The result of one prompt.
+
+    prompt, tokens: token ids; `tokens` includes the end of a document that ended it. text: of the generated
+    tokens, without a stop text. reason: why it ended: `length`, `stop` or `end_of_document`. experts: of
+    each token of the prompt and of `tokens`, if they were recorded.
+    """
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str = "length"
+    experts: list[Experts] = field(default_factory=list)
+
+
+def tokenizer_of(trained: TrainedModel) -> Tokenizer:
+    """Return the tokenizer of the model's data.
+
+    Raises:
+        UserError: if there is none.
+    """
+    tokenizer = trained.vocabulary.tokenizer
+    if tokenizer is None:
+        raise UserError(
+            f"{trained.path}: the tokenizer is unknown (mock data, or its file is gone); "
+            "name it with data.tokenizer=PATH"
+        )
+    return tokenizer
+
+
+def encoded(trained: TrainedModel, prompts: list[str], max_tokens: int) -> list[list[int]]:
+    """Return the token ids of prompts.
+
+    Raises:
+        UserError: if a prompt has no token or tokens beyond the vocabulary, or if with the generated tokens
+            it has more than the learned positions.
+    """
+    config = trained.config
+    found = tokenizer_of(trained).encode_batch(prompts)
+    for number, tokens in enumerate(found, start=1):
+        if not tokens:
+            raise UserError(f"prompt {number} is empty; expected at least one token")
+        check_tokens(trained, f"prompt {number}", tokens)
+        length = len(tokens) + max_tokens
+        if config.model.position == "learned" and length > config.data.sequence_length:
+            raise UserError(
+                f"prompt {number} has {len(tokens)} tokens, with --max-tokens {max_tokens} {length}, but the "
+                f"model has learned positions for {config.data.sequence_length} (data.sequence_length); "
+                "shorten the prompt or lower --max-tokens"
+            )
+    return found
+
+
+def check_tokens(trained: TrainedModel, what: str, tokens: list[int]) -> None:
+    """Check that the model has the tokens of a text; what: the beginning of the message.
+
+    Raises:
+        UserError: if its vocabulary is smaller.
+    """
+    size = trained.vocabulary.size
+    if tokens and max(tokens) >= size:
+        raise UserError(
+            f"{what} has token {max(tokens)} of tokenizer {tokenizer_of(trained).name!r}, but the model's "
+            f"vocabulary has {size}; name the model's tokenizer with data.tokenizer"
+        )
+
+
+def generate(
+    trained: TrainedModel,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    *,
+    batch_size: int = 8,
+    cached: bool = True,
+    show_experts: bool = False,
+) -> Iterator[Generated]:
+    """Yield the result of each prompt, in order. Collective: every rank generates the same tokens.
+
+    cached: use a key/value cache, and take `batch_size` prompts together; otherwise each prompt by itself.
+    `runner.prepare` tells whether a model can.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    keys = []
+    for prompt in prompts:
+        keys.append(sampling.key_of(prompt, seen[tuple(prompt)]))
+        seen[tuple(prompt)] += 1
+    size = batch_size if cached else 1
+    for first in range(0, len(prompts), size):
+        batch = slice(first, first + size)
+        yield from _generate_batch(trained, prompts[batch], keys[batch], sampling, cached, show_experts)
+
+
+def _generate_batch(
+    trained: TrainedModel,
+    prompts: list[list[int]],
+    keys: list[int],
+    sampling: Sampling,
+    cached: bool,
+    show_experts: bool,
+) -> list[Generated]:
+    results = [Generated(prompt) for prompt in prompts]
+    done = [False] * len(results)
+    record = ExpertRecord()
+    observe = record.take if show_experts else None
+    runner = runner_of(trained, prompts, sampling.max_tokens, cached, observe)
+    with record.watching(trained) if show_experts else nullcontext():
+        logits_BV = runner.begin()
+        for place in range(sampling.max_tokens):
+            new = _agreed(trained, sampling.choose(logits_BV, keys, place))
+            for number, token in enumerate(new):
+                if not done[number]:
+                    done[number] = _append(results[number], token, trained, sampling)
+            last = all(done) or place == sampling.max_tokens - 1
+            if not last or show_experts:  # the experts of the last token are known after one more pass
+                logits_BV = runner.feed(new)
+            if last:
+                break
+    for number, result in enumerate(results):
+        if result.reason != "stop":
+            result.text = tokenizer_of(trained).decode(result.tokens)
+        if show_experts:
+            length = len(result.prompt) + len(result.tokens)
+            result.experts = [record.by_token[number][position] for position in range(length)]
+    return results
+
+
+def _agreed(trained: TrainedModel, tokens: list[int]) -> list[int]:
+    """Return the first rank's tokens: rounding on another rank must not make it choose others."""
+    tokens_B = torch.tensor(tokens, device=trained.world.device)
+    dist.broadcast(tokens_B, src=0)
+    return tokens_B.tolist()
+
+
+def _append(result: Generated, token: int, trained: TrainedModel, sampling: Sampling) -> bool:
+    """Append a token; return whether the generation of this prompt has ended."""
+    result.tokens.append(token)
+    if token == trained.vocabulary.eod:
+        result.reason = "end_of_document"
+        return True
+    if not sampling.stop:
+        return False
+    result.text = tokenizer_of(trained).decode(result.tokens)
+    places = [place for text in sampling.stop if (place := result.text.find(text)) >= 0]
+    if places:
+        result.text, result.reason = result.text[: min(places)], "stop"
+    return bool(places)
+
+
+def token_texts(trained: TrainedModel, tokens: list[int]) -> list[str]:
+    """Return the text of each token by itself."""
+    tokenizer, eod = tokenizer_of(trained), trained.vocabulary.eod
+    return [END_OF_DOCUMENT if token == eod else tokenizer.decode([token]) for token in tokens]

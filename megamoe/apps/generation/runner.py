@@ -1,0 +1,219 @@
+"""Runs a trained model on growing sequences: with a key/value cache, or whole sequences again and again."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.errors import UserError
+from megamoe.model.attention.caches import KeyValueCache
+from megamoe.moe.part import Part
+from megamoe.moe.suggestions import capabilities
+
+CHUNK = 256  # positions of a prompt that are computed at a time, so that few logits are held
+
+# Gets the position of each token of a forward pass after it; see `experts.ExpertRecord.take`.
+Observer = Callable[[Tensor], None]
+
+
+class Runner(Protocol):
+    """A batch of sequences that grow by one token at a time."""
+
+    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
+        """Append a token to each sequence; return the logits of the next ones, fp32 [B, vocabulary].
+
+        rows: the sequences that go on, which may be fewer, more, or some several times; `new` has a token for
+        each of them. None: all.
+        """
+        ...
+
+    def begin(self) -> Tensor:
+        """Compute the prompts; return the logits of the tokens after them, fp32 [B, vocabulary]."""
+        ...
+
+
+class CachedRunner:
+    """Each position of each sequence is computed once.
+
+    observe: called after each forward pass with the positions of its tokens, int64 [B, S], -1 for what is no
+    token of a sequence.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedModel,
+        prompts: list[list[int]],
+        max_tokens: int,
+        observe: Observer | None = None,
+    ) -> None:
+        self.trained, self.observe = trained, observe
+        self.unit = trained.layout.tensor  # tensor-parallel ranks share a pass's positions evenly
+        longest = max(map(len, prompts))
+        device = trained.world.device
+        rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        self.prompts_BS = torch.tensor(rows, device=device)
+        start_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        self.cache = KeyValueCache(start_B, longest + max_tokens + self.unit)
+
+    def begin(self) -> Tensor:
+        """Compute the prompts in chunks."""
+        chunk = -(-CHUNK // self.unit) * self.unit
+        for tokens_BS in self.prompts_BS.split(chunk, dim=1):
+            logits_BV = self._forward(tokens_BS)
+        return logits_BV
+
+    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
+        """Append a token to each sequence that goes on."""
+        if rows is not None:
+            self.cache.select(rows)
+        return self._forward(torch.tensor(new, device=self.prompts_BS.device)[:, None])
+
+    def _forward(self, tokens_BS: Tensor) -> Tensor:
+        size = tokens_BS.shape[1]
+        padded_BS = nn.functional.pad(tokens_BS, (0, -size % self.unit))
+        position_BS = self.cache.positions_BS(padded_BS.shape[1])
+        logits_BSV = self._logits(padded_BS, position_BS, size)
+        if self.observe is not None:
+            slot_S = torch.arange(self.cache.length, self.cache.length + padded_BS.shape[1])
+            is_token_BS = (slot_S >= self.cache.start_B.cpu()[:, None]) & (slot_S < self.cache.length + size)
+            self.observe(torch.where(is_token_BS, position_BS.cpu(), -1))
+        self.cache.advance(size)
+        return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
+
+    def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int) -> Tensor:
+        """Run the model on a pass of `size` tokens and padding, [B, S, words]."""
+        return _logits(self.trained, tokens_BS, position_BS, self.cache)
+
+
+class PlainRunner:
+    """Whole sequences are computed for each token: the definition, and for what cannot be cached.
+
+    Each hypothesis of each prompt is computed by itself.
+    """
+
+    def __init__(
+        self, trained: TrainedModel, prompts: list[list[int]], observe: Observer | None = None
+    ) -> None:
+        self.trained, self.observe = trained, observe
+        self.sequences = list(enumerate(prompts))  # with the number of their prompt
+
+    def begin(self) -> Tensor:
+        """Compute the prompts."""
+        return torch.cat([self._forward(number, tokens) for number, tokens in self.sequences])
+
+    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
+        """Append a token to each sequence that goes on."""
+        chosen = self.sequences if rows is None else [self.sequences[row] for row in rows]
+        self.sequences = [
+            (number, [*tokens, token]) for (number, tokens), token in zip(chosen, new, strict=True)
+        ]
+        return torch.cat([self._forward(number, tokens) for number, tokens in self.sequences])
+
+    def _forward(self, number: int, tokens: list[int]) -> Tensor:
+        size = len(tokens)
+        padding = -size % self.trained.layout.tensor
+        device = self.trained.world.device
+        tokens_BS = torch.tensor([tokens + [0] * padding], device=device)
+        position_BS = torch.arange(size + padding, device=device)[None]
+        logits_BSV = self._logits(tokens_BS, position_BS, size, number)
+        if self.observe is not None:
+            self.observe(torch.where(position_BS < size, position_BS, -1).cpu())
+        return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
+
+    def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int, number: int) -> Tensor:
+        """Run the model on one sequence, of the prompt with that number, [1, S, words]."""
+        return _logits(self.trained, tokens_BS, position_BS, None)
+
+
+def runner_of(
+    trained: TrainedModel,
+    prompts: list[list[int]],
+    max_tokens: int,
+    cached: bool,
+    observe: Observer | None = None,
+) -> Runner:
+    """Return the runner of a batch of prompts."""
+    if cached:
+        return CachedRunner(trained, prompts, max_tokens, observe)
+    return PlainRunner(trained, prompts, observe)
+
+
+def describe_pass(trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor) -> Tensor:
+    """Set the layers' context for a pass without padding; return the positions for the embedding."""
+    context = trained.context
+    context.token_ids_T = tokens_BS.T.reshape(-1)
+    context.token_index_T = position_BS.T.reshape(-1)
+    context.sample_index_B = torch.arange(len(tokens_BS), device=tokens_BS.device)
+    context.num_rollouts = 1
+    context.padding = None
+    if trained.config.model.position != "learned":
+        return position_BS
+    # Padding at the end may be beyond the last position.
+    return position_BS.clamp_max(trained.config.data.sequence_length - 1)
+
+
+@torch.no_grad()
+def _logits(
+    trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor, cache: KeyValueCache | None
+) -> Tensor:
+    """Run the model on tokens with the layers' context set; collective over all ranks."""
+    position_BS = describe_pass(trained, tokens_BS, position_BS)
+    return trained.decoder.whole_logits(tokens_BS, position_BS, cache)
+
+
+class KeepAll(Part):
+    """Stands for a router's capacity, and drops nothing."""
+
+    def forward(self, *unused: object) -> None:
+        """Return None: every pair is kept."""
+
+
+def neighbours(trained: TrainedModel, keep_capacity: bool) -> list[str]:
+    """Return why a token's output depends on later tokens or other sequences, as parts of a sentence.
+
+    Empty: it does not, and sequences of a batch do not influence each other.
+    """
+    if not any(True for _ in trained.model.moe_layers()):
+        return []
+    router, reasons = trained.config.moe.router, []
+    if keep_capacity and "dropless" not in capabilities(router.capacity):
+        reasons.append(f"moe.router.capacity {router.capacity.name} drops pairs by all tokens of a sequence")
+    return reasons + [
+        f"the {part.kind} {part.name} lets a token's experts depend on other tokens"
+        for part in (router.scorer, *router.masks, router.score_function, router.selector)
+        if "over_tokens" in capabilities(part)
+    ]
+
+
+def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bool, list[str]]:
+    """Make a model ready to generate; return whether it can use a cache, and lines for the user.
+
+    keep_capacity: keep the routers' capacity, which drops pairs by the tokens of the micro batch. cache:
+    whether the user wants one.
+
+    Raises:
+        UserError: if the experts depend on all tokens and tensor parallelism would pad the sequences.
+    """
+    router, lines = trained.config.moe.router, []
+    layers = [layer for _, layer in trained.model.moe_layers()]
+    drops = bool(layers) and "dropless" not in capabilities(router.capacity)
+    if drops and not keep_capacity:
+        for layer in layers:
+            layer.router.capacity = KeepAll(None, layer.router.dims)
+        lines.append(
+            f"moe.router.capacity {router.capacity.name} would drop pairs by the other tokens of a batch; "
+            "generating without it (--keep-capacity keeps it)"
+        )
+    reasons = neighbours(trained, keep_capacity)
+    if reasons and trained.layout.tensor > 1:
+        raise UserError(
+            f"parallel.tensor: found {trained.layout.tensor}, which pads sequences, but {reasons[0]}; "
+            "generate with parallel.tensor=1"
+        )
+    if problem := trained.model.problem_with_cache():
+        reasons.append(problem)
+    if reasons and cache:
+        lines.append(f"generating without key/value cache, prompt by prompt: {'; '.join(reasons)}")
+    return cache and not reasons, lines

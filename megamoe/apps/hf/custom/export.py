@@ -1,0 +1,265 @@
+"""The class of our own for transformers: what it covers, its config.json, and its files.
+
+Its weights have our names and shapes, so its table of tensors follows from its modules. They are built here
+without numbers, so this export needs transformers, which the others do not.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.hf.family import Family
+from megamoe.apps.hf.keys import Json
+from megamoe.apps.hf.rules import WHOLE, Rule, whole
+from megamoe.config import RunConfig
+from megamoe.config.parts import PartChoice
+from megamoe.config.shapes import (
+    expert_activation,
+    expert_ffn_size,
+    ffn_size,
+    has_input_bias,
+    has_output_bias,
+    head_size,
+    inserted_after,
+    moe_block_numbers,
+    moe_layer_numbers,
+    shared_ffn_size,
+    window_of,
+)
+from megamoe.errors import UserError
+from megamoe.registry import get_part
+
+CUSTOM = "custom"  # as the value of --class
+CODE = ("configuration_megamoe.py", "modeling_megamoe.py", "routing_megamoe.py")
+PACKAGE = "megamoe.apps.hf.custom"
+# What the modules know. noisy, policy: a linear scorer once trained.
+SCORERS = {"linear": "linear", "noisy": "linear", "policy": "linear"}
+SCORERS |= {name: name for name in ("cosine", "hash", "hierarchical")}
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+ONLY_IN_TRAINING = ("expert_dropout", "gating_dropout")  # masks
+# sinkhorn, balanced, sample: once trained, they take a token's best experts.
+SELECTORS = {"sinkhorn": "top_k", "balanced": "top_k", "sample": "top_k"}
+SELECTORS |= {name: name for name in ("top_k", "threshold", "expert_choice", "table")}
+SELECTORS |= {name: name for name in ("hierarchical_top_k", "entropy_aware")}
+FIXED_CHOICES = {"top_k", "table", "hierarchical_top_k"}
+UNKNOWN_ACTIVATION = "swiglu_clamped"
+
+
+@dataclass(frozen=True)
+class CustomFamily(Family):
+    """A `Family` whose config.json and tensors are those of `modeling_megamoe.py`."""
+
+    def write(self, config: RunConfig) -> Json:
+        """Return config.json but for the keys that every export adds."""
+        automatic = {"AutoConfig": "configuration_megamoe.MegamoeConfig"}
+        automatic["AutoModelForCausalLM"] = f"modeling_megamoe.{self.architecture}"
+        head = {"architectures": [self.architecture], "model_type": self.model_type, "auto_map": automatic}
+        return {**head, **_model(config), **_moe(config)}
+
+    def rules(self, config: RunConfig, num_words: int) -> list[list[Rule]]:
+        """Return a rule for each tensor of the modules: it has our name and shape."""
+        import torch
+
+        from megamoe.apps.hf.custom.configuration_megamoe import MegamoeConfig
+        from megamoe.apps.hf.custom.modeling_megamoe import MegamoeForCausalLM
+
+        content = {**self.write(config), "vocab_size": num_words}
+        content["max_position_embeddings"] = config.data.sequence_length
+        with torch.device("meta"):
+            model: Any = MegamoeForCausalLM(MegamoeConfig(**content))
+        buffers = {name for name, _ in model.named_buffers()}
+        names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        return [
+            [Rule(name, shape, (name,), whole, WHOLE, name in buffers, {}) for name, shape in names.items()]
+        ]
+
+
+FAMILY = CustomFamily("megamoe", "MegamoeForCausalLM", keys=(), table=())
+
+
+def custom_family(path: Path, config: RunConfig) -> Family:
+    """Return the class of our own.
+
+    Raises:
+        UserError: naming the keys of the configuration that it does not cover.
+    """
+    found = _obstacles(config)
+    if found:
+        raise UserError(
+            f"{path}: --class {CUSTOM}: it does not cover {', '.join(found)}; override keys that do not "
+            "matter to you, such as moe.router.capacity=none"
+        )
+    return FAMILY
+
+
+def custom_files(config: RunConfig) -> dict[str, bytes]:
+    """Return the files of the class by name; they import each other by their place in the folder."""
+    texts = {name: (Path(__file__).parent / name).read_text(encoding="utf-8") for name in CODE}
+    files = {name: text.replace(f"from {PACKAGE}.", "from .").encode() for name, text in texts.items()}
+    if not _caches(config):
+        files["generation_config.json"] = b'{\n  "use_cache": false\n}\n'
+    return files
+
+
+def _obstacles(config: RunConfig) -> list[str]:
+    """Return the keys, with their values, that the class does not cover."""
+    model, moe, router = config.model, config.moe, config.moe.router
+    found = {
+        "model.latent": model.latent is not None and json.dumps("given"),
+        "model.rotary.scaling": model.rotary.scaling != "none" and model.rotary.scaling,
+        "model.rotary.interleaved": model.rotary.interleaved and "true",
+        "model.activation": model.activation == UNKNOWN_ACTIVATION and model.activation,
+    }
+    if moe_layer_numbers(config):
+        known = {"scorer": SCORERS, "score_function": SCORE_FUNCTIONS, "selector": SELECTORS}
+        for key, names in known.items():
+            name = getattr(router, key).name
+            found[f"moe.router.{key}.name"] = name not in names and name
+        found["moe.router.capacity.name"] = router.capacity.name != "none" and router.capacity.name
+        masks = [mask.name for mask in router.masks if mask.name not in ONLY_IN_TRAINING]
+        found["moe.router.masks"] = masks not in ([], ["group_limit"]) and ", ".join(masks)
+        found["moe.expert_activation"] = moe.expert_activation == UNKNOWN_ACTIVATION and UNKNOWN_ACTIVATION
+    return [f"{key} {value}" for key, value in found.items() if value]
+
+
+def _model(config: RunConfig) -> Json:
+    """Return the keys of what is not the MoE layers."""
+    model = config.model
+    scale = math.sqrt(model.hidden_size) if model.scale_embeddings else model.embedding_scale
+    return {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
+        "head_dim": head_size(model),
+        "ffn_size": ffn_size(model),
+        "position": model.position,
+        "rope_base": model.rope_base,
+        "rotary_share": model.rotary.share,
+        "norm": model.norm,
+        "norm_position": model.norm_position,
+        "norm_eps": model.norm_eps,
+        "activation": model.activation,
+        "ffn_bias": model.bias,
+        "input_bias": has_input_bias(model),
+        "output_bias": has_output_bias(model),
+        "query_key_norm": model.attention.query_key_norm,
+        "windows": [window_of(model, block) for block in range(1, model.num_layers + 1)],
+        "sinks": model.attention.sinks,
+        "attention_scale": model.attention.scale or head_size(model) ** -0.5,
+        "attention_soft_cap": model.attention.soft_cap,
+        "embedding_scale": scale,
+        "residual_scale": model.residual_scale,
+        "logit_scale": model.logit_scale,
+        "logit_soft_cap": model.logit_soft_cap,
+        "tie_word_embeddings": model.tie_embeddings,
+        "use_cache": _caches(config),
+    }
+
+
+def _moe(config: RunConfig) -> Json:
+    """Return the keys of the MoE layers; none for a dense model."""
+    if not moe_layer_numbers(config):
+        return {}
+    moe, router, size = config.moe, config.moe.router, expert_ffn_size(config)
+    choices = SELECTORS[router.selector.name]
+    return {
+        "moe_blocks": [number - 1 for number in moe_block_numbers(config)],
+        "inserted_after": [number - 1 for number in inserted_after(config)],
+        "num_experts": moe.num_experts,
+        "expert_size": size,
+        "expert_activation": expert_activation(config),
+        "expert_bias": moe.expert_bias,
+        "expert_sublayers": moe.expert_sublayers,
+        "shared_size": shared_ffn_size(moe, size),
+        "shared_mode": moe.shared_expert_mode,
+        "router": {
+            "scorer": SCORERS[router.scorer.name],
+            "scorer_options": SCORER_OPTIONS[router.scorer.name](router.scorer.options, config),
+            "group_limit": _group_limit(config),
+            "score_function": router.score_function.name,
+            "score_function_options": _score_function_options(router.score_function.options),
+            "selector": choices,
+            "selector_options": SELECTOR_OPTIONS[router.selector.name](router.selector.options),
+        },
+    }
+
+
+def _caches(config: RunConfig) -> bool:
+    """Whether a generated token leaves the experts of the tokens before it as they are."""
+    dense = not moe_layer_numbers(config)
+    return dense or "over_tokens" not in get_part("selector", config.moe.router.selector.name).provides(
+        config.moe.router.selector.options
+    )
+
+
+def _cosine(options: Any, config: RunConfig) -> Json:
+    return {
+        "reduction": options.reduction,
+        "normalise": options.normalise,
+        "routing_dim": options.routing_dim or max(config.moe.num_experts // 2, 2),
+        "has_temperature": options.normalise or options.temperature is not None,
+    }
+
+
+SCORER_OPTIONS: dict[str, Callable[[Any, RunConfig], Json]] = {
+    "linear": lambda options, config: {"bias": options.bias},
+    "noisy": lambda options, config: {},
+    "policy": lambda options, config: {},
+    "hash": lambda options, config: {"k": config.moe.router.selector.options.k},
+    "hierarchical": lambda options, config: {"groups": options.num_groups(config.moe.num_experts)},
+    "cosine": _cosine,
+}
+
+
+def _score_function_options(options: Any) -> Json:
+    has_bias = options.bias_update > 0
+    return {
+        "temperature": options.temperature,
+        "over": getattr(options, "over", None),
+        "has_bias": has_bias,
+    }
+
+
+def _best_k(options: Any) -> Json:
+    weights, scale = getattr(options, "weights", "raw"), getattr(options, "scale", 1.0)
+    return {"k": getattr(options, "k", 1), "weights": weights, "scale": scale}
+
+
+def _threshold(options: Any) -> Json:
+    given = options.eval_threshold
+    return {"threshold": options.threshold if given is None else given}
+
+
+SELECTOR_OPTIONS: dict[str, Callable[[Any], Json]] = {
+    **dict.fromkeys(("top_k", "sample", "sinkhorn", "balanced"), _best_k),
+    "threshold": _threshold,
+    "expert_choice": lambda options: {"k": options.k},
+    "table": lambda options: {"k": options.k},
+    "hierarchical_top_k": lambda options: {"groups": options.groups, "k": options.k},
+    "entropy_aware": lambda options: {name: getattr(options, name) for name in ("min_k", "max_k", "weights")},
+}
+
+
+GROUP_LIMITS = {"group_limit": "the only mask that the class has"}
+
+
+def _group_limit(config: RunConfig) -> Json | None:
+    """Return the limit with the number of summed experts filled in, as the mask does it."""
+    router = config.moe.router
+    found = [mask.options for mask in router.masks if mask.name in GROUP_LIMITS]
+    if not found:
+        return None
+    (limit,) = found
+    best = limit.best or max(_num_choices(router.selector) // limit.keep, 1)
+    return {"num_groups": limit.num_groups, "keep": limit.keep, "score": limit.score, "best": best}
+
+
+def _num_choices(selector: PartChoice) -> int:
+    """Return a token's number of experts if it is fixed, otherwise 1, as the selectors declare it."""
+    options = selector.options
+    fixed = FIXED_CHOICES.issuperset([SELECTORS[selector.name]])
+    return getattr(options, "k", 1) * getattr(options, "groups", 1) if fixed else 1

@@ -1,0 +1,235 @@
+"""The router of a megamoe decoder in evaluation: scorer, group limit, score function, selector.
+
+Suffixes of tensors' names are their dimensions: T tokens, H hidden size, E experts, K choices, L groups of
+neighbouring experts, M experts of a group, V words. All is computed in fp32.
+"""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megamoe.apps.hf.custom.configuration_megamoe import MegamoeConfig
+
+SMALLEST_TOTAL = 1e-20  # the least sum to divide by
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Scorer(nn.Module):
+    """A score of each expert for each token.
+
+    linear: W x (+ b). cosine: cos(W x, e) / tau (X-MoE). hash: a table of words (Hash Layers). hierarchical:
+    log p(group) + log p(expert in the group) (SGMoE).
+    """
+
+    def __init__(self, config: MegamoeConfig) -> None:
+        super().__init__()
+        self.kind, self.options = config.router["scorer"], config.router["scorer_options"]
+        experts, hidden, options = config.num_experts, config.hidden_size, self.options
+        self.num_experts = experts
+        self.has_levels = self.kind == "hierarchical"
+        self.weight: nn.Parameter | None
+        self.table_KV: Tensor
+        if self.kind == "hash":
+            self.register_buffer("table_KV", torch.empty(options["k"], config.vocab_size, dtype=torch.int64))
+        elif self.kind == "cosine":
+            size = options["routing_dim"] if options["reduction"] else hidden
+            self.weight = nn.Parameter(torch.empty(size, hidden)) if options["reduction"] else None
+            self.embedding = nn.Parameter(torch.empty(experts, size))
+            self.log_temperature = nn.Parameter(torch.empty(1)) if options["has_temperature"] else None
+        else:
+            self.weight = nn.Parameter(torch.empty(experts, hidden))
+            self.bias = nn.Parameter(torch.empty(experts)) if options.get("bias") else None
+            if self.kind == "hierarchical":
+                self.group_weight = nn.Parameter(torch.empty(options["groups"], hidden))
+
+    def forward(self, hidden_TH: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scores [T, E], and scores of groups [T, L] or the table's experts [T, K]."""
+        if self.kind == "hash":
+            table_TK = self.table_KV[:, ids_T].T
+            zeros_TE = torch.zeros(len(ids_T), self.num_experts, device=ids_T.device)
+            return zeros_TE.scatter(1, table_TK, 1.0), table_TK
+        if self.kind == "cosine":
+            return self._cosine_TE(hidden_TH), None
+        assert self.weight is not None
+        scores_TE = functional.linear(hidden_TH, self.weight.float())
+        if self.kind == "hierarchical":
+            return scores_TE, functional.linear(hidden_TH, self.group_weight.float())
+        return (scores_TE if self.bias is None else scores_TE + self.bias.float()), None
+
+    def _cosine_TE(self, hidden_TH: Tensor) -> Tensor:
+        token_TD = hidden_TH if self.weight is None else functional.linear(hidden_TH, self.weight.float())
+        embedding_ED = self.embedding.float()
+        if self.options["normalise"]:
+            token_TD, embedding_ED = (
+                functional.normalize(side, dim=-1, eps=1e-12) for side in (token_TD, embedding_ED)
+            )
+        scores_TE = functional.linear(token_TD, embedding_ED)
+        return scores_TE if self.log_temperature is None else scores_TE / self.log_temperature.float().exp()
+
+
+class ScoreFunction(nn.Module):
+    """softmax or sigmoid of score / temperature, and perhaps a bias that only the choice reads."""
+
+    def __init__(self, config: MegamoeConfig) -> None:
+        super().__init__()
+        self.kind, self.options = config.router["score_function"], config.router["score_function_options"]
+        self.is_elementwise = self.kind == "sigmoid"
+        if self.options["has_bias"]:
+            self.register_buffer("bias", torch.empty(config.num_experts, dtype=torch.float32))
+        else:
+            self.bias = None
+
+    def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
+        """Return p, [T, E]; 0 for experts that are no candidates."""
+        scores_TE = scores_TE / self.options["temperature"]
+        if self.kind == "softmax" and candidates_TE is not None and self.options["over"] == "candidates":
+            scores_TE = scores_TE.masked_fill(~candidates_TE, -math.inf)
+        probs_TE = scores_TE.softmax(dim=-1) if self.kind == "softmax" else scores_TE.sigmoid()
+        return probs_TE if candidates_TE is None else probs_TE.masked_fill(~candidates_TE, 0.0)
+
+    def log_values(self, scores: Tensor) -> Tensor:
+        """Return log p, with softmax up to a number of the token."""
+        scores = scores / self.options["temperature"]
+        return scores if self.kind == "softmax" else functional.logsigmoid(scores)
+
+
+class Router(nn.Module):
+    """From hidden states to the chosen experts and their weights."""
+
+    def __init__(self, config: MegamoeConfig) -> None:
+        super().__init__()
+        self.scorer, self.score_function = Scorer(config), ScoreFunction(config)
+        self.limit: dict[str, Any] | None = config.router["group_limit"]
+        self.choice: str = config.router["selector"]
+        self.options: dict[str, Any] = config.router["selector_options"]
+
+    def forward(self, hidden_TH: Tensor, ids_BS: Tensor, is_token_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which experts compute a token, bool [T, E], and with which weights, fp32 [T, E]."""
+        scores_TE, further = self.scorer(hidden_TH.float(), ids_BS.flatten())
+        grouped = self.scorer.has_levels
+        inner_TE, scores_TE = scores_TE, self._log_probs(scores_TE, further) if grouped else scores_TE
+        bias_E, candidates_TE = self.score_function.bias, None
+        ranking_TE = scores_TE if bias_E is None else self.score_function(scores_TE, None) + bias_E
+        if self.limit is not None:
+            candidates_TE = self._candidates(ranking_TE)
+            ranking_TE = ranking_TE.masked_fill(~candidates_TE, -math.inf)
+        probs_TE = self.score_function(scores_TE, candidates_TE)
+        if self.choice == "expert_choice":
+            chosen_TE, weight_TE = self._expert_choice(scores_TE, probs_TE, candidates_TE, is_token_BS)
+        elif self.choice == "threshold":
+            chosen_TE, weight_TE = self._threshold(ranking_TE, probs_TE), probs_TE
+        elif self.choice == "entropy_aware":
+            chosen_TE, weight_TE = self._entropy_aware(ranking_TE, probs_TE, candidates_TE)
+        else:
+            if self.choice == "table":
+                expert_TK, weight_TK = further, torch.ones_like(further, dtype=torch.float32)
+            elif self.choice == "hierarchical_top_k":
+                expert_TK, weight_TK = self._levels(further, inner_TE, candidates_TE)
+            else:
+                expert_TK = ranking_TE.topk(self.options["k"], dim=-1).indices
+                weight_TK = self._weights(scores_TE, probs_TE, candidates_TE, expert_TK)
+            # One expert may be in several tables: its weights add up.
+            weight_TE = torch.zeros_like(scores_TE).scatter_add(1, expert_TK, weight_TK)
+            chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, expert_TK, True)
+        if candidates_TE is not None:
+            chosen_TE = chosen_TE & candidates_TE
+        return chosen_TE & is_token_BS.flatten()[:, None], weight_TE
+
+    def _log_probs(self, inner_TE: Tensor, group_TL: Tensor) -> Tensor:
+        inner_TLM = inner_TE.unflatten(1, (group_TL.shape[1], -1)).log_softmax(dim=-1)
+        return (group_TL.log_softmax(dim=-1)[:, :, None] + inner_TLM).flatten(1)
+
+    def _candidates(self, ranking_TE: Tensor) -> Tensor:
+        """Return the experts of the best groups: by their largest value, or by the sum of their `best`."""
+        assert self.limit is not None
+        ranking_TLM = ranking_TE.unflatten(1, (self.limit["num_groups"], -1))
+        if self.limit["score"] == "sum" and self.limit["best"] > 1:
+            best_TLM = ranking_TLM.topk(self.limit["best"], dim=-1).values
+            if self.score_function.bias is None:  # sums of p, in fp64 relative to the token's largest
+                best_TLM = self.score_function.log_values(best_TLM).double()
+                best_TLM = (best_TLM - best_TLM.amax(dim=(1, 2), keepdim=True).clamp_min(LOWEST)).exp()
+            score_TL = best_TLM.sum(dim=-1)
+        else:
+            score_TL = ranking_TLM.amax(dim=-1)
+        kept = score_TL.topk(self.limit["keep"], dim=-1).indices
+        allowed_TL = torch.zeros_like(score_TL, dtype=torch.bool).scatter(1, kept, True)
+        return allowed_TL[:, :, None].expand_as(ranking_TLM).flatten(1)
+
+    def _weights(
+        self, scores_TE: Tensor, probs_TE: Tensor, candidates_TE: Tensor | None, expert_TK: Tensor
+    ) -> Tensor:
+        kind, prob_TK = self.options["weights"], probs_TE.gather(1, expert_TK)
+        if kind == "one":
+            prob_TK = torch.ones_like(prob_TK)
+        elif kind == "kept_softmax":
+            if candidates_TE is not None:
+                scores_TE = scores_TE.masked_fill(~candidates_TE, -math.inf)
+            prob_TK = scores_TE.gather(1, expert_TK).softmax(dim=-1)
+        elif kind == "renormalised":
+            prob_TK = prob_TK / prob_TK.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+        return prob_TK * self.options["scale"]
+
+    def _threshold(self, ranking_TE: Tensor, probs_TE: Tensor) -> Tensor:
+        """Return the fewest best experts whose p reach a share of their sum (XMoE)."""
+        order_TE = ranking_TE.argsort(dim=-1, descending=True, stable=True)
+        sum_TE = probs_TE.gather(1, order_TE).cumsum(dim=-1)
+        if self.options["threshold"] == 1:
+            return torch.ones_like(probs_TE, dtype=torch.bool)
+        count_T1 = (sum_TE < self.options["threshold"] * probs_TE.sum(-1, keepdim=True)).sum(-1, True) + 1
+        return self._first(order_TE, count_T1)
+
+    def _entropy_aware(
+        self, ranking_TE: Tensor, probs_TE: Tensor, candidates_TE: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the best m experts, m the perplexity of p within bounds."""
+        share_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+        perplexity_T1 = torch.special.entr(share_TE).sum(dim=-1, keepdim=True).exp()
+        count_T1 = perplexity_T1.round().long().clamp(self.options["min_k"], self.options["max_k"])
+        chosen_TE = self._first(ranking_TE.argsort(dim=-1, descending=True, stable=True), count_T1)
+        if candidates_TE is not None:
+            chosen_TE = chosen_TE & candidates_TE
+        if self.options["weights"] == "raw":
+            return chosen_TE, probs_TE
+        total_T1 = (probs_TE * chosen_TE).sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+        return chosen_TE, probs_TE / total_T1
+
+    def _first(self, order_TE: Tensor, count_T1: Tensor) -> Tensor:
+        """Return the first experts of an order, bool [T, E]."""
+        place_E = torch.arange(order_TE.shape[1], device=order_TE.device)
+        return torch.zeros_like(order_TE, dtype=torch.bool).scatter(1, order_TE, place_E < count_T1)
+
+    def _levels(
+        self, group_TL: Tensor, inner_TE: Tensor, candidates_TE: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the best experts of the best groups, and the products of both levels' softmax."""
+        inner_TLM = inner_TE.unflatten(1, (group_TL.shape[1], -1))
+        if candidates_TE is not None:
+            candidates_TLM = candidates_TE.view(inner_TLM.shape)
+            inner_TLM = inner_TLM.masked_fill(~candidates_TLM, LOWEST)
+            group_TL = group_TL.masked_fill(~candidates_TLM.any(dim=2), LOWEST)
+        kept, group = group_TL.topk(self.options["groups"], dim=1)
+        size = inner_TLM.shape[2]
+        inner = inner_TLM.gather(1, group[:, :, None].expand(-1, -1, size))
+        best, place = inner.topk(self.options["k"], dim=2)
+        weight_TK = (kept.softmax(dim=1)[:, :, None] * best.softmax(dim=2)).flatten(1)
+        return (group[:, :, None] * size + place).flatten(1), weight_TK
+
+    def _expert_choice(
+        self, scores_TE: Tensor, probs_TE: Tensor, candidates_TE: Tensor | None, is_token_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Let each expert take its best tokens of each sequence, padding left out."""
+        value_TE = scores_TE if self.score_function.is_elementwise else probs_TE
+        if candidates_TE is not None:
+            value_TE = value_TE.masked_fill(~candidates_TE, -math.inf)
+        value_BSE = value_TE.view(*is_token_BS.shape, -1)
+        chosen_BSE = torch.zeros_like(value_BSE, dtype=torch.bool)
+        for value_SE, is_token_S, chosen_SE in zip(value_BSE, is_token_BS, chosen_BSE, strict=True):
+            count = int(is_token_S.sum())
+            places = math.ceil(Fraction(str(self.options["k"])) * count / value_SE.shape[1])
+            value_SE = value_SE.masked_fill(~is_token_S[:, None], -math.inf)
+            chosen_SE.scatter_(0, value_SE.topk(min(places, count), dim=0).indices, True)
+        return chosen_BSE.flatten(0, 1), probs_TE

@@ -1,0 +1,298 @@
+"""From a checkpoint of ours, saved at any layout, to a Hugging Face folder.
+
+The class is the one that computes the same function. The keys of config.json that say nothing of the function
+(token ids, the longest sequence, ...), the generation's configuration and the tokenizer come from the folder
+that the model was imported from, if it was; otherwise from the configuration.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megamoe.apps.hf.custom.export import CUSTOM, custom_family, custom_files
+from megamoe.apps.hf.families import FAMILIES
+from megamoe.apps.hf.family import Family, as_config, differences
+from megamoe.apps.hf.folder import (
+    CONFIG,
+    GENERATION,
+    WEIGHT_MAP,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    dtype_name,
+    portable,
+    read_object,
+    read_other_files,
+    shown,
+)
+from megamoe.apps.hf.import_folder import KEPT
+from megamoe.apps.hf.keys import NUM_FURTHER, Json
+from megamoe.apps.hf.rules import Rule, flat
+from megamoe.apps.hf.tensor_files import Stored, TensorWriter
+from megamoe.apps.hf.tokenizer import tokenizer_files
+from megamoe.checkpoint.format.folder import candidates, find_checkpoints
+from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
+from megamoe.checkpoint.tools.stream import new_tree
+from megamoe.checkpoint.tools.verify import refuse_damaged
+from megamoe.config import RunConfig
+from megamoe.config.load import configure
+from megamoe.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The state of losses; and multi-token prediction, where the class has no names for it.
+OF_TRAINING = re.compile(
+    r".*\.layer\.(losses\..*|router\.scorer\.(noise|group_noise|old|reference)_weight)|prediction\..*"
+)
+METADATA = {"format": "pt"}  # transformers asks for it
+SHOWN_KEYS = 5
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be written. like: the config.json whose keys are kept; others: further files by name."""
+
+    family: Family
+    config: RunConfig
+    rules: list[list[Rule]]
+    like: Json
+    others: dict[str, bytes]
+
+
+def export_run(
+    path: Path,
+    folder: Path,
+    *,
+    model_class: str | None = None,
+    like: Path | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = 5_000_000_000,
+    overrides: Sequence[str] = (),
+    report: Callable[[str], None] = print,
+) -> None:
+    """Write a Hugging Face folder from a checkpoint, or from the newest one of a run, whole or not at all.
+
+    model_class: a model_type; default: the one of `like`, or the first that fits. like: a folder whose
+    config.json, generation_config.json and tokenizer are kept; default: that of the import. dtype: a key of
+    DTYPES for the parameters; default: as saved. shard_bytes: bytes of tensors in a file.
+
+    Raises:
+        UserError: if the checkpoint is damaged, `folder` exists, or no class fits; the message names the keys
+            that stand in the way.
+    """
+    checkpoint = _checkpoint(path)
+    refuse_damaged(checkpoint)
+    with CheckpointReader(checkpoint, "checkpoint") as reader, new_tree(folder, checkpoint) as temporary:
+        target = _target(reader, like, model_class, overrides)
+        stored, unused = _stored(reader, target, dtype)
+        _write_tensors(temporary, reader, target, stored, shard_bytes)
+        content = _config(target, stored)
+        for name, text in {**target.others, CONFIG: (json.dumps(content, indent=2) + "\n").encode()}.items():
+            (temporary / name).write_bytes(text)
+    if unused:
+        first = shown(unused[0])
+        report(f"left out, for only training needs them: {len(unused)} tensors, the first of them {first}")
+    if not target.others.keys() - {GENERATION}:
+        report(f"{folder}: without a tokenizer, whose files are not known; name a folder with --like")
+    report(f"{folder}: {target.family.architecture}, {len(stored)} tensors, {dtype_name(stored)}")
+
+
+def _checkpoint(path: Path) -> Path:
+    found, is_run = find_checkpoints(path)
+    newest = candidates(found[0].parent) if is_run else []
+    return (newest or found)[0]
+
+
+def _target(
+    reader: CheckpointReader, like: Path | None, model_class: str | None, overrides: Sequence[str]
+) -> Target:
+    config = _configuration(reader, overrides)
+    if model_class is not None and model_class not in (CUSTOM, *FAMILIES):
+        known = ", ".join((*FAMILIES, CUSTOM))
+        raise UserError(f"--class: found {shown(model_class)}, expected one of {known}")
+    kept = like or _kept(reader)
+    if like is not None and not like.is_dir():
+        raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
+    given = portable(read_object(kept / CONFIG)) if kept is not None and (kept / CONFIG).exists() else {}
+    if model_class == CUSTOM:
+        family = custom_family(reader.path, config)
+    else:
+        family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
+    words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
+    others = read_other_files(kept) if kept is not None else tokenizer_files(config)
+    if model_class == CUSTOM:
+        others = {**others, **custom_files(config)}
+    same_class = model_class != CUSTOM and given.get("model_type") == family.model_type
+    return Target(family, config, _rules(family, config, words), given if same_class else {}, others)
+
+
+def _rules(family: Family, config: RunConfig, words: int) -> list[list[Rule]]:
+    """Return the rules, with the copies of embedding and output layer that the hub's folders hold."""
+    copies = family.copies(config)
+    found = []
+    for group in family.rules(config, words):
+        names = [[name for name, main in copies.items() if (main,) == rule.sources] for rule in group]
+        found.append(
+            [rule.with_copies(each) if each else rule for rule, each in zip(group, names, strict=True)]
+        )
+    return found
+
+
+def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration that a checkpoint holds; no plugin is run."""
+    tree = {section: reader.meta["config"].get(section, {}) for section in ("data", "model", "moe")}
+    router = {key: value for key, value in tree["moe"].get("router", {}).items() if key != "replay"}
+    tree["moe"] = {**tree["moe"], "router": router}
+    config = configure(tree, list(overrides), source=str(reader.path))
+    if config.model.architecture != "decoder":
+        raise UserError(
+            f"{reader.path}: model.architecture: {config.model.architecture}; only decoders can be exported"
+        )
+    return config
+
+
+def _kept(reader: CheckpointReader) -> Path | None:
+    """Return the folder `hf` of the import from which the run, or the run that it started from, came."""
+    init = reader.meta["config"].get("checkpoint", {}).get("init", {}).get("path")
+    places = [reader.path, *([Path(init)] if isinstance(init, str) else [])]
+    found = [place.parent.parent / KEPT for place in places]
+    return next((place for place in found if (place / CONFIG).is_file()), None)
+
+
+def _family(path: Path, config: RunConfig, named: str | None, like: Family | None) -> Family:
+    """Return the class that computes the same function.
+
+    Raises:
+        UserError: naming the keys that stand in the way of the named class, or of the nearest one.
+    """
+    tried = [FAMILIES[named]] if named else [*([like] if like else []), *FAMILIES.values()]
+    problems: dict[str, list[str]] = {}
+    for family in tried:
+        found = _obstacles(family, config)
+        if not found:
+            return family
+        problems[family.model_type] = found
+    nearest = min(problems, key=lambda name: (problems[name][0].startswith(CONFIG), len(problems[name])))
+    obstacles = problems[nearest]
+    more = f" and {len(obstacles) - SHOWN_KEYS} more" if len(obstacles) > SHOWN_KEYS else ""
+    which = f"--class {nearest}" if named else f"no class fits; the nearest, {nearest}"
+    raise UserError(
+        f"{path}: {which}: it cannot express {', '.join(obstacles[:SHOWN_KEYS])}{more}; name another "
+        f"--class, such as {CUSTOM}, or override keys that do not matter to you"
+    )
+
+
+def _obstacles(family: Family, config: RunConfig) -> list[str]:
+    """Return the keys of ours, with their values, that a class cannot express."""
+    try:
+        there = as_config(family.read(family.write(config)))
+    except UserError as error:
+        return [str(error)]
+    return [f"{key} {shown(str(mine))}" for key, (mine, _) in differences(config, there).items()]
+
+
+def _stored(
+    reader: CheckpointReader, target: Target, dtype: str | None
+) -> tuple[dict[str, Stored], list[str]]:
+    """Return every tensor of the folder to be written, and the weights that only training needs.
+
+    Raises:
+        UserError: naming a tensor that is missing, of another shape, or left over.
+    """
+    left = {name.removeprefix(WEIGHT) for name in reader.names(WEIGHT)}
+    stored: dict[str, Stored] = {}
+    for rule in flat(target.rules):
+        if rule.target not in left:
+            raise UserError(f"{reader.path}: {shown(rule.target)} is missing; name another checkpoint")
+        left.discard(rule.target)
+        name = WEIGHT + rule.target
+        if tuple(reader.shape(name)) != rule.shape:
+            raise UserError(
+                f"{reader.path}: {shown(rule.target)} has shape {reader.shape(name)}, its configuration says "
+                f"{list(rule.shape)}"
+            )
+        saved = reader.dtype(name)
+        kind = saved if dtype is None or rule.is_buffer else DTYPES[dtype]
+        stored |= {source: Stored(kind, shape) for source, shape in rule.source_shapes().items()}
+    unused = sorted(name for name in left if OF_TRAINING.fullmatch(name))
+    left -= set(unused)
+    if left:
+        raise UserError(
+            f"{reader.path}: {shown(min(left))} has no place in {target.family.architecture}; name another "
+            "--class"
+        )
+    return stored, unused
+
+
+def _write_tensors(
+    folder: Path, reader: CheckpointReader, target: Target, stored: dict[str, Stored], shard_bytes: int
+) -> None:
+    """Write the files one after the other; a tensor of ours that lies in two of them is read twice."""
+    shards = _shards(stored, shard_bytes)
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = names if count > 1 else [WEIGHTS]
+    for name, shard in zip(names, shards, strict=True):
+        with TensorWriter(folder / name, {each: stored[each] for each in shard}, METADATA) as writer:
+            for rule in flat(target.rules):
+                if not shard.isdisjoint(rule.sources):
+                    _write_sources(writer, reader, rule, shard, stored)
+    if count > 1:
+        total = sum(each.num_bytes for each in stored.values())
+        where = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        index = {"metadata": {"total_size": total}, WEIGHT_MAP: dict(sorted(where.items()))}
+        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def _write_sources(
+    writer: TensorWriter, reader: CheckpointReader, rule: Rule, shard: set[str], stored: dict[str, Stored]
+) -> None:
+    ours = reader.tensor(WEIGHT + rule.target)
+    reader.close()  # mapped files count as memory
+    for name, (view, shape) in rule.views(ours).items():
+        if name in shard:
+            writer.write(name, view.to(stored[name].dtype).reshape(shape))
+
+
+def _shards(stored: dict[str, Stored], shard_bytes: int) -> list[set[str]]:
+    """Divide the tensors, in their order, into files of at most so many bytes, or of one tensor."""
+    shards: list[set[str]] = [set()]
+    size = 0
+    for name, each in stored.items():
+        if shards[-1] and size + each.num_bytes > shard_bytes:
+            shards.append(set())
+            size = 0
+        shards[-1].add(name)
+        size += each.num_bytes
+    return shards
+
+
+def _config(target: Target, stored: dict[str, Stored]) -> Json:
+    """Return config.json: the kept one as it is, where it says the same as the configuration."""
+    like, family = target.like, target.family
+    words = next(iter(stored.values())).shape[0]
+    dtype = {"torch_dtype" if "torch_dtype" in like else "dtype": dtype_name(stored)}
+    if (
+        like
+        and like.get("vocab_size") == words
+        and not differences(target.config, as_config(family.read(like)))
+    ):
+        depth = family.depth(target.config)
+        return {**like, **dtype, **({NUM_FURTHER: depth} if depth else {})}
+    longest = {"max_position_embeddings": target.config.data.sequence_length}
+    written = {**family.write(target.config), "vocab_size": words, **dtype}
+    return {**longest, **{name: value for name, value in like.items() if name in KEPT_KEYS}, **written}
+
+
+KEPT_KEYS = (
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "pad_token_id",
+    "use_cache",
+)

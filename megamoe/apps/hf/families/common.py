@@ -1,0 +1,264 @@
+"""Lines and entries that several classes share."""
+
+from typing import Any
+
+from megamoe.apps.hf.keys import (
+    NUM_FURTHER,
+    REQUIRED,
+    Entry,
+    Json,
+    converted,
+    fixed,
+    ignored,
+    mapped,
+    only,
+    same,
+    unsupported,
+)
+from megamoe.apps.hf.rules import BLOCK, COLUMNS, GATED, ROWS, WHOLE, Line, halves, query_key_value
+from megamoe.checkpoint.format.chunks import Sharding
+from megamoe.config import RunConfig
+from megamoe.config.shapes import has_input_bias, head_size
+
+THEIRS = "model.layers.{b}."
+ATTENTION, THEIR_ATTENTION = f"{BLOCK}self_attention.", f"{THEIRS}self_attn."
+LAYER = f"{BLOCK}mlp.layer."
+
+ENDS = (
+    Line(
+        "model.embedding.word_embeddings.weight",
+        "V H",
+        "model.embed_tokens.weight",
+        cut=COLUMNS,
+        blocks="once",
+    ),
+    Line("model.decoder.final_layernorm.weight", "H", "model.norm.weight", blocks="once"),
+    Line("model.output_layer.weight", "V H", "lm_head.weight", cut=COLUMNS, blocks="once", needs="untied"),
+)
+NORMS = (
+    Line(f"{BLOCK}input_layernorm.weight", "H", f"{THEIRS}input_layernorm.weight"),
+    Line(f"{BLOCK}pre_mlp_layernorm.weight", "H", f"{THEIRS}post_attention_layernorm.weight"),
+)
+
+
+def qkv(part: str, shape: str, needs: str | None = None) -> Line:
+    """The projections to queries, keys and values; part: `weight` or `bias`."""
+    theirs = tuple(f"{THEIR_ATTENTION}{name}_proj.{part}" for name in "qkv")
+    return Line(f"{ATTENTION}linear_qkv.{part}", shape, theirs, query_key_value, COLUMNS, needs=needs)
+
+
+def attention(ours: str, shape: str, theirs: str, cut: Sharding = WHOLE, needs: str | None = None) -> Line:
+    """A weight of attention that both have as it is."""
+    return Line(f"{ATTENTION}{ours}.weight", shape, f"{THEIR_ATTENTION}{theirs}.weight", cut=cut, needs=needs)
+
+
+QUERY_KEY_VALUE = (qkv("weight", "Q+2K H"), attention("linear_proj", "H Q", "o_proj", ROWS))
+DENSE_FFN = (
+    Line(
+        f"{BLOCK}mlp.linear_fc1.weight",
+        "2F H",
+        (f"{THEIRS}mlp.gate_proj.weight", f"{THEIRS}mlp.up_proj.weight"),
+        halves,
+        GATED,
+        blocks="dense",
+    ),
+    Line(f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{THEIRS}mlp.down_proj.weight", cut=ROWS, blocks="dense"),
+)
+INPUT_BIAS = qkv("bias", "Q+2K", needs="input bias")
+OUTPUT_BIAS = Line(f"{ATTENTION}linear_proj.bias", "H", f"{THEIR_ATTENTION}o_proj.bias", needs="output bias")
+HEAD_NORMS = tuple(attention(f"{side}_layernorm", "D", f"{side}_norm", needs="head norms") for side in "qk")
+WHOLE_NORMS = (
+    attention("q_layernorm", "Q", "q_norm", needs="whole norms"),
+    attention("k_layernorm", "K", "k_norm", needs="whole norms"),
+)
+
+
+def shared_experts(name: str) -> tuple[Line, ...]:
+    """The shared experts, as one FFN; name: that of their module."""
+    theirs = f"{THEIRS}mlp.{name}."
+    up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    return (
+        Line(f"{LAYER}shared.up", "2S H", up, halves, blocks="moe", needs="shared"),
+        Line(f"{LAYER}shared.down", "H S", f"{theirs}down_proj.weight", blocks="moe", needs="shared"),
+    )
+
+
+SHARED = shared_experts("shared_experts")
+BIAS = Line(
+    f"{LAYER}router.score_function.bias",
+    "E",
+    f"{THEIRS}mlp.gate.e_score_correction_bias",
+    blocks="moe",
+    is_buffer=True,
+    needs="biased",
+)
+LATENT_ATTENTION = (
+    attention("linear_q_proj", "Q H", "q_proj", COLUMNS, "whole queries"),
+    attention("linear_q_down_proj", "A H", "q_a_proj", COLUMNS, "latent queries"),
+    attention("q_layernorm", "A", "q_a_layernorm", needs="latent queries"),
+    attention("linear_q_up_proj", "Q A", "q_b_proj", COLUMNS, "latent queries"),
+    attention("linear_kv_down_proj", "C+R H", "kv_a_proj_with_mqa", COLUMNS),
+    attention("kv_layernorm", "C", "kv_a_layernorm"),
+    attention("linear_kv_up_proj", "U C", "kv_b_proj", COLUMNS),
+    attention("linear_proj", "H O", "o_proj", ROWS),
+)
+DEPTH = "prediction.depths.{k}."
+# Multi-token prediction (DeepSeek-V3). transformers has no module for it; the names are those of the hub.
+FURTHER = (
+    Line(f"{DEPTH}embedding_norm.weight", "H", f"{THEIRS}enorm.weight", blocks="further"),
+    Line(f"{DEPTH}hidden_norm.weight", "H", f"{THEIRS}hnorm.weight", blocks="further"),
+    Line(f"{DEPTH}projection.weight", "H 2H", f"{THEIRS}eh_proj.weight", blocks="further"),
+    Line(f"{DEPTH}blocks.final_layernorm.weight", "H", f"{THEIRS}shared_head.norm.weight", blocks="further"),
+)
+# transformers writes 1 whether or not the folder has such blocks, and is so the default.
+FURTHER_KEY = same(NUM_FURTHER, "model.multi_token_prediction.depth", 1, alias="num_mtp_layers")
+DECODER = (*ENDS, *NORMS, *QUERY_KEY_VALUE, INPUT_BIAS, OUTPUT_BIAS)
+
+# Every class has RMSNorm before its sub-layers and rotary positions.
+SHARED_KEYS = (
+    fixed(model__position="rope", model__norm="rmsnorm", model__norm_position="pre", model__bias=False),
+    same("hidden_size", "model.hidden_size"),
+    same("num_hidden_layers", "model.num_layers"),
+    same("num_attention_heads", "model.num_attention_heads"),
+    same("vocab_size", "model.vocab_size"),
+    mapped("hidden_act", "model.activation", [("silu", "swiglu")], "silu"),
+)
+
+
+# Whether the output layer has the embedding's weights.
+TIED = same("tie_word_embeddings", "model.tie_embeddings", False)
+
+
+def norm_and_rotary(eps: float, **options: Any) -> tuple[Entry, ...]:
+    """The norms' epsilon (eps: the class's default), the rotary positions (options: see `rotary`), TIED."""
+    return same("rms_norm_eps", "model.norm_eps", eps), rotary(**options), TIED
+
+
+def groups(default: int | None = None) -> Entry:
+    """The number of heads of keys and values; default: the class's, None: one for each head of queries."""
+    return converted(
+        "num_key_value_heads",
+        "model.num_query_groups",
+        default,
+        read=lambda count: count,
+        write=lambda config: config.model.num_query_groups or config.model.num_attention_heads,
+    )
+
+
+def rotary(base: float = 10000.0, share: float | None = None, default: Json | None = None) -> Entry:
+    """The rotary positions, in the form of transformers 5 (rope_parameters) or the earlier one.
+
+    base: the class's default. share: the class's default of partial_rotary_factor; None: all columns turn.
+    default: of a config.json without a scaling.
+    """
+
+    def read(given: Json) -> Json:
+        found = _parameters(given, base, default or {})
+        kind = found.pop("rope_type", None) or "default"
+        tree = {"model.rope_base": found.pop("rope_theta")}
+        part = found.pop("partial_rotary_factor", None)
+        part = given["partial_rotary_factor"] if part is None else part
+        if share is not None:
+            tree["model.rotary.share"] = share if part is None else part
+        elif part not in (None, 1):
+            raise unsupported("partial_rotary_factor", part, [1.0])
+        if kind not in SCALINGS:
+            raise unsupported("rope_type", kind, list(SCALINGS))
+        if kind != "default":
+            tree["model.rotary.scaling"] = kind
+        if kind in NEED_LENGTH and found.get("original_max_position_embeddings") is None:
+            found["original_max_position_embeddings"] = given["max_position_embeddings"]
+        for name, value in found.items():
+            if name not in SCALINGS[kind]:
+                raise ValueError(f"rope_parameters: the key {name} is not known for {kind}")
+            if value is not None:
+                tree[f"model.rotary.{SCALING_KEYS[name]}"] = value
+        return tree
+
+    def write(config: RunConfig) -> Json:
+        model = config.model
+        kind = "default" if model.rotary.scaling == "none" else model.rotary.scaling
+        found: Json = {"rope_theta": float(model.rope_base), "rope_type": kind}
+        if share is not None:
+            found["partial_rotary_factor"] = model.rotary.share
+        values = {name: getattr(model.rotary, SCALING_KEYS[name]) for name in SCALINGS[kind]}
+        return {
+            "rope_parameters": found | {name: value for name, value in values.items() if value is not None}
+        }
+
+    names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+    return Entry(dict.fromkeys((*names, "max_position_embeddings")), read, write)
+
+
+# The keys of a scaling that `rope_parameters` may have, by its kind, and ours.
+SCALING_KEYS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+}
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": (*SCALING_KEYS,)[:8],
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+NEED_LENGTH = ("yarn", "llama3")
+
+
+def _parameters(given: Json, base: float, default: Json) -> dict[str, Any]:
+    """Return the parameters of the rotary positions in the form of transformers 5."""
+    found = dict(given["rope_parameters"] or given["rope_scaling"] or default)
+    if "type" in found:
+        found.setdefault("rope_type", found["type"])
+        del found["type"]
+    if found.get("rope_theta") is None:
+        found["rope_theta"] = base if given["rope_theta"] is None else given["rope_theta"]
+    return found
+
+
+def heads(default: int | None = None) -> Entry:
+    """The size of an attention head; default: the class's, None: the hidden size over the heads."""
+
+    def read(given: Json) -> Json:
+        hidden, count = given["hidden_size"], given["num_attention_heads"]
+        size = default if given["head_dim"] is None else given["head_dim"]
+        return {} if size in (None, hidden / count) else {"model.head_size": size}
+
+    defaults = {"head_dim": default, "hidden_size": REQUIRED, "num_attention_heads": REQUIRED}
+    return Entry(defaults, read, lambda config: {"head_dim": head_size(config.model)})
+
+
+def full_attention() -> Entry:
+    """Every block sees all earlier tokens (layer_types)."""
+
+    def read(given: Json) -> Json:
+        if set(given["layer_types"] or []) - {"full_attention"}:
+            raise unsupported("layer_types", given["layer_types"], ["full_attention"])
+        return {}
+
+    return Entry({"layer_types": None}, read, lambda config: {})
+
+
+def biases(name: str, default: bool, output: bool = True) -> Entry:
+    """Whether the projections to queries, keys and values have biases, and with `output` the one after."""
+
+    def read(given: Json) -> Json:
+        found = {"model.attention.input_bias": given[name]} if given[name] else {}
+        return found | ({"model.attention.output_bias": given[name]} if output and given[name] else {})
+
+    return Entry({name: default}, read, lambda config: {name: has_input_bias(config.model)})
+
+
+# The window of Qwen's configurations, which no released MoE model uses.
+UNUSED_WINDOW = (
+    only("use_sliding_window", False, default=False, written=False),
+    ignored("sliding_window", "max_window_layers"),
+    full_attention(),
+)

@@ -1,0 +1,123 @@
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, dense first blocks, shared experts."""
+
+from megamoe.apps.hf.families.common import (
+    BIAS,
+    DENSE_FFN,
+    ENDS,
+    FURTHER,
+    LATENT_ATTENTION,
+    NORMS,
+    SHARED,
+    SHARED_KEYS,
+    TIED,
+    rotary,
+)
+from megamoe.apps.hf.families.experts import EXPERTS, ROUTER, biased_keys
+from megamoe.apps.hf.families.routers import TOP_K, dense_first, group_limit
+from megamoe.apps.hf.family import Family
+from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, mapped, only, same, unsupported
+from megamoe.config import RunConfig
+
+# The norms of compressed states have this epsilon in transformers, whatever rms_norm_eps says; here all norms
+# have one.
+EPS = mapped("rms_norm_eps", "model.norm_eps", [(1e-6, 1e-6)], 1e-6)
+TABLE = (*ENDS, *NORMS, *LATENT_ATTENTION, *DENSE_FFN, ROUTER, *EXPERTS, *SHARED)
+
+
+def same_heads() -> Entry:
+    """Keys of standard attention that latent attention does not read, or that follow from others."""
+
+    def read(given: Json) -> Json:
+        groups, heads = given["num_key_value_heads"], given["num_attention_heads"]
+        if groups not in (None, heads):
+            raise unsupported("num_key_value_heads", groups, [heads])
+        return {}
+
+    names = ("num_key_value_heads", "num_attention_heads", "head_dim", "qk_head_dim")
+    return Entry(
+        dict.fromkeys(names), read, lambda config: {"num_key_value_heads": config.model.num_attention_heads}
+    )
+
+
+def greedy_or_limited() -> Entry:
+    """The groups of experts of DeepSeek-V2, which its other method does not read (topk_method)."""
+    limit = group_limit(None, None, {"score": "max"})
+
+    def read(given: Json) -> Json:
+        if given["topk_method"] not in METHODS:
+            raise unsupported("topk_method", given["topk_method"], METHODS)
+        return limit.read(given) if given["topk_method"] == METHODS[1] else {}
+
+    def write(config: RunConfig) -> Json:
+        if not config.moe.router.masks:
+            return {"topk_method": METHODS[0], "n_group": None, "topk_group": None}
+        return {**limit.write(config), "topk_method": METHODS[1]}
+
+    return Entry({**limit.defaults, "topk_method": METHODS[0]}, read, write)
+
+
+METHODS = ("greedy", "group_limited_greedy")
+LATENT_KEYS = (
+    same("q_lora_rank", "model.latent.query_rank", 1536),
+    same("kv_lora_rank", "model.latent.key_value_rank", 512),
+    same("qk_nope_head_dim", "model.latent.nope_size", 128),
+    same("qk_rope_head_dim", "model.latent.rope_size", 64),
+    same("v_head_dim", "model.latent.value_size", 128),
+    same_heads(),
+    only("attention_bias", False, default=False),
+    only("mlp_bias", False, default=False, written=False),
+    only("moe_layer_freq", 1, default=1, written=False),
+    # The losses of the original training.
+    ignored("aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
+)
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *LATENT_KEYS,
+        *TOP_K,
+        fixed(
+            model__rotary__interleaved=True,
+            moe__router__score_function__over="all",
+            moe__router__selector__weights="raw",
+        ),
+        dense_first(0),
+        greedy_or_limited(),
+        only("scoring_func", "softmax", default="softmax", written=False),
+        only("norm_topk_prob", False, default=False),
+        same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
+        same("intermediate_size", "model.ffn_hidden_size", 11008),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1407),
+        same("n_routed_experts", "moe.num_experts", 64, alias="num_experts"),
+        same("n_shared_experts", "moe.num_shared_experts", 2),
+        same("num_experts_per_tok", "moe.router.selector.k"),
+        EPS,
+        rotary(),
+        TIED,
+    ),
+    table=TABLE,
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *LATENT_KEYS,
+        dense_first(3),
+        group_limit(8, 4, {"score": "sum", "best": 2}),
+        only("topk_method", "noaux_tc", default="noaux_tc", written=False),
+        only("scoring_func", "sigmoid", default="sigmoid", written=False),
+        same("routed_scaling_factor", "moe.router.selector.scale", 2.5),
+        *biased_keys(dense=18432, expert=2048, experts=256),
+        same("rope_interleave", "model.rotary.interleaved", True),
+        EPS,
+        rotary(),
+        TIED,
+    ),
+    table=(*TABLE, BIAS, *FURTHER),
+)
+
+FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3)

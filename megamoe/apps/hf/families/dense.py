@@ -1,0 +1,53 @@
+"""Dense models: Llama and Qwen3."""
+
+from megamoe.apps.hf.families.common import (
+    DECODER,
+    DENSE_FFN,
+    HEAD_NORMS,
+    SHARED_KEYS,
+    UNUSED_WINDOW,
+    biases,
+    groups,
+    heads,
+    norm_and_rotary,
+)
+from megamoe.apps.hf.family import Family
+from megamoe.apps.hf.keys import fixed, only, same
+
+DENSE = fixed(moe__layers="none")
+FFN = same("intermediate_size", "model.ffn_hidden_size")
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        DENSE,
+        FFN,
+        groups(),
+        heads(),
+        *norm_and_rotary(1e-6),
+        biases("attention_bias", False),
+        only("mlp_bias", False, default=False),
+    ),
+    table=(*DECODER, *DENSE_FFN),
+)
+
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        DENSE,
+        FFN,
+        fixed(model__attention__query_key_norm="head"),
+        groups(32),
+        heads(128),
+        *norm_and_rotary(1e-6),
+        biases("attention_bias", False),
+        *UNUSED_WINDOW,
+    ),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN),
+)
+
+FAMILIES = (LLAMA, QWEN3)

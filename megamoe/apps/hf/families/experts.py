@@ -1,0 +1,164 @@
+"""MoE models whose experts are named as in Qwen2-MoE: this, Qwen3-MoE, OLMoE, GLM-4.5."""
+
+from megamoe.apps.hf.families.common import (
+    BIAS,
+    DECODER,
+    DENSE_FFN,
+    FURTHER,
+    FURTHER_KEY,
+    HEAD_NORMS,
+    LAYER,
+    SHARED,
+    SHARED_KEYS,
+    THEIRS,
+    UNUSED_WINDOW,
+    WHOLE_NORMS,
+    biases,
+    groups,
+    heads,
+    norm_and_rotary,
+    shared_experts,
+)
+from megamoe.apps.hf.families.routers import (
+    BIASED_TOP_K,
+    EVERY_BLOCK,
+    TOP_K,
+    dense_first,
+    group_limit,
+    loss_weight,
+    normalised,
+    sparse_steps,
+)
+from megamoe.apps.hf.family import Family
+from megamoe.apps.hf.keys import Entry, fixed, ignored, mapped, only, same
+from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, row, whole
+
+EXPERT = f"{THEIRS}mlp.experts.{{e}}."
+ROUTER = Line(f"{LAYER}router.scorer.weight", "E H", f"{THEIRS}mlp.gate.weight", blocks="moe")
+EXPERTS = (
+    Line(
+        f"{LAYER}experts.up",
+        "E 2X H",
+        (f"{EXPERT}gate_proj.weight", f"{EXPERT}up_proj.weight"),
+        of_each_expert(halves),
+        EXPERT_UP,
+        blocks="moe",
+    ),
+    Line(
+        f"{LAYER}experts.down",
+        "E H X",
+        f"{EXPERT}down_proj.weight",
+        of_each_expert(whole),
+        EXPERT_DOWN,
+        blocks="moe",
+    ),
+)
+
+
+def qwen_keys(dense: int, expert: int, experts: int, chosen: int) -> tuple[Entry, ...]:
+    """Keys of Qwen's MoE models with the class's defaults: FFN sizes, experts, and those of a token."""
+    return (
+        *SHARED_KEYS,
+        *TOP_K,
+        sparse_steps(),
+        normalised(False),
+        same("intermediate_size", "model.ffn_hidden_size", dense),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", expert),
+        same("num_experts", "moe.num_experts", experts, alias="num_local_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k", chosen),
+        loss_weight(0.001),
+    )
+
+
+def biased_keys(dense: int, expert: int, experts: int) -> tuple[Entry, ...]:
+    """Keys of models like DeepSeek-V3 with the class's defaults: FFN sizes, and experts."""
+    return (
+        *BIASED_TOP_K,
+        normalised(True),
+        same("intermediate_size", "model.ffn_hidden_size", dense),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", expert),
+        same("n_routed_experts", "moe.num_experts", experts, alias="num_local_experts"),
+        same("n_shared_experts", "moe.num_shared_experts", 1),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        FURTHER_KEY,
+    )
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    keys=(
+        *qwen_keys(dense=6144, expert=768, experts=128, chosen=8),
+        fixed(model__attention__query_key_norm="head"),
+        groups(4),
+        heads(),
+        *norm_and_rotary(1e-6),
+        biases("attention_bias", False),
+        *UNUSED_WINDOW,
+    ),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, *EXPERTS),
+)
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *TOP_K,
+        EVERY_BLOCK,
+        normalised(False),
+        same("intermediate_size", "moe.expert_ffn_hidden_size", 2048),
+        same("num_experts", "moe.num_experts", 64),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        loss_weight(0.01),
+        fixed(model__attention__query_key_norm="whole"),
+        groups(),
+        *norm_and_rotary(1e-5),
+        biases("attention_bias", False),
+        only("clip_qkv", None),
+    ),
+    table=(*DECODER, *WHOLE_NORMS, ROUTER, *EXPERTS),
+)
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        dense_first(1),
+        group_limit(1, 1, {"score": "sum", "best": 2}),
+        same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
+        *biased_keys(dense=10944, expert=1408, experts=128),
+        mapped("use_qk_norm", "model.attention.query_key_norm", [(False, "none"), (True, "head")], False),
+        ignored("router_aux_loss_coef"),
+        groups(8),
+        heads(),
+        *norm_and_rotary(1e-5, share=0.5),
+        biases("attention_bias", False, output=False),
+    ),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED, *FURTHER),
+)
+
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    keys=(
+        *qwen_keys(dense=5632, expert=1408, experts=60, chosen=4),
+        same("shared_expert_intermediate_size", "moe.shared_expert_ffn_hidden_size", 5632),
+        fixed(moe__num_shared_experts=1, moe__shared_expert_mode="gated"),
+        groups(16),
+        *norm_and_rotary(1e-6),
+        biases("qkv_bias", True, output=False),
+        *UNUSED_WINDOW,
+    ),
+    table=(
+        *DECODER,
+        *DENSE_FFN,
+        ROUTER,
+        *EXPERTS,
+        *shared_experts("shared_expert"),
+        Line(f"{LAYER}shared.gate", "H", f"{THEIRS}mlp.shared_expert_gate.weight", row, blocks="moe"),
+    ),
+)
+
+FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE)

@@ -1,0 +1,147 @@
+"""A Hugging Face folder: config.json, sharded safetensors with their index, tokenizer files."""
+
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from torch import Tensor
+
+from megamoe.apps.hf.tensor_files import Stored, broken, read_header, read_tensor
+from megamoe.checkpoint.format.files import parse_json
+from megamoe.errors import UserError, printable
+from megamoe.io import read_plain, reason
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_MAP = "weight_map"
+LARGEST_JSON, LARGEST_FILE = 1 << 28, 1 << 30  # bytes
+# What a tokenizer of transformers may consist of; no code is among it.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class Folder:
+    """An open folder. Only the headers of its tensor files are read.
+
+    path: the folder. config: the content of config.json. tensors: dtype and shape of each tensor by name.
+
+    Raises (when built):
+        UserError: if a file is missing or damaged, or the tensors are not those that the index names.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            raise UserError(f"{path}: no folder; name one with {CONFIG} and safetensors files")
+        self.config = read_object(path / CONFIG)
+        self._files: dict[str, Path] = {}
+        self.tensors: dict[str, Stored] = {}
+        for file in self._weight_files():
+            for name, stored in read_header(file).items():
+                if name in self.tensors:
+                    raise broken(file, f"{name} is also in {self._files[name].name}")
+                self.tensors[name], self._files[name] = stored, file
+        self._check_index()
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of `tensors`.
+
+        Raises:
+            UserError: if its file no longer holds it.
+        """
+        return read_tensor(self._files[name], self.tensors[name])
+
+    def _weight_files(self) -> list[Path]:
+        self._index = self._read_index()
+        if self._index is not None:
+            return [self.path / name for name in sorted(set(self._index.values()))]
+        if (self.path / WEIGHTS).exists():
+            return [self.path / WEIGHTS]
+        others = sorted(file.name for file in self.path.glob("*.bin"))
+        found = f"only {others[0]}, which is pickled and not read" if others else "none of them"
+        raise UserError(f"{self.path}: expected {WEIGHTS} or {WEIGHTS_INDEX}, found {found}")
+
+    def _read_index(self) -> dict[str, str] | None:
+        path = self.path / WEIGHTS_INDEX
+        if not path.exists():
+            return None
+        named = read_object(path).get(WEIGHT_MAP)
+        if not isinstance(named, dict) or not named:
+            raise broken(path, f"no {WEIGHT_MAP}")
+        for file in named.values():
+            if not isinstance(file, str) or PurePath(file).name != file or not file.endswith(".safetensors"):
+                raise broken(path, f"{file!r} is no safetensors file of this folder")
+        return named
+
+    def _check_index(self) -> None:
+        if self._index is None:
+            return
+        path = self.path / WEIGHTS_INDEX
+        for name, file in self._index.items():
+            if name not in self.tensors or self._files[name].name != file:
+                raise broken(path, f"{name} is not in {file}, which {WEIGHT_MAP} names")
+        for name in self.tensors:
+            if name not in self._index:
+                raise broken(self._files[name], f"{name} is not in {WEIGHTS_INDEX}")
+
+
+def read_other_files(path: Path) -> dict[str, bytes]:
+    """Return the generation's configuration and the tokenizer's files of a folder by name, as they are.
+
+    Raises:
+        UserError: if one cannot be read.
+    """
+    return {
+        name: _content(path / name, LARGEST_FILE)
+        for name in (GENERATION, *TOKENIZER_FILES)
+        if (path / name).exists()
+    }
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file of a folder holds.
+
+    Raises:
+        UserError: if it is missing, too large, or no JSON object.
+    """
+    content = _content(path, LARGEST_JSON)
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise broken(path, error) from None
+
+
+def _content(path: Path, largest: int) -> bytes:
+    try:
+        return read_plain(path, largest)
+    except (OSError, ValueError) as error:
+        raise broken(path, reason(error)) from None
+
+
+def portable(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the keys that belong to code or a quantisation, which are not kept."""
+    return {name: value for name, value in config.items() if name not in ("auto_map", "quantization_config")}
+
+
+def dtype_name(tensors: Mapping[str, Stored]) -> str:
+    """Return the dtype of most elements, as transformers writes it: `bfloat16`."""
+    count: dict[str, int] = {}
+    for stored in tensors.values():
+        name = str(stored.dtype).removeprefix("torch.")
+        count[name] = count.get(name, 0) + stored.num_bytes // stored.dtype.itemsize
+    return max(count, key=lambda name: (count[name], name))
+
+
+def shown(name: str) -> str:
+    """Return a tensor's or a key's name as part of a message."""
+    return printable(name, 120)

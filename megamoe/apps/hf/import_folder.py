@@ -1,0 +1,152 @@
+"""From a Hugging Face folder to a checkpoint of ours and a run that continues it.
+
+RUN/checkpoints/step_00000000/     the checkpoint: for checkpoint.init.path, and for the tools
+RUN/checkpoints/latest
+RUN/hf/                            config.json, generation_config.json and the tokenizer, as they were
+RUN/continue.yaml                  a run that goes on from the checkpoint
+
+The folder is read and the checkpoint is written tensor by tensor.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.apps.hf.convert import Source, open_source
+from megamoe.apps.hf.folder import CONFIG, GENERATION, dtype_name, portable, read_other_files, shown
+from megamoe.apps.hf.keys import Json
+from megamoe.apps.hf.rules import Rule
+from megamoe.apps.hf.tensor_files import Stored, TensorWriter
+from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_file, write_sums
+from megamoe.checkpoint.format.folder import LATEST
+from megamoe.checkpoint.format.reader import WEIGHT
+from megamoe.checkpoint.tools.stream import new_tree
+from megamoe.config import parse_config, to_dict
+from megamoe.config.yaml_text import dump
+
+CHECKPOINTS, STEP, KEPT, RUN_YAML = "checkpoints", "step_00000000", "hf", "continue.yaml"
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+LONGEST = 4096  # tokens of a sequence in the run's YAML, where the model allows more
+VOCABULARY_MULTIPLE = 64  # the embedding is not padded: its rows are divided by a divisor of this
+
+
+def import_folder(
+    source: Path, run: Path, *, further: bool = False, report: Callable[[str], None] = print
+) -> None:
+    """Write a run's folder from a Hugging Face folder, whole or not at all.
+
+    further: with the blocks of multi-token prediction.
+
+    Raises:
+        UserError: if `run` exists, or the folder cannot be converted; see `open_source`.
+    """
+    opened = open_source(source, further)
+    kept = read_other_files(source)
+    with new_tree(run, source) as folder:
+        checkpoint = folder / CHECKPOINTS / STEP
+        checkpoint.mkdir(parents=True)
+        tokenizer = str(run / KEPT) if kept.keys() - {GENERATION} else None
+        config = {"name": run.name, **_sections(opened, tokenizer)}
+        _write_checkpoint(checkpoint, opened, config)
+        (folder / CHECKPOINTS / LATEST).write_text(STEP, encoding="utf-8")
+        (folder / KEPT).mkdir()
+        kept[CONFIG] = (json.dumps(portable(opened.folder.config), indent=2) + "\n").encode()
+        for name, content in kept.items():
+            (folder / KEPT / name).write_bytes(content)
+        (folder / RUN_YAML).write_text(_run_yaml(opened, source, run, tokenizer), encoding="utf-8")
+    report(f"{source}: {opened.family.architecture}, {_size(opened)}")
+    for why, names in opened.unused.items():
+        report(f"left out {why}: {len(names)} tensors, the first of them {shown(names[0])}")
+    report(f"{run / CHECKPOINTS / STEP}: the checkpoint; {run / RUN_YAML}: a run that continues it")
+
+
+def _write_checkpoint(folder: Path, source: Source, config: Json) -> None:
+    """Write a file for each group of rules: one for what stands once, one for each block."""
+    tensors: dict[str, Any] = {}
+    shardings: dict[str, Any] = {}
+    for number, group in enumerate(source.rules):
+        announced = {f"{WEIGHT}{rule.target}": Stored(_dtype(source, rule), rule.shape) for rule in group}
+        with TensorWriter(folder / shard_file(number), announced) as writer:
+            for rule in group:
+                writer.write(f"{WEIGHT}{rule.target}", _assembled(source, rule))
+        for name, stored in announced.items():
+            shape = list(stored.shape)
+            dtype = str(stored.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "shape": shape, "chunks": [[number, [0] * len(shape), shape]]}
+        shardings |= {rule.target: rule.cut.to_json() for rule in group if not rule.is_buffer}
+    precision = PRECISIONS.get(dtype_name(source.folder.tensors), "fp32")
+    texts = {
+        META: json.dumps(_meta(source, to_dict(parse_config(config)), precision), indent=1),
+        INDEX: json.dumps({"tensors": dict(sorted(tensors.items())), "shardings": shardings}),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+    write_sums(folder, {path.name: sha256(path) for path in folder.iterdir()})
+
+
+@torch.no_grad()
+def _assembled(source: Source, rule: Rule) -> Tensor:
+    """Return one of our tensors, made of those of the folder."""
+    ours = torch.empty(rule.shape, dtype=_dtype(source, rule))
+    for name, (view, _) in rule.views(ours).items():
+        view.copy_(source.folder.read(name).view(view.shape))
+    return ours
+
+
+def _dtype(source: Source, rule: Rule) -> torch.dtype:
+    return source.folder.tensors[rule.sources[0]].dtype
+
+
+def _meta(source: Source, config: Json, precision: str) -> Json:
+    sizes = dict.fromkeys(("ranks", "tensor", "expert", "expert_tensor"), 1)
+    counts = dict.fromkeys(("step", "samples", "micro_batches", "skipped_steps", "tokens"), 0)
+    return {
+        "format": FORMAT,
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **counts,
+        "layout": {**sizes, "zero_stage": 0, "precision": precision},
+        "loss_scaler": {},
+        "vocabulary": source.words,
+        "config": config,
+    }
+
+
+def _sections(source: Source, tokenizer: str | None) -> Json:
+    """Return the sections of the configuration of a checkpoint that no data has trained yet."""
+    data: Json = {"mock": True, "sequence_length": _length(source)}
+    if tokenizer is not None:
+        data["tokenizer"] = tokenizer
+    model = {**source.tree["model"], "vocab_multiple": math.gcd(source.words, VOCABULARY_MULTIPLE)}
+    return {"data": data, "model": model, "moe": source.tree["moe"]}
+
+
+def _length(source: Source) -> int:
+    longest = source.folder.config.get("max_position_embeddings")
+    return min(longest, LONGEST) if type(longest) is int and longest > 0 else LONGEST
+
+
+def _run_yaml(source: Source, folder: Path, run: Path, tokenizer: str | None) -> str:
+    sections = _sections(source, tokenizer)
+    data = {name: value for name, value in sections.pop("data").items() if name != "mock"}
+    tree = {
+        "name": f"{run.name}_continued",
+        "data": {"sources": [], **data},
+        **sections,
+        "checkpoint": {"init": {"path": str(run / CHECKPOINTS / STEP)}},
+    }
+    return (
+        f"# Goes on from {folder} ({source.family.architecture}), read by tools/convert_hf.py.\n"
+        f"# python pretrain_gpt_moe.py --config {run / RUN_YAML} data.sources=[PREFIX] optimizer.lr=...\n"
+        f"{dump(tree)}"
+    )
+
+
+def _size(source: Source) -> str:
+    count = sum(math.prod(rule.shape) for group in source.rules for rule in group)
+    return f"{count:,} parameters, {dtype_name(source.folder.tensors)}"

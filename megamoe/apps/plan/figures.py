@@ -1,0 +1,228 @@
+"""The figures of a simulated step, extrapolated from fewer blocks, as blocks of one kind cost the same."""
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from megamoe.apps.plan.counter import CollectiveKey
+from megamoe.apps.plan.hardware import ASSUMED, Gpu, Topology
+from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS
+from megamoe.apps.plan.rank import StepCosts
+from megamoe.apps.plan.roofline import beside_seconds, roofline
+from megamoe.config import RunConfig
+from megamoe.config.schema import LayersConfig, StackLayersConfig
+from megamoe.config.shapes import stacks, window_of
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Numbers by name, in each mapping for one step of one rank.
+
+    numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `passed` and `beside` (in
+    seconds, see `roofline.beside_seconds`). states: bytes by category, gradients as the backward pass
+    leaves them. seconds: by part. calls, bytes: of collectives. peaks: by (phase, category), bytes when it
+    holds most. kept: activations at the peak by (phase, part).
+    """
+
+    numbers: Mapping[str, float]
+    states: Mapping[str, float]
+    seconds: Mapping[str, float]
+    calls: Mapping[CollectiveKey, float]
+    bytes: Mapping[CollectiveKey, float]
+    peaks: Mapping[tuple[str, str], float]
+    kept: Mapping[tuple[str, str], float]
+
+    @property
+    def step_seconds(self) -> float:
+        """Everything one after the other."""
+        return sum(self.seconds.values())
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """Without the collectives that run beside the backward pass."""
+        return self.step_seconds - min(self.numbers["passed"], self.numbers["beside"])
+
+    def phase_peaks(self) -> dict[str, float]:
+        """Return the most bytes that each phase holds at one time."""
+        found: dict[str, float] = defaultdict(float)
+        for (phase, _), size in self.peaks.items():
+            found[phase] += size
+        return dict(found)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that holds most."""
+        peaks = self.phase_peaks()
+        return max(peaks, key=peaks.__getitem__)
+
+
+def figures_of(costs: StepCosts, gpu: Gpu, topology: Topology) -> Figures:
+    """Return the figures of a step that was simulated whole."""
+    times = roofline(costs, gpu, seconds_of=topology.seconds)
+    passed, beside = beside_seconds(costs, gpu, ASSUMED, topology.seconds)
+    counts = costs.counts
+    many = {key: total for key, total in counts.collectives.items() if len(key.ranks) > 1}
+    return Figures(
+        numbers={
+            "parameters": costs.parameters,
+            "tokens": costs.tokens,
+            "model_flops": times.model_flops,
+            "flops": sum(part.flops for part in times.parts.values()),
+            "kernels": sum(part.launches for part in times.parts.values()),
+            "waits": (counts.syncs + counts.uploads).total(),
+            "passed": passed,
+            "beside": beside,
+        },
+        states={
+            PARAMETERS: costs.parameter_bytes,
+            GRADIENTS: costs.gradient_bytes,
+            OPTIMIZER: costs.optimizer_bytes,
+            **{f"{name} on the host": size for name, size in costs.host.items()},
+        },
+        seconds={name: part.total for name, part in times.parts.items()},
+        calls={key: total.calls for key, total in many.items()},
+        bytes={key: total.bytes for key, total in many.items()},
+        peaks={
+            (phase, name): size
+            for phase, peak in costs.peaks.items()
+            for name, size in peak.by_category.items()
+        },
+        kept={
+            (phase, part): size
+            for phase, peak in costs.peaks.items()
+            for part, size in peak.activations_by_part.items()
+        },
+    )
+
+
+def with_micro_batches(costs: StepCosts, gpu: Gpu, topology: Topology, micro_batches: int) -> Figures:
+    """Return the figures of a step of more micro batches than the simulated three, all like the second one.
+
+    Memory does not depend on their number, from the second one on.
+    """
+    whole = figures_of(costs, gpu, topology)
+    if costs.middle is None:
+        return whole
+    first, second = (figures_of(replace(costs, counts=each), gpu, topology) for each in costs.middle)
+    more = micro_batches - 3
+    found = combined([(1, whole), (more, second), (-more, first)])
+    tokens = {"tokens": costs.tokens / 3 * micro_batches, "parameters": whole.numbers["parameters"]}
+    return replace(
+        found, states=whole.states, peaks=whole.peaks, kept=whole.kept, numbers={**found.numbers, **tokens}
+    )
+
+
+def combined(terms: Iterable[tuple[float, Figures]]) -> Figures:
+    """Return the sum of figures, each with its factor."""
+    totals: dict[str, dict[Any, float]] = {each.name: defaultdict(float) for each in fields(Figures)}
+    for factor, figures in terms:
+        for name, total in totals.items():
+            for key, value in getattr(figures, name).items():
+                total[key] += factor * value
+    return Figures(**{name: dict(total) for name, total in totals.items()})
+
+
+SIMULATED = 1  # blocks of each kind
+PREDICTION = "prediction"  # the stack whose blocks are always simulated all
+
+
+class Kind(NamedTuple):
+    """What the costs of a block depend on.
+
+    stack: its name. moe: its FFN is an MoE layer. inserted: an MoE layer is behind it. window: of attention.
+    """
+
+    stack: str
+    moe: bool
+    inserted: bool
+    window: int | None
+
+
+def kinds(config: RunConfig) -> list[Kind]:
+    """Return the kind of each block, an encoder's first; without those of multi-token prediction."""
+    return [
+        Kind(
+            stack.name,
+            block in stack.moe_blocks,
+            block in stack.layers.insert_after,
+            window_of(config.model, block),
+        )
+        for stack in stacks(config)
+        if stack.name != PREDICTION
+        for block in range(1, stack.num_layers + 1)
+    ]
+
+
+def with_blocks(config: RunConfig, blocks: list[int]) -> RunConfig:
+    """Return the model of some of its blocks, counted from 0 through all stacks, in their order.
+
+    blocks: at least one of each stack.
+    """
+    all_kinds = kinds(config)
+    chosen: dict[str, list[Kind]] = {}
+    for block in blocks:
+        chosen.setdefault(all_kinds[block].stack, []).append(all_kinds[block])
+    changed = copy.deepcopy(config)
+    if config.model.architecture == "encoder_decoder":
+        changed.model.encoder_layers = len(chosen["encoder"])
+        changed.model.num_layers = len(chosen["decoder"])
+        positions = {name: _positions(of_stack) for name, of_stack in chosen.items()}
+        changed.moe.layers = LayersConfig(encoder=positions["encoder"], decoder=positions["decoder"])
+        return changed
+    [of_stack] = chosen.values()
+    changed.model.num_layers = len(of_stack)
+    layers = _positions(of_stack)
+    changed.moe.layers = LayersConfig(at=layers.at, insert_after=layers.insert_after)
+    if config.model.attention.window is not None:
+        windows = [number for number, kind in enumerate(of_stack, 1) if kind.window is not None]
+        changed.model.attention.window_blocks = windows or None
+        changed.model.attention.window = config.model.attention.window if windows else None
+    return changed
+
+
+def _positions(blocks: list[Kind]) -> StackLayersConfig:
+    """Return the positions of the MoE layers in a stack of these blocks."""
+    return StackLayersConfig(
+        at=[number for number, kind in enumerate(blocks, 1) if kind.moe],
+        insert_after=[number for number, kind in enumerate(blocks, 1) if kind.inserted],
+    )
+
+
+def fewer_blocks(config: RunConfig) -> list[tuple[int, list[int]]]:
+    """Return sets of blocks whose costs, each times its factor, sum to the costs of all.
+
+    The first set has one block of each kind, and the others one more of a kind. The last block of each stack
+    is in all.
+    """
+    all_kinds = kinds(config)
+    places: dict[Kind, list[int]] = {}
+    for block, kind in reversed(list(enumerate(all_kinds))):
+        places.setdefault(kind, []).append(block)
+    counts = Counter(all_kinds)
+    base = [block for of_kind in places.values() for block in of_kind[:SIMULATED]]
+    terms: list[tuple[int, list[int]]] = []
+    further = 0
+    for kind, of_kind in places.items():
+        missing = counts[kind] - SIMULATED
+        if missing > 0:
+            further += missing
+            terms.append((missing, sorted([*base, of_kind[SIMULATED]])))
+    return [(1 - further, sorted(base)), *terms]
+
+
+def is_worth_it(config: RunConfig) -> bool:
+    """Whether the simulated sets have fewer blocks together than the model."""
+    return sum(len(blocks) for _, blocks in fewer_blocks(config)) < len(kinds(config))
+
+
+def extrapolated(config: RunConfig, simulate: Callable[[RunConfig], Figures]) -> tuple[Figures, list[int]]:
+    """Return the figures of the whole model, and the numbers of blocks of the models that were simulated."""
+    terms = fewer_blocks(config)
+    found = [(factor, simulate(with_blocks(config, blocks))) for factor, blocks in terms]
+    whole = combined(found)
+    # The moments of the peaks may differ a little between the models.
+    peaks = {key: max(0.0, size) for key, size in whole.peaks.items()}
+    kept = {key: max(0.0, size) for key, size in whole.kept.items()}
+    return replace(whole, peaks=peaks, kept=kept), [len(blocks) for _, blocks in terms]

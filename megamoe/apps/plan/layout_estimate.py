@@ -1,0 +1,178 @@
+"""Estimates a layout by formulas; the search of layouts simulates the best of them.
+
+The formulas count what depends on the layout: products, passes over activations, launches, traffic, states.
+Their constants were chosen by the activations and kernels of simulated steps; docs/plan.md says how well they
+order.
+"""
+
+from dataclasses import dataclass
+
+from megamoe.apps.plan.hardware import ASSUMED, Gpu
+from megamoe.config import RunConfig
+from megamoe.config.shapes import (
+    expert_activation,
+    expert_ffn_size,
+    ffn_size,
+    key_size,
+    moe_block_numbers,
+    moe_layer_numbers,
+    num_blocks,
+    padded_vocab_size,
+    query_size,
+    shared_ffn_size,
+)
+from megamoe.errors import UserError
+from megamoe.model.size import ModelFlops, ModelSize, mean_choices, model_flops, model_size
+from megamoe.moe.experts.activations import up_width
+from megamoe.optim.schedule import BatchSchedule
+from megamoe.parallel.layout import Layout
+from megamoe.parallel.zero.costs import cut_pair_traffic, moe_traffic
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan
+from megamoe.validation.memory import states_of
+
+BLOCK_ROWS = 12  # of the hidden size, that a block reads and writes in its norms and residual sums
+PASSES = 3  # over a block's activations: forward, and twice as much backward
+LAUNCHES = 50  # of a block's forward pass
+UPDATE_BYTES = 30  # of a parameter: gradient, master weight and moments read, all but the gradient written
+SUM_BYTES = 10  # of a parameter in each micro batch: its gradient is added in fp32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all layouts of a model share. choices: a token's experts. vocabulary: padded."""
+
+    size: ModelSize
+    flops: ModelFlops
+    choices: float
+    vocabulary: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Sizes":
+        """Return those of a model whose vocabulary is set."""
+        words = config.model.vocab_size
+        if words is None:
+            raise UserError("model.vocab_size: not set; --search needs it")
+        padded = padded_vocab_size(words, config.model.vocab_multiple)
+        choices = mean_choices(config) if moe_layer_numbers(config) else 0.0
+        return cls(model_size(config, words), model_flops(config, words), choices, padded)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a step of one rank. bytes: the most that it holds at a time."""
+
+    seconds: float
+    bytes: float
+
+
+def estimate(
+    config: RunConfig, plan: ParallelPlan, sizes: Sizes, gpu: Gpu, gpus_per_node: int, load: float
+) -> Estimate:
+    """Return the estimated time and memory of a legal layout; load: as of `simulate_step`."""
+    layout = plan.layout
+    schedule = BatchSchedule.from_config(config.train, layout.data)
+    dense, experts = sizes.size.on_rank(layout.tensor, layout.expert_ranks)
+    memory = gpu.memory * ASSUMED.bytes
+    each = _micro_batch(config, layout, sizes, gpu, gpus_per_node, load)
+    each += SUM_BYTES * (dense + experts) / memory
+    once = 0.0
+    shares = (dense, layout.data, layout.tensor), (experts, layout.expert_copies, layout.expert_ranks)
+    for parameters, copies, stride in shares:
+        share = parameters * (copies - 1) / copies
+        ring = share / _bandwidth(copies, stride, gpu, gpus_per_node, ring=True)
+        once += UPDATE_BYTES * parameters / (copies if plan.stage else 1) / memory
+        if plan.stage == 3:  # gathered in both passes, and once more where a block is computed again
+            each += ring * (2 * (3 if config.model.recompute == "full" else 2) + 2)
+        elif plan.stage == 2:
+            each += ring * 2
+            once += ring * 2
+        else:  # reduced once in fp32; not scattered with tensor parallelism, nor at ZeRO 0
+            once += ring * (6 if plan.stage and layout.tensor == 1 else 10)
+    held = states_of(config, plan, sizes.size).total + _activations(config, layout, sizes)
+    return Estimate(schedule.final // schedule.unit * each + once, held)
+
+
+def _micro_batch(
+    config: RunConfig, layout: Layout, sizes: Sizes, gpu: Gpu, gpus_per_node: int, load: float
+) -> float:
+    """Return seconds of both passes, with what is computed again."""
+    model, own = config.model, config.train.micro_batch_size * config.data.sequence_length / layout.tensor
+    blocks, layers = num_blocks(config), len(moe_layer_numbers(config))
+    whole, again = model.recompute == "full", {"none": 3, "selective": 4, "full": 4}[model.recompute] / 3
+    rest = 4 / 3 if whole else 1.0
+    tokens = own * layout.tensor
+    here = own if config.parallel.sequence else tokens
+    seconds = own * sizes.flops.token * rest / (gpu.bf16 * ASSUMED.matmul)
+    seconds += (
+        own * sizes.choices * layers * load * sizes.flops.pair * again / (gpu.bf16 * ASSUMED.grouped_matmul)
+    )
+    passed = rest * blocks * (BLOCK_ROWS * here * model.hidden_size + 2 * own * _heads(config))
+    passed += again * layers * 2 * own * _of_moe(config, sizes.choices)
+    passed += 4 * own * sizes.vocabulary
+    seconds += PASSES * 2 * passed / (gpu.memory * ASSUMED.bytes)
+    launches = LAUNCHES * rest * blocks * PASSES
+    seconds = max(seconds + launches * ASSUMED.kernel_s, launches * ASSUMED.launch_s)
+    if layout.tensor > 1:
+        pair = cut_pair_traffic(
+            layout, sequence=config.parallel.sequence, tokens=tokens, hidden_size=model.hidden_size, width=2
+        )
+        pairs = 2 * blocks - len(moe_block_numbers(config))
+        seconds += rest * pairs * (pair / (gpu.nvlink * ASSUMED.link) + 4 * ASSUMED.collective_s)
+    if layout.expert_ranks > 1 or layout.tensor > 1:
+        traffic = moe_traffic(
+            layout,
+            sequence=config.parallel.sequence,
+            tokens=tokens,
+            pairs=tokens * sizes.choices * load,
+            hidden_size=model.hidden_size,
+            num_experts=config.moe.num_experts,
+            width=2,
+        )
+        rows = traffic.rows / _bandwidth(layout.expert, layout.expert_tensor, gpu, gpus_per_node, ring=False)
+        slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
+        beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
+        seconds += again * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)
+    return seconds
+
+
+def _bandwidth(ranks: int, stride: int, gpu: Gpu, gpus_per_node: int, *, ring: bool) -> float:
+    """Return bytes/s at which a rank sends to its group, as `links.Topology` has it."""
+    here = min(ranks, max(1, gpus_per_node // stride))
+    if here == ranks:
+        return gpu.nvlink * ASSUMED.link
+    away = 1 / here if ring else (ranks - here) / (ranks - 1)
+    return ASSUMED.link / max((1 - away) / gpu.nvlink, away / gpu.network)
+
+
+def _heads(config: RunConfig) -> float:
+    """Return the numbers of one token that a block's attention keeps."""
+    return 2.0 * query_size(config.model) + 2.0 * key_size(config.model)
+
+
+def _of_moe(config: RunConfig, choices: float) -> float:
+    """Return the numbers of one token that an MoE layer keeps: its rows beside the experts, and inside."""
+    size = expert_ffn_size(config)
+    inside = (up_width(size, expert_activation(config)) + size) / size
+    shared = inside * shared_ffn_size(config.moe, size)
+    slices = config.parallel.expert_tensor  # each of them gets all rows
+    rows = 2 + (slices if slices > 1 else 0)
+    return choices * (rows * config.model.hidden_size + inside * size) + shared
+
+
+def _activations(config: RunConfig, layout: Layout, sizes: Sizes) -> float:
+    """Return bytes of activations at the end of the forward pass, in bf16."""
+    model, own = config.model, config.train.micro_batch_size * config.data.sequence_length / layout.tensor
+    here = own if config.parallel.sequence else own * layout.tensor
+    blocks, layers = num_blocks(config), len(moe_layer_numbers(config))
+    dense = up_width(ffn_size(model), model.activation) + ffn_size(model)
+    no_moe = blocks - len(moe_block_numbers(config))
+    row = here * model.hidden_size
+    of_moe = own * _of_moe(config, sizes.choices)
+    of_block = 6 * row + own * _heads(config)
+    largest = of_block + (of_moe if layers else own * dense)
+    if model.recompute == "full":
+        held = blocks * row + largest
+    else:
+        held = blocks * of_block + no_moe * own * dense
+        held += layers * of_moe if model.recompute == "none" else of_moe
+    return 2 * held + 4 * own * sizes.vocabulary

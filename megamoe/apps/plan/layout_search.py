@@ -1,0 +1,246 @@
+"""Ranks layouts that fit on a cluster: formulas order all legal ones, and the first are simulated."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.plan.layout_estimate import Estimate, Sizes, estimate
+from megamoe.apps.plan.plan import RESERVED, Cluster, Plan, make_plan
+from megamoe.apps.plan.plan_page import GB, record
+from megamoe.apps.plan.stand_ins import without_data
+from megamoe.compat.fake_cuda import fake_torch_cuda
+from megamoe.config import RunConfig
+from megamoe.config.shapes import moe_layer_numbers
+from megamoe.errors import UserError
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan, read_deepspeed_config, resolve_precision
+from megamoe.validation.run import check_run
+
+ZERO_FILES = {
+    "bf16": ("zero1_bf16_cuda", "zero2_bf16_cuda", "zero3_bf16_cuda", "zero2_bf16_offload_cuda"),
+    "fp16": ("zero1_fp16", "zero2_fp16", "zero3_fp16"),
+    "fp32": ("zero1_fp32", "zero2_fp32", "zero3_fp32"),
+}
+RECOMPUTE = ("none", "selective", "full")  # each needs less memory than the one before
+SLICES = (1, 2, 4, 8)  # of an expert, and micro batches
+SIMULATED = 8  # layouts, unless the user says how many
+NEAR = 1.3  # times the usable memory: larger estimates are not simulated
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal layout, and what the formulas say of it."""
+
+    config: RunConfig
+    estimate: Estimate
+
+    @property
+    def overrides(self) -> list[str]:
+        """What to add to the command line of training."""
+        parallel = self.config.parallel
+        return [
+            f"parallel.tensor={parallel.tensor}",
+            f"parallel.sequence={str(parallel.sequence).lower()}",
+            f"parallel.expert={parallel.expert}",
+            f"parallel.expert_tensor={parallel.expert_tensor}",
+            f"parallel.deepspeed={parallel.deepspeed}",
+            f"model.recompute={self.config.model.recompute}",
+            f"train.micro_batch_size={self.config.train.micro_batch_size}",
+        ]
+
+    def needs_as_much(self, other: "Candidate") -> bool:
+        """Whether it has another's layout, no smaller micro batch, and no more recomputation."""
+        same = self.config.parallel == other.config.parallel
+        smaller = other.config.train.micro_batch_size <= self.config.train.micro_batch_size
+        mine, its = (RECOMPUTE.index(each.config.model.recompute) for each in (self, other))
+        return same and smaller and its >= mine
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search did.
+
+    considered: layouts, of which `illegal` training would refuse, and `too_large` are far too large by the
+    formulas. plans: of those simulated, the fastest first, and behind them those that do not fit. refused:
+    what the simulation cannot do, and why. skipped: need as much memory as another one that does not fit.
+    """
+
+    considered: int
+    illegal: int
+    too_large: int
+    skipped: int
+    plans: list[tuple[Candidate, Plan]]
+    refused: list[tuple[Candidate, str]]
+
+
+def search(
+    config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: int = SIMULATED, whole: bool = False
+) -> Found:
+    """Rank layouts by the simulated time of a step. The global batch is that of `config`.
+
+    simulated: how many layouts, those that are the fastest by formulas. load, whole: see `make_plan`.
+    `cuda_device.load` comes first.
+
+    Raises:
+        UserError: if no layout is legal, and near the memory of the device by the formulas.
+    """
+    sizes = Sizes.of(without_data(config)[0])
+    considered = list(variants(config, cluster))
+    legal = legal_ones(considered, cluster.ranks)
+    usable = cluster.gpu.capacity * (1 - RESERVED)
+    known = [Candidate(each, _estimate(each, cluster, sizes, load)) for each in legal]
+    near = ordered(known, usable)
+    if not near:
+        least = min((each.estimate.bytes for each in known), default=0.0)
+        reason = (
+            f"the smallest needs about {least / GB:,.3g} GB of {usable / GB:.3g} GB"
+            if known
+            else "none is legal"
+        )
+        raise UserError(f"--search: none of {len(considered)} layouts can fit: {reason}; take more nodes")
+    plans: list[tuple[Candidate, Plan]] = []
+    refused: list[tuple[Candidate, str]] = []
+    skipped = 0
+    for candidate in near:
+        if len(plans) == simulated:
+            break
+        if any(not plan.fits and candidate.needs_as_much(other) for other, plan in plans):
+            skipped += 1
+            continue
+        try:
+            plans.append((candidate, make_plan(candidate.config, cluster, load, whole)))
+        except UserError as error:
+            refused.append((candidate, str(error)))
+    plans.sort(key=lambda found: (not found[1].fits, found[1].step_seconds, found[0].overrides))
+    return Found(
+        len(considered), len(considered) - len(legal), len(known) - len(near), skipped, plans, refused
+    )
+
+
+def variants(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
+    """Yield layouts, legal or not; they share the sections that do not differ."""
+    moe, train, model = bool(moe_layer_numbers(config)), config.train, config.model
+    precision = resolve_precision(config, _content(config.parallel.deepspeed))
+    files = [f"ds_configs/{name}.json" for name in ZERO_FILES[precision]]
+    there: list[str | None] = [each for each in files if Path(each).is_file()]
+    own = config.parallel.deepspeed
+    chosen = [own, *(each for each in there if each != own)]
+    tensors = _divisors(cluster.gpus_per_node)
+    experts = _divisors(config.moe.num_experts) if moe else [1]
+    for tensor, expert, cut in product(tensors, experts, SLICES if moe else [1]):
+        if expert * cut > cluster.ranks:
+            continue
+        for file, sequence in product(chosen, [False, True] if tensor > 1 else [False]):
+            parallel = replace(
+                config.parallel,
+                tensor=tensor,
+                sequence=sequence,
+                expert=expert,
+                expert_tensor=cut,
+                deepspeed=file,
+            )
+            for recompute, micro in product(RECOMPUTE if moe else ["none", "full"], SLICES):
+                yield replace(
+                    config,
+                    parallel=parallel,
+                    model=replace(model, recompute=recompute),  # type: ignore[arg-type]
+                    train=replace(train, micro_batch_size=micro),
+                )
+
+
+def legal_ones(configs: list[RunConfig], ranks: int) -> list[RunConfig]:
+    """Return those that training would not refuse. Recomputation and the ZeRO file make no difference."""
+    verdicts: dict[tuple[Any, ...], bool] = {}
+    found = []
+    with fake_torch_cuda():
+        for config in configs:
+            parallel = config.parallel
+            sizes = parallel.tensor, parallel.sequence, parallel.expert, parallel.expert_tensor
+            key = *sizes, config.train.micro_batch_size
+            if key not in verdicts:
+                verdicts[key] = _is_legal(config, ranks)
+            if verdicts[key]:
+                found.append(config)
+    return found
+
+
+def _is_legal(config: RunConfig, ranks: int) -> bool:
+    try:
+        check_run(config, _parallel_plan(config, ranks))
+    except UserError:
+        return False
+    return True
+
+
+def ordered(candidates: list[Candidate], usable: float) -> list[Candidate]:
+    """Return those that may fit, the fastest first; behind them, by size, those that hardly will."""
+    near = [each for each in candidates if each.estimate.bytes <= NEAR * usable]
+
+    def key(candidate: Candidate) -> tuple[bool, float, list[str]]:
+        large = candidate.estimate.bytes > usable
+        first = candidate.estimate.bytes if large else candidate.estimate.seconds
+        return large, first, candidate.overrides
+
+    return sorted(near, key=key)
+
+
+def _estimate(config: RunConfig, cluster: Cluster, sizes: Sizes, load: float) -> Estimate:
+    plan = _parallel_plan(config, cluster.ranks)
+    return estimate(config, plan, sizes, cluster.gpu, cluster.gpus_per_node, load)
+
+
+def _parallel_plan(config: RunConfig, ranks: int) -> ParallelPlan:
+    return ParallelPlan.of(config, ranks, _content(config.parallel.deepspeed))
+
+
+@cache
+def _content(path: str | None) -> dict[str, Any]:
+    return read_deepspeed_config(path)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def table(found: Found) -> str:
+    """Return the page of `tools/plan.py --search`."""
+    lines = [
+        f"{found.considered:,} layouts considered: {found.illegal:,} that training would refuse, "
+        f"{found.too_large:,} far too large by formulas",
+        f"{len(found.plans)} simulated, the fastest by formulas; {found.skipped} skipped, which need as much "
+        "memory as another that does not fit",
+        f"{'ms a step':>12} {'tokens/s':>12} {'MFU':>6} {'peak GB':>8}  layout",
+    ]
+    for candidate, plan in found.plans:
+        missing = (plan.peak_bytes - plan.usable_bytes) / GB
+        lines.append(
+            f"{plan.step_seconds * 1e3:12,.1f} {plan.tokens_per_second:12,.0f} {plan.utilisation:6.1%} "
+            f"{plan.peak_bytes / GB:8.1f}  {' '.join(candidate.overrides)}"
+            + ("" if plan.fits else f"  DOES NOT FIT: {missing:.1f} GB too much")
+        )
+    lines += [f"not simulated: {' '.join(each.overrides)}: {reason}" for each, reason in found.refused[:3]]
+    if len(found.refused) > 3:
+        lines.append(f"not simulated: {len(found.refused) - 3} more")
+    return "\n".join(lines)
+
+
+def search_record(found: Found) -> dict[str, Any]:
+    """Return a search for JSON; each layout has its overrides, the formulas' figures and its plan."""
+    return {
+        "considered": found.considered,
+        "illegal": found.illegal,
+        "too_large": found.too_large,
+        "skipped": found.skipped,
+        "refused": [{"overrides": each.overrides, "reason": reason} for each, reason in found.refused],
+        "layouts": [
+            {
+                "overrides": candidate.overrides,
+                "estimated_step_seconds": candidate.estimate.seconds,
+                "estimated_peak_bytes": candidate.estimate.bytes,
+                "plan": record(plan),
+            }
+            for candidate, plan in found.plans
+        ],
+    }

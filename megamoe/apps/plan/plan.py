@@ -1,0 +1,123 @@
+"""The plan of a run on a cluster that need not exist: memory, traffic and time of a step."""
+
+from dataclasses import dataclass
+
+from megamoe.apps.plan.figures import Figures, extrapolated, is_worth_it, kinds, with_micro_batches
+from megamoe.apps.plan.hardware import Gpu, Topology
+from megamoe.apps.plan.rank import simulate_step
+from megamoe.apps.plan.stand_ins import without_data
+from megamoe.compat.fake_cuda import fake_torch_cuda
+from megamoe.config import RunConfig
+from megamoe.model.size import ModelSize, model_size
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+from megamoe.train.resolved import ResolvedRun, resolve_run
+from megamoe.validation.run import check_run
+
+WHOLE = 6  # blocks up to which a model is simulated whole
+RESERVED = 0.08  # of the device: CUDA's context, NCCL's buffers, the allocator's fragmentation
+CHECKPOINT_BYTES = 12  # of a parameter: master weight and two moments in fp32
+MODEL_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of so many GPUs each. disk: bytes/s that one node writes."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+    disk: float = 1e9
+
+    @property
+    def ranks(self) -> int:
+        """All GPUs."""
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run costs. micro_batches: of a rank in a step. figures: of one rank's step. changes: what was
+    replaced, see `without_data`. simulated: numbers of blocks of the models that were simulated, of `blocks`.
+    """
+
+    config: RunConfig
+    run: ResolvedRun
+    cluster: Cluster
+    load: float
+    size: ModelSize
+    micro_batches: int
+    figures: Figures
+    changes: list[str]
+    simulated: list[int]
+    blocks: int
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that the tensors of a rank take."""
+        return self.figures.phase_peaks()[self.figures.peak_phase]
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of the device, for tensors."""
+        return self.cluster.gpu.capacity * (1 - RESERVED)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the tensors fit on the device."""
+        return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one step, with overlap."""
+        return self.figures.overlapped_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        layout = self.run.plan.layout
+        return self.figures.numbers["tokens"] * layout.data / self.step_seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs over the bf16 peak of the GPU."""
+        return self.figures.numbers["model_flops"] / (self.step_seconds * self.cluster.gpu.bf16)
+
+    @property
+    def run_seconds(self) -> float:
+        """Of all steps, without evaluation and checkpoints."""
+        return self.step_seconds * self.run.steps
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint: weights in the model's precision, masters and moments."""
+        return self.size.total * (CHECKPOINT_BYTES + MODEL_BYTES[self.run.plan.precision])
+
+
+def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: bool = False) -> Plan:
+    """Simulate a step of rank 0 and return what it costs.
+
+    load: rows of the fullest expert-parallel rank, over the mean. whole: simulate all blocks, even of a deep
+    model. `cuda_device.load` comes first.
+
+    Raises:
+        UserError: for a configuration that training would refuse, or that cannot be simulated.
+    """
+    with fake_torch_cuda():
+        check_run(config, resolve_parallel(config, cluster.ranks))  # with the parts that are replaced below
+        config, changes = without_data(config)
+        config.model.cpu_kernels = "plain"
+        run = resolve_run(config, cluster.ranks)
+    topology = Topology(cluster.gpus_per_node)
+    micro_batches = run.schedule.accumulation_at(run.schedule.total_samples(run.steps - 1))
+
+    def simulate(model: RunConfig) -> Figures:
+        costs = simulate_step(model, cluster.ranks, load, min(micro_batches, 3))
+        return with_micro_batches(costs, cluster.gpu, topology, micro_batches)
+
+    blocks = len(kinds(config))
+    if whole or blocks <= WHOLE or config.model.architecture == "encoder" or not is_worth_it(config):
+        figures, simulated = simulate(config), [blocks]
+    else:
+        figures, simulated = extrapolated(config, simulate)
+    size = model_size(config, run.vocabulary.size)
+    return Plan(config, run, cluster, load, size, micro_batches, figures, changes, simulated, blocks)

@@ -1,0 +1,335 @@
+"""A plan as a page, as JSON, and as a picture of the memory by phase (SVG)."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+from xml.sax.saxutils import escape
+
+from megamoe.apps.plan.counter import CollectiveTotal
+from megamoe.apps.plan.hardware import ASSUMED, Topology
+from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
+from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
+from megamoe.model.size import embedding_size
+from megamoe.parallel.zero.costs import Share, state_bytes
+
+GB = 1e9
+ROUTED = "routed experts"
+LINKS = ("bytes", "inside", "between")  # of a row of collectives
+COLOURS = {  # of the picture; what stays from step to step comes first
+    PARAMETERS: "#4477aa",
+    OPTIMIZER: "#66ccee",
+    GRADIENTS: "#228833",
+    BATCH: "#bbbbbb",
+    ACTIVATIONS: "#ee6677",
+    TEMPORARY: "#ccbb44",
+}
+WIDTH, ROW, LEFT, TOP = 640, 36, 150, 36  # of the picture, in pixels
+
+
+def page(plan: Plan) -> str:
+    """Return the page of `tools/plan.py`."""
+    blocks = (_head, _differences, _memory, _collectives, _time, _checkpoint, _assumptions)
+    return "\n\n".join("\n".join(lines) for block in blocks if (lines := block(plan)))
+
+
+def _head(plan: Plan) -> list[str]:
+    cluster, layout, numbers = plan.cluster, plan.run.plan.layout, plan.figures.numbers
+    return [
+        f"{plan.config.name}: {plan.size.total / 1e9:,.2f} B parameters, "
+        f"{plan.size.active / 1e9:,.2f} B active, "
+        f"on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}",
+        f"tensor {layout.tensor}, sequence {'on' if plan.config.parallel.sequence else 'off'}, "
+        f"expert {layout.expert}, expert_tensor {layout.expert_tensor}, data {layout.data}, "
+        f"ZeRO {plan.run.plan.stage}, {plan.run.plan.precision}, recompute {plan.config.model.recompute}",
+        f"{plan.micro_batches} micro batches of {plan.config.train.micro_batch_size} sequences of "
+        f"{plan.config.data.sequence_length} tokens a step; "
+        f"{numbers['parameters'] / 1e6:,.1f} M parameters on a rank; expert load {plan.load:g}",
+    ]
+
+
+def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
+    """Return the number of parameters of a rank by kind of module, and the bytes of states by `costs.memory`.
+
+    The states are those between two micro batches of a step, without buffers and without padding.
+    """
+    layout, size, model = plan.run.plan.layout, plan.size, plan.config.model
+    learned = plan.config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
+    words = embedding_size(plan.config, plan.run.vocabulary.size) - learned
+    parameters = {
+        ROUTED: size.expert / layout.expert_ranks,
+        "routers and shared experts": float(size.beside),
+        "embeddings and output layer": words / layout.tensor + learned,
+    }
+    rest = plan.figures.numbers["parameters"] - sum(parameters.values())
+    return {
+        name: {"number": number, **_states_of(plan, name == ROUTED, number)}
+        for name, number in {**parameters, "attention, dense FFNs and norms": rest}.items()
+    }
+
+
+def _states_of(plan: Plan, routed: bool, parameters: float) -> dict[str, float]:
+    run = plan.run.plan
+    trained = 0 if routed and "experts" in plan.config.moe.frozen else parameters
+    share = Share(parameters, trained, run.layout.expert_copies if routed else run.layout.data)
+    found = state_bytes([share], run.stage, run.precision, run.offload)
+    states = {PARAMETERS: found.weights, GRADIENTS: found.gradients, OPTIMIZER: found.optimizer}
+    host = found.cpu + found.nvme
+    return {**states, "offloaded": host} if host else states
+
+
+def _modules(plan: Plan) -> list[str]:
+    """The table of `states_by_module`."""
+    rows = states_by_module(plan)
+    names = [name for name in next(iter(rows.values())) if name != "number"]
+    head = "".join(f"{name:>18}" for name in ["M parameters", *names])
+    return [
+        f"  {'by module; states in GB':32}{head}",
+        *(
+            f"  {module:32}{row['number'] / 1e6:18.2f}" + "".join(f"{row[name] / GB:18.3f}" for name in names)
+            for module, row in rows.items()
+        ),
+    ]
+
+
+def _differences(plan: Plan) -> list[str]:
+    lines = [f"  {line}" for line in plan.config.differences]
+    return ["differences from the published model:", *lines] if lines else []
+
+
+def _memory(plan: Plan) -> list[str]:
+    peak, usable = plan.peak_bytes / GB, plan.usable_bytes / GB
+    verdict = f"fits: {usable - peak:.1f} GB are left"
+    if not plan.fits:
+        verdict = f"DOES NOT FIT: {peak - usable:.1f} GB too much; {_way_out(plan)}"
+    lines = [f"memory of a rank, GB: peak {peak:.2f} of {usable:.1f} usable; {verdict}"]
+    phases = plan.figures.phase_peaks()
+    names = _categories(plan)
+    lines.append(f"  {'phase':12}" + "".join(f"{name:>18}" for name in [*names, "peak"]))
+    for phase, total in phases.items():
+        sizes = [plan.figures.peaks.get((phase, name), 0.0) for name in names]
+        lines.append(f"  {phase:12}" + "".join(f"{size / GB:18.3f}" for size in [*sizes, total]))
+    states = ", ".join(f"{name} {size:,.0f}" for name, size in plan.figures.states.items())
+    lines.append(f"  states, bytes: {states}")
+    lines += _modules(plan)
+    host = sum(size for name, size in plan.figures.states.items() if name.endswith("on the host"))
+    if host:
+        ranks = plan.cluster.gpus_per_node
+        lines.append(f"  offloaded to the host, GB: {host * ranks / GB:.2f} of the {ranks} ranks of a node")
+    kept = {
+        part: size for (phase, part), size in plan.figures.kept.items() if phase == plan.figures.peak_phase
+    }
+    lines.append("  activations at the peak: " + _listed(kept, GB, 0.005))
+    return lines
+
+
+def _categories(plan: Plan) -> list[str]:
+    found = {name for _, name in plan.figures.peaks}
+    return [name for name in COLOURS if name in found]
+
+
+def _way_out(plan: Plan) -> str:
+    """Return what to change, by what takes most of the memory."""
+    phase, peaks = plan.figures.peak_phase, plan.figures.peaks
+    sizes = {name: size for (of, name), size in peaks.items() if of == phase}
+    largest = max(sizes, key=sizes.__getitem__)
+    if largest in ("activations", "temporary"):
+        ways = "model.recompute=full" if plan.config.model.recompute != "full" else "parallel.tensor"
+        smaller = " or a smaller train.micro_batch_size" if plan.config.train.micro_batch_size > 1 else ""
+        return f"most of it is {largest}; set {ways}{smaller}"
+    return f"most of it is {largest}; raise parallel.expert, parallel.tensor or the ZeRO stage"
+
+
+def _collectives(plan: Plan) -> list[str]:
+    heads = [f"{head:>11}" for head in ("MB given", "MB in node", "MB between")]
+    lines = ["collectives of a rank in a step:"]
+    lines.append(f"  {'what':44} {'ranks':>6} {'of them':>11} {'calls':>8} {' '.join(heads)} {'ms':>9}")
+    rows = collective_rows(plan)
+    for row in rows:
+        what = f"{row['part']}, {row['phase']}: {row['kind']}{', beside' if row['beside'] else ''}"
+        group = f"{row['ranks']:6} {row['group']:>11}"
+        lines.append(f"  {what:44} {group} {row['calls']:8,} {_sizes(row)} {row['ms']:9.2f}")
+    total = {key: sum(row[key] for row in rows) for key in ("calls", "ms", *LINKS)}
+    lines.append(f"  {'all':63} {total['calls']:8,} {_sizes(total)} {total['ms']:9.2f}")
+    return lines
+
+
+def _sizes(row: Mapping[str, Any]) -> str:
+    return " ".join(f"{row[key] / 1e6:11,.1f}" for key in LINKS)
+
+
+def collective_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return a dictionary for each kind of collective, group and part of the step.
+
+    ranks: their number. group: their numbers, see `shown_ranks`. beside: the code goes on, and waits later.
+    bytes: given to the collective. inside, between: sent in the node, and to other nodes.
+    """
+    topology, rows = Topology(plan.cluster.gpus_per_node), []
+    for key, calls in plan.figures.calls.items():
+        total = CollectiveTotal(round(calls), round(plan.figures.bytes[key]))
+        sent = topology.sent(key, total)
+        rows.append(
+            {
+                "part": key.part,
+                "phase": key.phase,
+                "kind": key.kind,
+                "beside": key.is_async,
+                "ranks": len(key.ranks),
+                "group": shown_ranks(key.ranks),
+                "calls": total.calls,
+                "bytes": total.bytes,
+                "inside": sent.inside,
+                "between": sent.between,
+                "ms": topology.seconds(key, total, plan.cluster.gpu, ASSUMED) * 1e3,
+            }
+        )
+    return rows
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return `0-7` for neighbours, `0,8..248` for equal distances, else the first of them."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) > 2 and len(steps) == 1:
+        return f"{ranks[0]}-{ranks[-1]}" if steps == {1} else f"{ranks[0]},{ranks[1]}..{ranks[-1]}"
+    return ",".join(map(str, ranks[:3])) + (".." if len(ranks) > 3 else "")
+
+
+def _time(plan: Plan) -> list[str]:
+    figures = plan.figures
+    lines = [f"time of a step: {plan.step_seconds * 1e3:,.1f} ms, {plan.tokens_per_second:,.0f} tokens/s"]
+    lines[0] += f", model FLOP utilisation {plan.utilisation:.1%}"
+    lines.append(
+        f"  without overlap of collectives and the backward pass: {figures.step_seconds * 1e3:,.1f} ms"
+    )
+    lines.append("  ms by part: " + _listed(figures.seconds, 1e-3, 0.05))
+    flops, model = figures.numbers["flops"], figures.numbers["model_flops"]
+    lines.append(f"  TFLOP of a rank: {flops / 1e12:,.1f}, of the model alone {model / 1e12:,.1f}")
+    hours = plan.run_seconds / 3600
+    gpu_hours = hours * plan.cluster.ranks
+    lines.append(f"  {plan.run.steps:,} steps: {hours:,.3g} hours, {gpu_hours:,.3g} GPU hours")
+    return lines
+
+
+def _checkpoint(plan: Plan) -> list[str]:
+    seconds = plan.checkpoint_bytes / (plan.cluster.disk * plan.cluster.nodes)
+    return [f"a checkpoint: {plan.checkpoint_bytes / GB:,.1f} GB, written in {seconds:,.0f} s"]
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    gpu, lines = plan.cluster.gpu, ["assumed, not measured:"]
+    lines.append(
+        f"  peaks: bf16 {gpu.bf16 / 1e12:g}, fp32 {gpu.fp32 / 1e12:g} TFLOP/s; "
+        f"memory {gpu.memory / 1e12:g} TB/s, {gpu.capacity / GB:g} GB; inside a node {gpu.nvlink / GB:g}, "
+        f"between nodes {gpu.network / GB:g} GB/s a GPU, one way"
+    )
+    lines += [f"  {line}" for line in ASSUMED.lines() if not line.startswith("of the links")]
+    lines.append(f"  of the links: {ASSUMED.link:.0%}, and {ASSUMED.collective_s * 1e6:g} us to start")
+    lines.append("  collectives: rings, one for each GPU of a node; all-to-alls use both links at once")
+    if any(key.is_async for key in plan.figures.calls):
+        lines.append("  collectives `beside` and the backward pass run together, and neither slows the other")
+    if plan.run.plan.layout.expert > 1:
+        lines.append(
+            f"  expert load {plan.load:g}: this rank's experts get so many times the mean rows, as many from "
+            "each rank, and the other ranks' experts as many as each other"
+        )
+    lines.append("  all ranks are as fast as the first, which is planned")
+    lines.append(f"  {RESERVED:.0%} of the memory are for CUDA's context, NCCL and fragmentation")
+    lines.append(
+        f"  a checkpoint has the weights and {CHECKPOINT_BYTES} bytes a parameter of optimiser state; "
+        f"each node writes {plan.cluster.disk / GB:g} GB/s"
+    )
+    lines.append("  evaluation, checkpoints, start-up, data loading and failures take no time")
+    lines += [f"  {line}" for line in plan.changes]
+    if plan.simulated != [plan.blocks]:
+        lines.append(
+            f"  models of {', '.join(map(str, plan.simulated))} blocks were simulated, and the "
+            f"{plan.blocks} blocks extrapolated: blocks of one kind cost the same "
+            "(--all-blocks simulates all)"
+        )
+    if plan.run.plan.offload.optimizer != "none":
+        lines.append("  offload: the update on the host and its copies over PCIe take no time")
+    if plan.config.model.architecture != "decoder":
+        lines.append("  batches of full sequences, without padding")
+    if plan.micro_batches > 3:
+        lines.append(
+            f"  3 micro batches were simulated; of the {plan.micro_batches}, the others are as the second"
+        )
+    return lines
+
+
+def _listed(sizes: Mapping[str, float], unit: float, least: float) -> str:
+    shown = [(name, size / unit) for name, size in Counter(sizes).most_common()]
+    return ", ".join(f"{name} {size:.2f}" for name, size in shown if size >= least) or "none"
+
+
+def record(plan: Plan) -> dict[str, Any]:
+    """Return the plan for JSON; sizes in bytes, times in seconds."""
+    figures = plan.figures
+    return {
+        "name": plan.config.name,
+        "gpu": plan.cluster.gpu.name,
+        "nodes": plan.cluster.nodes,
+        "gpus_per_node": plan.cluster.gpus_per_node,
+        "parameters": plan.size.total,
+        "active_parameters": plan.size.active,
+        "differences": plan.config.differences,
+        "states_by_module": states_by_module(plan),
+        "micro_batches": plan.micro_batches,
+        "load": plan.load,
+        "fits": plan.fits,
+        "usable_bytes": plan.usable_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "states": dict(figures.states),
+        "phases": {
+            phase: {name: size for (of, name), size in figures.peaks.items() if of == phase}
+            for phase in figures.phase_peaks()
+        },
+        "collectives": collective_rows(plan),
+        "step_seconds": plan.step_seconds,
+        "serial_step_seconds": figures.step_seconds,
+        "seconds_by_part": dict(figures.seconds),
+        "tokens_per_second": plan.tokens_per_second,
+        "model_flop_utilisation": plan.utilisation,
+        "flops": figures.numbers["flops"],
+        "steps": plan.run.steps,
+        "run_seconds": plan.run_seconds,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "assumptions": _assumptions(plan)[1:],
+    }
+
+
+def picture(plan: Plan) -> str:
+    """Return an SVG: a bar for each phase, of the categories of memory at its peak, and the device's size."""
+    phases = plan.figures.phase_peaks()
+    names = _categories(plan)
+    scale = WIDTH / max(*phases.values(), plan.cluster.gpu.capacity)
+    bottom = TOP + ROW * len(phases)
+    cluster = f"{plan.cluster.nodes} x {plan.cluster.gpus_per_node} {plan.cluster.gpu.name}"
+    texts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{bottom + 48}" '
+        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>',
+        _text(8, 18, f"{plan.config.name} on {cluster}: memory of a rank at the peak of each phase"),
+    ]
+    for row, phase in enumerate(phases):
+        x, y = float(LEFT), TOP + ROW * row
+        texts.append(_text(LEFT - 8, y + 16, f"{phase} {phases[phase] / GB:.1f} GB", "end"))
+        for name in names:
+            width = plan.figures.peaks.get((phase, name), 0.0) * scale
+            texts.append(_bar(x, y, width, 24, COLOURS[name]))
+            x += width
+    edge = LEFT + plan.usable_bytes * scale
+    texts.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="{TOP - 6}" y2="{bottom - 6}" stroke="black"/>')
+    texts.append(_text(edge, bottom + 8, f"{plan.usable_bytes / GB:.1f} GB usable", "end"))
+    x = 8.0
+    for name in names:
+        texts += [_bar(x, bottom + 24, 10, 10, COLOURS[name]), _text(x + 14, bottom + 33, name)]
+        x += 34 + 7 * len(name)
+    return "\n".join([*texts, "</svg>\n"])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _bar(x: float, y: float, width: float, height: int, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour}"/>'

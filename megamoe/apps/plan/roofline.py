@@ -1,0 +1,137 @@
+"""The time of a counted step on a GPU by the roofline model, by part and by what bounds it."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megamoe.apps.plan.counter import CollectiveKey, CollectiveTotal, OperatorKey, OperatorTotal
+from megamoe.apps.plan.hardware import ASSUMED, RANKS_OF_A_NODE, Assumptions, Gpu
+from megamoe.apps.plan.rank import StepCosts
+
+BOUNDS = ("flops", "bytes", "link", "launch", "sync")
+GROUPED = ("aten::_grouped_mm", "megamoe::grouped", "megamoe::experts")  # the beginnings of their names
+SCATTERED = {"aten::index_add", "aten::index_add_", "aten::scatter_add_", "aten::scatter_add"}
+SCATTERED |= {"aten::index_put_", "aten::index_copy_", "aten::index_copy", "aten::embedding_dense_backward"}
+
+
+@dataclass
+class PartTime:
+    """Seconds of one part of the step by what bounds them, and what it launches."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
+    launches: int = 0
+    bytes: int = 0
+    flops: int = 0
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return sum(self.seconds.values())
+
+    @property
+    def bound(self) -> str:
+        """What takes most of them."""
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A step's time by part, in seconds, and its model FLOP utilisation.
+
+    seconds: everything one after the other. hidden: of these, the collectives that the code launches beside
+    the backward pass, as far as the pass lasts so long; overlapped_utilisation: without them.
+    """
+
+    parts: dict[str, PartTime]
+    seconds: float
+    model_flops: float
+    utilisation: float
+    hidden: float
+    overlapped_utilisation: float
+
+
+CollectiveSeconds = Callable[[CollectiveKey, CollectiveTotal, Gpu, Assumptions], float]
+
+
+def roofline(
+    costs: StepCosts, gpu: Gpu, assumed: Assumptions = ASSUMED, seconds_of: CollectiveSeconds | None = None
+) -> Roofline:
+    """Of one step: operators one after the other, each bound by its FLOPs or its bytes.
+
+    seconds_of: the time of collectives; default: `collective_seconds`.
+    """
+    seconds_of = seconds_of or collective_seconds
+    parts: dict[str, PartTime] = defaultdict(PartTime)
+    for key, total in costs.counts.operators.items():
+        part = parts[key.part]
+        part.launches += total.launches
+        part.bytes += total.bytes
+        part.flops += total.flops
+        work, bound = operator_seconds(key, total, gpu, assumed)
+        part.seconds[bound] += work
+        # The device idles between kernels, and longer where the host is slower than the kernels.
+        behind = total.calls * assumed.launch_s - work
+        part.seconds["launch"] += max(total.launches * assumed.kernel_s, behind)
+    for group, traffic in costs.counts.collectives.items():
+        parts[group.part].seconds["link"] += seconds_of(group, traffic, gpu, assumed)
+        parts[group.part].launches += traffic.calls
+    for name, waits in (costs.counts.syncs + costs.counts.uploads).items():
+        parts[name].seconds["sync"] += waits * assumed.sync_s
+    seconds = sum(part.total for part in parts.values())
+    flops = model_flops(costs)
+    hidden = min(beside_seconds(costs, gpu, assumed, seconds_of))
+    utilisations = [flops / (time * gpu.bf16) for time in (seconds, seconds - hidden)]
+    return Roofline(dict(parts), seconds, flops, utilisations[0], hidden, utilisations[1])
+
+
+def beside_seconds(
+    costs: StepCosts, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds
+) -> tuple[float, float]:
+    """Seconds of the backward pass, and of the collectives that run beside it.
+
+    These are the ones that the code launches there and waits for at its end. It is assumed that neither slows
+    the other down, and that they can begin when the first part of the pass is done, of the vocabulary.
+    """
+    backward = [(key, total) for key, total in costs.counts.operators.items() if key.phase == "backward"]
+    beside = [key for key in costs.counts.collectives if key.phase == "backward" and key.is_async]
+    times = {key: operator_seconds(key, total, gpu, assumed)[0] for key, total in backward}
+    passed = sum(time for key, time in times.items() if key.part != "vocabulary and loss")
+    traffic = costs.counts.collectives
+    return passed, sum(seconds_of(key, traffic[key], gpu, assumed) for key in beside)
+
+
+def operator_seconds(
+    key: OperatorKey, total: OperatorTotal, gpu: Gpu, assumed: Assumptions
+) -> tuple[float, str]:
+    """Seconds of all calls on the device, without gaps, and what bounds them."""
+    share = assumed.matmul
+    if key.name.startswith(GROUPED):
+        share = assumed.grouped_matmul
+    elif "attention" in key.name:
+        share = assumed.attention
+    by_flops = total.flops / (gpu.peak(key.dtype) * share)
+    reached = assumed.scattered_bytes if key.name in SCATTERED else assumed.bytes
+    by_bytes = total.bytes / (gpu.memory * reached)
+    return (by_flops, "flops") if by_flops > by_bytes else (by_bytes, "bytes")
+
+
+def collective_seconds(key: CollectiveKey, total: CollectiveTotal, gpu: Gpu, assumed: Assumptions) -> float:
+    """Seconds of all calls. Rings for reductions and gathers; an all-to-all sends to each rank directly."""
+    ranks = len(key.ranks)
+    if ranks == 1:
+        return 0.0
+    rounds = 2 if key.kind.startswith("allreduce") else 1
+    traffic = rounds * total.bytes * (ranks - 1) / ranks
+    here = sum(rank // RANKS_OF_A_NODE == key.ranks[0] // RANKS_OF_A_NODE for rank in key.ranks)
+    start = total.calls * assumed.collective_s
+    if here == ranks:
+        return start + traffic / (gpu.nvlink * assumed.link)
+    if key.kind.startswith("alltoall"):
+        traffic *= (ranks - here) / (ranks - 1)
+    return start + traffic / (gpu.network * assumed.link)
+
+
+def model_flops(costs: StepCosts) -> float:
+    """What the model's step needs on this rank under a balanced load: 3 x the forward products."""
+    forward = [(key, total) for key, total in costs.counts.operators.items() if key.phase == "forward"]
+    return 3 * sum(total.flops / (costs.load if key.part == "experts" else 1.0) for key, total in forward)

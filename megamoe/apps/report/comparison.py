@@ -1,0 +1,179 @@
+"""Sets runs side by side: groups of runs that differ in their seed, curves over seeds, differing keys."""
+
+import json
+import os
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+
+from megamoe.apps.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
+from megamoe.apps.report.run_statistics import Run, further_sets, series
+from megamoe.metrics.formats import format_number, readable
+
+NAMES = {"name", "output", "overwrite", "differences", "checkpoint.resume"}  # say nothing about training
+PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
+LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a run's name
+SINGLE = {  # key: (title, y axis)
+    "train/lm_loss": ("Training loss (smoothed)", "loss (nats/token)"),
+    "train/grad_norm": ("Gradient norm (smoothed)", "L2 norm (1)"),
+    "perf/tokens_per_s": ("Tokens per second (smoothed)", "speed (tokens/s)"),
+    "perf/tflops_per_rank": ("FLOPs per rank (smoothed)", "speed (TFLOP/s)"),
+}
+ROUTING = {
+    "moe/imbalance": ("Imbalance (smoothed)", "max / mean load (1)"),
+    "moe/max_vio_run": ("MaxVio of the whole run", "max / mean load - 1 (1)"),
+    "moe/load_cv": ("Variation of the load (smoothed)", "deviation / mean load (1)"),
+    "moe/dead": ("Dead experts, all layers", "without a pair (experts)"),
+    "moe/dropped": ("Dropped pairs (smoothed)", "share of chosen pairs (1)"),
+    "moe/experts_per_token": ("Experts per token (smoothed)", "experts per token (experts)"),
+    "moe/gate_entropy": ("Entropy of the gate (smoothed)", "entropy (nats)"),
+    "moe/top1_prob": ("Highest probability (smoothed)", "mean probability (1)"),
+    "moe/rank_imbalance": ("Imbalance of the all-to-all (smoothed)", "max / mean load of ranks (1)"),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs whose configurations differ in nothing but the seed, names and what is logged."""
+
+    name: str
+    runs: list[Run]
+
+
+def labels_of(runs: list[Run]) -> list[str]:
+    """Return the runs' names, or the ends of their paths where two have the same name."""
+    names = [run.name for run in runs]
+    return [
+        readable(
+            name if names.count(name) == 1 else str(run.folder.resolve())[-LONGEST_LABEL:], LONGEST_LABEL
+        )
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def grouped(runs: list[Run]) -> list[Group]:
+    """Return the groups in the order of their first runs; a run without a configuration is alone."""
+    members: dict[str, list[int]] = {}
+    for at, run in enumerate(runs):
+        known = {key: value for key, value in run.config.items() if _trains_by(key)}
+        key = json.dumps(known, sort_keys=True) if known else f"no configuration {at}"
+        members.setdefault(key, []).append(at)
+    labels = labels_of(runs)
+    return [
+        Group(_name_of([labels[at] for at in group], [runs[at] for at in group]), [runs[at] for at in group])
+        for group in members.values()
+    ]
+
+
+def _trains_by(key: str) -> bool:
+    """Whether runs of another value are another experiment; what is logged changes no training."""
+    return key not in NAMES | {"seed"} and not key.startswith("log.")
+
+
+def differ_in_seed(runs: list[Run]) -> bool:
+    """Return whether no two of the runs have the same seed."""
+    return len({run.config.get("seed") for run in runs}) == len(runs)
+
+
+def _name_of(labels: list[str], runs: list[Run]) -> str:
+    if len(labels) == 1:
+        return labels[0]
+    common = os.path.commonprefix(labels).rstrip("-_ ./") or labels[0]  # noqa: RUF071 (characters)
+    return f"{common} ({len(labels)} {'seeds' if differ_in_seed(runs) else 'runs'})"
+
+
+def config_differences(runs: list[Run]) -> list[list[str]]:
+    """Return a row for each key whose value differs between runs: the key, and each run's value or `-`."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in NAMES)
+    rows = []
+    for key in keys:
+        found = [run.config.get(key, "-") for run in runs]
+        values = [readable(it if isinstance(it, str) else json.dumps(it), LONGEST_VALUE) for it in found]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return rows
+
+
+def comparison_sections(runs: list[Run]) -> list[Section]:
+    """Return the sections of the metrics that at least one run has recorded."""
+    groups = grouped(runs)
+    sets = sorted({name for run in runs for name in further_sets(run.rows)})
+    keys = {"val/lm_loss": "Validation loss"} | {
+        f"val/{name}/lm_loss": f"Validation: {name}" for name in sets
+    }
+    loss = _panels(groups, {key: (readable(title, 40), "loss (nats/token)") for key, title in keys.items()})
+    first = next((key for key in keys if any(series(run.rows, key)[0] for run in runs)), "")
+    by_tokens = [_by_tokens(panel, groups, first) for panel in loss[:1]]
+    found = [
+        Section("Loss", "Of the language model, without auxiliary losses.", [*loss, *by_tokens]),
+        Section("Training and speed", "Each on its own scale.", _panels(groups, SINGLE)),
+        Section("Routing", "Means over the MoE layers; dead experts are summed.", _panels(groups, ROUTING)),
+    ]
+    return [section for section in found if section.panels]
+
+
+def _panels(groups: list[Group], metrics: dict[str, tuple[str, str]]) -> list[Panel]:
+    panels = []
+    for key, (title, label) in metrics.items():
+        curves = _curves(groups, key, "step", smoothed=title.endswith("(smoothed)"))
+        if curves:
+            has_band = any(curve.low is not None for curve in curves)
+            limits = None if has_band else spike_limits([value for curve in curves for value in curve.y])
+            panels.append(Panel(title, label, curves, limits=limits))
+    return panels
+
+
+def _by_tokens(panel: Panel, groups: list[Group], key: str) -> Panel:
+    """Return the first panel of a loss, whose values have this key, over the tokens."""
+    curves = _curves(groups, key, "tokens", smoothed=False)
+    return Panel(f"{panel.title} by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits)
+
+
+def _curves(groups: list[Group], key: str, x: str, smoothed: bool) -> list[Curve]:
+    curves = []
+    for place, group in enumerate(groups):
+        found = [series(run.rows, key, x) for run in group.runs]
+        shown = [(at, smooth(values) if smoothed else clipped(values)) for at, values in found if at]
+        if shown:
+            colour: Colour = PALETTE[place % len(PALETTE)]
+            curves.append(band_curve(group.name, shown, colour, place >= len(PALETTE)))
+    return curves
+
+
+def band_curve(
+    name: str, found: list[tuple[list[int], np.ndarray]], colour: Colour, dashed: bool = False
+) -> Curve:
+    """Return the mean of curves at the x values that all have, in a band from the lowest to the highest."""
+    shared = sorted(set.intersection(*(set(x) for x, _ in found)))
+    if not shared:
+        found, shared = found[:1], found[0][0]
+    values_SR = np.stack([np.asarray(y)[np.isin(x, shared)] for x, y in found])
+    x, mean = thin(shared, values_SR.mean(axis=0))
+    if len(found) == 1:
+        return Curve(name, x, mean, colour, points=len(x) <= 30, dashed=dashed)
+    low, high = thin(shared, values_SR.min(axis=0))[1], thin(shared, values_SR.max(axis=0))[1]
+    return Curve(name, x, mean, colour, points=len(x) <= 30, dashed=dashed, low=low, high=high)
+
+
+def seed_rows(groups: list[Group]) -> list[list[str]]:
+    """Return a row for each group: its name, its runs, and the mean and deviation of their last values."""
+    rows = []
+    for group in groups:
+        stats = [run.statistics for run in group.runs]
+        cells = [
+            _mean_and_deviation([it.val_loss_last for it in stats], "{:.4f}"),
+            _mean_and_deviation([it.val_loss_best for it in stats], "{:.4f}"),
+            _mean_and_deviation([it.tokens_per_s for it in stats], "{:,.0f}"),
+            _mean_and_deviation([it.max_imbalance for it in stats], "{:.2f}"),
+        ]
+        rows.append([group.name, str(len(group.runs)), *cells])
+    return rows
+
+
+def _mean_and_deviation(values: list[float | None], pattern: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = format_number(statistics.fmean(known), pattern)
+    return mean if len(known) < 2 else f"{mean} ± {format_number(statistics.stdev(known), pattern)}"

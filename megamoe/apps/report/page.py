@@ -1,0 +1,175 @@
+"""The report of a run (`report.html`, `report.png`), and the page that compares runs.
+
+A page needs no network. Files are replaced in one move, so that a reader never meets half of one.
+"""
+
+from html import escape
+from pathlib import Path
+
+from megamoe.apps.report.comparison import (
+    comparison_sections,
+    config_differences,
+    differ_in_seed,
+    grouped,
+    labels_of,
+    seed_rows,
+)
+from megamoe.apps.report.document import document, main_of, table
+from megamoe.apps.report.panels import Section
+from megamoe.apps.report.run_statistics import COMPARED, Run, RunStatistics, comparison_row, read_run
+from megamoe.apps.report.sections import run_sections
+from megamoe.apps.report.themes import LIGHT
+from megamoe.io import replace_file
+from megamoe.metrics.formats import format_count, format_duration, format_number
+
+REPORT_FILE = "report.html"
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write `report.html` and `report.png` into the run folder; return the path of the page.
+
+    Reads `metrics.jsonl`, and `summary.json` and `config.yaml` if they exist. A run without a record gets a
+    page that says so, and no picture.
+
+    Raises:
+        UserError: if the folder or its metrics are missing or broken.
+        OSError: if a file cannot be written.
+    """
+    return write_page([read_run(run_folder)], run_folder / REPORT_FILE)
+
+
+def write_page(runs: list[Run], path: Path) -> Path:
+    """Write the page of a run, or the page that compares runs, and its picture beside it as PNG; return its
+    path.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    title, subtitle, parts, sections = _content(runs)
+    png = None
+    if sections:
+        # Imported here: matplotlib is a part of a second, and each rank's start would wait for it.
+        from megamoe.apps.report import picture
+
+        png = picture.render(sections, LIGHT, title)
+        replace_file(path.with_suffix(".png"), png)
+    page = document(title, main_of(title, subtitle, parts, sections, png))
+    replace_file(path, page.encode(errors="backslashreplace"))
+    return path
+
+
+def live_main(runs: list[Run]) -> str:
+    """Return the `<main>` of the page of one run, or of a comparison, without a picture."""
+    return main_of(*_content(runs), None)
+
+
+def _content(runs: list[Run]) -> tuple[str, str, list[str], list[Section]]:
+    """Return the heading of a page, the line below it, its HTML before the charts, and the charts."""
+    if len(runs) == 1:
+        (run,) = runs
+        return run.name, headline(run), _parts(run), run_sections(run.rows)
+    title = f"Comparison of {len(runs)} runs"
+    note = (
+        "Runs whose configurations differ in nothing but the seed and the name are one curve: "
+        "the mean, in a band from the lowest run to the highest."
+    )
+    return title, note, _comparison_parts(runs), comparison_sections(runs)
+
+
+def headline(run: Run) -> str:
+    """Return the run's state and size in a line."""
+    if not run.rows:
+        return "No step is recorded yet: the run has not reached its first logged step, or ended before it."
+    stats = run.statistics
+    parts = [f"{stats.steps:,} steps"]
+    planned = run.summary.get("steps")
+    if planned is not None:
+        done = stats.steps >= planned
+        more = "finished" if done else "not finished: still running, stopped or interrupted"
+        parts = [f"{more}, {stats.steps:,} of {planned:,} steps"]
+    if stats.tokens is not None:
+        parts.append(f"{format_count(stats.tokens)} tokens")
+    if stats.time_s is not None:
+        parts.append(format_duration(stats.time_s))
+    layers = run.layers
+    parts.append(f"{len(layers)} MoE layer{'s' if len(layers) > 1 else ''}" if layers else "dense")
+    return " · ".join(parts)
+
+
+def _parts(run: Run) -> list[str]:
+    parts = []
+    if run.rows:
+        stats = run.statistics
+        tiles = "\n".join(
+            f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in _tiles(stats)
+        )
+        parts.append(f'<dl class="tiles">\n{tiles}\n</dl>')
+        facts = [[label, value] for label, value in statistics_table(run, stats)]
+        parts.append(f"<section><h2>Main facts</h2>{table(facts)}</section>")
+    if run.config_text:
+        text = escape(run.config_text)
+        parts.append(
+            f"<section><details><summary>Configuration</summary><pre>{text}</pre></details></section>"
+        )
+    return parts
+
+
+def _comparison_parts(runs: list[Run]) -> list[str]:
+    labels = labels_of(runs)
+    rows = [[label, *comparison_row(run)[1:]] for label, run in zip(labels, runs, strict=True)]
+    parts = [f"<section><h2>Runs</h2>{table(rows, COMPARED)}</section>"]
+    groups = grouped(runs)
+    repeated = [group for group in groups if len(group.runs) > 1]
+    if repeated:
+        title = "Over seeds" if all(differ_in_seed(group.runs) for group in repeated) else "Repeated runs"
+        head = ["runs that differ at most in the seed", "runs", "last val", "best val", "tok/s", "imbalance"]
+        note = "<p>Mean ± standard deviation of the sample.</p>"
+        parts.append(f"<section><h2>{title}</h2>{note}{table(seed_rows(groups), head)}</section>")
+    differences = config_differences(runs)
+    shown = table(differences, ["key", *labels]) if differences else "<p>Nothing but names and folders.</p>"
+    parts.append(f"<section><h2>What differs in the configurations</h2>{shown}</section>")
+    return parts
+
+
+def _tiles(stats: RunStatistics) -> list[tuple[str, str]]:
+    of_set = stats.of_set
+    tiles = [
+        (f"Validation loss{of_set}", stats.val_loss_last, "{:.3f}"),
+        (f"Perplexity{of_set}", stats.perplexity, "{:,.1f}"),
+        ("Training loss", stats.train_loss, "{:.3f}"),
+        ("Tokens per second", stats.tokens_per_s, "{:,.0f}"),
+        ("Imbalance at the end", stats.max_imbalance, "{:.2f}"),
+    ]
+    return [(label, format_number(value, pattern)) for label, value, pattern in tiles if value is not None]
+
+
+def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
+    """Return the run's statistics as (label, text), without those that were not recorded."""
+    fall, of_set = stats.val_fall_percent, stats.of_set
+    further = {name: loss for name, loss in stats.further_val_losses.items() if name != stats.val_set}
+    total, active = run.summary.get("parameters_total"), run.summary.get("parameters_active")
+    rows: list[tuple[str, str, float | None]] = [
+        ("Parameters", "{:,}", total),
+        ("Parameters active per token", "{:,}", active),
+        ("Steps", "{:,}", stats.steps),
+        ("Tokens", "{:,}", stats.tokens),
+        ("Training loss, last step", "{:.4f}", stats.train_loss),
+        (f"Validation loss{of_set}, first", "{:.4f}", stats.val_loss_first),
+        (f"Validation loss{of_set}, best", "{:.4f}", stats.val_loss_best),
+        (f"Validation loss{of_set}, last", "{:.4f}", stats.val_loss_last),
+        *((f"Validation loss, {name}", "{:.4f}", loss) for name, loss in further.items()),
+        (f"Fall of the validation loss{of_set}", "{:.2f} %", fall),
+        (f"Validation perplexity{of_set}", "{:,.2f}", stats.perplexity),
+        ("Tokens per second, median", "{:,.0f}", stats.tokens_per_s),
+        ("Imbalance at the end, worst layer", "{:.2f}", stats.max_imbalance),
+    ]
+    table = [(label, format_number(value, pattern)) for label, pattern, value in rows if value is not None]
+    if stats.time_s is not None:
+        table.append(("Time in training steps", format_duration(stats.time_s)))
+    if run.layers:
+        idle = [
+            f"{layer.replace('_', ' ')}: {', '.join(map(str, experts))}"
+            for layer, experts in stats.never_used.items()
+        ]
+        table.append(("Experts never used", "; ".join(idle) or "none"))
+    return table

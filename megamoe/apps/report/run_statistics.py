@@ -1,0 +1,289 @@
+"""Summary statistics of a run, computed from its metrics, and the table that compares runs."""
+
+import json
+import math
+import re
+import stat
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megamoe.config.yaml_text import parse_yaml
+from megamoe.errors import UserError
+from megamoe.io import read_plain, reason
+from megamoe.metrics.formats import format_count, format_number, readable
+from megamoe.metrics.reader import FURTHER_LOSS, LOAD, Record
+from megamoe.metrics.recorder import METRICS_FILE
+
+Rows = list[dict[str, Any]]
+CONFIG_FILE = "config.yaml"
+LARGEST_SUMMARY, LARGEST_CONFIG = 1 << 20, 1 << 24  # bytes
+COMPARED = [
+    "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
+    "tok/s", "imbalance",
+]  # fmt: skip
+
+
+@dataclass
+class Run:
+    """The content of a run folder: the records of metrics.jsonl, summary.json and config.yaml.
+
+    config: the values by dotted keys, lists whole; empty if the file is missing or is no mapping.
+    """
+
+    folder: Path
+    rows: Rows
+    summary: dict[str, Any]
+    config_text: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @cached_property
+    def statistics(self) -> "RunStatistics":
+        """The statistics of the records, computed once."""
+        return compute_statistics(self.rows)
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """The MoE layers of the records, found once."""
+        return moe_layers(self.rows)
+
+
+@dataclass
+class RunStatistics:
+    """Summary statistics of a run; None where nothing was recorded.
+
+    val_set: the further validation set that the val_loss_* are of, where the run has no main set; None: they
+    are of the main set.
+    """
+
+    steps: int
+    tokens: int | None
+    time_s: float | None  # in steps; pauses between launches do not count
+    train_loss: float | None  # the last one
+    val_set: str | None
+    val_loss_first: float | None
+    val_loss_last: float | None
+    val_loss_best: float | None
+    further_val_losses: dict[str, float]  # the last of each further set, by name
+    tokens_per_s: float | None  # median
+    max_imbalance: float | None  # of all MoE layers, at the last step that recorded it
+    never_used: dict[str, list[int]]  # layer -> experts that received nothing in any recorded step
+
+    @property
+    def of_set(self) -> str:
+        """The name of the validation set, to stand behind a label; nothing for the main one."""
+        return "" if self.val_set is None else f" ({readable(self.val_set, 30)})"
+
+    @property
+    def perplexity(self) -> float | None:
+        """The exponential of the last validation loss."""
+        if self.val_loss_last is None:
+            return None
+        return math.inf if self.val_loss_last > 700 else math.exp(self.val_loss_last)
+
+    @property
+    def val_fall_percent(self) -> float | None:
+        """The fall of the validation loss from its first to its last value, in percent."""
+        if self.val_loss_first is None or self.val_loss_last is None or self.val_loss_first == 0:
+            return None
+        return 100.0 * (self.val_loss_first - self.val_loss_last) / self.val_loss_first
+
+
+def read_run(folder: Path, record: Record | None = None) -> Run:
+    """Read a run folder. A run that has recorded nothing yet, but has a config.yaml, has no rows.
+
+    record: of its metrics, if a part of them was read before.
+
+    Raises:
+        UserError: if the folder or its metrics are missing or cannot be read.
+    """
+    try:
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    except FileNotFoundError:
+        is_folder = False
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot be read ({reason(error)}); name a run's folder") from None
+    if not is_folder:
+        raise UserError(f"{folder}: no such run folder; expected the folder of a run, such as runs/<name>")
+    path, text = folder / METRICS_FILE, _config_text(folder / CONFIG_FILE)
+    begun = text and not path.exists() and not path.is_symlink()
+    rows = [] if begun else (record or Record(path)).read()
+    if not rows and not text:
+        raise UserError(
+            f"{path}: no metrics in it, and no {CONFIG_FILE} beside it; expected the folder of a run"
+        )
+    return Run(folder, rows, _read_summary(folder / "summary.json"), text, _flat_config(text))
+
+
+def _config_text(path: Path) -> str:
+    """Return the resolved configuration; empty if the file is missing or not one that a run writes."""
+    try:
+        return read_plain(path, LARGEST_CONFIG).decode("utf-8", errors="replace").rstrip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _flat_config(text: str) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(text)
+    except yaml.YAMLError:
+        return {}
+    return dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict) or not tree:
+        yield prefix, tree
+        return
+    for key, value in tree.items():
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else key)
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(read_plain(path, LARGEST_SUMMARY).decode("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{path}: no valid JSON ({problem}); remove the file to go without it") from None
+    if not isinstance(summary, dict):
+        return {}
+    for key in ("parameters_total", "parameters_active", "steps"):
+        value = summary.get(key)
+        if value is not None and not (type(value) is int and 0 <= value < 1 << 63):
+            raise UserError(
+                f"{path}: {key} is {str(value)[:40]!r}, expected a number of at least 0; remove the file to "
+                "go without it"
+            )
+    return summary
+
+
+def series(rows: Rows, key: str, x: str = "step") -> tuple[list[int], list[Any]]:
+    """Return the values of `x` in the rows that recorded both, and the values of `key`."""
+    recorded = [(row[x], row[key]) for row in rows if row.get(key) is not None and row.get(x) is not None]
+    return [at for at, _ in recorded], [value for _, value in recorded]
+
+
+def moe_layers(rows: Rows) -> list[str]:
+    """Return the MoE layers of the record (`layer_02`, ...), in the order of the blocks."""
+    return sorted(_named_by(LOAD, rows), key=lambda name: (len(name), name))
+
+
+def further_sets(rows: Rows) -> list[str]:
+    """Return the validation sets other than the main one."""
+    return sorted(_named_by(FURTHER_LOSS, rows))
+
+
+def validation_key(rows: Rows) -> str:
+    """Return the key of the main validation set's loss, or of the first further one if there is no main."""
+    names = further_sets(rows)
+    has_main = any(row.get("val/lm_loss") is not None for row in rows)
+    return "val/lm_loss" if has_main or not names else f"val/{names[0]}/lm_loss"
+
+
+def _named_by(pattern: re.Pattern[str], rows: Rows) -> set[str]:
+    """Return the names at the pattern's place in the keys that have a value."""
+    keys = {key for row in rows for key, value in row.items() if value is not None}
+    return {found[1] for key in keys if (found := pattern.fullmatch(key))}
+
+
+def compute_statistics(rows: Rows) -> RunStatistics:
+    """Compute the statistics of a run's records."""
+    val_key = validation_key(rows)
+    val_losses = series(rows, val_key)[1]
+    val_set = FURTHER_LOSS.fullmatch(val_key)
+    speeds = series(rows, "perf/tokens_per_s")[1]
+    imbalances = (_worst_imbalance(row) for row in reversed(rows))
+    return RunStatistics(
+        steps=rows[-1]["step"] if rows else 0,
+        tokens=_last(series(rows, "tokens")[1]),
+        time_s=_time_in_steps(rows),
+        train_loss=_last(series(rows, "train/lm_loss")[1]),
+        val_set=None if val_set is None else val_set[1],
+        val_loss_first=val_losses[0] if val_losses else None,
+        val_loss_last=_last(val_losses),
+        val_loss_best=min(val_losses, default=None),
+        further_val_losses={name: series(rows, f"val/{name}/lm_loss")[1][-1] for name in further_sets(rows)},
+        tokens_per_s=statistics.median(speeds) if speeds else None,
+        max_imbalance=next((value for value in imbalances if value is not None), None),
+        never_used=_never_used(rows),
+    )
+
+
+def _last(values: list[Any]) -> Any:
+    return values[-1] if values else None
+
+
+def _worst_imbalance(row: dict[str, Any]) -> float | None:
+    found = (row[key] for key in row if key.startswith("moe/") and key.endswith("/imbalance"))
+    return max((value for value in found if value is not None), default=None)
+
+
+def _time_in_steps(rows: Rows) -> float | None:
+    """Sum the time of all steps: each record counts for the steps since the record before it."""
+    steps, seconds = series(rows, "perf/step_s")
+    spans = [(step - before) * s for step, before, s in zip(steps, [0, *steps], seconds, strict=False)]
+    return sum(spans) if spans else None
+
+
+def _never_used(rows: Rows) -> dict[str, list[int]]:
+    never_used = {}
+    for layer in moe_layers(rows):
+        loads = series(rows, f"moe/{layer}/load")[1]
+        idle = np.flatnonzero(~np.asarray(loads, dtype=float).any(axis=0))
+        if len(idle):
+            never_used[layer] = idle.tolist()
+    return never_used
+
+
+def comparison_table(runs: list[Run]) -> str:
+    """Return a plain-text table with a line for each run; `-` where a run has not recorded a value."""
+    lines = [COMPARED, *(comparison_row(run) for run in runs)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COMPARED))]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )
+
+
+def comparison_row(run: Run) -> list[str]:
+    """Return the cells of a run under COMPARED; `-` where it has not recorded a value."""
+    stats = run.statistics
+
+    def show(value: float | None, pattern: str) -> str:
+        return "-" if value is None else format_number(value, pattern)
+
+    def show_count(value: float | None) -> str:
+        return "-" if value is None else format_count(value)
+
+    def show_loss(value: float | None) -> str:
+        return "-" if value is None else show(value, "{:.4f}") + stats.of_set
+
+    return [
+        run.name,
+        show_count(run.summary.get("parameters_total")),
+        show_count(run.summary.get("parameters_active")),
+        str(stats.steps),
+        show(stats.tokens, "{:,}"),
+        show_loss(stats.val_loss_first),
+        show_loss(stats.val_loss_last),
+        show(stats.val_fall_percent, "{:.2f}"),
+        show(stats.perplexity, "{:,.2f}"),
+        show(stats.tokens_per_s, "{:,.0f}"),
+        show(stats.max_imbalance, "{:.2f}"),
+    ]

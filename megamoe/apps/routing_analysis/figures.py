@@ -1,0 +1,251 @@
+"""The figures of a study of routing, one for each analysis, drawn with matplotlib.
+
+A figure is a function `draw(figure, results)` on the plain data that `study` returns. Figures of one
+checkpoint show the last one that was named.
+"""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megamoe.apps.report.themes import LIGHT, chart_style
+from megamoe.metrics.formats import readable
+
+Results = dict[str, Any]
+WIDTH_IN, HEIGHT_IN, DPI = 10.4, 3.6, 150
+COLUMNS = 2  # of figures with a panel for each layer
+MOST_PANELS = 24  # more layers than that are left out of a figure, and are in the JSON
+COLOURS = "turbo"  # of experts, which have no order
+
+
+def figures_of(results: Results) -> dict[str, bytes]:
+    """Return the PNG of each analysis that the results hold, by name."""
+    names = set(results["comparisons"])
+    for checkpoint in results["checkpoints"]:
+        names |= set(checkpoint["analyses"])
+    return {name: _render(DRAW[name], results) for name in DRAW if name in names}
+
+
+def _render(draw: Callable[[Figure, Results], None], results: Results) -> bytes:
+    with matplotlib.rc_context(chart_style(LIGHT)):
+        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure, results)
+        png = io.BytesIO()
+        figure.savefig(png, format="png")
+        return png.getvalue()
+
+
+def draw_collapse(figure: Figure, results: Results) -> None:
+    """Draw RC by layer or by step; as Chi et al. 2022, figure 2c."""
+    axes = figure.subplots()
+    _lines(axes, results, "collapse", lambda value: value)
+    axes.set_ylabel("RC (no unit; lower: collapsed)")
+    axes.set_title("Representation collapse of the router's input")
+
+
+def draw_required(figure: Figure, results: Results) -> None:
+    """Draw the mean number of required experts; as Yang et al. 2024, figure 5."""
+    panels = figure.subplots(1, len(results["thresholds"]), squeeze=False)[0]
+    for axes, threshold in zip(panels, results["thresholds"], strict=True):
+        key = f"{threshold:g}"
+        _lines(axes, results, "required", lambda value, key=key: value[key]["mean"])  # type: ignore[misc]
+        axes.set_ylabel("required experts (mean number a token)")
+        axes.set_title(f"Experts that reach {key} of the probability")
+
+
+def draw_positive(figure: Figure, results: Results) -> None:
+    """Draw the share of positive activations; as Yang et al. 2024, figure 6."""
+    axes = figure.subplots()
+    _lines(axes, results, "positive", _percent, inside="experts")
+    axes.set_ylabel("values above 0 (%)")
+    axes.set_title("Positive values after the experts' activation")
+
+
+def draw_tokens(figure: Figure, results: Results) -> None:
+    """Draw the mutual information of expert and token identity beside its bounds."""
+    name, found = _last(results, "tokens")
+    axes = figure.subplots()
+    numbers = [*found]
+    bars = {"I(expert; token)": "mutual_information", "shuffled tokens": "chance"}
+    bars["H(expert), the upper bound"] = "expert_entropy"
+    for place, (label, key) in enumerate(bars.items()):
+        at = np.arange(len(numbers)) + (place - 1) * 0.27
+        axes.bar(at, [found[number][key] for number in numbers], width=0.25, label=label)
+    axes.set_xticks(np.arange(len(numbers)), numbers)
+    axes.set_xlabel("MoE layer (block number)")
+    axes.set_ylabel("information (bits)")
+    axes.set_title(f"What an expert says about its token: {name}")
+    axes.legend()
+
+
+def draw_load(figure: Figure, results: Results) -> None:
+    """Draw each expert's share of the pairs in both modes; as Xie et al. 2022 (MoEC), figure 5."""
+    name, found = _last(results, "load")
+    for axes, number in _panels(figure, f"Load: {name}", [*found]):
+        modes = found[number]
+        experts = np.arange(len(modes["inference"]))
+        for offset, mode in ((-0.2, "training"), (0.2, "inference")):
+            axes.bar(experts + offset, 100 * np.asarray(modes[mode]), width=0.4, label=f"{mode} mode")
+        _expert_axis(axes)
+        axes.set_ylabel("share of pairs (%)")
+        axes.margins(y=0.25)  # for the legend
+        axes.legend(loc="upper left", ncols=2)
+
+
+def draw_map(figure: Figure, results: Results) -> None:
+    """Draw tokens on a plane, coloured by expert; as Chi et al. 2022, figures 2a and 2b."""
+    name, found = _last(results, "map")
+    for axes, number in _panels(figure, f"Tokens by expert: {name}", [*found]):
+        points = found[number]
+        xy_S2, first_S = np.asarray(points["xy_S2"]).reshape(-1, 2), np.asarray(points["first_S"])
+        has_S = first_S >= 0
+        axes.scatter(xy_S2[~has_S, 0], xy_S2[~has_S, 1], s=4, color=LIGHT.grid, linewidths=0)
+        x_S, y_S = xy_S2[has_S].T
+        shown = axes.scatter(x_S, y_S, c=first_S[has_S], s=4, cmap=COLOURS, vmin=0, linewidths=0)
+        method = points["method"].upper()
+        share = [f", {100 * value:.0f} % of variance" for value in points.get("explained", [])] or ["", ""]
+        axes.set_xlabel(f"{method} axis 1 (no unit{share[0]})")
+        axes.set_ylabel(f"{method} axis 2 (no unit{share[1]})")
+        numbers = MaxNLocator(integer=True, min_n_ticks=1)
+        figure.colorbar(shown, ax=axes, label="expert (number of the first choice)", ticks=numbers)
+
+
+def draw_coactivation(figure: Figure, results: Results) -> None:
+    """Draw how often two experts are chosen together."""
+    name, found = _last(results, "coactivation")
+    for axes, number in _panels(figure, f"Experts chosen together: {name}", [*found]):
+        share_EE = 100 * np.asarray(found[number]["share_EE"])
+        np.fill_diagonal(share_EE, np.nan)
+        shown = axes.imshow(share_EE, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
+        axes.grid(False)
+        _expert_axis(axes)
+        axes.set_ylabel("of the tokens of expert (number)")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        figure.colorbar(shown, ax=axes, label="chose this one too (%)")
+
+
+def draw_removal(figure: Figure, results: Results) -> None:
+    """Draw how much the loss rises without each expert."""
+    name, found = _last(results, "removal")
+    for axes, number in _panels(figure, f"Without one expert: {name}", [*found["layers"]]):
+        rise_E = found["layers"][number]["rise_E"]
+        axes.bar(np.arange(len(rise_E)), rise_E, width=0.8)
+        _expert_axis(axes)
+        axes.set_ylabel("rise of the loss (nats a token)")
+
+
+def draw_fluctuation(figure: Figure, results: Results) -> None:
+    """Draw the share of tokens that change their expert; as Chi et al. 2022, figure 3a."""
+    rows = results["comparisons"]["fluctuation"]
+    axes = figure.subplots()
+    for number in rows[0]["layers"]:
+        shares = [100 * row["layers"][number]["first"] for row in rows]
+        axes.plot(np.arange(len(rows)), shares, marker="o", label=f"layer {number}")
+    names = [f"{row['earlier_step']} to {row['later_step']}" for row in rows]
+    axes.set_xticks(np.arange(len(rows)), names)
+    axes.set_xlabel("checkpoints compared (training steps)")
+    axes.set_ylabel("tokens with another expert (%)")
+    axes.set_ylim(bottom=0)
+    axes.set_title("Routing fluctuation of the first choice")
+    _legend(axes, len(rows[0]["layers"]))
+
+
+def draw_consistency(figure: Figure, results: Results) -> None:
+    """Draw the inter-run consistency by layer; as Chi et al. 2022, figure 3b."""
+    found = results["comparisons"]["consistency"]
+    axes = figure.subplots()
+    numbers = [*found["layers"]]
+    values = [found["layers"][number]["consistency"] for number in numbers]
+    axes.bar(np.arange(len(numbers)), _drawable(values), width=0.6)
+    axes.axhline(1 / len(found["runs"]), color=LIGHT.muted, linestyle="--", label="unrelated loads (1/runs)")
+    axes.set_xticks(np.arange(len(numbers)), numbers)
+    axes.set_xlabel("MoE layer (block number)")
+    axes.set_ylabel("inter-run consistency (mean correlation)")
+    axes.set_title(f"Loads of {len(found['runs'])} runs")
+    axes.legend()
+
+
+DRAW: dict[str, Callable[[Figure, Results], None]] = {
+    "collapse": draw_collapse,
+    "required": draw_required,
+    "positive": draw_positive,
+    "load": draw_load,
+    "tokens": draw_tokens,
+    "map": draw_map,
+    "coactivation": draw_coactivation,
+    "removal": draw_removal,
+    "fluctuation": draw_fluctuation,
+    "consistency": draw_consistency,
+}
+
+
+def _lines(
+    axes: Axes, results: Results, name: str, value: Callable[[Any], float | None], inside: str | None = None
+) -> None:
+    """Draw a line for each layer over the steps of one run, or for each checkpoint over the layers."""
+    rows = [row for row in results["checkpoints"] if name in row["analyses"]]
+    found = [row["analyses"][name][inside] if inside else row["analyses"][name] for row in rows]
+    steps = [row["step"] for row in rows]
+    if len(rows) > 1 and len({row["run"] for row in rows}) == 1 and len({*steps}) == len(steps):
+        order = np.argsort(steps)
+        for number in found[0]:
+            values = _drawable([value(found[place][number]) for place in order])
+            axes.plot([steps[place] for place in order], values, marker="o", label=f"layer {number}")
+        axes.set_xlabel("training step")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+        _legend(axes, len(found[0]))
+        return
+    for row, layers in zip(rows, found, strict=True):
+        label = readable(f"{row['run']}, step {row['step']}", 40)
+        values = _drawable([value(layer) for layer in layers.values()])
+        axes.plot(np.arange(len(layers)), values, marker="o", label=label)
+    axes.set_xticks(np.arange(len(found[0])), [*found[0]])
+    axes.set_xlabel("MoE layer (block number)")
+    _legend(axes, len(rows))
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _drawable(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else value for value in values]
+
+
+def _last(results: Results, name: str) -> tuple[str, Any]:
+    row = [row for row in results["checkpoints"] if name in row["analyses"]][-1]
+    return readable(f"{row['run']}, step {row['step']}", 40), row["analyses"][name]
+
+
+def _panels(figure: Figure, title: str, numbers: list[str]) -> list[tuple[Axes, str]]:
+    """Return an axes for each layer, in rows; the figure grows with them."""
+    shown = numbers[:MOST_PANELS]
+    rest = f" (first {MOST_PANELS} of {len(numbers)} layers)" if len(numbers) > len(shown) else ""
+    columns = min(COLUMNS, len(shown))
+    rows = -(-len(shown) // columns)
+    figure.set_size_inches(WIDTH_IN, 0.5 + HEIGHT_IN * rows)
+    figure.suptitle(title + rest, x=0.012, ha="left", fontsize=12, fontweight="bold")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(shown) :]:
+        axes.set_visible(False)
+    for axes, number in zip(grid.flat, shown, strict=False):
+        axes.set_title(f"layer {number}")
+    return [*zip(grid.flat, shown, strict=False)]
+
+
+def _expert_axis(axes: Axes) -> None:
+    axes.set_xlabel("expert (number)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _legend(axes: Axes, lines: int) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), ncols=-(-lines // 12))

@@ -1,0 +1,268 @@
+"""The analyses of one or more checkpoints on one data set: which there are, and running them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.evaluation.perplexity import datasets_of
+from megamoe.apps.evaluation.trained_model import Session, TrainedModel
+from megamoe.apps.routing_analysis.collect import LayerPass, RoutingPass, TokenSample, chosen_layers, collect
+from megamoe.apps.routing_analysis.load import coactivation, compare_loads, required, training_load
+from megamoe.apps.routing_analysis.positive import SIGNED, check_activation, positive_activations, removal
+from megamoe.apps.routing_analysis.stability import (
+    correlations,
+    fluctuation,
+    inter_run_consistency,
+    representation_collapse,
+)
+from megamoe.apps.routing_analysis.tokens import token_map, token_specialisation
+from megamoe.config.shapes import expert_activation
+from megamoe.errors import UserError
+
+ALONE = ("collapse", "required", "positive", "load", "tokens", "map", "coactivation", "removal")
+COMPARING = ("fluctuation", "consistency")
+ASKED_FOR = ("removal",)  # one evaluation for each expert: only where it is asked for
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to analyse. analyses: empty: all that suit the checkpoints, without those in `ASKED_FOR`.
+
+    validation: the name of the data set; None: the first. samples: sequences; None: as many as in training.
+    tokens: size of the token sample. layers: numbers of MoE layers; empty: all. thresholds: of `required`.
+    """
+
+    analyses: tuple[str, ...] = ()
+    validation: str | None = None
+    samples: int | None = None
+    tokens: int = 4096
+    layers: tuple[int, ...] = ()
+    thresholds: tuple[float, ...] = (0.9,)
+
+
+@dataclass
+class Examined:
+    """What was found about one checkpoint; `found` by analysis, plain data. layers: by number, without the
+    hidden states."""
+
+    path: Path
+    run: str
+    step: int
+    seed: int
+    precision: str
+    lm_loss: float
+    tokens: int
+    layers: dict[int, LayerPass]
+    found: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Run and step, for tables and figures."""
+        return f"{self.run}, step {self.step}"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        plain = {key: value for key, value in vars(self).items() if key not in ("layers", "found")}
+        return {**plain, "path": str(self.path), "analyses": self.found}
+
+
+@dataclass
+class StudyData:
+    """The data set, which the first checkpoint's configuration names, for all checkpoints."""
+
+    name: str
+    dataset: Any
+    samples: int
+    sequence_length: int
+    vocabulary_size: int
+    fingerprint: str | None
+    sample: TokenSample
+
+    @classmethod
+    def of(cls, trained: TrainedModel, options: Options) -> "StudyData":
+        samples = trained.validation_samples if options.samples is None else options.samples
+        sets = datasets_of(trained, samples).validation
+        if not sets:
+            raise UserError(
+                "no validation set: data.split has no second share; name data with --data NAME=PREFIX"
+            )
+        name = options.validation or next(iter(sets))
+        if name not in sets:
+            raise UserError(f"--set: no data set {name!r}; expected one of {', '.join(sets)}")
+        length = trained.config.data.sequence_length
+        sample = TokenSample.draw(samples * length, options.tokens)
+        size = trained.vocabulary.size
+        return cls(name, sets[name], samples, length, size, _fingerprint(trained), sample)
+
+    def check(self, trained: TrainedModel, first: Path) -> None:
+        """Refuse a checkpoint that cannot read this data."""
+        length, size = trained.config.data.sequence_length, trained.vocabulary.size
+        known = _fingerprint(trained)
+        tokenizers_differ = known and self.fingerprint and known != self.fingerprint
+        if size != self.vocabulary_size or tokenizers_differ:
+            raise UserError(
+                f"{trained.path}: vocabulary of {size} tokens, {first} has another one of "
+                f"{self.vocabulary_size}; compare checkpoints with the same tokenizer"
+            )
+        if length != self.sequence_length:
+            raise UserError(
+                f"{trained.path}: data.sequence_length {length}, {first} has {self.sequence_length}; add the "
+                "override data.sequence_length=..."
+            )
+
+
+def study(
+    ranks: Session, paths: Sequence[Path], options: Options, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Analyse checkpoints one after the other, then compare them. Collective over all ranks.
+
+    report: called with a line for each checkpoint that was opened. Returns plain data for JSON: data (name,
+    samples, sampled tokens), checkpoints (`Examined.as_data`), comparisons (by analysis). It is complete on
+    the first rank.
+
+    Raises:
+        UserError: for an unknown analysis or layer, checkpoints that do not fit each other or the analysis,
+            and what `Session.open` and `perplexity_on` raise.
+    """
+    check_names(options, len(paths))
+    examined: list[Examined] = []
+    data: StudyData | None = None
+    for path in paths:
+        trained = ranks.open(path)
+        report(f"{trained.path}, step {trained.step}, {trained.precision}")
+        data = data or StudyData.of(trained, options)
+        if examined:
+            data.check(trained, examined[0].path)
+            check_shape(trained, examined[0], options)
+        examined.append(examine(trained, data, options))
+        del trained
+    assert data is not None
+    return {
+        "data": {"name": data.name, "samples": data.samples, "sampled_tokens": len(data.sample)},
+        "thresholds": list(options.thresholds),
+        "checkpoints": [each.as_data() for each in examined],
+        "comparisons": dict(compare(examined, options)),
+    }
+
+
+def check_names(options: Options, checkpoints: int) -> None:
+    """Refuse unknown analyses, comparisons of one checkpoint, and numbers out of range.
+
+    Raises:
+        UserError: naming the option.
+    """
+    for name in options.analyses:
+        if name not in ALONE + COMPARING:
+            raise UserError(f"--analyses: found {name!r}, expected {', '.join(ALONE + COMPARING)}")
+        if name in COMPARING and checkpoints < 2:
+            raise UserError(f"--analyses {name}: one checkpoint is given, and two or more are compared")
+    if options.tokens < 1:
+        raise UserError(f"--tokens: found {options.tokens}, expected at least 1")
+    for threshold in options.thresholds:
+        if not 0 <= threshold <= 1:
+            raise UserError(f"--threshold: found {threshold:g}, expected 0 to 1")
+
+
+def examine(trained: TrainedModel, data: StudyData, options: Options) -> Examined:
+    """Run the analyses of one checkpoint. Collective over all ranks."""
+    layers = chosen_layers(trained, options.layers)
+    wanted = options.analyses or _suitable(trained)
+    if "positive" in wanted:
+        check_activation(trained)
+    inputs = trained, data.dataset, data.samples
+    found = collect(*inputs, sample=data.sample, layers=layers, thresholds=options.thresholds)
+    results: dict[str, Any] = {}
+    if "load" in wanted:
+        results["load"] = compare_loads(found, training_load(*inputs, layers))
+    if "positive" in wanted:
+        results["positive"] = positive_activations(*inputs, layers)
+    if "removal" in wanted:
+        results["removal"] = removal(*inputs, layers)
+    if trained.world.is_first:  # the others have the same tokens, and would only compute the same
+        for name, of_layer in ((name, OF_PASS[name]) for name in wanted if name in OF_PASS):
+            results[name] = {str(n): of_layer(trained, found, layer) for n, layer in found.layers.items()}
+    for layer in found.layers.values():  # what comparisons do not need
+        layer.hidden_SH, layer.projected_SD = layer.hidden_SH[:0], None
+    run = trained.path.parent.parent if trained.path.parent.name == "checkpoints" else trained.path
+    facts = (trained.path, run.name, trained.step, trained.config.seed, trained.precision)
+    return Examined(*facts, found.lm_loss, found.tokens, found.layers, results)
+
+
+def compare(examined: list[Examined], options: Options) -> Iterator[tuple[str, Any]]:
+    """Yield the comparisons by name: of consecutive checkpoints of a run, and of different runs.
+
+    Where they are asked for by name, all given checkpoints are compared, in their order.
+    """
+    consecutive = [*pairwise(examined)]
+    if not options.analyses:
+        consecutive = [(a, b) for a, b in consecutive if a.path.parent == b.path.parent]
+    if consecutive and _wants("fluctuation", options):
+        yield "fluctuation", [_fluctuation(a, b) for a, b in consecutive]
+    runs = examined if options.analyses else [*{each.path.parent: each for each in examined}.values()]
+    if len(runs) > 1 and _wants("consistency", options):
+        yield "consistency", _consistency(runs)
+
+
+def _wants(name: str, options: Options) -> bool:
+    return not options.analyses or name in options.analyses
+
+
+def _fluctuation(earlier: Examined, later: Examined) -> dict[str, Any]:
+    layers = {
+        str(number): fluctuation(layer, later.layers[number]) for number, layer in earlier.layers.items()
+    }
+    steps = {"earlier_step": earlier.step, "later_step": later.step}
+    return {"earlier": earlier.label, "later": later.label, **steps, "layers": layers}
+
+
+def _consistency(runs: list[Examined]) -> dict[str, Any]:
+    layers = {}
+    for number in runs[0].layers:
+        load_RE = [each.layers[number].wanted_E.numpy() for each in runs]
+        matrix_RR = correlations(load_RE)
+        layers[str(number)] = {
+            "consistency": inter_run_consistency(load_RE),
+            "correlation_RR": None if matrix_RR is None else matrix_RR.tolist(),
+        }
+    return {"runs": [each.label for each in runs], "layers": layers}
+
+
+def _suitable(trained: TrainedModel) -> tuple[str, ...]:
+    """Return the analyses that need no comparison and that the model allows."""
+    signed = expert_activation(trained.config) in SIGNED
+    return tuple(name for name in ALONE if name not in ASKED_FOR and (signed or name != "positive"))
+
+
+def check_shape(trained: TrainedModel, first: Examined, options: Options) -> None:
+    """Refuse a model whose MoE layers are not those of the first one, in number and experts."""
+    sizes = {number: layer.num_experts for number, layer in chosen_layers(trained, options.layers).items()}
+    wanted = {number: len(layer.load_E) for number, layer in first.layers.items()}
+    if sizes != wanted:
+        raise UserError(
+            f"{trained.path}: experts by MoE layer are {sizes}, those of {first.path} {wanted}; compare "
+            "models of one shape"
+        )
+
+
+def _fingerprint(trained: TrainedModel) -> str | None:
+    tokenizer = trained.vocabulary.tokenizer
+    return None if tokenizer is None else tokenizer.fingerprint
+
+
+def _tokens(trained: TrainedModel, found: RoutingPass, layer: LayerPass) -> dict[str, Any]:
+    tokenizer = trained.vocabulary.tokenizer
+    return token_specialisation(found, layer, None if tokenizer is None else tokenizer.decode)
+
+
+# (model, pass, layer) -> the analysis of one layer
+OF_PASS: dict[str, Callable[[TrainedModel, RoutingPass, LayerPass], Any]] = {
+    "collapse": lambda trained, found, layer: representation_collapse(
+        layer.hidden_SH.numpy(), layer.first_S.numpy()
+    ),
+    "required": lambda trained, found, layer: required(layer, found.thresholds),
+    "tokens": _tokens,
+    "map": lambda trained, found, layer: token_map(layer),
+    "coactivation": lambda trained, found, layer: coactivation(layer.chosen_SE.numpy()),
+}

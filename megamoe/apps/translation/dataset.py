@@ -1,0 +1,241 @@
+"""Pairs of sequences for translation, by number.
+
+Interface for an objective:
+
+- `PairDataset(prefix, vocabulary, options)` is map-style. An item is a dict of `source` (int64 [S]: the tag
+  of the target's language, the tokens, end-of-document), `target` (int64 [T]: the tokens, end-of-document)
+  and `language` (int64 [], the number of the pair's group in `PairDataset.groups`, such as "en-de").
+- `PairBatches` (`batches.py`) says which pairs form batch 0, 1, 2 and so on, epoch after epoch.
+- `OrderedPairs` (`batches.py`) is a map-style dataset in that order, for the stream of the ranks' batches.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from megamoe.apps.translation.card import PairCard, PairFiles, load_pair_card
+from megamoe.apps.translation.pairs import select_languages
+from megamoe.config.schema import DataConfig
+from megamoe.data.card import DataFiles
+from megamoe.data.index_file import check_arithmetic
+from megamoe.data.verify import verify_sources
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.data.write import lengths_of
+from megamoe.errors import UserError
+
+Direction = Literal["from", "into", "both"]
+Tag = Literal["source", "target", "none"]
+TooLong = Literal["error", "truncate", "drop"]
+LEAST_LENGTH = 3  # a tag, a token and the end
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Which pairs are read, and how.
+
+    Attributes:
+        languages: those to keep beside the source language; empty: all.
+        direction: `from` the source language, `into` it, or `both`.
+        tag: where the target language's tag, such as <2de>, stands: first in the source (Johnson et al. 2017,
+            section 3), first in the target, or nowhere.
+        max_length: of either side in tokens, with tag and end-of-document token; None: any.
+        too_long: what becomes of longer pairs: an error, a cut before the end-of-document token, or none.
+        length_key: what error messages call max_length.
+    """
+
+    languages: tuple[str, ...] = ()
+    direction: Direction = "from"
+    tag: Tag = "source"
+    max_length: int | None = None
+    too_long: TooLong = "error"
+    length_key: str = "max_length"
+
+    def __post_init__(self) -> None:
+        """Raise a UserError for a value that is none of those."""
+        for name, kind in (("direction", Direction), ("tag", Tag), ("too_long", TooLong)):
+            if getattr(self, name) not in get_args(kind):
+                raise UserError(f"{name} {getattr(self, name)!r}: expected {', '.join(get_args(kind))}")
+
+
+class PairDataset(Dataset[dict[str, torch.Tensor]]):
+    """The pairs of a split (the items: at the top of this file), group after group.
+
+    Attributes:
+        groups: the directions of translation, such as "en-de", in the order of their pairs.
+        sizes: the number of pairs of each group.
+        source_lengths, target_lengths: the tokens of each item, int32 [pairs].
+        left_out: the number of pairs that are too long and left out.
+    """
+
+    def __init__(self, prefix: str, vocabulary: Vocabulary, options: PairOptions = PairOptions()) -> None:
+        """Open the split `prefix`, such as `data/catalogues/pairs/train`. Reads indices, but no tokens.
+
+        Raises:
+            UserError: for files that are missing or do not belong together, an unknown language, a
+                language without a tag, or pairs that are too long.
+        """
+        self._prefix, self._options, self._vocab_size = prefix, options, vocabulary.size
+        card, of_source, _ = load_pair_card(prefix)
+        if of_source.tokenizer.vocab_size > vocabulary.size:
+            raise UserError(
+                f"pairs {prefix!r}: their vocabulary has {of_source.tokenizer.vocab_size} ids, the model's "
+                f"{vocabulary.size}; raise model.vocab_size or leave it out"
+            )
+        files = PairFiles(Path(prefix))
+        self._sides = (_Side(files.source), _Side(files.target))
+        self._lay_out(card, vocabulary)
+        self._check_lengths()
+
+    def _lay_out(self, card: PairCard, vocabulary: Vocabulary) -> None:
+        """Set the document, the direction, the group and the tag of each pair."""
+        options = self._options
+        known = {language.language: language.pairs for language in card.languages}
+        wanted = select_languages(options.languages, known) if options.languages else list(known)
+        starts = dict(zip(known, np.cumsum([0, *known.values()]).tolist(), strict=False))
+        self.groups: list[str] = []
+        self.sizes: list[int] = []
+        self._tags: list[int | None] = []
+        documents, reverses = [], []
+        directions = {"from": [False], "into": [True], "both": [False, True]}[options.direction]
+        for is_reverse in directions:
+            for language in wanted:
+                left, right = card.source_language, language
+                if is_reverse:
+                    left, right = right, left
+                self.groups.append(f"{left}-{right}")
+                self.sizes.append(known[language])
+                self._tags.append(self._tag_of(right, vocabulary))
+                documents.append(np.arange(starts[language], starts[language] + known[language]))
+                reverses.append(np.full(known[language], is_reverse))
+        self._document_N = np.concatenate(documents)
+        self._is_reverse_N = np.concatenate(reverses)
+        self._group_N = np.repeat(np.arange(len(self.groups)), self.sizes)
+
+    def _tag_of(self, language: str, vocabulary: Vocabulary) -> int | None:
+        if self._options.tag == "none":
+            return None
+        tags = vocabulary.special.languages
+        if language not in tags:
+            raise UserError(
+                f"pairs {self._prefix!r}: the tokenizer reserves no <2{language}>; prepare the pairs with "
+                "--tokenizer train, or choose no tag"
+            )
+        return tags[language]
+
+    def _check_lengths(self) -> None:
+        """Set the lengths of the items; cut or leave out what is too long, or raise a UserError."""
+        most, what, key = self._options.max_length, self._options.too_long, self._options.length_key
+        if most is not None and most < LEAST_LENGTH:
+            raise UserError(f"{key} {most}: expected at least {LEAST_LENGTH} (a tag, a token, the end)")
+        lengths = self._lengths()
+        self.left_out = 0
+        if most is not None:
+            is_long_N = np.maximum(*lengths) > most
+            if what == "error" and is_long_N.any():
+                raise UserError(
+                    f"pairs {self._prefix!r}: {is_long_N.sum()} of {len(is_long_N)} have a side of more than "
+                    f"{key} {most} tokens, the longest {max(map(np.max, lengths))}; raise it, or set "
+                    "too_long to truncate or drop"
+                )
+            if what == "drop" and is_long_N.any():
+                self._keep(~is_long_N)
+                lengths = self._lengths()
+            lengths = [np.minimum(length_N, most) for length_N in lengths]
+        self.source_lengths, self.target_lengths = lengths
+
+    def _keep(self, keep_N: np.ndarray) -> None:
+        self.left_out = int((~keep_N).sum())
+        if not keep_N.any():
+            raise UserError(f"pairs {self._prefix!r}: all are too long; raise {self._options.length_key}")
+        self.sizes = np.bincount(self._group_N[keep_N], minlength=len(self.groups)).tolist()
+        for name in ("_document_N", "_is_reverse_N", "_group_N"):
+            setattr(self, name, getattr(self, name)[keep_N])
+
+    def _lengths(self) -> list[np.ndarray]:
+        """Return the lengths of the items' sources and targets, before any cut."""
+        left_N, right_N = (side.lengths[self._document_N] for side in self._sides)
+        source_N = np.where(self._is_reverse_N, right_N, left_N)
+        target_N = np.where(self._is_reverse_N, left_N, right_N)
+        tag = self._options.tag
+        return [source_N + (tag == "source"), target_N + (tag == "target")]
+
+    def __len__(self) -> int:
+        return len(self._document_N)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return pair `index` (the item: at the top of this file).
+
+        Raises:
+            UserError: if the files have changed since the start.
+            IndexError: if there is no such pair.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"pair {index} of {len(self)}")
+        document, group = int(self._document_N[index]), int(self._group_N[index])
+        source, target = self._sides[::-1] if self._is_reverse_N[index] else self._sides
+        tag = self._tags[group]
+        return {
+            "source": self._sequence(source, document, tag if self._options.tag == "source" else None),
+            "target": self._sequence(target, document, tag if self._options.tag == "target" else None),
+            "language": torch.tensor(group),
+        }
+
+    def _sequence(self, side: "_Side", document: int, tag: int | None) -> torch.Tensor:
+        tokens = side.read(document, self._vocab_size)
+        if tag is not None:
+            tokens = np.concatenate(([tag], tokens))
+        most = self._options.max_length
+        if most is not None and len(tokens) > most:
+            tokens = np.concatenate((tokens[: most - 1], tokens[-1:]))
+        return torch.from_numpy(tokens)
+
+
+class _Side:
+    """Reads the texts of one side by their numbers. It uses no memory map, so a truncated file is an error.
+
+    lengths: the tokens of each text, int32 [texts].
+    """
+
+    def __init__(self, files: DataFiles) -> None:
+        header, _ = check_arithmetic(files.idx, files.bin.stat().st_size)
+        self.lengths = lengths_of(files)
+        self._dtype = np.dtype(header.dtype)
+        self._start_N = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        self._name = str(files.bin)
+        # Kept open: a file that is replaced meanwhile is still the old one.
+        self._file = open(files.bin, "rb", buffering=0)  # noqa: SIM115 (closed with the dataset)
+
+    def read(self, number: int, vocab_size: int) -> np.ndarray:
+        """Return the tokens of a text, int64 [its length]."""
+        size = int(self.lengths[number]) * self._dtype.itemsize
+        content = os.pread(self._file.fileno(), size, int(self._start_N[number]) * self._dtype.itemsize)
+        if len(content) != size:
+            raise UserError(f"data: {self._name} was truncated; put it back, and go on with --resume")
+        tokens = np.frombuffer(content, self._dtype).astype(np.int64)
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+            raise UserError(
+                f"data: text {number} of {self._name} holds a token id outside of the vocabulary of "
+                f"{vocab_size}; put the right file back, and go on with --resume"
+            )
+        return tokens
+
+
+def verify_pairs(data: DataConfig, prefixes: Sequence[str], vocabulary: Vocabulary) -> dict[str, str]:
+    """Verify the datasets of splits as `data.verify` says; return the SHA-256 of each .idx by its path.
+
+    Every rank must call it, as `verify_sources`.
+
+    Raises:
+        UserError: on every rank, naming the file and what is wrong with it.
+    """
+    files = [PairFiles(Path(prefix)) for prefix in prefixes]
+    paths = [str(side.prefix) for each in files for side in (each.source, each.target)]
+    for prefix in prefixes:
+        load_pair_card(prefix)
+    return verify_sources(data, paths, vocabulary.size)

@@ -1,0 +1,212 @@
+"""Translation: an encoder reads a text, a decoder writes it in another language."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from megamoe.apps.translation.batches import OrderedPairs, PairBatches
+from megamoe.apps.translation.card import PairCard, is_pairs, load_pair_card
+from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag, TooLong, verify_pairs
+from megamoe.apps.translation.pairs import select_languages
+from megamoe.config.schema import RunConfig
+from megamoe.data.batches import Batch, Item
+from megamoe.data.datasets import VALID, Datasets, check_split
+from megamoe.data.pairs import pair_batch
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import UserError
+from megamoe.objectives.objective import TokenShares, TrainingObjective
+from megamoe.registry import register
+
+TEST = "test"
+MOST_PAIRS = 100_000
+
+
+@register("objective", "translation")
+class Translation(TrainingObjective):
+    """Write the translation of a text: the cross entropy of the target's tokens, given the source's.
+
+    `data.sources` names the training pairs of tools/prepare_pairs.py, such as data/catalogues/pairs/train. If
+    `data.split` has a share for validation or test, the pairs `valid` or `test` beside them are these sets.
+    `data.validation` names further ones. Pairs of similar lengths form a batch. The languages are sampled in
+    proportion to (number of pairs)^a with a = `data.sampling_exponent`. `data.sequence_length` bounds both
+    sides. The end-of-document token ends both sides, and the decoder begins with it.
+
+    Source: Vaswani et al. 2017, section 5 (buckets, label smoothing); Johnson et al. 2017, section 3 (tags);
+    Conneau and Lample 2019, section 3.1 (sampling).
+    """
+
+    architectures = ("encoder_decoder",)
+    reads = "pairs"
+
+    @dataclass
+    class Config:
+        """languages: those to learn beside the source language; none: all. direction: `from` the source
+        language, `into` it, or `both`. tag: where the tag of the target's language stands, first in the
+        `source` or the `target`, or `none`. too_long: what becomes of pairs with a side of more than
+        `data.sequence_length` tokens, tag and end included: an `error`, `truncate`, or `drop`. bucket: the
+        number of pairs of similar lengths that follow each other, a multiple of `train.micro_batch_size`.
+        validate: directions such as en-de, each of which becomes a validation set of its own beside `valid`.
+        """
+
+        languages: list[str] = field(default_factory=list)
+        direction: Direction = "from"
+        tag: Tag = "source"
+        too_long: TooLong = "error"
+        bucket: int = 32
+        validate: list[str] = field(default_factory=list)
+
+    @classmethod
+    def check(cls, options: Config, config: RunConfig) -> None:
+        data, micro = config.data, config.train.micro_batch_size
+        if not 1 <= options.bucket <= MOST_PAIRS or options.bucket % micro:
+            raise ValueError(
+                f"bucket: found {options.bucket}, expected a multiple of train.micro_batch_size {micro}, at "
+                f"most {MOST_PAIRS:,}; such as {micro * max(1, round(options.bucket / micro))}"
+            )
+        if data.mock:
+            raise ValueError("needs pairs of texts; set data.mock to false, and data.sources to pairs")
+        if data.order != "documents":
+            raise ValueError("pairs are shuffled in buckets; leave data.order out")
+        if data.document_aware:
+            raise ValueError("a pair is one document; set data.document_aware to false")
+        if len(data.sources) > 1:
+            raise ValueError(
+                f"data.sources: found {len(data.sources)}, expected one; prepare all languages together "
+                "(tools/prepare_pairs.py)"
+            )
+        for name, sources in data.validation.items():
+            if len(sources) != 1:
+                raise ValueError(f"data.validation.{name}: found {len(sources)} sources, expected one")
+
+    @classmethod
+    def shares(cls, options: Config, config: RunConfig) -> TokenShares:
+        """Return what is computed of a pair of mean lengths, by the card and before any cut."""
+        prefix, most = config.data.sources[0].path, config.data.sequence_length
+        sizes, lengths = _groups(options, load_pair_card(prefix)[0])
+        share_G = sizes ** (1.0 if config.data.sampling_exponent is None else config.data.sampling_exponent)
+        means = np.minimum(share_G @ lengths / share_G.sum(), most) / most
+        return TokenShares(float(means[0]), float(means[1]), float(means[1]), float(means.sum()))
+
+    def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
+        super().__init__(options, config, vocabulary)
+        if vocabulary.eod is None:
+            raise UserError("train.objective translation: the data has no end-of-document token")
+        self._end = vocabulary.eod
+        self._pad = self._end if vocabulary.special.pad is None else vocabulary.special.pad
+        data = config.data
+        self._prefix = data.sources[0].path
+        try:
+            select_languages(options.languages, self._languages())
+        except UserError as error:
+            raise UserError(f"train.objective.languages: {error}") from None
+        self._pairs = self._open(self._prefix, options.languages)
+        self._checked: list[str] = [self._prefix]
+        self._validation: dict[str, PairDataset] = {}
+        self._test: PairDataset | None = None
+        _, valid, test = check_split(data)
+        if valid > 0:
+            self._open_valid(self._beside(VALID))
+        if test > 0:
+            self._test = self._open_part(self._beside(TEST))
+        for name, sources in data.validation.items():
+            if name in self._validation:
+                raise UserError(f"data.validation: {name!r} is a set of data.split; choose another name")
+            self._validation[name] = self._open_part(sources[0].path)
+
+    def samples_per_epoch(self) -> int:
+        return len(self._batches(self._pairs, self.options.bucket).epoch(0)) * self.options.bucket
+
+    def batch(self, items: list[Item], indices: list[int]) -> Batch:
+        """Return the batch of pairs; under tensor parallelism their lengths are filled up."""
+        multiple = self.config.parallel.tensor
+        return pair_batch(items, indices, start=self._end, pad=self._pad, multiple=multiple)
+
+    def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
+        verify_pairs(self.config.data, self._checked, self.vocabulary.of_data)
+        exponent = self.config.data.sampling_exponent
+        train = self._ordered(self._pairs, train_samples, 1.0 if exponent is None else exponent)
+        if not validation_samples:
+            return Datasets(train, {})
+        validation = {
+            name: self._ordered(pairs, validation_samples) for name, pairs in self._validation.items()
+        }
+        test = None if self._test is None else self._ordered(self._test, validation_samples)
+        return Datasets(train, validation, test)
+
+    def _ordered(self, pairs: PairDataset, samples: int, exponent: float = 1.0) -> Dataset[Item]:
+        """Return the pairs in the order of their batches; a set without a whole bucket has smaller ones."""
+        bucket = self.options.bucket
+        if pairs is not self._pairs and len(pairs) < bucket:
+            bucket = self.config.train.micro_batch_size
+        return OrderedPairs(pairs, self._batches(pairs, bucket, exponent), samples)
+
+    def _batches(self, pairs: PairDataset, bucket: int, exponent: float = 1.0) -> PairBatches:
+        return PairBatches(pairs, seed=self.config.seed, exponent=exponent, pairs=bucket)
+
+    def _languages(self) -> list[str]:
+        """Return the languages of the training pairs."""
+        return [each.language for each in load_pair_card(self._prefix)[0].languages]
+
+    def _beside(self, split: str) -> str:
+        """Return the prefix of another split of the training pairs' folder."""
+        prefix = str(Path(self._prefix).with_name(split))
+        if not is_pairs(prefix):
+            raise UserError(
+                f"data.split: has a share for {split}, but there are no pairs {prefix!r} beside "
+                f"{self._prefix!r}; set that share to 0"
+            )
+        return prefix
+
+    def _open(self, prefix: str, languages: list[str], direction: Direction | None = None) -> PairDataset:
+        options = PairOptions(
+            languages=tuple(languages),
+            direction=direction or self.options.direction,
+            tag=self.options.tag,
+            max_length=self.config.data.sequence_length,
+            too_long=self.options.too_long,
+            length_key="data.sequence_length",
+        )
+        return PairDataset(prefix, self.vocabulary, options)
+
+    def _open_part(self, prefix: str) -> PairDataset:
+        """Open a set to evaluate on: the languages that are trained, as far as it has them."""
+        self._checked.append(prefix)
+        known = [each.language for each in load_pair_card(prefix)[0].languages if each.pairs]
+        wanted = select_languages(self.options.languages, self._languages())
+        found = [language for language in wanted if language in known]
+        if wanted and not found:
+            raise UserError(
+                f"pairs {prefix!r}: none of the languages {', '.join(wanted)} of train.objective.languages"
+            )
+        return self._open(prefix, found)
+
+    def _open_valid(self, prefix: str) -> None:
+        """Open the validation set, and one for each direction of `validate`."""
+        found = self._validation[VALID] = self._open_part(prefix)
+        for wanted in self.options.validate:
+            if wanted not in found.groups:
+                raise UserError(
+                    f"train.objective.validate: {wanted!r} is not in {prefix!r}; there is "
+                    f"{', '.join(found.groups[:12])}{' and others' if len(found.groups) > 12 else ''}"
+                )
+            left, right = wanted.split("-")
+            is_from = left == load_pair_card(prefix)[0].source_language
+            language = right if is_from else left
+            self._validation[wanted] = self._open(prefix, [language], "from" if is_from else "into")
+
+
+def _groups(options: Any, card: PairCard) -> tuple[np.ndarray, np.ndarray]:
+    """Return each direction's pairs, float64 [G], and mean source and target tokens, float64 [G, 2]."""
+    known = {each.language: each for each in card.languages if each.pairs}
+    wanted = select_languages(options.languages, known) if options.languages else list(known)
+    tag_2 = [options.tag == "source", options.tag == "target"]
+    sizes, lengths = [], []
+    for is_reverse in {"from": [False], "into": [True], "both": [False, True]}[options.direction]:
+        for each in (known[language] for language in wanted):
+            sides = [each.source_tokens / each.pairs, each.target_tokens / each.pairs]
+            sizes.append(float(each.pairs))
+            lengths.append(np.add(sides[::-1] if is_reverse else sides, tag_2))
+    return np.array(sizes), np.stack(lengths)

@@ -1,0 +1,201 @@
+"""Pairs of texts, the codes of their languages, and reading them from aligned files, TSV and JSON lines."""
+
+import difflib
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megamoe.data.card import SourceCard
+from megamoe.data.sources import Source, Tap, read_lines
+from megamoe.errors import UserError
+
+SCRIPTS = {"latin": "Latn", "cyrillic": "Cyrl", "devanagari": "Deva", "arabic": "Arab"}
+CODE = re.compile(r"[A-Za-z]{2,3}(?:[_@-][A-Za-z0-9]+)*")
+
+
+def normalize_language(code: str) -> str | None:
+    """Return a code in the spelling of gettext: `pt_BR` for pt-br, `sr_Latn` for sr@latin; None: it is none.
+
+    Parts of two letters are countries, parts of four letters are scripts. Other parts are lower case.
+    """
+    code = code.split(".")[0]  # of de_DE.UTF-8
+    if not CODE.fullmatch(code):
+        return None
+    first, *rest = re.split(r"[_@-]", code)
+    parts = [first.lower()]
+    for part in rest:
+        part = SCRIPTS.get(part.lower(), part)
+        parts.append(part.upper() if len(part) <= 2 else part.title() if len(part) == 4 else part.lower())
+    return "_".join(parts)
+
+
+def select_languages(wanted: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Return the wanted languages in their normal spelling, sorted.
+
+    Raises:
+        UserError: for a language that is not among the known ones; it lists near ones.
+    """
+    known = sorted(known)
+    chosen = set()
+    for code in wanted:
+        language = normalize_language(code)
+        if language not in known:
+            raise UserError(f"language {code!r} is not in the data; {_near(code, known)}")
+        chosen.add(language)
+    return sorted(chosen)
+
+
+def _near(code: str, known: list[str]) -> str:
+    same = [one for one in known if one.split("_")[0] == code.split("_")[0].lower()]
+    near = same or difflib.get_close_matches(code, known, n=5, cutoff=0.5)
+    if near:
+        return f"near ones are {', '.join(near[:8])}"
+    more = f" and {len(known) - 12} others" if len(known) > 12 else ""
+    return f"there are {', '.join(known[:12])}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A text and its translation.
+
+    Attributes:
+        source, target: the texts, as they stand in the file.
+        language: of the target, such as "de" or "pt_BR".
+        label: which application or module it comes from; empty if that is not known.
+        identities: further texts that identify the message, such as the singular of a plural. Pairs with a
+            source or an identity in common go to the same split.
+    """
+
+    source: str
+    target: str
+    language: str
+    label: str = ""
+    identities: tuple[str, ...] = ()
+
+
+@dataclass
+class Counts:
+    """What was read and what was left out, for the card, and the warnings to print.
+
+    sources: the files that were read to their ends; their `documents` are the pairs, or lines, in them.
+    """
+
+    left_out: Counter[str] = field(default_factory=Counter)  # by reason
+    warnings: list[str] = field(default_factory=list)
+    sources: list[SourceCard] = field(default_factory=list)
+
+
+COLUMNS = 2
+KEYS = ("source", "target", "language")
+
+
+def read_aligned(language: str, source: str, target: str, counts: Counts) -> Iterator[Pair]:
+    """Yield line i of the file `source` with line i of the file `target`.
+
+    Raises:
+        UserError: if a file cannot be read, or if the files have different numbers of lines.
+    """
+    language = check_language(language)
+    sides = (_lines(source, counts), _lines(target, counts))
+    number = 0
+    for number, (left, right) in enumerate(itertools.zip_longest(*sides), start=1):
+        if left is None or right is None:
+            short, long, rest = (source, target, sides[1]) if left is None else (target, source, sides[0])
+            total = number + sum(1 for _ in rest)
+            raise UserError(
+                f"pair {language}: {short!r} has {number - 1} lines, {long!r} has {total}; expected the same "
+                "number, line by line translations of each other"
+            )
+        yield from _pair(left, right, language, counts)
+    if not number:
+        raise UserError(f"pair {language}: {source!r} and {target!r} are empty; expected a text in each line")
+
+
+def read_tsv(language: str, path: str, counts: Counts) -> Iterator[Pair]:
+    """Yield the two columns of each line, source and target, with a tab between.
+
+    Raises:
+        UserError: if the file cannot be read, is empty, or if a line has not two columns.
+    """
+    language = check_language(language)
+    number = 0
+    for number, line in enumerate(_lines(path, counts), start=1):
+        columns = line.split("\t")
+        if len(columns) != COLUMNS:
+            raise UserError(
+                f"{path}:{number}: {len(columns)} columns, expected {COLUMNS}: source, a tab, target"
+            )
+        yield from _pair(columns[0], columns[1], language, counts)
+    if not number:
+        raise UserError(f"{path}: empty; expected lines of source, a tab, target")
+
+
+def read_json_lines(path: str, keys: Iterable[str], counts: Counts) -> Iterator[Pair]:
+    """Yield the pair of each line's object; `keys` are those of source, target and language.
+
+    Raises:
+        UserError: if the file cannot be read, is empty, or if a line is not such an object.
+    """
+    names = list(keys)
+    number = 0
+    for number, line in enumerate(_lines(path, counts), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not JSON: {error}; write an object a line") from error
+        if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in names):
+            found = f"keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+            raise UserError(
+                f"{path}:{number}: expected texts under {', '.join(names)}, found {found}; give --keys"
+            )
+        source, target, language = (record[name] for name in names)
+        normal = normalize_language(language)
+        if normal is None:
+            raise UserError(f"{path}:{number}: language {language!r}: expected a code such as de or pt_BR")
+        yield from _pair(source, target, normal, counts)
+    if not number:
+        raise UserError(f"{path}: empty; expected a JSON object a line")
+
+
+def check_language(code: str) -> str:
+    """Return a code in its normal spelling; raise a UserError if it is none."""
+    language = normalize_language(code)
+    if language is None:
+        raise UserError(f"language {code!r}: expected a code such as de, pt_BR or sr_Latn")
+    return language
+
+
+def _pair(source: str, target: str, language: str, counts: Counts) -> Iterator[Pair]:
+    try:
+        (source + target).encode("utf-8")
+    except UnicodeEncodeError:
+        counts.left_out["half a surrogate pair"] += 1
+        return
+    if source.strip() and target.strip():
+        yield Pair(source, target, language)
+    else:
+        counts.left_out["without translation"] += 1
+
+
+def _lines(path: str, counts: Counts) -> Iterator[str]:
+    """Yield the lines of a file without their ends; raise a UserError for what is not UTF-8.
+
+    A file that was read to its end is noted in `counts`, with the number of its lines.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{path!r} is no file; expected text, also as .gz or .zst")
+    try:
+        tap = Tap(Source(path, Path(path)), lambda _: None)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    with tap:
+        number = 0
+        for number, line in enumerate(read_lines(Source(path, Path(path)), tap), start=1):  # noqa: B007
+            yield line
+        counts.sources.append(SourceCard(path, tap.num_bytes, tap.sha256(), number))

@@ -1,0 +1,226 @@
+"""RMSNorm, its gradients, and rotary positions as Triton kernels, with the arguments of `cpu/block.cpp`."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megamoe.kernels.operators import kernel_operator
+from megamoe.kernels.triton.common import each_once, load_block, store_block, sum_parts
+
+NUMBERS = 2048  # that one program holds at least, if the rows are short
+PROGRAMS = 256  # of the backward pass; each adds up the weight's gradient over its rows
+
+
+@kernel_operator("rms_norm", mutates={"out", "scale_N"}, bytes_moved=each_once)
+def rms_norm(
+    rows: Tensor, weight_H: Tensor, count: int, width: int, eps: float, out: Tensor, scale_N: Tensor
+) -> None:
+    """Compute scale[n] = 1 / sqrt(mean of rows[n]^2 + eps), out[n] = rows[n] * scale[n] * weight."""
+    _normalise(rows, None, weight_H, count, width, eps, None, out, scale_N)
+
+
+@kernel_operator("summed_rms_norm", mutates={"sum", "out", "scale_N"}, bytes_moved=each_once)
+def summed_rms_norm(
+    rows: Tensor,
+    added: Tensor,
+    weight_H: Tensor,
+    count: int,
+    width: int,
+    eps: float,
+    sum: Tensor,
+    out: Tensor,
+    scale_N: Tensor,
+) -> None:
+    """Compute sum = rows + added, rounded, and `rms_norm` of it."""
+    _normalise(rows, added, weight_H, count, width, eps, sum, out, scale_N)
+
+
+def _normalise(
+    rows: Tensor, added: Tensor | None, weight_H: Tensor, count: int, width: int, *rest: Any
+) -> None:
+    """Launch the kernel. rest: eps, the sum or None, the result and its scale."""
+    if count:
+        options = _options(width)
+        grid = (triton.cdiv(count, options["ROWS"]),)
+        _rms_norm[grid](rows, added, weight_H, count, width, *rest, **options)
+
+
+@kernel_operator("rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2)
+def rms_norm_backward(
+    sent: Tensor,
+    rows: Tensor,
+    weight_H: Tensor,
+    scale_N: Tensor,
+    count: int,
+    width: int,
+    to_rows: Tensor,
+    to_weight_H: Tensor,
+) -> None:
+    """Compute the gradients of the rows and of the weight, the latter in one order of sums."""
+    _differentiate((sent, None, rows, weight_H, scale_N), count, width, to_rows, to_weight_H)
+
+
+@kernel_operator(
+    "summed_rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2
+)
+def summed_rms_norm_backward(
+    sent: Tensor,
+    sent_to_sum: Tensor,
+    rows: Tensor,
+    weight_H: Tensor,
+    scale_N: Tensor,
+    count: int,
+    width: int,
+    to_rows: Tensor,
+    to_weight_H: Tensor,
+) -> None:
+    """Compute `rms_norm_backward`, and add `sent_to_sum` to the gradient of the rows."""
+    _differentiate((sent, sent_to_sum, rows, weight_H, scale_N), count, width, to_rows, to_weight_H)
+
+
+def _differentiate(
+    sides: tuple[Tensor | None, ...], count: int, width: int, to_rows: Tensor, to_weight_H: Tensor
+) -> None:
+    if not count:
+        to_weight_H.zero_()
+        return
+    options = _options(width)
+    programs = min(PROGRAMS, triton.cdiv(count, options["ROWS"]))
+    part_PH = to_rows.new_empty(programs, width, dtype=torch.float32)
+    _rms_norm_backward[(programs,)](*sides, count, width, to_rows, part_PH, **options)
+    sum_parts(part_PH, to_weight_H)
+
+
+def _options(width: int) -> dict[str, int]:
+    """Return the rows and the columns that a program holds at a time, and its warps."""
+    block = triton.next_power_of_2(width)
+    tall = max(1, NUMBERS // block)
+    return {"ROWS": tall, "BLOCK": block, "num_warps": min(16, max(4, block * tall // 1024))}
+
+
+@triton.jit
+def _rms_norm(  # type: ignore[no-untyped-def]
+    rows, added, weight, count, width, eps, sum, out, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each program handles ROWS whole rows."""
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    row = load_block(rows, n, column, count, width).to(tl.float32)
+    if added is not None:
+        row += load_block(added, n, column, count, width).to(tl.float32)
+        store_block(sum, n, column, count, width, row)
+        row = row.to(sum.dtype.element_ty).to(tl.float32)  # the norm is that of the rounded sum
+    factor = 1 / tl.sqrt(tl.sum(row * row, axis=1) / width + eps)
+    tl.store(scale + n, factor, mask=n < count)
+    by = tl.load(weight + column, mask=column < width, other=0).to(tl.float32)
+    store_block(out, n, column, count, width, row * factor[:, None] * by[None, :])
+
+
+@triton.jit
+def _rms_norm_backward(  # type: ignore[no-untyped-def]
+    sent,
+    sent_to_sum,
+    rows,
+    weight,
+    scale,
+    count,
+    width,
+    to_rows,
+    part,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles every PROGRAMS-th group of ROWS rows, and writes its part of the weight's sum."""
+    column = tl.arange(0, BLOCK)
+    by = tl.load(weight + column, mask=column < width, other=0).to(tl.float32)
+    sum = tl.zeros([BLOCK], tl.float32)
+    step = tl.num_programs(0) * ROWS
+    for begin in range(tl.program_id(0) * ROWS, count, step):
+        n = tl.cast(begin, tl.int64) + tl.arange(0, ROWS)
+        factor = tl.load(scale + n, mask=n < count, other=0)[:, None]
+        normed = load_block(rows, n, column, count, width).to(tl.float32) * factor
+        received = load_block(sent, n, column, count, width).to(tl.float32)
+        sum += tl.sum(received * normed, axis=0)
+        received *= by[None, :]
+        share = tl.sum(received * normed, axis=1) / width
+        to_row = factor * (received - share[:, None] * normed)
+        if sent_to_sum is not None:
+            to_row += load_block(sent_to_sum, n, column, count, width).to(tl.float32)
+        store_block(to_rows, n, column, count, width, to_row)
+    own = part + tl.program_id(0).to(tl.int64) * width
+    tl.store(own + column, sum, mask=column < width)
+
+
+ROTARY_NUMBERS = 2048  # pairs that one program rotates at most
+
+
+@kernel_operator("rotate", mutates={"out"}, bytes_moved=each_once)
+def rotate(
+    heads: Tensor,
+    from_s: int,
+    from_b: int,
+    from_n: int,
+    out: Tensor,
+    to_s: int,
+    to_b: int,
+    to_n: int,
+    length: int,
+    batch: int,
+    count: int,
+    half: int,
+    cosine_SD: Tensor,
+    sine_SD: Tensor,
+    turn: float,
+) -> None:
+    """Rotate the halves of each head by their position's angles times `turn`, 1 or -1.
+
+    from_s, from_b, from_n: strides of `heads` over positions, sequences and heads; to_...: those of `out`.
+    half: columns of half a head.
+    """
+    if not out.numel():
+        return
+    block = triton.next_power_of_2(half)
+    tall = min(triton.next_power_of_2(count), max(1, ROTARY_NUMBERS // block))
+    grid = (length * batch, triton.cdiv(count, tall))
+    strides = (from_s, from_b, from_n, to_s, to_b, to_n)
+    arguments = (heads, out, cosine_SD, sine_SD, *strides, batch, count, half, turn)
+    _rotate[grid](*arguments, HEADS=tall, BLOCK=block)
+
+
+@triton.jit
+def _rotate(  # type: ignore[no-untyped-def]
+    heads,
+    out,
+    cosine,
+    sine,
+    from_s,
+    from_b,
+    from_n,
+    to_s,
+    to_b,
+    to_n,
+    batch,
+    count,
+    half,
+    turn,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles one position of one sequence, HEADS heads."""
+    s = (tl.program_id(0) // batch).to(tl.int64)
+    b = (tl.program_id(0) % batch).to(tl.int64)
+    n = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = (n < count)[:, None] & (column < half)[None, :]
+    angle = s * half + column
+    cos = tl.load(cosine + angle, mask=column < half, other=0)[None, :]
+    sin = tl.load(sine + angle, mask=column < half, other=0)[None, :] * turn
+    place = heads + s * from_s + b * from_b + n[:, None] * from_n + column[None, :]
+    first = tl.load(place, mask=inside, other=0).to(tl.float32)
+    second = tl.load(place + half, mask=inside, other=0).to(tl.float32)
+    place = out + s * to_s + b * to_b + n[:, None] * to_n + column[None, :]
+    tl.store(place, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
+    tl.store(place + half, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)

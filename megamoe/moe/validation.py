@@ -1,0 +1,277 @@
+"""Checks that the parts of a layer fit together, by what they declare (`part.Part`), before anything is
+built.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megamoe.config import PartChoice
+from megamoe.config.schema import MoEConfig
+from megamoe.errors import UserError
+from megamoe.moe import suggestions
+from megamoe.moe.part import Candidates, Mask, Part, ScoreFunction, Selector
+from megamoe.moe.suggestions import capabilities, needs, phrase, provides, requirements
+from megamoe.registry import failure_of, get_part, is_ours, label
+
+
+def chosen_parts(moe: MoEConfig) -> Iterator[tuple[str, PartChoice]]:
+    """Yield every part of the layer with its key in the YAML."""
+    router = moe.router
+    yield "moe.router.scorer", router.scorer
+    for place, choice in enumerate(router.masks):
+        yield f"moe.router.masks.{place}", choice
+    yield "moe.router.score_function", router.score_function
+    yield "moe.router.selector", router.selector
+    yield "moe.router.capacity", router.capacity
+    for name, choice in moe.losses.items():
+        yield f"moe.losses.{name}", choice
+
+
+def declared(choice: PartChoice, num_experts: int) -> set[str]:
+    """Return everything that a part provides and requires; raises whatever its methods raise."""
+    if choice.kind == "mask":
+        candidates_of(choice, num_experts)
+    return capabilities(choice) | requirements(choice).keys()
+
+
+def provider(moe: MoEConfig, word: str) -> PartChoice | None:
+    """Return the first part of the layer that provides this capability, or None."""
+    return next((choice for _, choice in chosen_parts(moe) if provides(word, choice)), None)
+
+
+def size_of_extra(moe: MoEConfig, name: str) -> int:
+    """Return the size of an extra's last dimension, as the part that provides it declares.
+
+    Raises:
+        ValueError: if no part provides the extra, or its part does not declare the size.
+    """
+    choice, letter = provider(moe, name), name[-1]
+    sizes = (
+        {} if choice is None else get_part(choice.kind, choice.name).sizes(choice.options, moe.num_experts)
+    )
+    if letter not in sizes:
+        raise ValueError(f"no part declares the size {letter} of {name}; add it to the part's `sizes`")
+    return int(sizes[letter])
+
+
+def candidates_of(choice: PartChoice, num_experts: int, expert_parallel: int = 1) -> Candidates:
+    """Return the candidates that a mask leaves."""
+    found: Candidates = get_part("mask", choice.name).num_candidates(
+        choice.options, num_experts, expert_parallel
+    )
+    return found
+
+
+def experts_wanted(moe: MoEConfig) -> int:
+    """Return the number of experts that every token wants: the selector's k, or the least if it varies."""
+    choice = moe.router.selector
+    return int(get_part("selector", choice.name).wanted(choice.options, moe.num_experts))
+
+
+def _left_by(masks: list[PartChoice], num_experts: int) -> list[Candidates]:
+    """Return the candidates that the masks leave, those of the same groups together."""
+    found: dict[int, Candidates] = {}
+    for choice in masks:
+        left = candidates_of(choice, num_experts)
+        found[left.groups] = left.and_also(found.get(left.groups, left))
+    return [*found.values()]
+
+
+def most_candidates(moe: MoEConfig) -> int:
+    """Return an upper bound on a token's candidates in a training step."""
+    found = _left_by(moe.router.masks, moe.num_experts)
+    return min([moe.num_experts, *(left.most for left in found)])
+
+
+def all_are_step_wide(moe: MoEConfig, or_one_group: bool = False) -> bool:
+    """Whether every token of a micro batch has the same candidates, or (`or_one_group`) one whole group."""
+    by_token = [choice for choice in moe.router.masks if not get_part("mask", choice.name).step_wide]
+    left = _left_by(by_token, moe.num_experts)
+    return all(or_one_group and candidates.one_group for candidates in left)
+
+
+def sums_to_1(moe: MoEConfig) -> bool:
+    """Whether the p of a token's candidates sum to 1 under every mask."""
+    return provides("sums_to_1", moe.router.score_function)
+
+
+def choice_of(moe: MoEConfig, kind: str) -> PartChoice | None:
+    """Return the layer's part of a stage; None for a kind that may occur several times."""
+    return next((choice for key, choice in chosen_parts(moe) if key == f"moe.router.{kind}"), None)
+
+
+def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
+    """Raise ValueError if a part lacks what it requires, or if another part provides what it refuses."""
+    part = get_part(choice.kind, choice.name)
+    leave_out, instead = "leave the loss out, or " if choice.kind == "loss" else "", _instead_of(choice, moe)
+    for word, why in requirements(choice).items():
+        if provider(moe, word) is None:
+            _refuse_lack(partial(provides, word), phrase(word), why, moe, instead)
+    for word, why in part.refuses(choice.options).items():
+        found = provider(moe, word)
+        if found is not None:
+            way_out = suggestions.without(found, word)
+            named = f"the {label(found.kind)} {found.name!r} {phrase(word)}"
+            raise ValueError(f"{named}, {why}; {leave_out}{way_out}")
+    others = [other for _, other in chosen_parts(moe)]
+    for (kind, word), why in part.must_be_required(choice.options).items():
+        if not any(needs(word, kind, other) for other in others):
+            _refuse_lack(partial(needs, word, kind), f"makes use of {word}", why, moe, instead)
+
+
+def _instead_of(choice: PartChoice, moe: MoEConfig) -> str:
+    """Return the first alternative to a loss: one that reads this scorer's extras, or no loss."""
+    if choice.kind != "loss":
+        return ""
+    given = capabilities(moe.router.scorer)
+    readers = suggestions.parts_that(lambda other: bool(given & requirements(other).keys()))
+    others = [other for other in readers if other.kind == choice.kind and other.name != choice.name]
+    return f"take the loss {suggestions.named(others)}, or " if others else "leave the loss out, or "
+
+
+def _refuse_lack(fits: suggestions.Fits, what: str, why: str, moe: MoEConfig, leave_out: str) -> None:
+    """Raise ValueError: no part of the layer fits; the message names registered parts that would."""
+    ways = suggestions.parts_that(fits)
+    if not ways:
+        raise ValueError(f"no part {what}, {why}; name a plugin with such a part in plugins")
+    kind = ways[0].kind
+    ways = [way for way in ways if way.kind == kind]
+    current = choice_of(moe, kind)
+    if current is None:
+        listed = "moe.losses" if kind == "loss" else "moe.router.masks"
+        raise ValueError(f"{listed} lacks one that {what}, {why}; {leave_out}add {suggestions.named(ways)}")
+    option = suggestions.another_option(current, fits)
+    raise ValueError(
+        f"the {label(kind)} is {current.name!r}, expected one that {what}, {why}; {leave_out}set "
+        f"{option or f'{kind}: {suggestions.named(ways)}'}"
+    )
+
+
+def refuse_one_candidate(choice: PartChoice, moe: MoEConfig) -> None:
+    """Raise ValueError if the router could not learn because a mask leaves each token one candidate."""
+    if candidates_of(choice, moe.num_experts).most == 1 and sums_to_1(moe):
+        kind = moe.router.score_function.kind
+        others = suggestions.parts_that(lambda c: c.kind == kind and not provides("sums_to_1", c))
+        raise ValueError(
+            "leaves one expert to each token, whose p is 1 whatever its score, so that the router gets no "
+            f"gradient; leave more, or set score_function: {suggestions.named(others)}"
+        )
+
+
+def refuse_same_draw(choice: PartChoice, moe: MoEConfig) -> None:
+    """Raise ValueError if a mask that draws once a step is configured twice."""
+    same = [other for other in moe.router.masks if other.name == choice.name]
+    if get_part("mask", choice.name).random and len(same) > 1:
+        raise ValueError(
+            f"{choice.name} stands twice in moe.router.masks, and both would make the same draw; keep one"
+        )
+
+
+def refuse_more_than_experts(option: str, wanted: float, moe: MoEConfig) -> None:
+    """Raise ValueError if a token would want more experts than there are."""
+    if wanted > moe.num_experts:
+        raise ValueError(
+            f"{option} is {wanted:g}, but there are only {moe.num_experts} experts (moe.num_experts); "
+            f"choose {option} <= {moe.num_experts}"
+        )
+
+
+def refuse_all_chosen(moe: MoEConfig, first_choice: bool = False, by_candidates: bool = True) -> None:
+    """Raise ValueError if every token chooses all of its candidates, and all tokens have the same ones.
+
+    The counts are then even whatever the router learns, and a loss that balances them has no effect.
+    by_candidates: the loss takes p over the candidates. These p also sum to 1 if each token has one group of
+    experts, so the gradient is 0 if the counts are even in each group; and p is 1 if there is one candidate.
+    """
+    choice, most = moe.router.selector, most_candidates(moe)
+    one_each = by_candidates and most == 1
+    if not one_each and (first_choice or not all_are_step_wide(moe, or_one_group=by_candidates)):
+        return
+    if get_part("selector", choice.name).takes_all(choice.options, most):
+        _refuse_even("sends every token to every expert that it may choose")
+
+
+def refuse_even_selector(moe: MoEConfig, first_choice: bool = False) -> None:
+    """Raise ValueError if the selector itself makes the counts of a micro batch even."""
+    if ("even_first_choices" if first_choice else "even_load") in capabilities(moe.router.selector):
+        _refuse_even("gives every expert as many tokens")
+
+
+def refuse_all_largest(moe: MoEConfig) -> None:
+    """Raise ValueError if the k largest gating values are those of all experts."""
+    if experts_wanted(moe) >= moe.num_experts:
+        _refuse_even(f"wants all {moe.num_experts} experts for every token")
+
+
+def _refuse_even(what: str) -> None:
+    raise ValueError(
+        f"the selector {what}, so that their counts are even whatever the router does, and the loss "
+        "teaches nothing; leave it out, or choose another moe.router.selector"
+    )
+
+
+BASES = {"mask": Mask, "score_function": ScoreFunction, "selector": Selector}  # all others: Part
+
+
+def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
+    """Check each part of the layer against the others.
+
+    Raises:
+        UserError: the part's key and name, and why it is refused, or that its class is of another kind.
+    """
+    chosen = list(chosen_parts(moe))
+    for key, choice in chosen:
+        part, base = get_part(choice.kind, choice.name), BASES.get(choice.kind, Part)
+        if not issubclass(part, base):
+            raise UserError(f"{key}: {choice.name}: expected a subclass of megamoe.moe.part.{base.__name__}")
+        with _with_key(key, choice):
+            declared(choice, moe.num_experts)  # raises here, with this part's key, if it cannot say
+    for key, choice in chosen:
+        with _with_key(key, choice):
+            if choice.kind == "loss":
+                _check_loss(key.rpartition(".")[2], choice.options)
+            refuse_misfits(choice, moe)
+            get_part(choice.kind, choice.name).check(choice.options, moe, expert_parallel)
+            if choice.kind == "mask":
+                refuse_same_draw(choice, moe)
+                refuse_one_candidate(choice, moe)
+    refuse_late_masks(moe)
+
+
+@contextmanager
+def _with_key(key: str, choice: PartChoice) -> Iterator[None]:
+    """Turn what a part's check raises into a UserError with the part's key and name, but for our own bugs."""
+    part = get_part(choice.kind, choice.name)
+    named = key if key == f"moe.losses.{choice.name}" else f"{key}: {choice.name}"
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{named}: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        if is_ours(part):
+            raise
+        raise UserError(f"{named}: its check failed{failure_of(part, error)}") from error
+
+
+def _check_loss(name: str, options: Any) -> None:
+    if hasattr(nn.ModuleDict(), name):  # the layer keeps its losses in one
+        raise ValueError("modules of PyTorch use this name; choose another")
+    if not options.weight >= 0:
+        raise ValueError(f"weight is {options.weight}, expected at least 0")
+
+
+def refuse_late_masks(moe: MoEConfig) -> None:
+    """Raise UserError if a step-wide mask comes after one that depends on the token."""
+    first: str | None = None
+    for place, choice in enumerate(moe.router.masks):
+        if not get_part("mask", choice.name).step_wide:
+            first = first or choice.name
+        elif first is not None:
+            raise UserError(
+                f"moe.router.masks.{place}: {choice.name}: takes the same experts from all tokens, "
+                f"and after {first} might leave a token without any; put it before {first}"
+            )

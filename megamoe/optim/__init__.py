@@ -1,0 +1,1 @@
+"""Optimizers, parameter groups, clipping, and schedules of the learning rate and the batch size."""

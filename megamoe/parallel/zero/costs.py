@@ -1,0 +1,163 @@
+"""The memory of a rank's model states by ZeRO stage, and the traffic of a layout's MoE layers."""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+from megamoe.config.schema import Precision
+from megamoe.parallel.layout import Layout
+from megamoe.parallel.zero.offload import Offload
+
+
+@dataclass(frozen=True)
+class Share:
+    """The parameters of a rank, how many of them are trained, and how many ranks hold the same ones."""
+
+    parameters: float
+    trained: float
+    replicas: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of weights, gradients and optimiser state on one rank's device; offloaded states are separate."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    cpu: float = 0
+    nvme: float = 0
+
+    @property
+    def total(self) -> float:
+        """The total on the device."""
+        return self.weights + self.gradients + self.optimizer
+
+    def __add__(self, other: "StateBytes") -> "StateBytes":
+        return StateBytes(*map(operator.add, astuple(self), astuple(other)))
+
+
+def state_bytes(
+    shares: Iterable[Share],
+    stage: int,
+    precision: Precision,
+    offload: Offload | None = None,
+    aside: float = 0,
+) -> StateBytes:
+    """Return the bytes of model states between two micro batches of a step, when gradients accumulate.
+
+    aside: parameters whose gradients are also held in fp32, to be summed over tensor ranks once per step.
+
+    DeepSpeed's buckets, and weights that a layer gathers at ZeRO 3, are not included.
+    tests/distributed/costs/test_memory.py compares the result with the live tensors.
+    """
+    offload = offload or Offload()
+    total = StateBytes(0, 0, 0)
+    for share in shares:
+        total += _share_bytes(share, stage, precision, offload)
+    return total + StateBytes(0, 4 * aside, 0)
+
+
+def _share_bytes(share: Share, stage: int, precision: Precision, offload: Offload) -> StateBytes:
+    width = 4 if precision == "fp32" else 2
+    weights = width * share.parameters / (share.replicas if stage == 3 else 1)
+    gradients = 4 * share.trained / (share.replicas if stage >= 2 else 1)  # accumulated in fp32
+    master = 4 if stage >= 1 or precision != "fp32" else 0
+    mine = share.trained / (share.replicas if stage >= 1 else 1)
+    optimizer = (8 + master) * mine
+    if offload.optimizer == "none":
+        return StateBytes(weights, gradients, optimizer)
+    return _offloaded(stage, width, offload, weights, gradients, optimizer, mine)
+
+
+def _offloaded(
+    stage: int, width: int, offload: Offload, weights: float, gradients: float, optimizer: float, mine: float
+) -> StateBytes:
+    """Return the bytes with an offloaded optimiser, which updates where its state is.
+
+    It has its own gradients there, and below ZeRO 3 a copy of the weights that it writes. mine: the
+    parameters that this rank updates.
+    """
+    stepping = optimizer + 4 * mine
+    held = 0.0 if stage == 1 else gradients  # ZeRO 1 accumulates on the device
+    written = width * mine if stage < 3 else 0.0
+    on_device = StateBytes(weights if offload.parameters == "none" else 0, gradients - held, 0)
+    cpu, nvme = held + written, 0.0
+    if offload.optimizer == "cpu":
+        cpu += stepping
+    else:
+        nvme += stepping
+    if offload.parameters == "cpu":
+        cpu += weights
+    elif offload.parameters == "nvme":
+        nvme += weights
+    return on_device + StateBytes(0, 0, 0, cpu, nvme)
+
+
+COUNT_BYTES = 8  # of a row count
+SCORE_BYTES = 4  # of a score
+
+
+@dataclass(frozen=True)
+class MoETraffic:
+    """Bytes sent by one rank for one MoE layer.
+
+    tokens: without sequence parallelism, the layer's output to all tensor ranks, and its input's gradient.
+    scores: all scores to all tensor ranks, and their gradient back. counts: row counts, over the
+    expert-parallel and the expert-tensor group. rows: to the experts' ranks and back, forward and backward.
+    slices: to the ranks with the other slices of an expert and back, forward and backward.
+    """
+
+    tokens: float
+    scores: float
+    counts: float
+    rows: float
+    slices: float
+
+    @property
+    def total(self) -> float:
+        """The sum of all."""
+        return self.tokens + self.scores + self.counts + self.rows + self.slices
+
+
+def moe_traffic(
+    layout: Layout,
+    *,
+    sequence: bool,
+    tokens: float,
+    pairs: float,
+    hidden_size: int,
+    num_experts: int,
+    width: int,
+) -> MoETraffic:
+    """Return the traffic of one layer with an even load.
+
+    tokens, pairs: of one micro batch, over its tensor ranks. width: bytes of a number in the model's dtype.
+    sequence: whether sequence parallelism is on.
+    """
+    row = hidden_size * width
+    own = pairs / layout.tensor
+    experts_away = (layout.expert - 1) / layout.expert
+    others_slices = layout.expert_tensor - 1
+    local = num_experts // layout.expert
+    return MoETraffic(
+        tokens=0 if sequence else 2 * _share(layout.tensor) * tokens * row,
+        scores=2 * _share(layout.tensor) * tokens * num_experts * SCORE_BYTES,
+        counts=COUNT_BYTES * (experts_away * num_experts + others_slices * layout.expert * local),
+        # Four transfers: to the experts and back, in forward and in backward.
+        rows=4 * experts_away * own * row,
+        slices=4 * others_slices * own * row,
+    )
+
+
+def cut_pair_traffic(layout: Layout, *, sequence: bool, tokens: float, hidden_size: int, width: int) -> float:
+    """Return the traffic of an attention or dense FFN: a column-parallel product, then a row-parallel one.
+
+    There is one all-reduce of the activations in forward and one in backward. With sequence parallelism there
+    are equivalent gathers and reduce-scatters, and one more gather for the gradient of the first weight.
+    """
+    return (5 if sequence else 4) * _share(layout.tensor) * tokens * hidden_size * width
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks

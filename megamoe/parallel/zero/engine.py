@@ -1,0 +1,228 @@
+"""The DeepSpeed engine behind a small interface: forward, backward, step, project, and batch sizes.
+
+It makes training the same under every layout:
+- the gradient comes from the caller's loss unchanged: the engine divides only by the data-parallel size (its
+mean over ranks), not by the accumulation steps;
+- the caller sets the accumulation boundary, so the batch size may change between steps;
+- clipping covers dense and expert parameters together at every stage (see `optimizer`);
+- a step whose gradients are not finite, or that the caller skips, changes nothing (`step_skipped`).
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from megamoe.compat.deepspeed_compat import (
+    LossScaler,
+    forget_gradients,
+    inner_optimizer,
+    read_norm_once,
+    silence_memory_reports,
+    skip_gradient_buckets,
+)
+from megamoe.compat.deepspeed_zero import accept_own_outputs
+from megamoe.config.schema import RunConfig
+from megamoe.kernels.choice import Kernels
+from megamoe.moe.part import Constraint
+from megamoe.optim.optimizers import (
+    MasterWeightAdamW,
+    Stage0AdamW,
+    adamw_options,
+    parameter_groups,
+    resting,
+    zero_optimizer,
+)
+from megamoe.parallel.consensus import CollectiveError
+from megamoe.parallel.gradient_sync import TensorParallelGradientSync
+from megamoe.parallel.groups import ModelParallelUnit, data_group
+from megamoe.parallel.launch import World
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan
+from megamoe.parallel.zero.partition import Partition
+from megamoe.parallel.zero.scattered_gradients import ScatteredGradients
+from megamoe.parallel.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
+
+
+class Engine:
+    """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision.
+
+    model: on the CPU in fp32; at ZeRO 3 a `Partition` may have cut it. plan: the layout and ZeRO settings.
+    filled: the dictionary from `fill_in` for `deepspeed.initialize`. step_skipped: whether the last step left
+    weights and moments unchanged.
+    """
+
+    def __init__(
+        self, config: RunConfig, model: nn.Module, world: World, plan: ParallelPlan, filled: dict[str, Any]
+    ) -> None:
+        self.world = world
+        self.layout, self.stage, self.precision = plan.layout, plan.stage, plan.precision
+        self.step_skipped = False
+        self.micro_batch_size = config.train.micro_batch_size
+        if self.stage == 0 and self.precision == "bf16":
+            _round_parameters(model)
+        if self.stage == 3:
+            accept_own_outputs()
+            Partition(filled, plan.precision)(model)  # what is not cut yet
+        model.to(world.device)
+        unit = ModelParallelUnit()
+        tensor_group = unit.get_tensor_model_parallel_group()
+        self._gradient_sync = (
+            TensorParallelGradientSync(model, tensor_group) if self.layout.tensor > 1 else None
+        )
+        optimizer = _build_optimizer(config, model, plan, world)
+        silence_memory_reports()
+        read_norm_once()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # notices for the libraries' own developers
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
+            )
+        if ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
+            kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+            section = filled.get("zero_optimization", {})
+            ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
+        self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
+        if self.stage == 0 and world.size == 1:
+            skip_gradient_buckets(self._engine)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without DeepSpeed's wrapper."""
+        module: nn.Module = self._engine.module
+        return module
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks whose micro batches form the batch."""
+        return data_group()
+
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimiser, inside ZeRO's wrapper or without one."""
+        return inner_optimizer(self._engine.optimizer)
+
+    def set_accumulation(self, accumulation: int) -> None:
+        """Set the micro batches per rank of the next step."""
+        self._engine.set_train_batch_size(self.micro_batch_size * self.layout.data * accumulation)
+
+    def forward(self, last: bool, **inputs: Any) -> Any:
+        """Return the model's output; `last`: whether this is the step's last micro batch."""
+        self._engine.set_gradient_accumulation_boundary(is_boundary=last)
+        if self._gradient_sync is not None:
+            self._gradient_sync.last = last
+        return self._engine(**inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of `loss`; after the last micro batch it is averaged over ranks."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss in `backward`, so that small gradients do not underflow in fp16; 1
+        otherwise.
+        """
+        return self._loss_scaler.scale if self._loss_scaler is not None else 1.0
+
+    @property
+    def loss_scale_can_fall(self) -> bool:
+        """Whether an overflow lowers the loss scale."""
+        return self._loss_scaler is not None and self._loss_scaler.can_fall
+
+    def loss_scaler_state(self) -> dict[str, float]:
+        """Return the state of a dynamic loss scale for a checkpoint; empty if there is none."""
+        return self._loss_scaler.state() if self._loss_scaler is not None else {}
+
+    def restore_loss_scaler(self, state: dict[str, float]) -> None:
+        """Restore `loss_scaler_state`; a static scale is always the file's."""
+        if self._loss_scaler is not None:
+            self._loss_scaler.restore(state)
+
+    def step(self, lr: float, rest: bool = False) -> float:
+        """Clip, update the weights and clear the gradients; return the gradient norm before clipping.
+
+        If the norm is not finite, or with `rest`, weights and moments do not change; see `step_skipped`.
+
+        Raises:
+            CollectiveError: in fp16, if gradients overflow at the smallest loss scale.
+        """
+        for group in self.inner_optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        if self._gradient_sync is not None:
+            self._gradient_sync.check_all_summed()
+        try:
+            with resting(self._engine.optimizer) if rest else nullcontext():
+                self._engine.step()
+        except Exception as error:  # DeepSpeed's dynamic scale has no narrower type
+            if not LossScaler.is_at_minimum(error):
+                raise
+            raise CollectiveError(
+                f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} (fp16."
+                "min_loss_scale of the DeepSpeed file); lower optimizer.lr, or train in bf16"
+            ) from None
+        # A norm that is not finite: DeepSpeed skips the step and returns inf; our optimiser returns the norm.
+        norm = float(self._engine.get_global_grad_norm())
+        self.step_skipped = rest or not math.isfinite(norm)
+        if not math.isfinite(norm):
+            forget_gradients(self._engine.optimizer)
+        return norm
+
+    @torch.no_grad()
+    def project(self, constraints: list[Constraint]) -> None:
+        """Replace each parameter by its projection, in full precision if it has a master copy.
+
+        Collective at ZeRO 1, 2 and 3, which partition the masters.
+        """
+        for parameter, projection in constraints:
+            if self.stage == 0:
+                master = self.inner_optimizer.master_of(parameter)  # type: ignore[attr-defined]
+                value = projection(master.float())
+                master.copy_(value)
+            else:
+                value = projection(safe_get_full_fp32_param(parameter))
+                set_master(parameter, value)
+            set_weight(parameter, value)
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Context in which parameters are whole and read-only; collective at ZeRO 3, no operation below."""
+        return gathered(parameters)
+
+    def optimizer_shards(self) -> Iterator[Shard]:
+        """Return this rank's weights and moments by parameter group."""
+        return optimizer_shards(self._engine.optimizer, self.inner_optimizer, self.stage)
+
+    def train(self, mode: bool) -> None:
+        """Set training or evaluation mode."""
+        self._engine.train(mode)
+
+
+def _build_optimizer(
+    config: RunConfig, model: nn.Module, plan: ParallelPlan, world: World
+) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, config.optimizer)
+    options = adamw_options(config.optimizer)
+    if plan.stage == 0:
+        kind = MasterWeightAdamW if plan.precision == "bf16" else Stage0AdamW
+        clip, decoupled = config.optimizer.grad_clip, config.optimizer.name == "adamw"
+        kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+        return kind(groups, clip, kernels=kernels, decoupled_weight_decay=decoupled, **options)
+    if plan.offload.optimizer != "none" and world.device.type == "cuda":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        del options["fused"]
+        decoupled = config.optimizer.name == "adamw"
+        cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
+        return cpu_adam
+    return zero_optimizer(config.optimizer, groups)
+
+
+def _round_parameters(model: nn.Module) -> None:
+    """Convert parameters to bf16; buffers (rotary frequencies) stay fp32, as in the engine's own cast."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()

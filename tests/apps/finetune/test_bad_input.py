@@ -1,0 +1,164 @@
+"""Bad task files and examples: one line that names the key, or the file and the line."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megamoe.apps.finetune.examples import read_examples
+from megamoe.apps.finetune.task import load_task
+from megamoe.config import to_dict
+from megamoe.errors import UserError
+from tests.support.apps.tasks import answers, make_task, write_jsonl
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.tiny import ROOT, tiny
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("classification", {"learning_rat": 1}, "unknown key 'learning_rat'.* did you mean 'learning_rate'"),
+        ("classification", {"kind": "parsing"}, "kind: expected 'classification', .* found 'parsing'"),
+        ("classification", {"train": None}, "train: this key is required"),
+        ("classification", {"epochs": 0}, "epochs: expected a number above 0.*, found 0"),
+        ("classification", {"seeds": []}, "seeds: "),
+        ("classification", {"seeds": [1, 1]}, r"seeds: found \[1, 1\], expected each once"),
+        ("classification", {"metrics": ["bleu"]}, "metrics: 'bleu' is none of classification; it has acc"),
+        ("classification", {"metrics": []}, "metrics: found none, expected some of accuracy"),
+        ("classification", {"metrics": ["accuracy"] * 2}, "metrics: found .* expected each once"),
+        ("classification", {"labels": ["no", ""]}, "labels: found .* of which one is empty"),
+        ("classification", {"labels": [True, False]}, "labels.0: .*found true; yes, no, on .* in quotes"),
+        ("classification", {"test": {"valid": "x.jsonl"}}, "test: 'valid' is the name of the validation set"),
+        ("classification", {"metrics": ["f1_binary"]}, "positive: the label of which f1_binary is the F1"),
+        ("classification", {"labels": ["no"]}, "labels: found .* expected at least 2, each once"),
+        ("regression", {"labels": ["a", "b"]}, "labels: regression has none; leave them out"),
+        ("regression", {"columns": {"words": "a"}}, "columns.words: regression has no such column; it has"),
+        ("classification", {"select": "best", "valid": None}, "select: best needs a valid file"),
+        ("classification", {"test": "a.jsonl"}, "test: found 'a.jsonl', expected files by name"),
+        ("classification", {"test": {}}, "test: names no file"),
+        ("classification", {"test": {"a/b": "x"}}, "test: the name 'a/b' has other characters"),
+        ("classification", {"test": {"a": "x"}, "languages": ["a"]}, "languages: are for a test path with"),
+    ],
+)  # fmt: skip
+def test_a_task_file_with_a_mistake(tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_task(make_task(tmp_path, name, **changes), [])
+
+
+LINE = {"text": "a", "label": "yes"}
+WORDS = {"words": ["a", "b"], "tags": ["A", "B"]}
+(ANSWER,) = answers(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "file", "rows", "message"),
+    [
+        ("classification", {"labels": ["yes", "maybe"]}, "", [], "train.jsonl', line 1: the task has no la"),
+        ("classification", {}, "test.de", [LINE, {**LINE, "label": "new"}],
+         "test.de.jsonl', line 2: the task has no label 'new'; it has no, yes"),
+        ("classification", {}, "valid", [], "valid.jsonl' has no examples"),
+        ("classification", {}, "train", [LINE], "all examples have the label 'yes', expected at least 2"),
+        ("classification", {"languages": ["de", "xx"]}, "", [], "languages: 'xx' has no data: no file .*xx."),
+        ("classification", {"test": {"de": "none.jsonl"}}, "", [], "'none.jsonl' cannot be read: No such"),
+        ("classification", {"test": "none.*.jsonl"}, "", [], "test: 'none.*.jsonl' names no file"),
+        ("classification", {"test": "{}/*.jsonl"}, "", [], "test: .* finds .*/valid.jsonl', but valid is"),
+        ("classification", {}, "train", [LINE, {**LINE, "label": " "}], "line 2: a label is empty"),
+        ("classification", {}, "test.de", [{**LINE, "text": "\ud800"}], "line 1: half of a surrogate pair"),
+        ("classification", {"train": "a.txt"}, "", [], "'a.txt' cannot be read|expected a file that ends in"),
+        ("classification", {"columns": {"text": "body"}}, "", [],
+         "line 1: no column 'body'; there is text, label: name yours as columns.text"),
+        ("classification", {}, "train", [{"text": " ", "label": "no"}], "line 1: the text is empty"),
+        ("classification", {}, "train", [{"text": 1, "label": "no"}], "line 1: expected ."),
+        ("classification", {}, "train", ["x"], "line 1: expected an object with the columns text, label"),
+        ("classification", {"positive": "no no", "metrics": ["f1_binary"]}, "", [], "positive: 'no no' is"),
+        ("regression", {}, "train", [{"text": "a", "label": "b"}], "label 'b', expected a number"),
+        ("regression", {}, "train", [{"text": "a", "label": float("inf")}], "label 'inf', expected a finite"),
+        ("regression", {}, "train", [{"text": "a", "label": 10**400}], "label '1000.*, expected a finite"),
+        ("regression", {}, "train", [{"text": "a", "label": 1e39}], "label '1e.39', expected a finite"),
+        ("tagging", {}, "train", [WORDS, {**WORDS, "tags": ["A", ""]}], "line 2: a label is empty"),
+        ("tagging", {}, "train", [{"words": ["a", "b"], "tags": ["A"]}], "line 1: 2 words and 1 tags"),
+        ("tagging", {}, "train", [{"words": ["a", " "], "tags": ["A", "B"]}], "line 1: word 2 is empty"),
+        ("tagging", {}, "train", [WORDS, {"words": [], "tags": []}], "line 2: expected ."),
+        ("question_answering", {}, "train", [{**ANSWER, "answers": {"text": ["103"], "answer_start": [4]}}],
+         "line 1: the answer '103' is not at character 4 of the context, where ' 10' stands"),
+        ("question_answering", {}, "train", [{**ANSWER, "answers": {"text": [], "answer_start": []}}],
+         "line 1: expected .* with at least one answer"),
+        ("question_answering", {}, "train", [{**ANSWER, "answers": {"text": ["a"], "answer_start": [-1]}}],
+         "the number of its first character"),
+    ],
+)  # fmt: skip
+def test_examples_with_a_mistake(
+    tmp_path: Path, name: str, changes: dict[str, Any], file: str, rows: list[Any], message: str
+) -> None:
+    if isinstance(test := changes.get("test"), str):
+        changes = {**changes, "test": test.replace("{}", str(tmp_path / name))}
+    path = make_task(tmp_path, name, **changes)
+    if file:
+        write_jsonl(tmp_path / name / f"{file}.jsonl", rows)
+    with pytest.raises(UserError, match=message):
+        read_examples(load_task(path, []))
+
+
+def test_tables_are_read_as_json_lines_are(tmp_path: Path) -> None:
+    """A .tsv has no quotes, a .csv has; a text may hold what only Unicode takes for the end of a line."""
+    path = make_task(tmp_path, "classification", test={"de": str(tmp_path / "de.tsv")})
+    expected = [{"text": 'say "a\u2028b', "label": "no"}, {"text": "c, d", "label": "yes"}]
+    (tmp_path / "de.tsv").write_text('label\ttext\textra\nno\tsay "a\u2028b\t1\nyes\tc, d\t2\n')
+    assert read_examples(load_task(path, [])).sets["test.de"] == expected
+    (tmp_path / "de.csv").write_text('label,text\nno,"say ""a\u2028b"\nyes,"c, d"\n')
+    override = f"task.test={json.dumps({'de': str(tmp_path / 'de.csv')})}"
+    assert read_examples(load_task(path, [override])).sets["test.de"] == expected
+    (tmp_path / "de.csv").write_text("label,text\nno\n")
+    with pytest.raises(UserError, match="de.csv', line 2: 1 cells, expected 2 as in the first line"):
+        read_examples(load_task(path, [override]))
+
+
+def test_languages_of_a_pattern_and_labels_in_order(tmp_path: Path) -> None:
+    found = read_examples(load_task(make_task(tmp_path, "pairs"), []))
+    assert (found.tests, found.labels) == (["de", "en"], ["0", "1"])
+    assert set(found.sets["train"][0]) == {"text", "second", "label"}
+    some = read_examples(load_task(tmp_path / "pairs/task.yaml", ["task.languages=[en]"]))
+    assert some.tests == ["en"]
+    with pytest.raises(UserError, match="task.lang=de.*|unknown key 'lang'"):
+        load_task(tmp_path / "pairs/task.yaml", ["task.lang=de"])
+
+
+def test_the_command_ends_with_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
+    task = make_task(tmp_path, "classification")
+    config = {**to_dict(tiny()), "name": "decoder"}
+    decoder = write_checkpoint(tmp_path / "step_00000001", {}, vocabulary=48, config=config)
+
+    def said(*more: str, checkpoint: Path = decoder) -> str:
+        return refused("finetune", "--task", task, "--checkpoint", checkpoint, *more)
+
+    assert "step_00000001: saved with model.architecture decoder; tasks need an encoder" in said()
+    assert "no checkpoint and no run's folder" in said(checkpoint=tmp_path / "none")
+    config = to_dict(tiny("model.architecture=encoder", "train.objective=masked", "model.vocab_size=null"))
+    encoder = write_checkpoint(tmp_path / "step_00000002", {}, vocabulary=1025, config=config)
+    assert "tokenizer: 'bytes' has 258 ids and is not that of the pretrained model" in said(
+        checkpoint=encoder
+    )
+    assert "unknown key 'lr'" in said("task.lr=1")
+    assert "expected section.key=value" in said("task.learning_rate")
+    tree = yaml.safe_load(task.read_text())
+    task.write_text(yaml.safe_dump({**tree, "train": str(tmp_path / "empty.jsonl")}))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert "empty.jsonl' has no examples; name another file" in said()
+
+
+def test_missing_libraries_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megamoe.apps.finetune.metrics import check_libraries
+
+    check_libraries()
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    with pytest.raises(UserError, match="pip install 'megamoe.finetune.'"):
+        check_libraries()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/tasks").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_are_task_files(path: Path) -> None:
+    assert load_task(path, []).name == path.stem

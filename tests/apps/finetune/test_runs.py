@@ -1,0 +1,98 @@
+"""The configuration of a seed's run: what the task says, the pretrained model's sections, and overrides."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.apps.finetune.examples import read_examples
+from megamoe.apps.finetune.runs import run_config
+from megamoe.apps.finetune.task import load_task
+from megamoe.config import RunConfig
+from megamoe.errors import UserError
+from tests.support.apps.tasks import make_task
+from tests.support.tiny import tiny
+
+PRETRAINED = (
+    "model.architecture=encoder",
+    "model.hidden_dropout=0.3",
+    "data.document_aware=false",
+    "data.sequence_length=32",
+    "train.objective=masked",
+    "optimizer.lr=0.5",
+)
+
+
+def run_of(
+    folder: Path, *overrides: str, model: Sequence[str] = (), ranks: int = 1, **changes: Any
+) -> RunConfig:
+    """model: overrides of the pretrained model's configuration. changes: of the task."""
+    task = load_task(make_task(folder, "classification", **changes), [])
+    examples = read_examples(task)
+    places = (folder / "step_00000001", folder / "output")
+    return run_config(task, examples, tiny(*PRETRAINED, *model), "bytes", 258, *places, 7, overrides, ranks)
+
+
+def test_every_key_of_the_task_reaches_the_run(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path,
+        epochs=2,
+        learning_rate=3e-5,
+        schedule="cosine",
+        warmup_share=0.25,
+        weight_decay=0.02,
+        dropout=0.15,
+        frozen=["router"],
+        too_long="truncate",
+        sequence_length=20,
+    )
+    optimizer, data = run.optimizer, run.data
+    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_share) == (3e-5, "cosine", 0.25)
+    assert (optimizer.weight_decay, run.moe.frozen, run.seed, run.name) == (0.02, ["router"], 7, "seed_7")
+    assert (run.model.hidden_dropout, run.model.attention_dropout) == (0.15, 0.15)
+    assert (run.train.epochs, run.train.global_batch_size, run.train.micro_batch_size) == (2, 4, 2)
+    assert (data.sequence_length, run.train.objective.options.too_long) == (20, "truncate")
+    assert (run.model.num_labels, run.model.predicts) == (2, "label")
+    assert (run.evaluation.every, run.evaluation.batches) == (3, 2)  # 12 examples in batches of 4; 5 of valid
+    assert run.checkpoint.init is not None and run.checkpoint.init.path == str(tmp_path / "step_00000001")
+
+
+@pytest.mark.parametrize(
+    "more", [{"optimizer": {"beta2": 0.5}, "train": {"micro_batch_size": 1}},
+             {"optimizer.beta2": 0.5, "train.micro_batch_size": 1}]
+)  # fmt: skip
+def test_further_keys_leave_the_others_as_they_are(tmp_path: Path, more: dict[str, Any]) -> None:
+    run = run_of(tmp_path, run=more, learning_rate=3e-5, warmup_share=0.25)
+    assert (run.optimizer.beta2, run.optimizer.lr, run.optimizer.warmup_share) == (0.5, 3e-5, 0.25)
+    assert run.train.micro_batch_size == 1 and run.train.global_batch_size == 4
+
+
+def test_overrides_come_last_and_a_batch_is_divided_over_the_ranks(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path, "optimizer.beta2=0.6", ranks=2, run={"optimizer.beta2": 0.5}, micro_batch_size=None
+    )
+    assert (run.optimizer.beta2, run.train.micro_batch_size) == (0.6, 2)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(4, 2), (1, 4)])
+def test_tensor_parallel_ranks_share_a_batch(tmp_path: Path, ranks: int, size: int) -> None:
+    """One rank is too few, which the run itself refuses."""
+    run = run_of(tmp_path, "parallel.tensor=2", ranks=ranks, micro_batch_size=None)
+    assert run.train.micro_batch_size == size
+
+
+def test_nothing_of_a_dense_model_is_frozen(tmp_path: Path) -> None:
+    """So a task file serves for the dense baseline too."""
+    frozen: dict[str, Any] = {"frozen": ["router", "experts"]}
+    assert run_of(tmp_path, **frozen).moe.frozen == ["router", "experts"]
+    assert run_of(tmp_path, model=["moe.layers={at: []}"], **frozen).moe.frozen == []
+
+
+@pytest.mark.parametrize("key", ["name", "output", "seed", "checkpoint.init.path", "data.sources"])
+def test_keys_that_the_tool_sets_itself_are_refused(tmp_path: Path, key: str) -> None:
+    """A run of another name or folder would be trained and then not found."""
+    with pytest.raises(UserError, match=f"^{key}: tools/finetune.py sets this key of a seed's run itself"):
+        run_of(tmp_path, f"{key}=5")
+    with pytest.raises(UserError, match=f"^{key}: "):
+        run_of(tmp_path, run={key: 5})

@@ -1,0 +1,224 @@
+"""Generation: the cache against the plain forward pass, at any layout; prompts of different lengths."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.apps.evaluation.trained_model import Session, TrainedModel, session
+from megamoe.apps.generation.generate import Generated, encoded, generate
+from megamoe.apps.generation.runner import CachedRunner, prepare
+from megamoe.apps.generation.sampling import Sampling
+from megamoe.errors import UserError
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import trained_on_bytes
+
+ROTARY = {
+    "model__num_attention_heads": 4,
+    "model__num_query_groups": 2,
+    "model__attention": {"query_key_norm": "head", "window": 4, "window_blocks": [2], "sinks": True},
+    "moe__router": {"selector": {"name": "threshold", "threshold": 0.4}},
+}
+LEARNED = {
+    "model__position": "learned",
+    "model__norm": "layernorm",
+    "model__attention": {"window": 5, "soft_cap": 3.0, "output_bias": True},
+    "moe__router": {
+        "selector": {"name": "top_k", "k": 2},
+        "capacity": {"name": "per_expert", "factor": 0.25},
+    },
+}
+CHOOSING = {
+    "moe__router": {"selector": {"name": "expert_choice", "allow_non_causal": True}},
+    "moe__losses": {},
+}
+PROMPTS = ["a cat", "the quick brown", "o", "the quick brown"]
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("generated")
+    models: dict[str, dict[str, Any]] = {"rotary": ROTARY, "learned": LEARNED, "choosing": CHOOSING}
+    pool.run(trained_on_bytes, folder, models, ranks=1)
+    return folder
+
+
+def plainly(trained: TrainedModel, tokens: list[int]) -> Tensor:
+    """The oracle: the logits after these tokens, from one forward pass over them and nothing else."""
+    tokens_BS = torch.tensor([tokens])
+    trained.context.token_index_T = trained.context.token_ids_T = None
+    with torch.no_grad():
+        logits_BSV = trained.decoder.logits(tokens_BS, torch.arange(len(tokens))[None])
+    return logits_BSV[0, -1, : trained.vocabulary.size]
+
+
+def differences(ranks: Session, path: Path) -> list[float]:
+    """How far the cached logits of a batch of prompts are from the oracle's, at each place."""
+    found = []
+    trained = ranks.open(path)
+    can, _ = prepare(trained, keep_capacity=False, cache=True)
+    assert can
+    prompts = encoded(trained, PROMPTS[:3], 6)
+    runner = CachedRunner(trained, prompts, 6)
+    logits_BV = runner.begin()
+    sequences = [list(prompt) for prompt in prompts]
+    for _ in range(5):
+        wanted_BV = torch.stack([plainly(trained, tokens) for tokens in sequences])
+        found.append(float((logits_BV - wanted_BV).abs().max()))
+        new = wanted_BV.argmax(1).tolist()
+        for tokens, token in zip(sequences, new, strict=True):
+            tokens.append(token)
+        logits_BV = runner.feed(new)
+    return found
+
+
+def generated(
+    ranks: Session, path: Path, batches: list[int | None], overrides: list[str], **options: Any
+) -> list[list[Generated]]:
+    """Results of all prompts for each batch size; None: without the cache."""
+    trained = ranks.open(path, overrides)
+    can, _ = prepare(trained, options.pop("keep_capacity", False), cache=True)
+    shows = options.pop("show_experts", False)
+    sampling = Sampling(max_tokens=6, **options)
+    prompts = encoded(trained, PROMPTS, sampling.max_tokens)
+    found = []
+    for size in batches:
+        cached = can and size is not None
+        results = generate(
+            trained, prompts, sampling, batch_size=size or 1, cached=cached, show_experts=shows
+        )
+        found.append(list(results))
+    return found
+
+
+def greedily(ranks: Session, folder: Path, overrides: list[str]) -> list[Generated]:
+    """Greedy results of both models, with the experts."""
+    found: list[Generated] = []
+    for name in ("rotary", "learned"):
+        found += generated(ranks, folder / name, [3], overrides, temperature=0.0, show_experts=True)[0]
+    return found
+
+
+def on_one_rank(folder: Path) -> dict[str, Any]:
+    """Job: everything that one rank can find."""
+    rotary, learned = folder / "rotary", folder / "learned"
+    shown: dict[str, Any] = {"show_experts": True, "temperature": 0.0}
+    with session() as ranks:
+        return {
+            "rotary": differences(ranks, rotary),
+            "learned": differences(ranks, learned),
+            "drawn": generated(ranks, rotary, [4, 2, None], [], top_k=50, top_p=0.9, show_experts=True),
+            "other seed": generated(ranks, rotary, [4], [], seed=7),
+            "greedy": greedily(ranks, folder, []),
+            "plain": generated(ranks, learned, [None], [], **shown)[0],
+            "dropping": generated(ranks, learned, [3], [], keep_capacity=True, **shown)[0],
+            "notes": notes(ranks, folder),
+            "refused": refusals(ranks, folder),
+        }
+
+
+def notes(ranks: Session, folder: Path) -> list[tuple[bool, list[str]]]:
+    """Whether models can use a cache, and what the user is told."""
+    cases = (("choosing", False), ("learned", True), ("learned", False), ("rotary", True))
+    return [prepare(ranks.open(folder / name), keep, cache=True) for name, keep in cases]
+
+
+def refusals(ranks: Session, folder: Path) -> list[str]:
+    """The lines of what is refused."""
+    lines = []
+    for prompts, tokens, overrides in (
+        ([""], 4, []),
+        (["a", "b" * 20], 20, []),
+        (["a"], 4, ["data.tokenizer=null", "model.vocab_size=257"]),
+    ):
+        try:
+            encoded(ranks.open(folder / "learned", overrides), prompts, tokens)
+        except UserError as error:
+            lines.append(str(error))
+    return lines
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, runs: Path) -> dict[str, Any]:
+    (found,) = pool.run(on_one_rank, runs, ranks=1)
+    return found
+
+
+@pytest.mark.parametrize("name", ["rotary", "learned"])
+def test_the_cache_gives_the_logits_of_a_plain_pass(alone: dict[str, Any], name: str) -> None:
+    assert len(alone[name]) == 5 and max(alone[name]) < 1e-5
+
+
+def texts(results: list[Generated]) -> list[tuple[list[int], str, str]]:
+    return [(result.tokens, result.text, result.reason) for result in results]
+
+
+def test_draws_do_not_depend_on_the_batch(alone: dict[str, Any]) -> None:
+    whole, halves, plain = map(texts, alone["drawn"])
+    assert whole == halves == plain
+    assert whole[1] != whole[3]  # the same prompt twice has two draws
+    assert whole != texts(alone["other seed"][0])
+
+
+def test_experts_are_shown_for_every_token(alone: dict[str, Any]) -> None:
+    whole, _, plain = alone["drawn"]
+    for one, other in zip(whole, plain, strict=True):
+        assert len(one.experts) == len(one.prompt) + len(one.tokens) == len(other.experts)
+        for mine, theirs in zip(one.experts, other.experts, strict=True):
+            assert mine.keys() == theirs.keys() == {"2"}
+            assert [expert for expert, _ in mine["2"]] == [expert for expert, _ in theirs["2"]]
+            assert [w for _, w in mine["2"]] == pytest.approx([w for _, w in theirs["2"]], abs=1e-5)
+            assert sum(weight for _, weight in mine["2"]) >= 0.4 - 1e-6  # the threshold
+    greedy = alone["greedy"][len(PROMPTS) :]
+    assert texts(greedy) == texts(alone["plain"])
+    assert all(len(token["2"]) == 2 for result in greedy for token in result.experts)
+    assert any(len(token["2"]) < 2 for result in alone["dropping"] for token in result.experts)
+
+
+def test_what_looks_at_other_tokens_has_no_cache(alone: dict[str, Any]) -> None:
+    (choosing, told), (kept, why), (dropped, without), free = alone["notes"]
+    assert (choosing, kept, dropped, free) == (False, False, True, (True, []))
+    start = "generating without key/value cache, prompt by prompt:"
+    assert told == [f"{start} the selector expert_choice lets a token's experts depend on other tokens"]
+    assert why == [f"{start} moe.router.capacity per_expert drops pairs by all tokens of a sequence"]
+    assert without[0].startswith("moe.router.capacity per_expert would drop pairs by the other tokens of a")
+
+
+def test_mistakes_are_lines(alone: dict[str, Any]) -> None:
+    empty, long, unknown = alone["refused"]
+    assert empty == "prompt 1 is empty; expected at least one token"
+    assert long.startswith("prompt 2 has 20 tokens, with --max-tokens 20 40, but the model has learned")
+    assert "/step_00000001: the tokenizer is unknown" in unknown
+
+
+LAYOUTS = [
+    ["parallel.expert=2"],
+    ["parallel.tensor=2"],
+    ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"],
+]
+
+
+def on_two_ranks(folder: Path) -> tuple[list[list[Generated]], str]:
+    """Job: greedy results at each layout, and what tensor parallelism refuses."""
+    with session() as ranks:
+        found = [greedily(ranks, folder, overrides) for overrides in LAYOUTS]
+        try:
+            prepare(ranks.open(folder / "choosing", LAYOUTS[1]), False, cache=True)
+        except UserError as error:
+            return found, str(error)
+    raise AssertionError("nothing was refused")
+
+
+def chosen(results: list[Generated]) -> list[list[list[int]]]:
+    return [[[expert for expert, _ in token["2"]] for token in result.experts] for result in results]
+
+
+@pytest.mark.full
+def test_two_ranks_generate_what_one_does(pool: Pool, runs: Path, alone: dict[str, Any]) -> None:
+    for found, refused in pool.run(on_two_ranks, runs, ranks=2):
+        for results in found:
+            assert texts(results) == texts(alone["greedy"])
+            assert chosen(results) == chosen(alone["greedy"])
+        assert refused.startswith("parallel.tensor: found 2, which pads sequences, but the selector expert_")

@@ -1,0 +1,135 @@
+"""Generation by encoder-decoders: with caches as by whole passes, alone as in a batch."""
+
+import pytest
+import torch
+
+from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis
+from megamoe.apps.generation.runner import prepare
+from megamoe.apps.generation.sampling import Sampling
+from megamoe.apps.generation.source_runner import CachedSourceRunner, PlainSourceRunner
+from megamoe.apps.generation.translate import Drawing, Lengths, translate
+from tests.support.apps.encoder_decoders import DIRECTION, END, SOURCES, opened, sentences, whole_logits
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+MOE = "moe.layers={encoder: {at: [2]}, decoder: {at: [1], insert_after: [2]}}"
+THRESHOLD = "moe.router={selector: {name: threshold, threshold: 0.4}}"
+CAPACITY = "moe.router={selector: {name: top_k, k: 2}, capacity: {name: per_expert, factor: 0.5}}"
+CHOOSING = "moe.router={selector: {name: expert_choice, allow_non_causal: true}}"
+KINDS = {
+    "rope": ("model.position=rope",),
+    "learned, post": ("model.position=learned", "model.norm_position=post", "model.bias=true"),
+    "sinusoidal": ("model.position=sinusoidal", "model.scale_embeddings=true", "model.tie_embeddings=false"),
+    "rope, post, MoE": ("model.position=rope", "model.norm_position=post", MOE, THRESHOLD),
+    "sinusoidal, MoE": ("model.position=sinusoidal", MOE, CAPACITY, "moe.num_shared_experts=1"),
+}
+# Rows of three sources after the first step: the second source has ended, hypotheses are exchanged.
+STEPS = [
+    ([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 2, 2]),
+    ([9, 2, 1, 3], [1, 0, 4, 4]),
+    ([4, 4, 11, 5], [0, 1, 3, 2]),
+    ([7], [2]),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_give_the_logits_of_whole_passes(kind: str) -> None:
+    prefix = [END] if "post" in kind else [END, 12]  # with a tag
+    trained = opened(*KINDS[kind])
+    can, _ = prepare(trained, keep_capacity=False, cache=True)
+    assert can
+    sources = SOURCES[:3]
+    cached = CachedSourceRunner(trained, sources, prefix, 8)
+    plain = PlainSourceRunner(trained, sources, prefix)
+    rows = [(source, list(prefix)) for source in sources]
+    found, again = cached.begin(), plain.begin()
+    for new, parents in [*STEPS, ([], [])]:
+        wanted = torch.stack([whole_logits(trained, *row)[-1] for row in rows])
+        assert wanted.std() > 0.1
+        assert (found - wanted).abs().max() < 1e-5
+        assert (again - wanted).abs().max() < 1e-5
+        if new:
+            rows = [
+                (rows[place][0], [*rows[place][1], token]) for place, token in zip(parents, new, strict=True)
+            ]
+            found, again = cached.feed(new, parents), plain.feed(new, parents)
+
+
+def best(trained: TrainedModel, size: int, cached: bool = True) -> list[list[Hypothesis]]:
+    return translate(
+        trained,
+        DIRECTION,
+        sentences(SOURCES),
+        BeamOptions(beams=3, n_best=3),
+        Lengths(beyond=4),
+        batch_size=size,
+        cached=cached,
+    )
+
+
+def close(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> bool:
+    """Whether hypotheses are equal, and their scores to rounding."""
+    assert [[each.tokens for each in row] for row in one] == [[each.tokens for each in row] for row in other]
+    scores = [[each.score for row in found for each in row] for found in (one, other)]
+    return scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rope", "rope, post, MoE"])
+def test_a_sentence_is_translated_alone_as_in_a_batch(kind: str) -> None:
+    trained = opened(*KINDS[kind])
+    alone = best(trained, 1)
+    assert len({len(each.tokens) for row in alone for each in row}) > 1  # they leave the batch at other times
+    assert close(alone, best(trained, 3))
+    assert close(alone, best(trained, 4))
+    assert close(alone, best(trained, 4, cached=False))
+
+
+def test_draws_depend_on_the_seed_and_not_on_the_batch() -> None:
+    trained = opened(*KINDS["sinusoidal"])
+    found = [
+        translate(
+            trained,
+            DIRECTION,
+            sentences([*SOURCES, SOURCES[0]]),
+            Drawing(Sampling(top_k=12, seed=seed), n_best=2),
+            Lengths(longest=9),
+            batch_size=size,
+        )
+        for seed, size in ((1, 1), (1, 4), (2, 4))
+    ]
+    assert close(found[0], found[1])
+    one, other = (found[0][place] for place in (0, 4))  # the same source twice, with draws of its own
+    assert [each.tokens for each in one] != [each.tokens for each in other]
+    assert [each.tokens for row in found[0] for each in row] != [
+        each.tokens for row in found[2] for each in row
+    ]
+    for row, source in zip(found[0], [*SOURCES, SOURCES[0]], strict=True):
+        for each in row:
+            assert 2 <= len(each.tokens) <= 9 and END not in each.tokens[:-1]
+            log_SV = whole_logits(trained, source, [END, *each.tokens[:-1]]).log_softmax(1)
+            total = log_SV[torch.arange(len(each.tokens)), each.tokens].sum()
+            assert each.log_probability == pytest.approx(float(total), abs=1e-4)
+
+
+def test_what_looks_at_other_tokens_is_computed_by_itself() -> None:
+    layers = "moe.layers={encoder: {at: [2]}, decoder: {at: [2]}}"
+    trained = opened(layers, CHOOSING, "moe.losses={}")
+    can, lines = prepare(trained, keep_capacity=False, cache=True)
+    assert not can
+    assert "the selector expert_choice lets a token's experts depend on other tokens" in lines[0]
+    assert close(best(trained, 4, cached=False), best(trained, 1, cached=False))
+    kept = opened(layers, CAPACITY, "moe.losses={}")
+    can, lines = prepare(kept, keep_capacity=True, cache=True)
+    assert not can and "drops pairs by all tokens of a sequence" in lines[0]
+    runner = PlainSourceRunner(kept, SOURCES[:2], [END])
+    found = runner.begin()
+    for row, source in zip(found, SOURCES, strict=False):
+        torch.testing.assert_close(row, whole_logits(kept, source, [END])[-1], rtol=0, atol=1e-5)
+
+
+def test_blank_sentences_stay_blank() -> None:
+    found = translate(
+        opened(), DIRECTION, sentences([[], [4, END], []]), BeamOptions(beams=2), Lengths(longest=3)
+    )
+    assert [len(row) for row in found] == [0, 1, 0]

@@ -1,0 +1,69 @@
+"""tools/generate.py: what it writes, and bad input in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.train.trainer import Trainer
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import small_run
+from tests.support.tiny import tool
+
+
+def trained_and_asked(folder: Path) -> tuple[int, str]:
+    """Job: a run, and the tool on two prompts of it."""
+    trainer = Trainer(small_run(folder, data__tokenizer="bytes", model__vocab_size=None))
+    trainer.step()
+    trainer.save()
+    trainer.close()
+    (folder / "prompts.txt").write_text("one <b>\n\nanother\n")
+    outputs = [f"--html={folder / 'experts.html'}", f"--json={folder / 'out.json'}"]
+    options = ["--max-tokens=3", "--temperature=0", "--show-experts", *outputs]
+    code: int = tool("generate").main([str(folder / "small"), f"--file={folder / 'prompts.txt'}", *options])
+    return code, (folder / "experts.html").read_text()
+
+
+@pytest.mark.full
+def test_what_it_writes(pool: Pool, tmp_path: Path) -> None:
+    ((code, page),) = pool.run(trained_and_asked, tmp_path, ranks=1)
+    assert code == 0
+    rows: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())
+    assert [row["prompt"] for row in rows] == ["one <b>", "another"]
+    for row in rows:
+        assert row["prompt_tokens"] == list(row["prompt"].encode())
+        assert len(row["experts"]) == len(row["prompt_tokens"]) + len(row["tokens"])
+        assert all(len(token["2"]) == 2 for token in row["experts"])
+        assert row["reason"] == (
+            "length" if len(row["tokens"]) == 3 and row["tokens"][-1] else "end_of_document"
+        )
+    assert "&#x27;&lt;&#x27;" in page and "'<'" not in page
+    assert page.count("<tr") == 2 + sum(len(row["experts"]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "error: there is no prompt; give --prompt TEXT or --file FILE"),
+        (["--prompt=a"], "no_run"),
+        (["--prompt=a", "--top-p=2"], "error: --top-p: found 2, expected above 0 and at most 1"),
+        (["--prompt=a", "--beams=0"], "error: --beams: found 0, expected 1 to 10000; 1 is greedy"),
+        (["--prompt=a", "--beams=2", "--stop=b"], "error: --beams: a search, which --temperature, --top-k"),
+        (["--prompt=a", "--length-penalty=2"], "error: --length-penalty: is for a beam search; add --beams"),
+        (["--prompt=a", "--batch-size=0"], "error: --batch-size: found 0, expected at least 1"),
+        (["--file=empty.txt"], "error: --file: empty.txt has no prompt; expected one on each line"),
+        (["--file=bytes.txt"], "error: --file: bytes.txt: 'utf-8' codec"),
+        (
+            ["--prompt=a", "--json=missing/out.json"],
+            "error: --json: missing/out.json cannot be written: No such file or directory; name a file",
+        ),
+        (["--prompt=a", "--html=."], "error: --html: . cannot be written: Is a directory; name a file"),
+        (["--file=none.txt"], "error: --file: none.txt: No such file or directory; expected"),
+    ],
+)
+def test_bad_input_is_one_line(refused: Callable[..., str], options: list[str], expected: str) -> None:
+    Path("empty.txt").write_text("\n \n")
+    Path("bytes.txt").write_bytes(b"\xff")
+    assert expected in refused("generate", "no_run", *options)

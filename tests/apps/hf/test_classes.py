@@ -1,0 +1,138 @@
+"""Every class: import, the same function as transformers', and export of the same files."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.apps.evaluation.trained_model import Session
+from megamoe.apps.generation.beam_search import BeamOptions
+from megamoe.apps.generation.beams import continued
+from megamoe.apps.generation.generate import generate
+from megamoe.apps.generation.sampling import Sampling
+from megamoe.apps.hf.export_run import export_run
+from megamoe.apps.hf.families import FAMILIES
+from megamoe.apps.hf.import_folder import import_folder
+from megamoe.data.tokenizers import ByteTokenizer
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.parallel.launch import find_world
+from tests.support.apps.hf_models import CONFIGS, WORDS, both_of, make, tokens
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_rank")
+CASES = both_of(CONFIGS)
+NEW, FEW = 64, 8  # tokens
+QUICK = ("llama-0", "mixtral-0", "granitemoeshared-0")  # of the tests of generation
+
+
+def opened(run: Path, *overrides: str) -> Any:
+    """The imported model, in the world of one rank that the fixture has started."""
+    return Session(find_world(), overrides, _is_started=True).open(run)
+
+
+def without_version(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("transformers_version", None)
+    return dict(config)
+
+
+def same_files(one: Path, other: Path) -> None:
+    """Every tensor file has the same bytes, and config.json the same keys and values."""
+    names = sorted(path.name for path in one.glob("*.safetensors"))
+    assert names == sorted(path.name for path in other.glob("*.safetensors"))
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    assert without_version(one) == without_version(other)
+
+
+@pytest.mark.parametrize(("kind", "number"), CASES)
+@torch.no_grad()
+def test_logits_are_those_of_transformers_and_the_way_back_gives_the_same_files(
+    kind: str, number: int, tmp_path: Path
+) -> None:
+    theirs = make(kind, tmp_path / "hf", number)
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
+    ours = opened(tmp_path / "run")
+    tokens_BS = tokens()
+    position_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    logits_BSV = ours.decoder.logits(tokens_BS, position_BS)
+    expected_BSV = theirs(tokens_BS).logits
+    assert expected_BSV.std() > 0.1
+    assert (logits_BSV - expected_BSV).abs().max() < 1e-5
+    export_run(tmp_path / "run", tmp_path / "back", report=lambda line: None)
+    same_files(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        pytest.param(*case.values, id=case.id, marks=[] if case.id in QUICK else [pytest.mark.full])
+        for case in CASES
+    ],
+)
+@torch.no_grad()
+def test_greedy_tokens_and_beams_are_those_of_transformers(kind: str, number: int, tmp_path: Path) -> None:
+    theirs = make(kind, tmp_path / "hf", number)
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
+    prompts = [[5, 7, 11, 2], [40], [3, 9, 27, 33, 3, 9, 27, 33, 1]]
+    expected = [their_tokens(theirs, prompt) for prompt in prompts]
+    assert len({token for each in expected for token in each}) > 3, "they repeat themselves"
+    end = expected[0][NEW // 2]
+    ended = [their_tokens(theirs, prompt, end) for prompt in prompts]
+    searched = [their_tokens(theirs, prompt, end, beams=3, most=FEW) for prompt in prompts[:2]]
+    assert len(ended[0]) < NEW
+    sampling, options = Sampling(max_tokens=NEW, temperature=0.0), BeamOptions(3, min_length=0)
+    trained = opened(tmp_path / "run")
+    ours = dataclasses.replace(trained, vocabulary=Vocabulary(WORDS, None, ByteTokenizer()))
+    found = generate(ours, prompts, sampling, batch_size=3)
+    assert [result.tokens for result in found] == expected
+    ours = dataclasses.replace(trained, vocabulary=Vocabulary(WORDS, end, ByteTokenizer()))
+    for size, cached in ((3, True), (1, False)):
+        found = generate(ours, prompts, sampling, batch_size=size, cached=cached)
+        assert [result.tokens for result in found] == ended
+        found = continued(ours, prompts[:2], options, FEW, batch_size=size, cached=cached)
+        assert [result.tokens for result in found] == searched
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", CONFIGS)
+@torch.no_grad()
+def test_in_bf16_logits_are_as_near_as_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Both are compared with transformers' logits from the same rounded weights in fp32."""
+    theirs = make(kind, tmp_path / "fp32").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
+    ours = opened(tmp_path / "run")
+    assert ours.precision == "bf16"
+    tokens_BS = tokens()
+    position_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    logits = ours.decoder.logits(tokens_BS, position_BS).float(), theirs(tokens_BS).logits.float()
+    exact = theirs.float()(tokens_BS).logits
+    mine, others = (float((found - exact).square().mean().sqrt() / exact.std()) for found in logits)
+    assert 0 < mine < 1.5 * others < 0.3
+
+
+def their_tokens(
+    model: Any, prompt: list[int], end: int | None = None, beams: int = 1, most: int = NEW
+) -> list[int]:
+    """The continuation by transformers: greedy, or by a beam search."""
+    tokens_BS = torch.tensor([prompt])
+    found_BS: Tensor = model.generate(
+        tokens_BS,
+        attention_mask=torch.ones_like(tokens_BS),
+        max_new_tokens=most,
+        do_sample=False,
+        num_beams=beams,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    new: list[int] = found_BS[0, len(prompt) :].tolist()
+    return new
+
+
+def test_every_class_has_its_models() -> None:
+    assert CONFIGS.keys() == FAMILIES.keys()

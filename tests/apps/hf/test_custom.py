@@ -1,0 +1,264 @@
+"""The class of our own for transformers: equal to our model, for every preset that it covers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.apps.evaluation.trained_model import Session
+from megamoe.apps.hf.export_run import export_run
+from megamoe.config import load_config, to_dict
+from megamoe.errors import UserError
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Routing
+from megamoe.parallel.launch import find_world
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.tiny import tiny_gpt
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_rank")
+ROOT = Path(__file__).parents[3]
+WORDS, LENGTH = 64, 24
+SMALL = (
+    "data.sources=[]",
+    "data.mock=true",
+    f"data.sequence_length={LENGTH}",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "model.ffn_hidden_size=40",
+    f"model.vocab_size={WORDS}",
+    "moe.expert_ffn_hidden_size=24",
+)
+NO_CAPACITY = "moe.router.capacity=none"
+REFUSED = {"stable_moe": "moe.router.scorer.name stable"}
+PRESETS = sorted(path.stem for path in (ROOT / "examples/presets").glob("*.yaml"))
+QUICK = ("x_moe_hypersphere", "deepseek_v3")
+# Beside the presets: what models and routers can be.
+OTHERS: dict[str, tuple[str, ...]] = {
+    "learned": (
+        "model.position=learned",
+        "model.norm=layernorm",
+        "model.bias=true",
+        "model.activation=gelu",
+        "model.attention.window=5",
+        "model.attention.window_blocks=[2]",
+        "model.attention.soft_cap=2.0",
+        "model.tie_embeddings=false",
+        "moe.expert_bias=true",
+        "moe.num_shared_experts=1",
+        "moe.shared_expert_mode=gated",
+        "moe.router.score_function={name: softmax, temperature: 0.7, bias_update: 0.01}",
+    ),
+    "sinusoidal": (
+        "model.position=sinusoidal",
+        "model.norm_position=post",
+        "model.scale_embeddings=true",
+        "model.activation=reglu",
+        "moe.layers={insert_after: [1, 3]}",
+        "moe.router.selector={name: top_k, k: 3, weights: kept_softmax, scale: 1.5}",
+        "moe.router.masks=[{name: group_limit, num_groups: 4, keep: 2, score: sum, best: 2}]",
+    ),
+    "rotary": (
+        "model.num_query_groups=2",
+        "model.head_size=12",
+        "model.rotary.share=0.5",
+        "model.attention.query_key_norm=head",
+        "model.attention.sinks=true",
+        "model.logit_scale=0.5",
+        "model.logit_soft_cap=3.0",
+        "model.residual_scale=0.7",
+        "model.embedding_scale=3.0",
+        "moe.router.scorer={name: cosine, reduction: false}",
+        "moe.router.selector={name: threshold, threshold: 0.6}",
+    ),
+    "whole": (
+        "model.attention.query_key_norm=whole",
+        "moe.layers={insert_after: [2]}",
+        "moe.expert_sublayers=1",
+        "moe.router.scorer={name: linear, bias: true}",
+        "moe.router.score_function=sigmoid",
+        "moe.router.selector={name: expert_choice, k: 1.5, allow_non_causal: true}",
+        "moe.losses={}",
+    ),
+    "dense": ("moe.layers=none",),
+}
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Give every weight a value that a mistake would show: norms and biases too."""
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in model.state_dict().items():
+        if torch.is_tensor(tensor) and tensor.is_floating_point() and tensor.numel() > 1:
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(1 + 0.3 * noise if "norm" in name and "weight" in name else 0.2 * noise)
+
+
+def saved(folder: Path, base: str, *overrides: str) -> tuple[Any, StepContext]:
+    """A random model of a preset with changes, and its checkpoint in `folder`."""
+    config = load_config(ROOT / f"examples/presets/{base}.yaml", [*SMALL, *overrides])
+    context = StepContext()
+    model = tiny_gpt(config, context, WORDS).eval()
+    randomise(model)
+    state = {
+        f"model/{name}": tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)
+    }
+    write_checkpoint(folder, state, config=to_dict(config), vocabulary=WORDS)
+    return model, context
+
+
+def ours(model: Any, context: StepContext, tokens_BS: Tensor) -> Tensor:
+    """The logits of our model, each sequence by itself."""
+    found = []
+    for tokens_S in tokens_BS:
+        context.token_ids_T = tokens_S
+        position_1S = torch.arange(len(tokens_S))[None]
+        found.append(model.logits(tokens_S[None], position_1S))
+    return torch.cat(found)
+
+
+def loaded(folder: Path) -> Any:
+    """The exported model, loaded as any other; every tensor must have its place."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model, about = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
+    assert type(model).__module__.startswith("transformers_modules")
+    return model.eval()
+
+
+def check_equal(folder: Path, base: str, *overrides: str) -> None:
+    """Logits, those of padded batches, and greedy tokens are those of our model."""
+    model, context = saved(folder / "step_00000001", base, *overrides)
+    export_run(folder / "step_00000001", folder / "out", model_class="custom", report=lambda line: None)
+    theirs = loaded(folder / "out")
+    tokens_BS = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected_BSV = ours(model, context, tokens_BS)
+        found_BSV = theirs(tokens_BS).logits
+        assert expected_BSV.std() > 0.05
+        assert (found_BSV - expected_BSV).abs().max() < 1e-5
+        padded_BS = torch.cat([torch.full((2, 3), 7), tokens_BS[:, :-3]], dim=1)
+        mask_BS = (torch.arange(LENGTH) >= 3).long().expand_as(padded_BS)
+        padded_BSV = theirs(padded_BS, attention_mask=mask_BS).logits[:, 3:]
+        alone_BSV = ours(model, context, tokens_BS[:, :-3])
+        assert (padded_BSV - alone_BSV).abs().max() < 1e-5
+        prompt_BS = tokens_BS[:, :6]
+        generated_BS = theirs.generate(
+            prompt_BS, attention_mask=torch.ones_like(prompt_BS), max_new_tokens=8, do_sample=False
+        )
+        for _ in range(8):
+            next_B = ours(model, context, prompt_BS)[:, -1].argmax(-1)
+            prompt_BS = torch.cat([prompt_BS, next_B[:, None]], dim=1)
+        assert torch.equal(generated_BS, prompt_BS)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full])
+        for name in PRESETS
+        if name not in REFUSED
+    ],
+)
+def test_presets_are_equal(preset: str, tmp_path: Path) -> None:
+    check_equal(tmp_path, preset, NO_CAPACITY)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_equal(name: str, tmp_path: Path) -> None:
+    check_equal(tmp_path, "switch", NO_CAPACITY, *OTHERS[name])
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "expected"),
+    [
+        ("switch", [], "--class custom: it does not cover moe.router.capacity.name per_expert; override"),
+        ("stable_moe", [], "it does not cover moe.router.scorer.name stable; override"),
+        (
+            "switch",
+            [NO_CAPACITY, "model.activation=swiglu_clamped", "model.rotary={scaling: linear, factor: 2}"],
+            "it does not cover model.rotary.scaling linear, model.activation swiglu_clamped; override",
+        ),
+    ],
+)
+def test_what_is_refused(base: str, overrides: list[str], expected: str, tmp_path: Path) -> None:
+    saved(tmp_path / "step_00000001", base, *overrides)
+    with pytest.raises(UserError, match=expected):
+        export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_files_need_neither_megamoe_nor_more_than_the_folder(tmp_path: Path) -> None:
+    saved(tmp_path / "step_00000001", "hash", NO_CAPACITY)
+    export_run(
+        tmp_path / "step_00000001", tmp_path / "out", model_class="custom", dtype="bf16", shard_bytes=30_000
+    )
+    for path in (tmp_path / "out").glob("*.py"):
+        assert "import megamoe" not in path.read_text() and "from megamoe" not in path.read_text()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_megamoe.MegamoeForCausalLM"
+    assert config["vocab_size"] == WORDS and config["dtype"] == "bfloat16"
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+def recorded_choices(model: torch.nn.Module) -> list[Tensor]:
+    """Return a list to which every call of a router in `model` will append its choices, bool [T, E]."""
+    found: list[Tensor] = []
+
+    def record(router: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, Routing):
+            chosen_TE = torch.zeros_like(output.scores_TE, dtype=torch.bool)
+            chosen_TE[output.pairs.token_N, output.pairs.expert_N] = True
+            found.append(chosen_TE)
+        else:
+            found.append(output[0])
+
+    for module in model.modules():
+        if type(module).__name__ == "Router":
+            module.register_forward_hook(record)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preset", ["deepseek_v3", "hash", "x_moe_hypersphere"])
+@torch.no_grad()
+def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) -> None:
+    """Both are compared with the class in fp32 on the same rounded weights.
+
+    bf16 changes the choice between experts whose scores are nearly equal, and a token with another expert has
+    another output, which later tokens attend to. So the logits are compared at the tokens up to which all
+    three models make the same choices. The numbers of changed choices are compared by themselves.
+    """
+    step, count = tmp_path / "step_00000001", 16
+    saved(step, preset, NO_CAPACITY)
+    export_run(step, tmp_path / "out", model_class="custom", dtype="bf16", report=lambda line: None)
+    exact = loaded(tmp_path / "out")
+    theirs = type(exact).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    trained = Session(find_world(), (), precision="bf16", _is_started=True).open(step)
+    recorded = [recorded_choices(model) for model in (exact, theirs, trained.decoder)]
+    tokens_BS = torch.randint(WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(3))
+    expected_BSV = exact(tokens_BS).logits
+    found = theirs(tokens_BS).logits.float(), ours(trained.decoder, trained.context, tokens_BS).float()
+    assert theirs.dtype == torch.bfloat16
+    layers = len(recorded[0])
+    shape = layers, count, LENGTH, -1
+    right, of_class = (torch.stack(each).view(shape) for each in recorded[:2])
+    of_ours = torch.stack(recorded[2]).view(count, layers, LENGTH, -1).transpose(0, 1)
+    differs = [(each != right).any(-1) for each in (of_class, of_ours)]  # [layers, B, S]
+    shares = [float(each.float().mean()) for each in differs]
+    assert shares[0] <= 1.5 * shares[1] < 0.3, shares
+    agree_BS = ~(differs[0] | differs[1]).any(0).cummax(dim=1).values
+    assert agree_BS.sum() > 50
+    errors = [
+        float((each - expected_BSV)[agree_BS].square().mean().sqrt() / expected_BSV.std()) for each in found
+    ]
+    assert 0 < errors[0] < 1.5 * errors[1] < 0.1, errors

@@ -1,0 +1,183 @@
+"""Folders that cannot be converted: one line that names what is wrong, exit code 2, nothing half-written."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support.apps.hf_models import change_config, make, write_tensors
+from tests.support.tiny import tool
+
+pytest.importorskip("transformers")
+FIRST = "model.layers.0.block_sparse_moe."
+Change = Callable[[Path], None]
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtral") / "hf"
+    make("mixtral", folder)
+    return folder
+
+
+@pytest.fixture
+def run(mixtral: Path, tmp_path: Path) -> Path:
+    """The imported model."""
+    assert tool("convert_hf").main(["import", str(mixtral), str(tmp_path / "run")]) == 0
+    return tmp_path / "run"
+
+
+def tensors(change: Callable[[dict[str, Tensor]], Any]) -> Change:
+    def apply(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        write_tensors(folder, found)
+
+    return apply
+
+
+def renamed(found: dict[str, Tensor]) -> None:
+    found[f"{FIRST}experts.9.w1.weight"] = found.pop(f"{FIRST}experts.3.w1.weight")
+
+
+def shape_of_another(found: dict[str, Tensor]) -> None:
+    found[f"{FIRST}gate.weight"] = found[f"{FIRST}gate.weight"].T.contiguous()
+
+
+def keys(**changes: Any) -> Change:
+    return lambda folder: change_config(folder, **changes)
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def header_beyond_the_file(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 40) + path.read_bytes()[8:])
+
+
+def index_of_another_place(folder: Path) -> None:
+    name = next(iter(load_file(folder / "model.safetensors")))
+    content = {"weight_map": {name: "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def index_without_a_tensor(folder: Path) -> None:
+    names = sorted(load_file(folder / "model.safetensors"))[1:]
+    content = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+CASES: dict[str, tuple[Change, list[str]]] = {
+    "cut short": (cut_short, ["model.safetensors", "missing or damaged"]),
+    "header": (header_beyond_the_file, ["model.safetensors", "no header"]),
+    "renamed": (tensors(renamed), [f"{FIRST}experts.3.w1.weight is missing"]),
+    "missing": (tensors(lambda t: t.pop("model.norm.weight")), ["model.norm.weight is missing"]),
+    "extra": (
+        tensors(lambda t: t.update(extra=torch.zeros(2))),
+        ["extra has no place in MixtralForCausalLM"],
+    ),
+    "shape": (tensors(shape_of_another), [f"{FIRST}gate.weight has shape [32, 4]", "[4, 32]"]),
+    "dtype": (
+        tensors(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int32)})),
+        ["model.norm.weight is int32"],
+    ),
+    "two dtypes": (
+        tensors(
+            lambda t: t.update({f"{FIRST}experts.1.w1.weight": torch.zeros(16, 32, dtype=torch.bfloat16)})
+        ),
+        ["bfloat16 and float32"],
+    ),
+    "another class": (keys(model_type="gpt2"), ["model_type: found gpt2", "mixtral"]),
+    "no causal model": (keys(architectures=["MixtralForSequenceClassification"]), ["architectures"]),
+    "another class's tensors": (
+        keys(model_type="llama", architectures=["LlamaForCausalLM"]),
+        ["the key num_experts_per_tok is not known for LlamaForCausalLM"],
+    ),
+    "unknown key": (keys(new_trick=True), ["the key new_trick is not known for MixtralForCausalLM"]),
+    "window": (keys(sliding_window=-4), ["attention.window"]),
+    "activation": (keys(hidden_act="gelu"), ["hidden_act: found gelu, expected silu"]),
+    "rope": (keys(rope_parameters={"rope_type": "longrope"}), ["rope_type: found longrope"]),
+    "no number": (keys(hidden_size="wide"), ["hidden_size"]),
+    "negative": (keys(num_hidden_layers=-1), ["num_layers"]),
+    "heads": (keys(num_attention_heads=0), ["num_attention_heads"]),
+    "quantisation": (
+        keys(quantization_config={"quant_method": "gptq"}),
+        ["quantization_config: found gptq, expected one of fp8, mxfp4"],
+    ),
+    "quantisation of another kind": (
+        keys(quantization_config={"quant_method": ["fp8"]}),
+        ["quantization_config: found ['fp8'], expected one of fp8, mxfp4"],
+    ),
+    "index leads away": (index_of_another_place, ["'../model.safetensors' is no safetensors file"]),
+    "index": (index_without_a_tensor, ["is not in model.safetensors.index.json"]),
+    "pickled": (pickled, ["only pytorch_model.bin, which is pickled and not read"]),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), ["config.json: missing or damaged"]),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_that_cannot_be_converted_is_refused(
+    case: str, mixtral: Path, tmp_path: Path, refused: Refused
+) -> None:
+    change, words = CASES[case]
+    change(Path(shutil.copytree(mixtral, tmp_path / "hf")))
+    line = refused("convert_hf", "import", "hf", "run")
+    for word in words:
+        assert word in line
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "something half-written"
+
+
+def test_a_run_that_exists_is_not_replaced(mixtral: Path, tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "run").mkdir()
+    assert "exists" in refused("convert_hf", "import", mixtral, "run")
+    assert "no folder" in refused("convert_hf", "import", "nothing", "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_stands_in_the_way_of_a_class_is_named(run: Path, tmp_path: Path, refused: Refused) -> None:
+    cases = {
+        "moe.router.capacity.name per_expert": ["moe.router.capacity=per_expert"],
+        "moe.router.scorer.name cosine": ["moe.router.scorer=cosine"],
+        "moe.router.selector.scale 2.0": ["moe.router.selector.scale=2.0", "--class", "mixtral"],
+        "model.norm layernorm": ["model.norm=layernorm", "--class", "olmoe"],
+        "--class: found gpt2, expected one of llama": ["--class", "gpt2"],
+    }
+    for words, arguments in cases.items():
+        assert words in refused("convert_hf", "export", "run", "out", *arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, refused: Refused) -> None:
+    shard = run / "checkpoints/step_00000000/shard_00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert "shard_00001.safetensors: damaged" in refused("convert_hf", "export", "run", "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_like_names_a_folder(run: Path, tmp_path: Path, refused: Refused) -> None:
+    """Its class does not matter if --class names another: it may hold a tokenizer alone."""
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like/tokenizer.json").write_text("{}")
+    (tmp_path / "like/config.json").write_text('{"model_type": "gpt2"}')
+    arguments = ["export", str(run), str(tmp_path / "out"), "--like", str(tmp_path / "like")]
+    assert tool("convert_hf").main(arguments) == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "mixtral"
+    assert "--like: " in refused("convert_hf", "export", "run", "no", "--like=nothing")

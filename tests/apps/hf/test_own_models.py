@@ -1,0 +1,104 @@
+"""Models that were trained here and never imported: transformers opens the export and computes the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.apps.hf.export_run import export_run
+from megamoe.apps.hf.tokenizer import tokenizer_files
+from megamoe.config import parse_config
+from megamoe.model.architectures.decoder import GPT
+from megamoe.parallel import launch
+from megamoe.train.trainer import Trainer
+from tests.support.apps.hf_models import WORDS, tokens
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import small_run
+
+transformers = pytest.importorskip("transformers")
+PADDED = 64  # 48 words in multiples of 64
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("LlamaForCausalLM", {"moe__layers": "none"}),
+    "MoE": (
+        "MixtralForCausalLM",
+        {"moe__layers": {"every": 1}, "moe__num_shared_experts": 0, "model__tie_embeddings": False},
+    ),
+    "shared experts": (
+        "Qwen2MoeForCausalLM",
+        {"moe__shared_expert_mode": "gated", "model__attention": {"input_bias": True}},
+    ),
+    "head norms": (
+        "Qwen3MoeForCausalLM",
+        {"moe__num_shared_experts": 0, "model__attention": {"query_key_norm": "head"}},
+    ),
+    "DeepSeek's router": (
+        "Glm4MoeForCausalLM",
+        {
+            "model__multi_token_prediction": {"depth": 1},
+            "moe__router": {"preset": "deepseek_v3", "masks": "none", "selector": {"k": 2, "name": "top_k"}},
+        },
+    ),
+}
+
+
+def trained(folder: Path, changes: dict[str, Any]) -> torch.Tensor:
+    """Job: train two steps and save; return logits."""
+    config = small_run(folder, **{"moe__losses": {}, "model__vocab_size": WORDS, **changes})
+    trainer = Trainer(config)
+    try:
+        trainer.step()
+        trainer.step()
+        trainer.save()
+        model = trainer.model.eval()
+        assert isinstance(model, GPT)
+        tokens_BS = tokens(length=24)
+        with torch.no_grad():
+            logits: torch.Tensor = model.logits(tokens_BS, torch.arange(24).expand_as(tokens_BS))
+    finally:
+        trainer.close()
+        launch.stop()
+    return logits
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_computes_the_logits_of_the_run(case: str, pool: Pool, tmp_path: Path) -> None:
+    expected, changes = CASES[case]
+    (logits_BSV,) = pool.run(trained, tmp_path, changes, ranks=1)
+    export_run(tmp_path / "small", tmp_path / "hf", report=lambda line: None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    assert type(model).__name__ == expected
+    with torch.no_grad():
+        found_BSV = model(tokens(length=24)).logits
+    assert found_BSV.shape[-1] == PADDED and found_BSV.std() > 0.05
+    assert (found_BSV - logits_BSV).abs().max() < 1e-5
+    content = json.loads((tmp_path / "hf/config.json").read_text())
+    assert content["vocab_size"] == PADDED and content["max_position_embeddings"] == 32
+    small = tmp_path / "bf16"
+    export_run(tmp_path / "small", small, dtype="bf16", shard_bytes=20_000, report=lambda line: None)
+    assert len(list(small.glob("model-*-of-*.safetensors"))) > 1
+    halved = transformers.AutoModelForCausalLM.from_pretrained(small)
+    assert halved.dtype == torch.bfloat16
+    for (name, one), other in zip(model.named_parameters(), halved.parameters(), strict=True):
+        assert torch.equal(one.to(torch.bfloat16), other), name
+
+
+def test_the_tokenizer_of_the_data_goes_along(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "river": 1, "sea": 2}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer_files(parse_config({"data": {"tokenizer": str(tmp_path / "tokenizer.json")}}))
+    for name, content in found.items():
+        (tmp_path / "hf" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "hf" / name).write_bytes(content)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.eos_token_id == 3
+    assert tokenizer("river sea")["input_ids"] == [1, 2]
+    assert tokenizer_files(parse_config({"data": {"tokenizer": str(tmp_path / "hf")}})) == found
+    assert tokenizer_files(parse_config({"data": {"tokenizer": "bytes"}})) == {}
+    assert tokenizer_files(parse_config({"data": {"mock": True}})) == {}

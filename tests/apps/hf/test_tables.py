@@ -1,0 +1,74 @@
+"""The tables of the classes: each element of ours has one place, and defaults are those of transformers."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.apps.hf.families import FAMILIES
+from megamoe.apps.hf.family import Family, as_config, differences
+from megamoe.apps.hf.keys import REQUIRED
+from megamoe.apps.hf.rules import Rule, flat
+from tests.support.apps.hf_models import CONFIGS
+
+transformers = pytest.importorskip("transformers")
+# Keys whose absence means something else than transformers' default, and keys of earlier versions that the
+# present classes do not have.
+OTHER_DEFAULTS = {"rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"}
+KINDS = [(kind, number) for kind in CONFIGS for number in (0, 1)]
+
+
+def written(kind: str, number: int) -> dict[str, Any]:
+    """config.json as transformers writes it."""
+    name, *configs = CONFIGS[kind]
+    content = json.loads(getattr(transformers, name)(**configs[number]).to_json_string())
+    return {**content, "architectures": [FAMILIES[kind].architecture]}
+
+
+def rules_of(kind: str, number: int) -> list[Rule]:
+    family = FAMILIES[kind]
+    config = as_config(family.read(written(kind, number)))
+    return flat(family.rules(config, int(config.model.vocab_size or 0)))
+
+
+@pytest.mark.parametrize(("kind", "number"), KINDS)
+def test_every_element_has_one_place(kind: str, number: int) -> None:
+    for rule in rules_of(kind, number):
+        times = torch.zeros(rule.shape, dtype=torch.int64)
+        for view, shape in rule.views(times).values():
+            assert view.numel() == torch.Size(shape).numel(), rule.target
+            view.add_(1)
+        assert bool((times == 1).all()), rule.target
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_not_given_is_transformers_default(kind: str) -> None:
+    theirs = getattr(transformers, CONFIGS[kind][0])()
+    for entry in FAMILIES[kind].keys:
+        for name, default in entry.defaults.items():
+            if default is REQUIRED or name in OTHER_DEFAULTS or not hasattr(theirs, name):
+                continue
+            found = getattr(theirs, name)
+            assert default is None or found == default, name
+            assert default is not None or not isinstance(found, bool) or found is False, name
+
+
+@pytest.mark.parametrize(("kind", "number"), KINDS)
+def test_a_config_that_is_written_anew_says_the_same(kind: str, number: int) -> None:
+    family: Family = FAMILIES[kind]
+    config = as_config(family.read(written(kind, number)))
+    anew = family.write(config)
+    assert differences(config, as_config(family.read(anew))) == {}
+    theirs = json.loads(transformers.AutoConfig.for_model(**anew).to_json_string())
+    before = written(kind, number)
+    differing = {key for key in before.keys() | theirs.keys() if before.get(key) != theirs.get(key)}
+    unsaid = {
+        "max_position_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "max_window_layers",
+        "head_dim",
+    }
+    assert differing <= unsaid | {"sliding_window", "architectures", "decoder_sparse_step", "mlp_only_layers"}

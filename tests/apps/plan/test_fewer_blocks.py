@@ -1,0 +1,63 @@
+"""Sets of blocks whose costs sum to those of a whole model."""
+
+from collections import Counter
+
+import pytest
+
+from megamoe.apps.plan.figures import Kind, fewer_blocks, is_worth_it, kinds, with_blocks
+from megamoe.config import load_config
+
+ENCODER_DECODER = ("model.architecture=encoder_decoder", "train.objective=span_corruption")
+MODELS = {
+    "decoder": (
+        "model.num_layers=11",
+        "moe.layers={every: 3, insert_after: [4]}",
+        "model.attention={window: 8, window_blocks: [1, 3, 5, 7, 9]}",
+    ),
+    "encoder": ("model.architecture=encoder", "train.objective=masked", "model.num_layers=9"),
+    "all MoE": (
+        *ENCODER_DECODER,
+        "model.encoder_layers=7",
+        "model.num_layers=5",
+        "moe.layers={encoder: {every: 1}, decoder: {every: 1}}",
+    ),
+    "some MoE": (
+        *ENCODER_DECODER,
+        "model.encoder_layers=12",
+        "model.num_layers=14",
+        "moe.layers={encoder: {every: 2}, decoder: {at: [3, 5]}}",
+    ),
+    "MoE in one stack": (
+        *ENCODER_DECODER,
+        "model.encoder_layers=2",
+        "model.num_layers=6",
+        "moe.layers={decoder: {at: [1], insert_after: [6]}}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sets_sum_to_the_model(name: str) -> None:
+    """Each kind of block counts as often as the model has it, and the whole model once."""
+    config = load_config(None, ["data.mock=true", *MODELS[name]])
+    terms = fewer_blocks(config)
+    found: Counter[Kind] = Counter()
+    for factor, blocks in terms:
+        smaller = with_blocks(config, blocks)
+        # The model of these blocks has exactly their kinds, each in its own stack.
+        assert kinds(smaller) == [kinds(config)[block] for block in blocks]
+        for kind in kinds(smaller):
+            found[kind] += factor
+    assert found == Counter(kinds(config))
+    assert sum(factor for factor, _ in terms) == 1
+    lasts = {each.stack: number for number, each in enumerate(kinds(config))}
+    assert all(set(lasts.values()) <= set(blocks) for _, blocks in terms)
+
+
+def test_a_model_is_simulated_whole_where_that_is_no_more() -> None:
+    """Four kinds of blocks need 24 simulated ones."""
+    for blocks, worth in ((12, False), (14, True)):
+        sizes = [f"model.encoder_layers={blocks}", "model.num_layers=12"]
+        layers = "moe.layers={encoder: {every: 2}, decoder: {every: 2}}"
+        config = load_config(None, ["data.mock=true", *ENCODER_DECODER, *sizes, layers])
+        assert is_worth_it(config) == worth

@@ -1,0 +1,83 @@
+"""The search of layouts: its best is the best of all, and its figures are those of a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from megamoe.apps.plan.hardware import GPUS
+from megamoe.apps.plan.layout_estimate import Estimate
+from megamoe.apps.plan.layout_search import Candidate, legal_ones, ordered, variants
+from megamoe.apps.plan.plan import Cluster
+from megamoe.config import load_config
+from tests.apps.plan.test_simulation import run_in_process
+from tests.support.apps.check_search import CLUSTER, MODEL
+
+FIRST = 4  # layouts that the short search simulates
+ALL = 1000
+
+
+def rank_correlation(pairs: list[tuple[float, float]]) -> float:
+    """Spearman's, of numbers without ties."""
+    first, second = ([sorted(column).index(value) for value in column] for column in zip(*pairs, strict=True))
+    squares = sum((x - y) ** 2 for x, y in zip(first, second, strict=True))
+    return 1 - 6 * squares / (len(pairs) * (len(pairs) ** 2 - 1))
+
+
+@pytest.mark.full
+def test_the_best_is_the_best_of_all_layouts() -> None:
+    """On 4 ranks, in two nodes. One process runs the short search, the exhaustive one and a plan."""
+    [printed] = run_in_process("tests.support.apps.check_search", str(FIRST), str(ALL))
+    few, all_of_them = printed["found"]
+    assert few["layouts"][0] == all_of_them["layouts"][0]
+    assert len(few["layouts"]) == FIRST
+    assert not all_of_them["refused"]
+    count = len(all_of_them["layouts"])
+    assert count == all_of_them["considered"] - all_of_them["illegal"] > 5 * FIRST
+    assert all_of_them["illegal"]
+    # The same layout has the same figures in both searches, and those of a plan.
+    assert all(layout in all_of_them["layouts"] for layout in few["layouts"])
+    assert printed["plan"] == few["layouts"][0]["plan"]
+    times = [
+        (layout["estimated_step_seconds"], layout["plan"]["step_seconds"])
+        for layout in all_of_them["layouts"]
+    ]
+    assert rank_correlation(times) > 0.8
+    assert [time for _, time in times] == sorted(time for _, time in times)
+
+
+def test_layouts_are_legal_by_the_rules_of_training() -> None:
+    config = load_config(None, [*MODEL])
+    every = list(variants(config, CLUSTER))
+    legal = legal_ones(every, CLUSTER.ranks)
+    assert {each.parallel.expert for each in every} == {1, 2, 3}
+    assert {each.parallel.expert for each in legal} == {1, 2}
+    assert {each.parallel.tensor for each in legal} == {1, 2}
+    assert any(each.parallel.sequence for each in legal)
+    assert len({each.parallel.deepspeed for each in legal}) == 4
+    # A global batch of 16 is no multiple of 8 sequences on each of 4 ranks.
+    alone = [each for each in legal if each.parallel.tensor == 1]
+    assert max(each.train.micro_batch_size for each in alone) == 4
+    # A dense model has nothing to cut into experts.
+    dense = load_config(None, [*MODEL, "moe.layers.every=null"])
+    assert {each.parallel.expert * each.parallel.expert_tensor for each in variants(dense, CLUSTER)} == {1}
+
+
+def test_layouts_that_fit_come_first() -> None:
+    """By their time; the others by their size, and not those that are far too large."""
+    config = load_config(None, [*MODEL])
+    estimates = [Estimate(3.0, 50.0), Estimate(1.0, 110.0), Estimate(2.0, 90.0), Estimate(0.1, 200.0)]
+    found = ordered([Candidate(config, each) for each in estimates], usable=100.0)
+    assert [each.estimate.seconds for each in found] == [2.0, 3.0, 1.0]
+
+
+def test_what_needs_as_much_memory_is_known() -> None:
+    config = load_config(None, [*MODEL, "model.recompute=selective", "train.micro_batch_size=2"])
+    cluster = Cluster(1, 1, GPUS["h100"])
+    found = [Candidate(each, Estimate(1.0, 1.0)) for each in variants(config, cluster)]
+    base = next(each for each in found if each.config == replace(config, parallel=each.config.parallel))
+    same = [each for each in found if each.config.parallel == base.config.parallel]
+    more = {
+        (it.config.model.recompute, it.config.train.micro_batch_size) for it in same if it.needs_as_much(base)
+    }
+    assert more == {(kind, micro) for kind in ("none", "selective") for micro in (2, 4, 8)}
+    assert not any(it.needs_as_much(base) for it in found if it not in same)

@@ -1,0 +1,367 @@
+"""The report and the comparison: numbers worked by hand, dense runs, nothing half written."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megamoe.apps.report import picture
+from megamoe.apps.report.page import write_report
+from megamoe.apps.report.panels import MOST_POINTS, MOST_RAW, envelope, smooth, spike_limits, thin
+from megamoe.apps.report.run_statistics import comparison_table, compute_statistics, read_run
+from megamoe.apps.report.sections import load_shares, run_sections
+from megamoe.apps.report.themes import LIGHT, colour_of
+from megamoe.errors import UserError
+from tests.support.tiny import one_line
+from tools import report as tool
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def moe_rows() -> list[dict[str, Any]]:
+    """Four steps, two MoE layers of three experts; expert 1 of layer 10 never receives a pair."""
+    speeds = (1000.0, 3000.0, 2000.0, 4000.0)
+    return [
+        {
+            "step": step,
+            "tokens": step * 512,
+            "time": 1.7e9 + step,
+            "train/lm_loss": 8.0 - step,
+            "train/loss": 8.1 - step,
+            "train/switch_balance": 1.5,
+            "train/grad_norm": 1.0,
+            "train/lr": 1e-4,
+            "perf/tokens_per_s": speed,
+            "perf/step_s": 15.5,
+            "moe/layer_02/load": [4, 4, 4],
+            "moe/layer_02/imbalance": 1.0,
+            "moe/layer_02/dropped": 0.0,
+            "moe/layer_10/load": [8 + step, 0, 4 - step],
+            "moe/layer_10/imbalance": (8 + step) / 4,
+            "moe/layer_10/dropped": 0.0,
+        }
+        | ({"val/lm_loss": {1: 8.0, 3: 4.5, 4: 5.0}[step], "val/code/lm_loss": 2.25} if step != 2 else {})
+        for step, speed in zip((1, 2, 3, 4), speeds, strict=True)
+    ]
+
+
+def dense_rows() -> list[dict[str, Any]]:
+    return [{"step": step, "tokens": 64 * step, "train/lm_loss": 9.0 - step} for step in (1, 2)]
+
+
+def panels_of(page: str) -> dict[str, Any]:
+    """What the page's script draws."""
+    found = re.search(r'<script type="application/json" id="panels">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found[1])
+    return content
+
+
+def full_rows() -> list[dict[str, Any]]:
+    """Four steps with every kind of metric of docs/metrics.md."""
+    names = "max_vio max_vio_run load_cv dead experts_per_token gate_entropy top1_prob imbalance dropped"
+    own: dict[str, Any] = {
+        "perf/tflops_per_rank": 1.5,
+        "perf/mfu": 0.25,
+        "train/switch_balance/weighted": 0.01,
+        "train/batch_size": 8,
+        "train/loss_scale": 512.0,
+        "train/skipped_steps": 1,
+        "test/lm_loss": 4.75,
+        **{f"perf/{stage}_s": 0.5 for stage in ("route", "dispatch", "experts", "combine")},
+    }
+    for prefix in ("moe/", "moe/layer_02/", "moe/layer_10/"):
+        own |= {prefix + name: 0.5 for name in (*names.split(), "rank_imbalance", "rank_overload")}
+    for layer in ("moe/layer_02", "moe/layer_10"):
+        own |= {
+            f"{layer}/loss/switch_balance": 1.5,
+            f"{layer}/gradient_share/switch_balance": 0.125,
+            f"{layer}/width_histogram": [0, 3, 1],
+            f"{layer}/rank_load": [7, 5],
+            f"{layer}/scorer/temperature": 0.07,
+        }
+    return [row | own for row in moe_rows()]
+
+
+def make_run(folder: Path, rows: list[dict[str, Any]], **summary: Any) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+render = picture.render
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests look at the page alone; a picture takes a second."""
+    monkeypatch.setattr(picture, "render", lambda *_: PNG)
+    monkeypatch.setattr(picture, "DPI", 20)
+
+
+def table_of(page: str) -> dict[str, str]:
+    return dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", page))
+
+
+def test_the_page_holds_the_facts_and_needs_nothing_else(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a<b", moe_rows(), parameters_total=24_318_976, parameters_active=9_117_184)
+    (folder / "config.yaml").write_text("name: a<b\nseed: 4321\n")
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert table_of(page) == {
+        "Parameters": "24,318,976",
+        "Parameters active per token": "9,117,184",
+        "Steps": "4",
+        "Tokens": "2,048",
+        "Training loss, last step": "4.0000",
+        "Validation loss, first": "8.0000",
+        "Validation loss, best": "4.5000",
+        "Validation loss, last": "5.0000",
+        "Validation loss, code": "2.2500",
+        "Fall of the validation loss": "37.50 %",  # (8 - 5) / 8
+        "Validation perplexity": "148.41",  # e^5
+        "Tokens per second, median": "2,500",
+        "Imbalance at the end, worst layer": "3.00",  # 12 / 4
+        "Time in training steps": "1m02s",  # 4 x 15.5 s
+        "Experts never used": "layer 10: 1",
+    }
+    assert "a&lt;b" in page and "a<b" not in page and "seed: 4321" in page
+    assert re.findall(r"<h2>(.*?)</h2>", page) == [
+        "Main facts", "Loss", "Auxiliary losses", "Optimisation", "Speed", "Balance", "Expert load"
+    ]  # fmt: skip
+    assert page.count("<noscript><section>") == page.count("data:image/png;base64,iVBOR") == 1
+    assert "connect-src 'none'" in page and not re.search(r'<script[^>]+src=|<link|src="http', page)
+    assert "plotly.js (cartesian - minified) v4.1.1" in page
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    written = {"metrics.jsonl", "summary.json", "config.yaml", "report.html", "report.png"}
+    assert {path.name for path in folder.iterdir()} == written, "no temporary file is left"
+
+
+def test_a_dense_run_has_no_section_on_experts(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path / "dense", dense_rows())).read_text(encoding="utf-8")
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["Main facts", "Loss"]
+    assert "dense" in page and [panel["title"] for panel in panels_of(page)["panels"]] == ["Loss"]
+    assert table_of(page) == {"Steps": "2", "Tokens": "128", "Training loss, last step": "7.0000"}
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_run_that_has_just_begun_or_diverged_still_has_a_report(tmp_path: Path, num_rows: int) -> None:
+    rows = moe_rows()[:num_rows]
+    rows[-1] |= {"train/lm_loss": "NaN", "val/lm_loss": "Infinity", "train/grad_norm": "NaN"}
+    rows[-1] |= {"moe/layer_02/load": [0, 0, 0], "moe/layer_02/imbalance": "NaN"}
+    table = table_of(write_report(make_run(tmp_path / "run", rows)).read_text(encoding="utf-8"))
+    assert table["Training loss, last step"] == "nan" and table["Validation perplexity"] == "inf"
+
+
+def test_load_shares_are_relative_to_an_even_share() -> None:
+    rows = [
+        {"step": 10, "moe/layer_01/load": [2, 2, 0, 0]},
+        {"step": 20, "moe/layer_01/load": [1, 1, 1, 1]},
+        {"step": 30, "moe/layer_01/load": [0, 0, 0, 0]},
+    ]
+    edges_B, shares_EB = load_shares(rows, "layer_01")
+    assert edges_B.tolist() == [0, 10, 20, 30]
+    assert shares_EB[:, :2].tolist() == [[2, 1], [2, 1], [0, 1], [0, 1]]
+    assert np.isnan(shares_EB[:, 2]).all(), "no pair at all is neither idle nor fair"
+
+
+def test_many_records_share_bins_by_their_summed_load() -> None:
+    rows = [{"step": step, "moe/layer_01/load": [step % 2 * 3, 1 - step % 2]} for step in range(1, 1001)]
+    edges_B, shares_EB = load_shares(rows, "layer_01")
+    assert (len(edges_B), edges_B[0], edges_B[1], edges_B[-1]) == (101, 0, 10, 1000)
+    assert shares_EB[:, 7] == pytest.approx([1.5, 0.5])  # each bin: 5 x 3 against 5 x 1
+
+
+def test_the_smoothed_curve_follows_a_straight_line_and_skips_what_is_not_finite() -> None:
+    assert smooth([5.0, 4.0, 3.0, 2.0, 1.0, 0.0])[1:-1] == pytest.approx([4.0, 3.0, 2.0, 1.0])
+    assert smooth([1.0, 1.0, math.nan, 1.0, math.inf, 1.0]) == pytest.approx(np.ones(6))
+    assert smooth([1e30, *[1.0] * 9])[-5:] == pytest.approx(np.ones(5))
+
+
+def test_a_pause_between_two_launches_is_not_training_time() -> None:
+    rows = [{"step": 10, "time": 0.0, "perf/step_s": 2.0}, {"step": 30, "time": 9e6, "perf/step_s": 3.0}]
+    assert compute_statistics(rows).time_s == 10 * 2.0 + 20 * 3.0
+
+
+def test_panels_are_only_for_what_was_recorded() -> None:
+    assert [section.title for section in run_sections([{"step": 1, "perf/tokens_per_s": 3.0}])] == ["Speed"]
+    assert run_sections([]) == []
+
+
+def test_every_metric_of_the_docs_has_a_panel_and_every_axis_its_unit() -> None:
+    rows = full_rows()
+    sections = run_sections(rows)
+    drawn = {f"{section.title}: {panel.title}" for section in sections for panel in section.panels}
+    assert {
+        "Loss: Loss", "Auxiliary losses: switch_balance", "Auxiliary losses: Weighted",
+        "Optimisation: Loss scale of fp16", "Optimisation: Skipped steps since the start",
+        "Speed: Model FLOP utilisation", "Speed: Stages of the MoE layers (smoothed)", "Balance: Imbalance",
+        "Balance: MaxVio of the whole run", "Balance: Coefficient of variation", "Balance: Dead experts",
+        "Balance: Dropped pairs", "Experts per token: Mean number of experts", "Experts per token: layer 10",
+        "Gate: Entropy of the gate", "Gate: Highest probability",
+        "Expert-parallel ranks: Imbalance of the all-to-all", "Expert-parallel ranks: Overload of the ranks",
+        "Numbers of layers and parts: gradient_share/switch_balance",
+        "Numbers of layers and parts: loss/switch_balance", "Numbers of layers and parts: scorer/temperature",
+        "Expert load: layer 02",
+    } <= drawn  # fmt: skip
+    named = re.compile(r".{3,} \(.+\)")  # a name and its unit; (1) has none
+    for panel in (panel for section in sections for panel in section.panels):
+        assert named.fullmatch(panel.x) and named.fullmatch(panel.y), panel.title
+        assert panel.heat_map is None or named.fullmatch(panel.heat_map.value)
+        assert bool(panel.curves) != (panel.heat_map is not None)
+
+
+def test_the_picture_has_all_sections() -> None:
+    """The panels that hold curves and maps are drawn without a warning, constant and diverged ones too."""
+    sections = run_sections([row | {"train/grad_norm": math.nan} for row in full_rows()])
+    assert render(sections, LIGHT, "run").startswith(PNG)
+
+
+def test_the_page_shows_the_recorded_numbers(tmp_path: Path) -> None:
+    content = panels_of(write_report(make_run(tmp_path / "run", full_rows())).read_text(encoding="utf-8"))
+    panels = {panel["title"]: panel for panel in content["panels"]}
+    raw, smoothed, validation, code, test = panels["Loss"]["curves"]
+    assert content["x"][raw["x"]] == [1, 2, 3, 4] and raw["y"] == [7, 6, 5, 4] and raw["faint"]
+    assert smoothed["name"] == "training (smoothed)" and code["y"] == [2.25] * 3
+    assert content["x"][validation["x"]] == [1, 3, 4] and validation["y"] == [8, 4.5, 5]
+    assert test["name"] == "test"
+    widths = next(it for it in content["panels"] if it["y"].startswith("experts per token") and it["map"])
+    assert widths["map"]["z"] == [[0] * 4, [0.75] * 4, [0.25] * 4] and widths["map"]["x"] == [0, 1, 2, 3, 4]
+    load = [it for it in content["panels"] if it["y"] == "expert (index)"][1]["map"]
+    assert load["z"] == [[2.25, 2.5, 2.75, 3], [0, 0, 0, 0], [0.75, 0.5, 0.25, 0]]  # 3 x 9 / 12, ...
+
+
+def test_names_cannot_become_markup(tmp_path: Path) -> None:
+    rows = [row | {"train/</script><b>": 1.0, "val/<i>/lm_loss": 2.0} for row in dense_rows()]
+    page = write_report(make_run(tmp_path / "run", rows)).read_text(encoding="utf-8")
+    assert "</script><b>" not in page and "<i>" not in page
+    names = [curve["name"] for panel in panels_of(page)["panels"] for curve in panel["curves"]]
+    assert "validation: &lt;i&gt;" in names, "plotly.js would read a tag"
+
+
+def test_long_curves_keep_their_ends_and_raw_ones_their_spikes() -> None:
+    steps = list(range(1, 10_001))
+    values = [2.0] * 10_000
+    values[4321], values[77] = 9.0, -1.0
+    x, y = envelope(steps, values)
+    assert (
+        len(x) <= MOST_RAW and (4322, 9.0) in zip(x, y, strict=True) and (78, -1.0) in zip(x, y, strict=True)
+    )
+    x, y = thin(steps, [float(step) for step in steps])
+    assert len(x) == MOST_POINTS and x == y and (x[0], x[-1]) == (1, 10_000)
+
+
+def test_limits_leave_out_spikes_and_hold_constants() -> None:
+    low, high = spike_limits([2.0, *[1.0] * 500, 1e6]) or (0, 0)
+    assert 0.9 < low < 1 and 2 < high < 2.1
+    assert spike_limits([3.0, 3.0]) == (0, 6) and spike_limits([0.0]) == (0, 1)
+    assert spike_limits([-3.0]) == (-6, 0) and spike_limits([math.nan]) is None
+
+
+def test_colours_of_layers_go_from_the_first_to_the_last() -> None:
+    found = [colour_of(LIGHT, depth) for depth in (0.0, 0.25, 0.5, 1.0)]
+    assert found == ["#4fb8a0", "#3e94ae", "#2c6fbb", "#7a2c8f"]
+    assert colour_of(LIGHT, "blue") == LIGHT.blue and colour_of(LIGHT, "further_1") == LIGHT.further[1]
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_run_that_is_not_finished_says_so(tmp_path: Path, rows: int) -> None:
+    folder = make_run(tmp_path / "run", dense_rows()[:rows], steps=30)
+    (folder / "config.yaml").write_text("name: run\n")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "train/lm_')  # torn
+    page = write_report(folder).read_text(encoding="utf-8")
+    expected = (
+        "not finished: still running, stopped or interrupted, 2 of 30 steps" if rows else "No step is rec"
+    )
+    assert expected in page and "name: run" in page
+    assert (folder / "report.png").exists() is (rows > 0)
+    (folder / "summary.json").write_text('{"steps": 2}')
+    assert not rows or "finished, 2 of 2 steps" in write_report(folder).read_text(encoding="utf-8")
+
+
+def test_a_run_without_a_record_yet_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: run\n")
+    assert "No step is recorded yet" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_the_comparison_is_aligned_and_right(tmp_path: Path) -> None:
+    moe = make_run(tmp_path / "moe", moe_rows(), parameters_total=24_318_976, parameters_active=9_117_184)
+    dense = make_run(tmp_path / "dense-baseline", dense_rows())
+    header, first, second = comparison_table([read_run(moe), read_run(dense)]).splitlines()
+    assert header.split("  ")[0] == "run" and len(header) == len(first) == len(second)
+    assert " ".join(first.split()) == "moe 24.3M 9.12M 4 2,048 8.0000 5.0000 37.50 148.41 2,500 3.00"
+    assert " ".join(second.split()) == "dense-baseline - - 2 128 - - - - - -"
+
+
+def test_the_tool_writes_reports_and_compares(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name, dense_rows()) for name in ("one", "two")]
+    command = [sys.executable, tool.__file__, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "comparison.html").exists() and (tmp_path / "comparison.png").exists()
+    assert all((folder / "report.html").exists() for folder in folders)
+    assert "perplexity" in done.stdout
+
+
+def test_the_tool_refuses_in_one_line_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = make_run(tmp_path / "good", dense_rows())
+    empty = make_run(tmp_path / "empty", [])
+    for bad, output in (
+        (tmp_path / "nowhere", "no such run folder"),
+        (empty, "no metrics"),
+        (tmp_path, "cannot read"),
+    ):
+        told = one_line(tool.main([str(good), str(bad)]), capsys)
+        assert told.startswith(f"error: {bad}") and output in told
+    assert not (good / "report.html").exists()
+
+
+def test_a_folder_named_twice_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "run", dense_rows())
+    assert tool.main([str(folder), f"{folder}/../run"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1 and not (tmp_path / "comparison.html").exists()
+
+
+def test_a_further_set_stands_for_a_main_one_that_is_not_there(tmp_path: Path) -> None:
+    rows = [{**row, "val/lm_loss": None} for row in moe_rows()]
+    page = write_report(make_run(tmp_path / "run", rows)).read_text(encoding="utf-8")
+    shown = table_of(page)
+    assert shown["Validation loss (code), last"] == "2.2500" and "Validation loss, code" not in shown
+    assert shown["Validation perplexity (code)"] == "9.49"  # e^2.25
+    assert "<dt>Validation loss (code)</dt><dd>2.250</dd>" in page
+    assert "<dt>Perplexity (code)</dt><dd>9.5</dd>" in page
+
+
+def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", dense_rows())
+    page = write_report(folder)
+    before = page.read_bytes()
+
+    def disk_full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:10])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", disk_full)
+    with pytest.raises(OSError, match="no space") as caught:
+        write_report(folder)
+    assert caught.value.filename == str(folder / "report.png"), "not the temporary file"
+    assert page.read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "report.html", "report.png"]
+
+
+def test_a_broken_summary_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", dense_rows())
+    (folder / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary\.json: no valid JSON"):
+        read_run(folder)

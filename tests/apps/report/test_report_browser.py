@@ -1,0 +1,160 @@
+"""The pages of the report in a real browser, without a screen: drawn, zoomed, hovered, clicked, printed."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.apps.report import picture
+from megamoe.apps.report.live import LiveServer
+from megamoe.apps.report.page import write_page, write_report
+from megamoe.apps.report.run_statistics import read_run
+from tests.apps.report.test_report import full_rows
+from tests.support.apps.browser import CHROMIUM, Page, opened
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on this machine"),
+]
+
+PLOT = "document.querySelector('[id=\"Loss: Loss\"]')"
+Y_RANGE = f"{PLOT}._fullLayout.yaxis.range"
+ALL_DRAWN = "Promise.all(places().map(draw)).then(() => places().length)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("browser") / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in full_rows()))
+    (folder / "config.yaml").write_text("name: run\nmoe: {num_experts: 3}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picture, "DPI", 20)
+        write_report(folder)
+        write_page([read_run(folder), read_run(folder)], folder / "comparison.html")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with opened(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page, folder: Path) -> Page:
+    browser.events.clear()
+    browser.show(1280, 900)
+    browser.open((folder / "report.html").as_uri())
+    browser.wait_for(f"{PLOT}.dataset.drawn === 'linear'")
+    return browser
+
+
+def luminance(colour: str) -> float:
+    return sum(float(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]) / 765
+
+
+def test_every_panel_is_drawn_without_network_or_errors(page: Page, folder: Path) -> None:
+    assert page.run(ALL_DRAWN) > 20
+    assert page.run("places('[data-drawn]').every((it) => it.querySelector('svg.main-svg') !== null)")
+    titles = page.run(
+        "places().flatMap((it) => [it._fullLayout.xaxis.title.text, it._fullLayout.yaxis.title.text])"
+    )
+    assert titles and all(title.endswith(")") for title in titles)
+    assert page.problems() == [] and page.requested() == [(folder / "report.html").as_uri()]
+    assert page.run("fetch('https://example.org').then(() => 'asked', () => 'refused')") == "refused"
+
+
+def test_a_drag_zooms_and_a_button_goes_back(page: Page) -> None:
+    before = page.run(f"{PLOT}._fullLayout.xaxis.range")
+    x, y = page.middle_of('[id="Loss: Loss"] .nsewdrag')
+    page.drag((x - 100, y), (x, y), (x + 100, y))
+    page.wait_for(f"{PLOT}._fullLayout.xaxis.range[0] > {before[0]}")
+    low, high = page.run(f"{PLOT}._fullLayout.xaxis.range")
+    assert before[0] < low < high < before[1]
+    page.click('[id="Loss: Loss"] .modebar-btn[data-val="reset"]')
+    page.wait_for(f"{PLOT}._fullLayout.xaxis.range[0] === {before[0]}")
+
+
+def test_hovering_tells_the_values(page: Page) -> None:
+    x, y = page.middle_of('[id="Loss: Loss"] .nsewdrag')
+    page.hover(x, y)
+    page.hover(x + 20, y)
+    told = page.wait_for(f"{PLOT}.querySelector('.hoverlayer')?.textContent")
+    assert "training" in told and any(digit in told for digit in "4567")
+
+
+def test_the_button_makes_the_axis_logarithmic_and_back(page: Page) -> None:
+    page.click("section:has([id='Loss: Loss']) button.log")
+    page.wait_for(f"{PLOT}._fullLayout.yaxis.type === 'log'")
+    low, high = page.run(Y_RANGE)
+    assert 0 < low < high < 1  # powers of ten around 2.25 to 8
+    page.click("section:has([id='Loss: Loss']) button.log")
+    page.wait_for(f"{PLOT}._fullLayout.yaxis.type === 'linear'")
+
+
+@pytest.mark.parametrize("name", ["report.html", "comparison.html"])
+def test_light_and_dark_and_a_phone(page: Page, folder: Path, name: str) -> None:
+    page.open((folder / name).as_uri())
+    page.run(ALL_DRAWN)
+    ink = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
+    back = "getComputedStyle(document.body).backgroundColor"
+    assert luminance(page.run(ink)) < 0.5 < luminance(page.run(back))
+    page.show(1280, 900, "dark")
+    page.wait_for(f"{ink} !== 'rgb(107, 114, 128)'")
+    assert luminance(page.run(back)) < 0.2 and luminance(page.run(ink)) > 0.5
+    page.show(390, 844)
+    page.wait_for("places().every((it) => it._fullLayout.width <= 390)")
+    assert page.run("document.documentElement.scrollWidth") == 390, "the page is not wider than the phone"
+    assert page.run(
+        "[...document.querySelectorAll('figure')].every((it) => it.getBoundingClientRect().right <= 390)"
+    )
+
+
+def test_it_prints_light_with_every_panel(page: Page) -> None:
+    page.show(1280, 900, "dark")
+    pdf = base64.b64decode(page.send("Page.printToPDF")["data"])
+    assert pdf.startswith(b"%PDF") and page.run("places().every((it) => it.dataset.drawn)")
+    assert page.problems() == []
+
+
+def test_without_scripts_the_picture_is_shown(page: Page, folder: Path) -> None:
+    page.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        page.send("Page.reload")
+        page.wait_for("document.querySelector('noscript img')?.naturalWidth > 0")
+        assert page.run("document.querySelector('.plot').getBoundingClientRect().height") == 0
+    finally:
+        page.send("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_a_live_page_refreshes_itself_and_keeps_the_zoom(browser: Page, tmp_path: Path) -> None:
+    browser.show(1280, 900)
+    metrics = tmp_path / "metrics.jsonl"
+    rows: list[dict[str, Any]] = [{"step": step, "train/lm_loss": 9.0 - step} for step in range(1, 7)]
+    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:4]))
+    with LiveServer([tmp_path], 0, refresh_s=0.1) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        browser.events.clear()
+        browser.open(server.url)
+        browser.wait_for(f"{PLOT}.dataset.drawn === 'linear'")
+        x, y = browser.middle_of('[id="Loss: Loss"] .nsewdrag')
+        browser.drag((x - 100, y), (x, y), (x + 100, y))
+        zoomed = browser.wait_for(
+            f"{PLOT}._fullLayout.xaxis.range[0] > 1.2 && {PLOT}._fullLayout.xaxis.range"
+        )
+        with metrics.open("a") as file:
+            file.write("".join(f"{json.dumps(row)}\n" for row in rows[4:]))
+        browser.wait_for("document.querySelector('header p').textContent.startsWith('6 steps')")
+        browser.wait_for(f"{PLOT}.data[0].x.length === 6")
+        assert browser.run(f"{PLOT}._fullLayout.xaxis.range") == zoomed
+        browser.run("refresh(0.1, null), true")
+        server.shutdown()
+        thread.join()
+    browser.wait_for("document.getElementById('told').textContent.includes('does not answer')")
+    assert browser.run("document.querySelector('header p').textContent.startsWith('6 steps')")

@@ -1,0 +1,184 @@
+"""The tool on checkpoints: its files, the same numbers at any layout, bad input as a line."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.apps.evaluation.trained_model import session
+from megamoe.apps.routing_analysis import figures
+from megamoe.apps.routing_analysis.study import ALONE, COMPARING, Options, study
+from megamoe.parallel import launch
+from megamoe.train.trainer import Trainer
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import small_run
+from tools import analyze_routing
+
+RUN: dict[str, Any] = {
+    "moe__layers": {"at": [1, 2]},
+    "moe__num_experts": 4,
+    "moe__expert_activation": "gelu",
+    "moe__router": {"scorer": "linear", "selector": {"name": "top_k", "k": 2}},
+    "train__global_batch_size": 4,
+    "evaluation__batches": 2,
+    "checkpoint__keep": 4,
+}
+WORDS: dict[str, Any] = {"model__vocab_size": 24, "moe__expert_activation": "swiglu"}
+
+
+def tool(*arguments: Any) -> tuple[int, str, str]:
+    """Run the tool in this process; return the exit code, the output and the errors."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = analyze_routing.main([str(argument) for argument in arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def trained_runs(folder: Path) -> None:
+    """Job: three runs; the first has two checkpoints, the last another number of words and SwiGLU."""
+    for name, changes in (("a", {}), ("b", {"seed": 2}), ("words", WORDS)):
+        trainer = Trainer(small_run(folder, name=name, **{**RUN, **changes}))
+        for _ in range(2 if name == "a" else 1):
+            trainer.step()
+            trainer.save()
+        trainer.checkpoints.close()
+    launch.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("analysed")
+    pool.run(trained_runs, folder, ranks=1)
+    return folder
+
+
+def tool_runs(folder: Path) -> tuple[tuple[int, str, str], list[tuple[int, str, str]]]:
+    """Job: what the tool says to good arguments, and to bad ones."""
+    figures.DPI = 20
+    return tool(folder / "a", "--tokens", 40), [
+        tool(folder / "none"),
+        tool("seed=3"),
+        tool(folder / "a", "--layers", "7"),
+        tool(folder / "a", "--layers", "x"),
+        tool(folder / "a", "--analyses", "colapse"),
+        tool(folder / "a", "--analyses", "fluctuation"),
+        tool(folder / "a", "--threshold", "1.5"),
+        tool(folder / "a", "--tokens", "0"),
+        tool(folder / "a", "--set", "test"),
+        tool(folder / "a", "--data", "books"),
+        tool(folder / "a", folder / "words", "--analyses", "consistency"),
+        tool(folder / "words", "--analyses", "positive"),
+        tool(folder / "a", "model.vocab_size=42"),
+        tool(folder / "a", "--samples", "3", "train.micro_batch_size=2"),
+        tool(folder / "a", "--analyses", "collapse", "--output", folder / "a/routing/routing.json/in"),
+    ]
+
+
+def several_runs(folder: Path) -> list[tuple[int, str, str]]:
+    """Job: what the tool says to several checkpoints, and of what is removed."""
+    steps = sorted((folder / "a/checkpoints").glob("step_*"))
+    return [
+        tool(*steps, folder / "b", "--output", folder / "out", "--layers", "2"),
+        tool(folder / "a", "--analyses", "removal", "--output", folder / "out_2"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def outcome(pool: Pool, folder: Path) -> Any:
+    (found,) = pool.run(tool_runs, folder, ranks=1)
+    return found
+
+
+def test_one_checkpoint(outcome: Any, folder: Path) -> None:
+    code, output, errors = outcome[0]
+    assert (code, errors) == (0, ""), errors
+    assert f"9 files in {folder}/a/routing" in output and "representation collapse RC" in output
+    results = json.loads((folder / "a/routing/routing.json").read_text())
+    (checkpoint,) = results["checkpoints"]
+    assert results["data"] == {"name": "valid", "samples": 8, "sampled_tokens": 40}
+    assert (checkpoint["run"], checkpoint["step"], checkpoint["tokens"]) == ("a", 2, 8 * 32)
+    assert checkpoint["analyses"].keys() == set(ALONE) - {"removal"} and results["comparisons"] == {}
+    for name in checkpoint["analyses"]:
+        assert (folder / f"a/routing/{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "expert 3" in (folder / "a/routing/tokens.txt").read_text()
+
+
+@pytest.mark.full
+def test_several_checkpoints_are_compared(pool: Pool, folder: Path) -> None:
+    (outcomes,) = pool.run(several_runs, folder, ranks=1)
+    assert [(code, errors) for code, _, errors in outcomes] == [(0, "")] * 2
+    results = json.loads((folder / "out/routing.json").read_text())
+    (change,) = results["comparisons"]["fluctuation"]  # not between the two runs
+    assert (change["earlier"], change["later"]) == ("a, step 1", "a, step 2")
+    assert [*change["layers"]] == ["2"] and 0 <= change["layers"]["2"]["first"] < 1
+    runs = results["comparisons"]["consistency"]
+    assert runs["runs"] == ["a, step 2", "b, step 1"]
+    matrix = runs["layers"]["2"]["correlation_RR"]
+    assert runs["layers"]["2"]["consistency"] == pytest.approx((1 + matrix[0][1]) / 2)
+    assert all((folder / f"out/{name}.png").exists() for name in COMPARING)
+    removed = json.loads((folder / "out_2/routing.json").read_text())["checkpoints"][0]["analyses"]
+    assert [*removed] == ["removal"] and len(removed["removal"]["layers"]["2"]["rise_E"]) == 4
+
+
+def test_bad_input_is_a_line(outcome: Any, folder: Path) -> None:
+    step, words = f"{folder}/a/checkpoints/step_00000002", f"{folder}/words/checkpoints/step_00000001"
+    expected = [
+        f"{folder}/none: no checkpoint and no run's folder with one",
+        "no checkpoint is named",
+        f"{step}: layer 7 is no MoE layer; it has 1, 2",
+        "--layers: found 'x', expected numbers such as 2,4",
+        "--analyses: found 'colapse', expected collapse, required,",
+        "--analyses fluctuation: one checkpoint is given, and two or more are compared",
+        "--threshold: found 1.5, expected 0 to 1",
+        "--tokens: found 0, expected at least 1",
+        "--set: no data set 'test'; expected one of valid",
+        "--data: found 'books', expected NAME=PREFIX",
+        f"{words}: vocabulary of 24 tokens, {step} has another one of 21",
+        f"{words}: positive activations need experts with geglu, gelu, reglu, relu; these",
+        f"{step}: saved with vocabulary 21, this run has 42",
+        "3 samples do not divide",
+        f"--output: {folder}/a/routing/routing.json/in cannot be written: Not a directory",
+    ]
+    for (code, _, errors), start in zip(outcome[1], expected, strict=True):
+        assert errors.startswith(f"error: {start}") and errors.count("\n") == 1, (errors, start)
+        assert code == 2, errors
+
+
+def studied(path: Path, overrides: list[str], options: Options) -> dict[str, Any]:
+    """Job: the analyses of a run's last checkpoint."""
+    with session(overrides) as ranks:
+        return study(ranks, [path], options)
+
+
+def close(found: Any, expected: Any) -> None:
+    """Whole numbers and text are equal, other numbers to rounding."""
+    assert type(found) is type(expected)
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        for key in found:
+            close(found[key], expected[key])
+    elif isinstance(found, list):
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+    elif isinstance(found, float):
+        assert found == pytest.approx(expected, rel=1e-4, abs=2e-4)
+    else:
+        assert found == expected
+
+
+def test_the_numbers_do_not_depend_on_expert_parallelism(pool: Pool, outcome: Any, folder: Path) -> None:
+    first, _ = pool.run(studied, folder / "a", ["parallel.expert=2"], Options(tokens=40), ranks=2)
+    alone = json.loads((folder / "a/routing/routing.json").read_text())
+    close(json.loads(json.dumps(first)), alone)
+
+
+@pytest.mark.full
+def test_the_numbers_do_not_depend_on_tensor_parallelism(pool: Pool, folder: Path) -> None:
+    options = Options(analyses=ALONE, tokens=100, thresholds=(0.5, 0.9))
+    (alone,) = pool.run(studied, folder / "a", [], options, ranks=1)
+    for layout in (["parallel.tensor=2", "parallel.expert=2"], ["parallel.expert_tensor=2"]):
+        first, _ = pool.run(studied, folder / "a", layout, options, ranks=2)
+        close(first, alone)

@@ -1,0 +1,234 @@
+"""Pairs by number, and the plan of batches: shares, order, lengths, and ranks that see what one rank sees."""
+
+import bisect
+import re
+import runpy
+import shutil
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megamoe.apps.translation.batches import OrderedPairs, PairBatches, cut_batches, epoch_order
+from megamoe.apps.translation.dataset import PairDataset, PairOptions, verify_pairs
+from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.batches import Batch
+from megamoe.data.pairs import pair_batch
+from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
+from megamoe.errors import UserError
+from tests.support.data.pairs import make_pairs
+from tests.support.data.sources import stream, take
+
+SIZES = {"de": 90, "fr": 40, "it": 11}
+
+
+@pytest.fixture(name="prefix", scope="module")
+def _prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Pairs of bytes in three languages."""
+    return str(make_pairs(tmp_path_factory.mktemp("pairs"), [1, 0, 0], SIZES) / "train")
+
+
+@pytest.fixture(name="vocabulary", scope="module")
+def _vocabulary(prefix: str) -> Vocabulary:
+    sides = [SourceConfig(path=f"{prefix}.{side}") for side in ("source", "target")]
+    return resolve_vocabulary(DataConfig(sources=sides), None)
+
+
+@pytest.mark.parametrize("tag", ["source", "target", "none"])
+def test_items_by_hand(prefix: str, vocabulary: Vocabulary, tag: str) -> None:
+    pairs = PairDataset(prefix, vocabulary, PairOptions(direction="both", tag=tag))  # type: ignore[arg-type]
+    assert pairs.groups == ["en-de", "en-fr", "en-it", "de-en", "fr-en", "it-en"]
+    assert pairs.sizes == [90, 40, 11, 90, 40, 11] and len(pairs) == 2 * 141
+    for number, (group, source, target, language) in {
+        3: (0, "3333", "dddd", "de"),
+        90: (1, "0", "f", "fr"),
+        140: (2, "10", "i" * 11, "it"),
+        141 + 3: (3, "dddd", "3333", "en"),
+    }.items():
+        item = pairs[number]
+        tags = [vocabulary.special.languages[language]]
+        begins = {"source": tags if tag == "source" else [], "target": tags if tag == "target" else []}
+        assert int(item["language"]) == group
+        for side, expected in (("source", source), ("target", target)):
+            assert item[side].dtype == torch.int64
+            assert item[side].tolist() == [*begins[side], *expected.encode(), vocabulary.eod]
+    for side, lengths in (("source", pairs.source_lengths), ("target", pairs.target_lengths)):
+        assert lengths.tolist() == [len(pairs[number][side]) for number in range(len(pairs))]
+
+
+def test_languages_and_direction(prefix: str, vocabulary: Vocabulary) -> None:
+    pairs = PairDataset(prefix, vocabulary, PairOptions(languages=("IT", "de"), direction="into"))
+    assert pairs.groups == ["de-en", "it-en"]
+    assert bytes(pairs[90]["source"][1:-1].tolist()) == b"i"
+    with pytest.raises(UserError, match="language 'pl' is not in the data; there are de, fr, it"):
+        PairDataset(prefix, vocabulary, PairOptions(languages=("pl",)))
+
+
+@pytest.mark.parametrize("option", ["direction", "tag", "too_long"])
+def test_options_that_are_none(option: str) -> None:
+    with pytest.raises(UserError, match=rf"{option} 'up': expected \w+, \w+, \w+"):
+        PairOptions(**{option: "up"})  # type: ignore[arg-type]
+
+
+def test_too_long(prefix: str, vocabulary: Vocabulary) -> None:
+    with pytest.raises(UserError, match=r"\d+ of 141 have a side .* max_length 10.*longest 18; .*drop"):
+        PairDataset(prefix, vocabulary, PairOptions(max_length=10))
+    whole = PairDataset(prefix, vocabulary)
+    cut = PairDataset(prefix, vocabulary, PairOptions(max_length=10, too_long="truncate"))
+    kept = PairDataset(prefix, vocabulary, PairOptions(max_length=10, too_long="drop"))
+    fit = [n for n in range(141) if max(whole.source_lengths[n], whole.target_lengths[n]) <= 10]
+    assert len(kept) == len(fit) == 141 - kept.left_out
+    for place, number in enumerate(fit):
+        assert all(torch.equal(kept[place][key], whole[number][key]) for key in whole[number])
+    assert sum(kept.sizes) == len(fit) and cut.sizes == whole.sizes
+    for number in range(141):
+        item, target = cut[number], whole[number]["target"]
+        short = target if len(target) <= 10 else torch.cat((target[:9], target[-1:]))
+        assert torch.equal(item["target"], short) and cut.target_lengths[number] == len(short)
+
+
+def test_files_that_do_not_fit(prefix: str, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    shutil.copytree(Path(prefix).parent, tmp_path, dirs_exist_ok=True)
+    copy = str(tmp_path / "train")
+    pairs = PairDataset(copy, vocabulary)
+    data = DataConfig(cache=str(tmp_path / "cache"))
+    assert len(verify_pairs(data, [copy], vocabulary)) == 2
+    content = (tmp_path / "train.target.bin").read_bytes()
+    (tmp_path / "train.target.bin").write_bytes(content[:-2])
+    with pytest.raises(UserError, match=r"train.target.bin was truncated"):
+        pairs[140]
+    (tmp_path / "train.target.bin").write_bytes(content[:-2] + b"\xff\xff")
+    with pytest.raises(UserError, match=r"text 140 of .*outside of the vocabulary"):
+        pairs[140]
+    with pytest.raises(UserError, match=r"SHA-256"):
+        verify_pairs(data, [copy], vocabulary)
+    for ending in ("bin", "idx", "card.json"):
+        (tmp_path / f"train.target.{ending}").write_bytes((tmp_path / f"train.source.{ending}").read_bytes())
+    with pytest.raises(UserError, match="the target side has 141 texts of another preparation"):
+        PairDataset(copy, vocabulary)
+    with pytest.raises(UserError, match=r"no file .*valid.pairs.json.*there is train.pairs.json"):
+        PairDataset(str(tmp_path / "valid"), vocabulary)
+    with pytest.raises(UserError, match=r"raise model.vocab_size"):
+        PairDataset(prefix, Vocabulary(10, 0, None))
+    with pytest.raises(UserError, match=r"the tokenizer reserves no <2de>"):
+        PairDataset(prefix, Vocabulary(1000, 256, None))
+
+
+@pytest.mark.parametrize("exponent", [1.0, 0.7, 0.0])
+def test_shares_of_the_groups(exponent: float) -> None:
+    sizes = [1000, 100, 10]
+    epochs = [epoch_order(["a", "b", "c"], sizes, exponent, 1, epoch) for epoch in range(40)]
+    drawn = np.concatenate(epochs)
+    group_N = np.searchsorted([1000, 1100], drawn, side="right")
+    parts = [size**exponent for size in sizes]
+    for group, part in enumerate(parts):
+        assert abs((group_N == group).sum() - 40 * 1110 * part / sum(parts)) < 1
+    if exponent == 1:  # each pair once an epoch
+        assert all(sorted(epoch) == list(range(1110)) for epoch in epochs)
+    # Within a group no pair comes again before all others have come.
+    counts = np.bincount(drawn, minlength=1110)
+    for first, last in ((0, 1000), (1000, 1100), (1100, 1110)):
+        assert counts[first:last].max() - counts[first:last].min() <= 1
+    assert np.array_equal(epochs[3], epoch_order(["a", "b", "c"], sizes, exponent, 1, 3))
+    assert not np.array_equal(epochs[3], epoch_order(["a", "b", "c"], sizes, exponent, 2, 3))
+
+
+def test_batches_have_similar_widths() -> None:
+    rng = np.random.default_rng(0)
+    width_N = rng.integers(1, 60, 500)
+    order_N = rng.permutation(500)
+    batches = cut_batches(order_N, width_N, pairs=7, generator=rng)
+    assert len(batches) == 71 and {len(batch) for batch in batches} == {7}
+    assert {*np.concatenate(batches)} == {*order_N[: 71 * 7]}  # what is left out is not the longest
+    ends = sorted((int(width_N[batch].min()), int(width_N[batch].max())) for batch in batches)
+    assert all(left[1] <= right[0] for left, right in pairwise(ends))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_see_together_what_one_rank_sees(prefix: str, vocabulary: Vocabulary, workers: int) -> None:
+    """Micro batches of 2 by 1, 2 and 3 ranks from buckets of 6 pairs, and resumed inside a later epoch."""
+    assert vocabulary.eod is not None and vocabulary.special.pad is not None
+    make = partial(pair_batch, start=vocabulary.eod, pad=vocabulary.special.pad)
+    pairs = PairDataset(prefix, vocabulary)
+    ordered = OrderedPairs(pairs, PairBatches(pairs, seed=1, exponent=0.7, pairs=6), num_samples=400)
+
+    def seen(start: int, rank: int, ranks: int, taken: int, workers: int = 0) -> list[Batch]:
+        return take(stream(ordered, 2, 2 * start, rank, ranks, workers=workers, make_batch=make), taken)
+
+    def same(left: list[Batch], right: list[Batch]) -> bool:
+        fields = ("source_BL", "labels_BS", "loss_mask_BS", "sample_index_B")
+        return all(
+            torch.equal(getattr(one, field), getattr(other, field))
+            for one, other in zip(left, right, strict=True)
+            for field in fields
+        )
+
+    alone = seen(0, 0, 1, 200)
+    for number, batch in enumerate(alone):
+        assert batch.sample_index_B.tolist() == [2 * number, 2 * number + 1]
+        for row_S, mask_S, index in zip(
+            batch.labels_BS, batch.loss_mask_BS, batch.sample_index_B.tolist(), strict=True
+        ):
+            assert torch.equal(row_S[mask_S.bool()], ordered[index]["target"])
+            assert {*row_S[~mask_S.bool()].tolist()} <= {vocabulary.special.pad}
+    for rank in range(3):
+        assert same(seen(0, rank, 3, 60, workers), alone[rank:180:3])
+    for rank in range(2):
+        assert same(seen(155, rank, 2, 10, workers), alone[155 + rank : 175 : 2])
+
+
+def test_epochs_follow_each_other(prefix: str, vocabulary: Vocabulary) -> None:
+    pairs = PairDataset(prefix, vocabulary)
+    batches = PairBatches(pairs, seed=1, exponent=0.7, pairs=4)
+    starts = [0]
+    for epoch in range(9):
+        starts.append(starts[-1] + len(batches.epoch(epoch)))
+    for number in (0, starts[1] - 1, starts[1], starts[3], 119, 7):
+        epoch, place = batches.locate(number)
+        assert epoch == bisect.bisect_right(starts, number) - 1
+        assert np.array_equal(batches[number], batches.epoch(epoch)[place])
+
+
+def test_samples_are_the_planned_batches(prefix: str, vocabulary: Vocabulary) -> None:
+    pairs = PairDataset(prefix, vocabulary)
+    batches = PairBatches(pairs, seed=3, pairs=4)
+    ordered = OrderedPairs(pairs, batches, num_samples=240)
+    assert len(ordered) == 240
+    for number in (0, 7, 59):
+        for place in range(4):
+            item, expected = ordered[4 * number + place], pairs[int(batches[number][place])]
+            assert all(torch.equal(item[key], expected[key]) for key in expected)
+    drawn = Counter(int(pair) for number in range(35) for pair in batches[number])
+    assert batches.locate(35) == (1, 0) and {*drawn.values()} == {1}
+    with pytest.raises(IndexError):
+        ordered[240]
+
+
+def test_the_example_of_the_docs_runs(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "pairs.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert "data/catalogues/pairs/train" in block
+    (tmp_path / "example.py").write_text(block.replace("data/catalogues/pairs/train", prefix))
+    runpy.run_path(str(tmp_path / "example.py"))
+    assert "'source': tensor([" in capsys.readouterr().out
+
+
+def test_too_few_pairs(prefix: str, vocabulary: Vocabulary) -> None:
+    pairs = PairDataset(prefix, vocabulary)
+    with pytest.raises(UserError, match="141 pairs make no batch of 142"):
+        PairBatches(pairs, seed=0, pairs=142)
+
+
+def test_a_pair_that_cannot_be_read_is_one_line(prefix: str, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    shutil.copytree(Path(prefix).parent, tmp_path, dirs_exist_ok=True)
+    pairs = PairDataset(str(tmp_path / "train"), vocabulary)
+    (tmp_path / "train.source.bin").write_bytes(b"")
+    ordered = OrderedPairs(pairs, PairBatches(pairs, seed=0, pairs=4), num_samples=4)
+    with pytest.raises(UserError, match=r"train.source.bin was truncated"):
+        take(stream(ordered, 4), 1)

@@ -1,0 +1,305 @@
+"""tools/prepare_pairs.py: what it writes, and one line and exit code 2 for each kind of bad input."""
+
+import errno
+import fcntl
+import gzip
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megamoe.apps.translation import prepare as prepare_module
+from megamoe.apps.translation.card import load_pair_card
+from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.card import DataFiles, load_card
+from megamoe.data.tokenizers import load_tokenizer
+from megamoe.data.verify import verify_in_full
+from megamoe.data.vocabulary import resolve_vocabulary
+from megamoe.data.write import lengths_of
+from tests.support.data.catalogue_files import entry, write_package, write_po
+from tools import prepare_pairs
+
+ROOT = Path(__file__).resolve().parents[3]
+WORDS = {"de": "ein", "fr": "un", "pt_BR": "um"}
+
+
+def prepare(output: Path, *options: object) -> int:
+    """The exit code of the tool."""
+    return prepare_pairs.main([*map(str, options), "--output", str(output)])
+
+
+@pytest.fixture(name="prepared", scope="module")
+def _prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pairs of a small package, with a trained tokenizer."""
+    folder = tmp_path_factory.mktemp("pairs")
+    write_package(folder / "app", WORDS)
+    options = ["--vocab-size", "420", "--split", "0.6,0.2,0.2", "--min-label", "5", "--min-words", "3"]
+    assert prepare(folder / "out", "--catalogues", folder / "app", *options) == 0
+    return folder / "out"
+
+
+def texts_of(prefix: Path, output: Path) -> list[str]:
+    tokenizer = load_tokenizer(str(output / "tokenizer.json"))
+    indexed = IndexedDataset(str(prefix))
+    documents = [indexed[number].tolist() for number in range(len(indexed))]
+    assert all(document[-1] == tokenizer.eod and tokenizer.eod not in document[:-1] for document in documents)
+    return [tokenizer.decode(document) for document in documents]
+
+
+def test_sides_are_aligned_and_languages_follow_each_other(prepared: Path) -> None:
+    messages: dict[str, set[str]] = {}
+    for split in ("train", "valid", "test"):
+        card, _, _ = load_pair_card(str(prepared / "pairs" / split))
+        sources = texts_of(prepared / "pairs" / f"{split}.source", prepared)
+        targets = texts_of(prepared / "pairs" / f"{split}.target", prepared)
+        languages = [one.language for one in card.languages for _ in range(one.pairs)]
+        assert languages == sorted(languages) and {*languages} == {*WORDS}
+        for source, target, language in zip(sources, targets, languages, strict=True):
+            assert source.replace("message ", "") == target.removeprefix(f"{WORDS[language]} ")
+        messages[split] = {*sources}
+        lengths_N = lengths_of(DataFiles(prepared / "pairs" / f"{split}.target"))
+        assert sum(one.target_tokens for one in card.languages) == lengths_N.sum()
+    assert sum(map(len, messages.values())) == len(set.union(*messages.values())) == 60
+
+
+def test_corpora_hold_each_text_once(prepared: Path) -> None:
+    assert sorted(path.stem for path in (prepared / "mono").glob("*.bin")) == ["de", "en", "fr", "pt_BR"]
+    pairs, _, _ = load_pair_card(str(prepared / "pairs" / "train"))
+    for language in pairs.languages:
+        assert sorted(texts_of(prepared / "mono" / language.language, prepared)) == sorted(
+            text
+            for text in texts_of(prepared / "pairs" / "train.target", prepared)
+            if text.startswith(WORDS[language.language])
+        )
+    english = texts_of(prepared / "mono" / "en", prepared)
+    assert len(english) == pairs.languages[0].pairs and english[0].startswith("blog message")
+    # The other splits: all languages in one dataset, and none of their messages in training.
+    valid = texts_of(prepared / "mono_valid" / "all", prepared)
+    numbers = {text.split()[-2] + text.split()[0] for text in valid if text.split()[1] == "message"}
+    assert len(valid) == 4 * len(numbers)
+    assert not numbers & {text.split()[-2] + text.split()[0] for text in english}
+
+
+def test_datasets_are_verified_like_others(prepared: Path) -> None:
+    prefixes = [path.with_suffix("") for path in prepared.rglob("*.bin")]
+    assert len(prefixes) == 6 + 4 + 2
+    for prefix in prefixes:
+        verify_in_full(str(prefix))
+    sources = [SourceConfig(path=str(prefix)) for prefix in prefixes]
+    vocabulary = resolve_vocabulary(DataConfig(sources=sources), None)
+    assert sorted(vocabulary.special.languages) == ["de", "en", "fr", "pt_BR"]
+    assert vocabulary.special.mask is not None and len(vocabulary.special.sentinels) == 100
+    card = load_card(str(prefixes[0]))
+    assert card is not None and card.tokenizer.reference == "../tokenizer.json"
+    assert np.load(prefixes[0].with_name(f"{prefixes[0].name}.counts.npy")).sum() == card.tokens
+
+
+def test_summary_and_labels(prepared: Path) -> None:
+    summary = json.loads((prepared / "card.json").read_text())
+    assert summary["languages"] == dict.fromkeys(WORDS, 60)
+    assert sum(summary["pairs"].values()) == 180
+    path = prepared.parent / "app" / "blog" / "locale" / "de" / "LC_MESSAGES" / "django.po"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    expected = {"name": str(path), "size": path.stat().st_size, "sha256": digest, "documents": 30}
+    assert len(summary["sources"]) == 6 and summary["sources"][0] == expected
+    assert summary["labels"] == ["app.blog", "app.shop"]
+    assert (prepared / "labels" / "test.pt_BR.jsonl").exists()
+
+
+def test_labels_by_application(tmp_path: Path) -> None:
+    """The first name of each module."""
+    for name in ("app", "other"):
+        for module in ("one", "two"):
+            entries = [entry(f"{name} {module} {n} text", f"ein {name} {module} {n}") for n in range(20)]
+            write_po(tmp_path / name / module / "locale/de/LC_MESSAGES/django.po", *entries)
+    options = ["--label-by", "application", "--min-label", "5", "--tokenizer", "bytes"]
+    assert prepare(tmp_path / "out", "--catalogues", tmp_path / "app", tmp_path / "other", *options) == 0
+    assert json.loads((tmp_path / "out/labels/labels.json").read_text())["labels"] == ["app", "other"]
+
+
+def test_copies_are_left_out_of_valid_and_test_pairs(tmp_path: Path) -> None:
+    """And the bilingual corpora hold the training pairs of their language."""
+    lines = [f"copied words {n} now\t{'copied words' if n % 2 else 'andere'} {n}\n" for n in range(100)]
+    (tmp_path / "de.tsv").write_text("".join(lines))
+    options = ["--max-overlap", "0.5", "--bilingual", "--split", "0.5,0.25,0.25", "--tokenizer", "bytes"]
+    out = tmp_path / "out"
+    assert prepare(out, "--tsv", "de", tmp_path / "de.tsv", *options) == 0
+    summary = json.loads((out / "card.json").read_text())
+    numbers = {}
+    for split in ("train", "valid", "test"):
+        indexed = IndexedDataset(str(out / "pairs" / f"{split}.target"))
+        texts = [bytes(token for token in indexed[n] if token < 256).decode() for n in range(len(indexed))]
+        numbers[split] = len(texts), sum(text.startswith("copied") for text in texts)
+    assert numbers["train"][1] > 0 and numbers["valid"][1] == numbers["test"][1] == 0
+    left_out = sum(number for reason, number in summary["left_out"].items() if "out of pairs/" in reason)
+    assert left_out == 100 - sum(number for number, _ in numbers.values()) > 0
+    both = IndexedDataset(str(out / "bilingual" / "de"))
+    assert len(both) == numbers["train"][0]
+    first = bytes(token for token in both[0] if token < 256).decode()
+    source, target = first.split("\n")
+    assert source.startswith("copied words") and target.split()[-1] == source.split()[-2]
+
+
+def test_other_inputs_give_the_same_pairs(tmp_path: Path) -> None:
+    lines = [(f"source {number}", f"target {number}") for number in range(20)]
+    (tmp_path / "a.en").write_text("".join(f"{source}\n" for source, _ in lines))
+    (tmp_path / "a.de").write_text("".join(f"{target}\r\n" for _, target in lines))
+    (tmp_path / "b.tsv.gz").write_bytes(gzip.compress("".join(f"{s}\t{t}\n" for s, t in lines).encode()))
+    records = [{"s": s, "t": t, "l": "DE"} for s, t in lines]
+    (tmp_path / "c.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    catalogue = write_po(tmp_path / "de.po", *(entry(s, t) for s, t in lines))
+    inputs = {
+        "aligned": (["--aligned", "de", tmp_path / "a.en", tmp_path / "a.de"], ("a.en", "a.de")),
+        "tsv": (["--tsv", "de", tmp_path / "b.tsv.gz"], ("b.tsv.gz",)),
+        "jsonl": (["--jsonl", tmp_path / "c.jsonl", "--keys", "s,t,l"], ("c.jsonl",)),
+        "catalogues": (["--catalogues", catalogue], ("de.po",)),
+    }
+    written = []
+    for name, (options, files) in inputs.items():
+        assert prepare(tmp_path / name, *options, "--tokenizer", "bytes") == 0
+        written.append((tmp_path / name / "pairs" / "train.target.bin").read_bytes())
+        summary = json.loads((tmp_path / name / "card.json").read_text())
+        assert [(one["name"], one["documents"]) for one in summary["sources"]] == [
+            (str(tmp_path / file), 20) for file in files
+        ]
+        card = load_card(str(tmp_path / name / "pairs" / "train.target"))
+        assert card is not None
+        assert card.tokenizer.reference == "bytes+pad,mask,sentinels,<2en>,<2de>"
+    assert written[0] and written == written[:1] * len(written)
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    write_package(tmp_path / "app", WORDS)
+    options = ["--tokenizer", "sentencepiece", "--vocab-size", "440", "--split", "1,0,0"]
+    assert prepare(tmp_path / "out", "--catalogues", tmp_path / "app", *options) == 0
+    prefix = tmp_path / "out" / "pairs" / "train.target"
+    verify_in_full(str(prefix))
+    data = DataConfig(sources=[SourceConfig(path=str(prefix))])
+    vocabulary = resolve_vocabulary(data, None)
+    assert vocabulary.tokenizer is not None and vocabulary.tokenizer.name.endswith("tokenizer.model")
+    assert sorted(vocabulary.special.languages) == ["de", "en", "fr", "pt_BR"]
+    indexed = IndexedDataset(str(prefix))
+    assert vocabulary.tokenizer.decode(indexed[0].tolist()) == "ein blog 0 %(name)s"
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_run_that_ends_early_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.tsv").write_text("one\ttwo\n")
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    options = ["--tsv", "de", tmp_path / "a.tsv", "--tokenizer", "bytes"]
+
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "write_labels", full_disk)
+        assert prepare(out, *options) == 2
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert not out.exists() and not partial.exists()
+    with monkeypatch.context() as patch, pytest.raises(SystemError):
+        patch.setattr(prepare_module, "write_labels", lambda *_: (_ for _ in ()).throw(SystemError))
+        prepare(out, *options)
+    assert not out.exists() and not partial.exists()
+    (partial / "new" / "pairs").mkdir(parents=True)  # what a killed run leaves
+    (partial / "lock").touch()
+    with open(partial / "lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert prepare(out, *options) == 2
+        assert "is being written by another run" in capsys.readouterr().err
+    assert prepare(out, *options) == 0
+    assert out.is_dir() and not partial.exists()
+
+
+def test_replacing_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.tsv").write_text("one\ttwo\n")
+    out = tmp_path / "out"
+    options = ["--tsv", "de", tmp_path / "a.tsv", "--tokenizer", "bytes"]
+    assert prepare(out, *options) == 0
+    (out / "more").write_text("x")
+    assert prepare(out, *options) == 2
+    assert "exists; choose another --output or add --overwrite" in capsys.readouterr().err
+    assert (out / "more").exists()
+    assert prepare(out, *options, "--overwrite") == 0
+    assert not (out / "more").exists() and [*tmp_path.glob(".*")] == []
+    (out / "card.json").write_text("{}")  # a folder of something else is left as it is
+    assert prepare(out, *options, "--overwrite") == 2
+    assert "is not a folder of prepared pairs" in capsys.readouterr().err
+
+
+BAD = {
+    "no input": ([], "no pairs: name them with --catalogues"),
+    "different lengths": (["--aligned", "de", "3.txt", "2.txt"], "'2.txt' has 2 lines, '3.txt' has 3"),
+    "the other way": (["--aligned", "de", "2.txt", "3.txt"], "'2.txt' has 2 lines, '3.txt' has 3"),
+    "empty sides": (["--aligned", "de", "empty", "empty"], "are empty; expected a text in each line"),
+    "no such file": (["--aligned", "de", "2.txt", "none"], "'none' is no file"),
+    "encoding": (["--tsv", "de", "latin1.tsv"], "latin1.tsv:2: not UTF-8 text"),
+    "columns": (["--tsv", "de", "3.txt"], "3.txt:1: 1 columns, expected 2"),
+    "cut off": (["--tsv", "de", "cut.tsv.gz"], "cut.tsv.gz: cannot be read"),
+    "empty tsv": (["--tsv", "de", "empty"], "empty: empty; expected lines"),
+    "no json": (["--jsonl", "3.txt"], "3.txt:1: not JSON"),
+    "keys": (["--jsonl", "a.jsonl"], "a.jsonl:1: expected texts under source, target, language, found key"),
+    "code": (["--tsv", "german", "2.tsv"], "language 'german': expected a code such as de"),
+    "language": (
+        ["--tsv", "pt_BR", "2.tsv", "--languages", "pt"],
+        "language 'pt' is not in the data; near ones are pt_BR",
+    ),
+    "catalogue": (["--catalogues", "app"], "syntax error"),
+    "empty catalogue": (["--catalogues", "fr.po"], "'fr.po': empty: no message in it is translated"),
+    "package": (["--catalogues", "no-such-package"], "pip install --no-deps no-such-package"),
+    "no training": (
+        ["--tsv", "de", "2.tsv", "--split", "0.0001,1,0"],
+        "all 2 pairs fell into valid and test",
+    ),
+    "split": (["--tsv", "de", "2.tsv", "--split", "0,1,1"], "expected three shares"),
+    "words": (["--tsv", "de", "2.tsv", "--min-words", "9"], "no pairs are left (2 of fewer than 9 words)"),
+    "zero": (["--tsv", "de", "2.tsv", "--min-pairs", "0"], "min_pairs 0: expected at least 1"),
+    "overlap": (["--tsv", "de", "2.tsv", "--max-overlap", "25"], "max_overlap 25.0: expected a share"),
+    "max label": (
+        ["--tsv", "de", "2.tsv", "--max-label", "5"],
+        "max_label 5: expected at least min_label, 20",
+    ),
+    "special": (["--tsv", "de", "2.tsv", "--special", "masks"], "special 'masks': expected pad, mask"),
+    "vocabulary": (["--tsv", "de", "2.tsv", "--vocab-size", "100"], "a byte-level BPE needs at least"),
+    "tokenizer": (["--tsv", "de", "2.tsv", "--tokenizer", "none.json"], "'none.json' does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "3.txt": b"a\nb\nc\n",
+        "2.txt": b"a\nb\n",
+        "2.tsv": b"a\tb\nc\td\n",
+        "empty": b"",
+        "latin1.tsv": b"a\tb\nc\t\xe4\n",
+        "cut.tsv.gz": gzip.compress(b"a\tb\n" * 9)[:-9],
+        "a.jsonl": b'{"s": "x"}\n',
+    }.items():
+        Path(name).write_bytes(text)
+    write_po(Path("app/locale/de/LC_MESSAGES/django.po")).write_text("msgid\n")
+    write_po(Path("fr.po"), entry("one", ""))
+    options, message = BAD[case]
+    assert prepare(Path("out"), *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not Path("out").exists() and not Path(".out.partial").exists()
+
+
+def test_broken_catalogues_are_left_out_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_po(tmp_path / "app/de.po", entry("one", "eins"))
+    (tmp_path / "app/fr.po").write_text("msgid\n")
+    options = ["--catalogues", tmp_path / "app", "--tokenizer", "bytes"]
+    assert prepare(tmp_path / "out", *options) == 2
+    capsys.readouterr()
+    assert prepare(tmp_path / "out", *options, "--skip-broken") == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("warning: left out: ") and "fr.po: broken" in printed.err
+    assert "1 broken catalogues" in printed.out

@@ -1,0 +1,97 @@
+"""A run saved at one layout continues at any other with the same results."""
+
+import gc
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.train.trainer import Trainer
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import WORDS, Place, recorded_steps, run_each, small_run
+
+BEFORE, AFTER = 2, 2  # steps
+ALONE, EP2, EP4 = Place(), Place(2, expert=2), Place(4, expert=4)
+TP2, BOTH = Place(2, tensor=2, sequence=True), Place(4, tensor=2, expert=2, expert_tensor=2)
+LAYOUTS = (ALONE, EP2, EP4, TP2, BOTH)
+# The batch is the same everywhere; weights of every kind of cut: vocabulary, heads, gated and biased FFNs.
+RUN: dict[str, Any] = {
+    "model__bias": True,
+    "model__tie_embeddings": False,
+    "model__hidden_dropout": 0.0,
+    "train__global_batch_size": 4,
+    "train__micro_batch_size": 1,
+    "optimizer__schedule": "cosine",
+}
+Move = tuple[Place, Place]
+PLACES = [replace(layout, zero=stage) for layout in LAYOUTS for stage in (0, 1, 2, 3)]
+# Each layout of `make test` saves once and loads once; as do the stages. `make test-full` has every pair.
+QUICK: list[Move] = [
+    (ALONE, replace(BOTH, zero=1)),
+    (replace(EP2, zero=1), replace(ALONE, zero=3)),
+    (replace(TP2, zero=3), replace(EP2, zero=2)),
+    (replace(BOTH, zero=2), TP2),
+]
+
+
+def name_of(place: Place) -> str:
+    return f"run_{PLACES.index(place)}"
+
+
+def checkpoint(place: Place, output: Path) -> str:
+    return str(output / name_of(place) / "checkpoints" / f"step_{BEFORE:08d}")
+
+
+def save_and_go_on(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Job: of each run, steps, a checkpoint, and what the steps after it show."""
+    found = []
+    for changes in runs:
+        trainer = Trainer(small_run(**changes))
+        for _ in range(BEFORE):
+            trainer.step()
+        trainer.begin_save()  # is written while the next steps change what was copied
+        found.append(recorded_steps(trainer, AFTER))
+        trainer.checkpoints.finish()
+        gc.collect()
+    return found
+
+
+def run_moves(pool: Pool, output: Path, moves: list[Move]) -> None:
+    """Save at all sources, load at all targets, compare."""
+    went_on: dict[Place, dict[str, Any]] = {}
+    for ranks in (1, 2, 4):
+        sources = sorted({source for source, _ in moves if source.ranks == ranks}, key=PLACES.index)
+        runs = [
+            {**RUN, **place.changes(output), "output": output, "name": name_of(place)} for place in sources
+        ]
+        went_on |= zip(sources, pool.run(save_and_go_on, runs, ranks=ranks, timeout_s=600)[0], strict=True)
+    for ranks in (1, 2, 4):
+        mine = [move for move in moves if move[1].ranks == ranks]
+        runs = [
+            {
+                **RUN,
+                **target.changes(output),
+                "steps": AFTER,
+                "checkpoint__resume": checkpoint(source, output),
+            }
+            for source, target in mine
+        ]
+        for rank in pool.run(run_each, runs, ranks=ranks, timeout_s=3600):
+            for (source, target), found in zip(mine, rank, strict=True):
+                for word in WORDS:
+                    expected = pytest.approx(went_on[source][word], rel=1e-5)
+                    assert found[word] == expected, f"{source} -> {target}: {word}"
+
+
+def test_each_layout_and_stage(pool: Pool, tmp_path: Path) -> None:
+    run_moves(pool, tmp_path, QUICK)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_pair(pool: Pool, tmp_path: Path, layout: Place) -> None:
+    """Each layout that saved, with every other."""
+    moves = [(source, target) for source, target in permutations(PLACES, 2)]
+    run_moves(pool, tmp_path, [move for move in moves if replace(move[0], zero=0) == layout])

@@ -1,0 +1,153 @@
+"""The bytes that a layout sends, counted at the collectives, are those of the formulas."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers, mappings
+from torch import Tensor
+
+from megamoe.config.schema import ParallelConfig
+from megamoe.model.build import build_model
+from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.part import StepContext
+from megamoe.parallel import launch
+from megamoe.parallel.groups import start_groups
+from megamoe.parallel.layout import Layout
+from megamoe.parallel.zero.costs import cut_pair_traffic, moe_traffic
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import small_run
+
+HIDDEN, FFN, EXPERTS, K, TOKENS = 16, 32, 8, 2, 32
+# tensor, expert, expert_tensor
+LAYOUTS = {
+    2: [(1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2)],
+    4: [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (4, 4, 1), (4, 1, 4), (2, 4, 1)],
+}
+
+
+@contextmanager
+def counted_bytes() -> Iterator[Counter[str]]:
+    """Bytes that leave this rank, by collective; a gather and a reduction as a ring sends them."""
+    sent: Counter[str] = Counter()
+
+    def counting(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent[name] += COLLECTIVES[name](*args, **kwargs)
+            return real(*args, **kwargs)
+
+        return call
+
+    places = [(dist, name, name) for name in COLLECTIVES]
+    for module in (layers, mappings):  # Megatron-Core has names of its own for two of them
+        places.append((module, "dist_all_gather_func", "all_gather_into_tensor"))
+        places.append((module, "dist_reduce_scatter_func", "reduce_scatter_tensor"))
+    real = [(module, name, getattr(module, name)) for module, name, _ in places]
+    try:
+        for module, name, collective in places:
+            setattr(module, name, counting(collective, getattr(module, name)))
+        yield sent
+    finally:
+        for module, name, function in real:
+            setattr(module, name, function)
+
+
+def _all_to_all(
+    output: Tensor, rows: Tensor, received: Any = None, sent: Any = None, group: Any = None
+) -> int:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    home = len(rows) // size if sent is None else sent[rank]
+    return (len(rows) - home) * rows[:1].numel() * rows.element_size()
+
+
+def _ring(whole: Tensor, group: Any, rounds: int) -> int:
+    size = dist.get_world_size(group)
+    return rounds * (size - 1) * whole.numel() * whole.element_size() // size
+
+
+COLLECTIVES: dict[str, Any] = {
+    "all_to_all_single": _all_to_all,
+    "all_gather_into_tensor": lambda whole, own, group=None, **_: _ring(whole, group, 1),
+    "reduce_scatter_tensor": lambda own, whole, group=None, **_: _ring(whole, group, 1),
+    "all_reduce": lambda whole, op=None, group=None, **_: _ring(whole, group, 2),
+}
+
+
+def send_evenly(layouts: list[tuple[int, int, int]], dtype: torch.dtype) -> list[Counter[str]]:
+    """Job: what this rank's layer sends, forward and backward, by layout; every expert has as many rows."""
+    launch.start(launch.find_world(), timeout_minutes=1)
+    config = small_run(
+        moe__num_experts=EXPERTS,
+        moe__router={"selector": {"name": "top_k", "k": K}},
+        moe__num_shared_experts=0,
+    )
+    found = []
+    for sizes in layouts:
+        layout = Layout(dist.get_world_size(), *sizes)
+        groups = start_groups(layout, timeout_minutes=1)
+        shape = LayerShape(HIDDEN, FFN, 1, "swiglu", 0.1, 0.1, seed=1)
+        layer = MoELayer(config.moe, shape, StepContext(), groups).to(dtype)
+        layer.router.scorer.weight.data = torch.eye(EXPERTS, HIDDEN, dtype=dtype)
+        first_T = torch.arange(TOKENS // layout.tensor) % EXPERTS
+        hidden_TH = (2 * torch.eye(EXPERTS, HIDDEN)[first_T] + torch.eye(EXPERTS, HIDDEN)[first_T - 1]).to(
+            dtype
+        )
+        with counted_bytes() as sent:
+            layer(hidden_TH.requires_grad_()).sum().backward()
+        assert layer.observation is not None
+        assert layer.observation.load_E.unique().tolist() == [TOKENS * K // EXPERTS]
+        found.append(sent)
+    return found
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_an_even_moe_layer(pool: Pool, ranks: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        ranks_found = pool.run(send_evenly, LAYOUTS[ranks], dtype, ranks=ranks)
+        for number, sizes in enumerate(LAYOUTS[ranks]):
+            expected = moe_traffic(
+                Layout(ranks, *sizes),
+                sequence=True,
+                tokens=TOKENS,
+                pairs=TOKENS * K,
+                hidden_size=HIDDEN,
+                num_experts=EXPERTS,
+                width=dtype.itemsize,
+            )
+            for found in ranks_found:
+                assert sum(found[number].values()) == expected.total, sizes
+                counts_by_hand = 8 * EXPERTS * (sizes[1] - 1) // sizes[1]
+                rows = found[number]["all_to_all_single"] - counts_by_hand
+                assert rows == expected.rows + expected.slices, sizes
+
+
+def send_dense(tensor: int) -> list[float]:
+    """Job: what a dense model's blocks send beyond one block less, without and with sequence parallelism."""
+    found: list[float] = []
+    for sequence in (False, True):
+        sent = []
+        for blocks in (1, 2):
+            config = small_run(
+                model__num_layers=blocks, model__num_attention_heads=4, moe={}, parallel__tensor=tensor
+            )
+            config.parallel = ParallelConfig(tensor=tensor, sequence=sequence)
+            launch.start(launch.find_world(), timeout_minutes=1)
+            start_groups(Layout(tensor, tensor), timeout_minutes=1)
+            model = build_model(config, 64, MoELayer)  # type: ignore[arg-type] # no block is MoE
+            tokens_BS = torch.arange(TOKENS)[None, :]
+            with counted_bytes() as counted:
+                model(tokens_BS, tokens_BS, tokens_BS).sum().backward()
+            sent.append(sum(counted.values()))
+        found.append(sent[1] - sent[0])
+    return found
+
+
+def test_a_dense_block(pool: Pool) -> None:
+    for found in pool.run(send_dense, 2, ranks=2):
+        for sequence, sent in zip((False, True), found, strict=True):
+            pair = cut_pair_traffic(Layout(2, 2), sequence=sequence, tokens=TOKENS, hidden_size=32, width=4)
+            assert sent == 2 * pair

@@ -1,0 +1,165 @@
+"""What a run's layers learn without gradient, at every ZeRO stage and precision, on two ranks of EP 2."""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor
+
+from megamoe.moe.router import Router
+from megamoe.moe.routing import Routing
+from megamoe.moe.score_functions.sigmoid import SigmoidScoreFunction
+from megamoe.moe.scorers.cosine import CosineScorer
+from megamoe.moe.scorers.stable import StableScorer
+from megamoe.parallel.zero.engine import Engine
+from megamoe.train.trainer import Trainer
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant, small_run
+
+RANKS = 2
+FILES = [f"zero{stage}_{precision}" for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
+QUICK = ("zero0_bf16", "zero1_fp32", "zero3_bf16")  # ZeRO 1 and 2 have one path
+EACH_FILE = pytest.mark.parametrize(
+    "file", [file if file in QUICK else pytest.param(file, marks=pytest.mark.full) for file in FILES]
+)
+UPDATE = 0.25
+LR = 1e-2
+FREEZES_AT = 2
+Found = dict[str, Any]
+
+COSINE: Found = {"moe__router": {"scorer": "cosine"}, "moe__losses": {}}
+BIASED: Found = {
+    "moe__router": {"scorer": "linear", "score_function": {"name": "sigmoid", "bias_update": UPDATE}},
+    "moe__losses": {},
+}
+STABLE: Found = {
+    "moe__router": {
+        "scorer": {"name": "stable", "phase_1_steps": FREEZES_AT, "routing_dim": 4},
+        "score_function": "sigmoid",
+        "selector": {"name": "top_k", "k": 1, "weights": "raw"},
+    },
+    "moe__losses": {"stable_distillation": 1.0},
+}
+
+
+def all_runs(paths: list[str]) -> list[Found]:
+    """Job: of each file's runs, what this rank's parts hold after their steps."""
+    return [_one_file({"parallel__expert": RANKS, "parallel__deepspeed": path}) for path in paths]
+
+
+def _one_file(layout: Found) -> Found:
+    return {
+        "cosine": _embeddings(_start(COSINE, layout)),
+        "bias": _bias(_start(BIASED, layout)),
+        "stable": _light_routers(_start(STABLE, layout)),
+    }
+
+
+def _start(run: Found, layout: Found) -> Trainer:
+    return Trainer(small_run(optimizer__lr=LR, train__global_batch_size=4, **run, **layout))
+
+
+def _parts(trainer: Trainer, kind: type) -> list[Any]:
+    trainer.release()
+    return [part for part in trainer.engine.model.modules() if isinstance(part, kind)]
+
+
+def _master(engine: Engine, parameter: Any) -> Tensor:
+    if engine.stage > 0:
+        whole: Tensor = safe_get_full_fp32_param(parameter)
+        return whole.clone()
+    return engine.inner_optimizer.master_of(parameter).detach().clone()  # type: ignore[attr-defined]
+
+
+def _whole(trainer: Trainer, parameter: Any) -> Tensor:
+    with trainer.engine.gathered([parameter]):
+        whole: Tensor = parameter.detach().float().clone()
+    return whole
+
+
+def _embeddings(trainer: Trainer) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(at the start, weight, master) of the experts' embeddings after a step."""
+    names = [name for name, _ in trainer.engine.model.named_parameters() if name.endswith("scorer.embedding")]
+    before = [_whole(trainer, trainer.engine.model.get_parameter(name)) for name in names]
+    trainer.step()
+    after = [part.embedding for part in _parts(trainer, CosineScorer)]
+    masters = [_master(trainer.engine, weight) for weight in after]
+    return list(zip(before, [_whole(trainer, weight) for weight in after], masters, strict=True))
+
+
+def _bias(trainer: Trainer) -> tuple[Tensor, Tensor]:
+    """(bias after a step, this rank's wanted pairs of it), both [E]."""
+    counts: list[Tensor] = []
+
+    def note(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
+        counts.append(torch.bincount(routing.wanted.expert_N, minlength=routing.num_experts))
+
+    for module in trainer.engine.model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(note)
+    trainer.step()
+    (score_function,) = _parts(trainer, SigmoidScoreFunction)
+    return score_function.bias_E.clone(), torch.stack(counts).sum(0)
+
+
+def _light_routers(trainer: Trainer) -> list[dict[str, Tensor]]:
+    """Its weights and what is frozen of them, after each of three steps."""
+    shown = []
+    for _ in range(FREEZES_AT + 1):
+        trainer.step()
+        (scorer,) = (part for part in trainer.engine.model.modules() if isinstance(part, StableScorer))
+        names = ("light_embedding", "light_centroids", "frozen", "frozen_embedding", "frozen_centroids")
+        shown.append({name: _whole(trainer, getattr(scorer, name)) for name in names})
+    trainer.release()
+    return shown
+
+
+@pytest.fixture(scope="module")
+def found(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[Found]]:
+    """The results of each rank, by DeepSpeed file: those that are asked for."""
+    asked = [file for file in FILES if any(f"[{file}]" in item.name for item in request.session.items)]
+    folder = tmp_path_factory.mktemp("ds")
+    paths = [
+        ds_variant(folder, file, zero_optimization=CUT_ALL) if "zero3" in file else ds_config(file)
+        for file in asked
+    ]
+    ranks = pool.run(all_runs, paths, ranks=RANKS)
+    return {file: [rank[place] for rank in ranks] for place, file in enumerate(asked)}
+
+
+@EACH_FILE
+def test_the_embeddings_are_at_their_norm_in_weights_and_masters(found: Any, file: str) -> None:
+    for rank in found[file]:
+        assert rank["cosine"]
+        for before_ED, weight_ED, master_ED in rank["cosine"]:
+            assert (weight_ED - before_ED).abs().max() > LR / 4  # a step was taken
+            torch.testing.assert_close(master_ED.norm(dim=1), torch.full((8,), 0.1), rtol=1e-5, atol=0)
+            torch.testing.assert_close(weight_ED, master_ED, rtol=4e-3 if "bf16" in file else 0, atol=0)
+
+
+@EACH_FILE
+def test_the_bias_moves_against_the_load_of_all_ranks(found: Any, file: str) -> None:
+    biases, counts = zip(*(rank["bias"] for rank in found[file]), strict=True)
+    whole_E = sum(counts).double()
+    expected_E = -UPDATE * (whole_E - whole_E.mean()).sign().float()
+    assert expected_E.abs().sum() > 0
+    for bias_E in biases:
+        assert torch.equal(bias_E, expected_E)
+    alone = [-UPDATE * (count_E - count_E.double().mean()).sign().float() for count_E in counts]
+    assert not all(torch.equal(alone_E, expected_E) for alone_E in alone)  # one rank's load would not do
+
+
+@EACH_FILE
+def test_the_light_router_freezes_at_its_step(found: Any, file: str) -> None:
+    for rank in found[file]:
+        *learning, last, later = rank["stable"]
+        assert [shown["frozen"].item() for shown in learning] == [0.0] * (FREEZES_AT - 1)
+        for part in ("embedding", "centroids"):
+            frozen = last[f"frozen_{part}"]
+            assert not torch.equal(learning[0][f"light_{part}"], last[f"light_{part}"])
+            assert torch.equal(frozen, last[f"light_{part}"])
+            assert torch.equal(frozen, later[f"frozen_{part}"])
+        assert last["frozen"] == later["frozen"] == 1.0

@@ -1,0 +1,93 @@
+"""Every layout trains as one rank does: losses, gradient norm, and the experts of every token."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import (
+    SMALL_RUN,
+    WORDS,
+    assert_as_alone,
+    ds_config,
+    ds_file,
+    run_each,
+    run_steps,
+)
+
+STEPS = 3
+CLIP = SMALL_RUN["optimizer"]["grad_clip"]
+
+# (ranks, expert-parallel size, ZeRO stage)
+LAYOUTS = [(1, 1, 1), (1, 1, 2), (1, 1, 3)] + [
+    (ranks, expert, stage)
+    for ranks, sizes in ((2, (1, 2)), (4, (1, 2, 4)))
+    for expert in sizes
+    for stage in (0, 1, 2, 3)
+]
+QUICK = {(2, 2, 0), (4, 4, 3)}  # test_matrix.py has the pairs of choices
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Pool) -> dict[str, Any]:
+    (found,) = pool.run(run_steps, STEPS, ranks=1)
+    return found
+
+
+def test_the_run_can_detect_a_difference(one_rank: dict[str, Any]) -> None:
+    """Masks differ between micro batches, clipping acts, and the auxiliary losses count."""
+    for masks in one_rank["masks"]:
+        assert len(masks) == 8
+        assert max(masks) > 1.2 * min(masks)
+    assert min(one_rank["grad_norm"]) > CLIP
+    for lm_loss, loss in zip(one_rank["lm_loss"], one_rank["loss"], strict=True):
+        assert loss > lm_loss + 0.05
+    experts = torch.cat(one_rank["chosen"])[:, 3]
+    assert experts.bincount(minlength=8).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expert", "stage"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.full) for case in LAYOUTS],
+)
+def test_a_layout_trains_as_one_rank_does(
+    pool: Pool, one_rank: dict[str, Any], tmp_path: Path, ranks: int, expert: int, stage: int
+) -> None:
+    path = ds_file(tmp_path, f"zero{stage}_fp32")
+    found = pool.run(run_steps, STEPS, parallel__expert=expert, parallel__deepspeed=path, ranks=ranks)
+    assert_as_alone(found, one_rank)
+
+
+def test_groups_of_parameters_train_alike(pool: Pool, one_rank: dict[str, Any]) -> None:
+    """Two ranks with half of the experts each, under ZeRO 2."""
+    groups = [
+        {"pattern": r"router\.", "lr_scale": 0.2, "weight_decay": 0.0},
+        {"pattern": r"experts\.up", "lr_scale": 2.0},
+        {"pattern": "norm", "weight_decay": 0.5},
+    ]
+    changes: dict[str, Any] = {"optimizer__groups": groups}
+    expected = pool.run(run_steps, STEPS, **changes, ranks=1)[0]
+    path = ds_config("zero2_fp32")
+    found = pool.run(run_steps, STEPS, **changes, parallel__expert=2, parallel__deepspeed=path, ranks=2)
+    assert_as_alone(found, expected)
+    assert expected["lm_loss"][-1] != pytest.approx(one_rank["lm_loss"][-1], rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_may_be_cut_into_micro_batches_of_any_size(pool: Pool, ranks: int) -> None:
+    """Without a loss whose scope is the micro batch. Jitter's draws follow the token, not its place."""
+    run: dict[str, Any] = {
+        "steps": STEPS,
+        "moe__losses": {"z_loss": 0.1},
+        "train__global_batch_size": 4 * ranks,
+    }
+    found = pool.run(run_each, [run, {**run, "train__micro_batch_size": 4}], ranks=ranks)
+    cut, whole = map(list, zip(*found, strict=True))
+    assert len(whole[0]["masks"][0]) == 1
+    assert len(cut[0]["masks"][0]) == 4
+    assert sum(sum(rank["masks"][0]) for rank in cut) == sum(sum(rank["masks"][0]) for rank in whole)
+    for word in WORDS:
+        for rank in whole:
+            assert rank[word] == pytest.approx(cut[0][word], rel=1e-5), word

@@ -1,0 +1,79 @@
+"""Every file of ds_configs/ trains, as close to plain fp32 as its precision allows, and the run learns."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import PLAIN_FILES, ds_config, run_each, run_steps
+
+FILES = PLAIN_FILES
+STEPS = 2
+LONG = 30
+BATCH = {"train__global_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool) -> dict[str, Any]:
+    """One rank, fp32, no ZeRO."""
+    (found,) = pool.run(run_steps, STEPS, **BATCH, ranks=1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool) -> dict[str, list[dict[str, Any]]]:
+    """By file: what each of two ranks showed."""
+    run = {"steps": STEPS, "parallel__expert": 2, **BATCH}
+    runs = [{**run, "parallel__deepspeed": ds_config(file)} for file in FILES]
+    ranks = pool.run(run_each, runs, ranks=2, timeout_s=600)
+    return {file: [rank[place] for rank in ranks] for place, file in enumerate(FILES)}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_deepspeed_file_trains(
+    trained: dict[str, list[dict[str, Any]]], plain: dict[str, Any], file: str
+) -> None:
+    loss_tolerance, norm_tolerance = (1e-2, 3e-2) if "bf16" in file else (1e-5, 1e-5)
+    for rank in trained[file]:
+        assert rank["lm_loss"] == pytest.approx(plain["lm_loss"], rel=loss_tolerance)
+        assert rank["loss"] == pytest.approx(plain["loss"], rel=loss_tolerance)
+        assert rank["grad_norm"] == pytest.approx(plain["grad_norm"], rel=norm_tolerance)
+    if "bf16" in file:  # otherwise the file asked for nothing
+        assert trained[file][0]["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", FILES)
+def test_a_longer_run_learns(pool: Pool, file: str) -> None:
+    """The mock chain's next word is the same nine times out of ten."""
+    path = ds_config(file)
+    found = pool.run(
+        run_steps,
+        LONG,
+        parallel__expert=2,
+        parallel__deepspeed=path,
+        optimizer__lr=5e-3,
+        optimizer__grad_clip=1.0,
+        train__global_batch_size=4,
+        ranks=2,
+    )
+    losses = found[0]["lm_loss"]
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
+)
+def test_offload_follows_a_batch_that_grows(pool: Pool, stage: int) -> None:
+    """DeepSpeed has a separate code path for offloaded gradients; here the batch grows from 1 to 4 micro
+    batches.
+    """
+    ramp = {"start": 2, "increment": 6, "samples": 4}
+    growth: dict[str, Any] = {"train__batch_rampup": ramp, "parallel__expert": 2}
+    here, offloaded = (
+        pool.run(run_steps, 4, parallel__deepspeed=ds_config(file), ranks=2, **growth)[0]
+        for file in (f"zero{stage}_bf16", f"zero{stage}_bf16_offload")
+    )
+    assert offloaded["batch_size"] == [2, 2, 8, 8]
+    assert offloaded["grad_norm"] == pytest.approx(here["grad_norm"], rel=3e-2)
+    assert offloaded["lm_loss"] == pytest.approx(here["lm_loss"], rel=1e-2)

@@ -1,0 +1,83 @@
+"""Every run of examples/presets trains, and on 2 ranks with EP 2 as on one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe import registry
+from megamoe.config import load_config
+from megamoe.train.trainer import Trainer
+from tests.support.ranks.pool import Pool
+
+ROOT = Path(__file__).resolve().parents[3]
+RUNS = sorted((ROOT / "examples/presets").glob("*.yaml"))
+NAMES = [path.stem for path in RUNS]
+QUICK_STEPS, FULL_STEPS = 2, 30
+SHORT = ["data.sequence_length=32"]  # of the few steps
+MOCK = ["data.mock=true", "data.sources=[]", "data.workers=0", "model.vocab_size=200", "evaluation.batches=0"]
+# Its assignment is over the tokens of all ranks: one rank takes them as one micro batch.
+TOGETHER = {"base": ["train.micro_batch_size=8"]}
+
+Metrics = list[dict[str, Any]]
+
+
+def train_all(steps: int, ranks: int, changes: list[str]) -> list[Metrics]:
+    """Job: the metrics of every step of every run."""
+    found = []
+    for path in RUNS:
+        more = TOGETHER.get(path.stem, []) if ranks == 1 else [f"parallel.expert={ranks}"]
+        trainer = Trainer(load_config(path, [*MOCK, *changes, *more]))
+        found.append([trainer.step()[1] for _ in range(steps)])
+        trainer.release()
+    return found
+
+
+def both(pool: Pool, steps: int, changes: list[str]) -> dict[str, tuple[Metrics, Metrics]]:
+    (alone,) = pool.run(train_all, steps, 1, changes, ranks=1, timeout_s=900)
+    first, _ = pool.run(train_all, steps, 2, changes, ranks=2, timeout_s=900)
+    return dict(zip(NAMES, zip(alone, first, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def few(pool: Pool) -> dict[str, tuple[Metrics, Metrics]]:
+    return both(pool, QUICK_STEPS, SHORT)
+
+
+@pytest.fixture(scope="module")
+def many(pool: Pool) -> dict[str, tuple[Metrics, Metrics]]:
+    return both(pool, FULL_STEPS, [])
+
+
+def test_there_is_an_example_for_every_preset_and_three_mixtures() -> None:
+    assert set(registry.list_presets()) < set(NAMES)
+    assert len(set(NAMES) - set(registry.list_presets())) == 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_few_steps_are_the_same_on_two_ranks(few: dict[str, tuple[Metrics, Metrics]], name: str) -> None:
+    for alone, two in zip(*few[name], strict=True):
+        assert two["train/lm_loss"] == pytest.approx(alone["train/lm_loss"], rel=1e-4)
+        assert two["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_loads_are_logged_under_the_parts_names(
+    few: dict[str, tuple[Metrics, Metrics]], name: str
+) -> None:
+    config = load_config(ROOT / "examples/presets" / f"{name}.yaml", MOCK)
+    metrics = few[name][0][-1]
+    assert {f"train/{loss}" for loss in config.moe.losses} <= metrics.keys()
+    layers = (f"moe/layer_{number:02d}/load" for number in range(1, config.model.num_layers + 1))
+    loads = [metrics[key] for key in layers if key in metrics]
+    assert loads
+    assert all(len(load) == config.moe.num_experts and sum(load) > 0 for load in loads)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_thirty_steps(many: dict[str, tuple[Metrics, Metrics]], name: str) -> None:
+    alone, two = ([step["train/lm_loss"] for step in run] for run in many[name])
+    for losses in (alone, two):
+        assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    assert two[-1] == pytest.approx(alone[-1], abs=1e-3)

@@ -1,0 +1,127 @@
+"""AdamW and Adam at every ZeRO stage, against PyTorch's own on the same model; and where Adam is refused."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import deepspeed.ops.adam
+import pytest
+import torch
+from torch import nn
+
+from megamoe.errors import UserError
+from megamoe.model.architectures.decoder import GPT
+from megamoe.optim.optimizers import parameter_groups
+from megamoe.parallel.launch import World
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in
+from megamoe.parallel.zero.engine import Engine, _build_optimizer
+from tests.support.ranks.runs import ds_config
+from tests.support.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
+
+KINDS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+OPTIONS = ("optimizer.weight_decay=0.5", "optimizer.grad_clip=0.05", "optimizer.eps=0.001")
+STEPS, LR = 3, 0.01
+
+
+def losses_of(model: nn.Module, step: int) -> torch.Tensor:
+    text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
+    losses: torch.Tensor = model(text, torch.arange(8).expand_as(text), text.roll(-1, 1)).mean()
+    return losses
+
+
+def reference(name: str, groups_of: Callable[[GPT], list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
+    """Return the weights after plain PyTorch's steps."""
+    model = tiny_gpt(tiny(*OPTIONS)).train()
+    optimizer = KINDS[name](groups_of(model), lr=LR, betas=(0.9, 0.95), eps=0.001)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses_of(model, step).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05
+        optimizer.step()
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def stepped(stage: int, *overrides: str) -> dict[str, torch.Tensor]:
+    """Return the weights after the same steps of our engine."""
+    engine = tiny_engine(tiny(f"parallel.deepspeed={ds_config(f'zero{stage}_fp32')}", *OPTIONS, *overrides))
+    engine.train(True)
+    for step in range(STEPS):
+        engine.backward(loss_of(engine, step))
+        engine.step(LR)
+    weights = dict(engine.model.named_parameters())
+    with engine.gathered(weights.values()):
+        return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.fixture(scope="module")
+def references(one_rank: None) -> dict[str, dict[str, torch.Tensor]]:
+    """Return them with the groups of `optimizer.weight_decay`."""
+    config = tiny(*OPTIONS).optimizer
+    return {name: reference(name, lambda model: parameter_groups(model, config)) for name in KINDS}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_steps_are_pytorchs(references: dict[str, dict[str, torch.Tensor]], name: str, stage: int) -> None:
+    found = stepped(stage, f"optimizer.name={name}")
+    assert_same(found, references[name])
+    other = references["adam" if name == "adamw" else "adamw"]
+    assert max(float((weight - other[key]).abs().max()) for key, weight in found.items()) > 1e-3
+
+
+def loss_of(engine: Engine, step: int) -> torch.Tensor:
+    text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
+    positions = torch.arange(8).expand_as(text)
+    losses: torch.Tensor = engine.forward(
+        True, tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1)
+    )
+    return losses.mean()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_offloaded_optimizer_is_deepspeeds_of_the_same_kind(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The options on CUDA; the op itself is compiled for it."""
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(
+        deepspeed.ops.adam, "DeepSpeedCPUAdam", lambda groups, **options: built.update(options)
+    )
+    config = tiny(f"optimizer.name={name}", *OPTIONS)
+    world = cast(World, SimpleNamespace(device=torch.device("cuda")))
+    content = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    _build_optimizer(config, nn.Linear(3, 2), ParallelPlan.of(config, 1, content), world)
+    assert built == {
+        "adamw_mode": name == "adamw",
+        "lr": 3e-4,
+        "betas": (0.9, 0.95),
+        "eps": 0.001,
+        "weight_decay": 0.5,
+    }
+
+
+@pytest.mark.parametrize(("key", "value"), [("ratio", 0.5), ("super_offload", True)])
+def test_adams_decay_is_refused_where_deepspeed_takes_adamw(key: str, value: Any) -> None:
+    plain: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    mixed = {"stage": 3, "offload_optimizer": {"device": "cpu", key: value}}
+
+    def fill(section: dict[str, Any], *overrides: str) -> None:
+        config = tiny("parallel.deepspeed=ds.json", *overrides)
+        fill_in(config, ParallelPlan.of(config, 1, {"zero_optimization": section}), 1)
+
+    adam = ("optimizer.name=adam", "optimizer.weight_decay=0.1")
+    with pytest.raises(UserError, match=f"^ds.json: zero_optimization.offload_optimizer.{key} is {value!r}"):
+        fill(mixed, *adam)
+    fill(mixed)
+    fill(mixed, "optimizer.name=adam")
+    fill(plain, *adam)

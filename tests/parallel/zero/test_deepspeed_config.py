@@ -1,0 +1,260 @@
+"""The DeepSpeed file against the YAML: filled in where it is silent, refused where it contradicts."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.config import RunConfig
+from megamoe.errors import UserError
+from megamoe.parallel.zero import deepspeed_config
+from megamoe.parallel.zero.deepspeed_config import (
+    ParallelPlan,
+    fill_in,
+    read_deepspeed_config,
+    resolve_precision,
+    zero_stage,
+)
+from megamoe.parallel.zero.offload import offload_device
+from tests.support.ranks.fp16 import with_fp16
+from tests.support.tiny import tiny
+
+BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 24}
+SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
+
+
+def run_of(precision: str = "auto") -> RunConfig:
+    """Micro batches of 2; with 4 ranks and 3 micro batches each, 24 samples a step; clipping at 0.5."""
+    return tiny(
+        "parallel.deepspeed=ds.json",
+        f"parallel.precision={precision}",
+        "train.global_batch_size=24",
+        "optimizer.grad_clip=0.5",
+    )
+
+
+def fill(content: dict[str, Any], precision: str = "auto") -> dict[str, Any]:
+    before = copy.deepcopy(content)
+    config = run_of(precision)
+    filled = fill_in(config, ParallelPlan.of(config, 4, content), accumulation=3)
+    assert content == before
+    return filled
+
+
+@pytest.mark.parametrize("stated", ["absent", "auto", "the same"])
+def test_what_the_yaml_owns_is_filled_in(stated: str) -> None:
+    owned = {**BATCH, "gradient_clipping": 0.5}
+    content: dict[str, Any] = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
+    if stated != "absent":
+        content |= {key: "auto" if stated == "auto" else value for key, value in owned.items()}
+    filled = fill(content)
+    assert {key: filled[key] for key in owned} == owned
+    assert filled["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
+
+
+def test_at_stage_0_the_engine_does_not_clip() -> None:
+    """Our optimiser does, but a limit of the file that differs from the YAML's is still a contradiction."""
+    assert fill({"gradient_clipping": 0.5})["gradient_clipping"] == 0.0
+    with pytest.raises(UserError, match="gradient_clipping is 1.0"):
+        fill({"gradient_clipping": 1.0})
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "micro batch": (
+        {"train_micro_batch_size_per_gpu": 4},
+        r"train_micro_batch_size_per_gpu is 4, but the YAML's train.micro_batch_size makes it 2; set it to "
+        '"auto" or change the YAML',
+    ),
+    "an unknown key": (
+        {"zero_optimization": {"stage": 1, "reduce_buket_size": 1}},
+        "zero_optimization: unknown key 'reduce_buket_size'; did you mean 'reduce_bucket_size'",
+    ),
+    "a wrong value": (
+        {"zero_optimization": {"stage": 1, "reduce_bucket_size": "big"}},
+        "zero_optimization.reduce_bucket_size is 'big': ",
+    ),
+    "NVMe": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
+        "offload_optimizer.device is 'nvme' at stage 2; it needs stage 3",
+    ),
+    "offload at stage 0": (
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+        "offload_optimizer.device is 'cpu' at stage 0",
+    ),
+    "parameters offloaded": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "offload_param",
+    ),
+    "accumulation": (
+        {"gradient_accumulation_steps": 1},
+        "gradient_accumulation_steps is 1, .* train.global_batch_size makes it 3",
+    ),
+    "batch": ({"train_batch_size": 32}, "train_batch_size is 32, .* train.global_batch_size makes it 24"),
+    "clipping": (
+        {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0},
+        "gradient_clipping is 1.0, .* optimizer.grad_clip makes it 0.5",
+    ),
+    "optimizer": ({"optimizer": {"type": "Adam"}}, "remove 'optimizer'; the YAML's optimizer decides that"),
+    "tensor parallelism": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        "remove 'tensor_parallel'; the YAML's parallel.tensor decides that",
+    ),
+    "scheduler": ({"scheduler": {"type": "WarmupLR"}}, "remove 'scheduler'; the YAML's optimizer.schedule"),
+    "parameters alone offloaded": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        "offload_param.device is 'cpu' without offload_optimizer",
+    ),
+    "NVMe without a path": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+        "offload_optimizer.nvme_path is missing",
+    ),
+    "NVMe nowhere": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/no/where"},
+            }
+        },
+        "nvme_path: /no/where is no folder that this user can write in",
+    ),
+    "hierarchical partitions": (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+        "zero_hpz_partition_size is 2, which DeepSpeed does not do with experts",
+    ),
+    "no gradient norm": (
+        {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+        "zero_optimization.compute_grad_norm is False, so a broken gradient would reach the weights",
+    ),
+    "no check of gradients": (
+        {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "check_grad_overflow": False}},
+        "bf16.check_grad_overflow is False, so a broken gradient would reach the weights",
+    ),
+    "fp16 at stage 0": ({"fp16": {"enabled": True}}, "fp16 at zero_optimization.stage 0 has no fp32 masters"),
+    "both precisions": (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        "bf16.enabled and fp16.enabled are both true",
+    ),
+    "stage in words": (
+        {"zero_optimization": {"stage": "two"}},
+        "zero_optimization.stage is 'two', expected 0",
+    ),
+    "fp16 where nothing computes in it": (
+        {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}},
+        "fp16 needs a device that computes in it, and by DeepSpeed the accelerator 'cpu' here does not; use",
+    ),
+    "bf16 in words": (
+        {"bf16": {"enabled": "yes"}},
+        "bf16.enabled is 'yes', expected true, false or \"auto\"",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictions_are_refused(case: str) -> None:
+    content, pattern = CONTRADICTIONS[case]
+    with with_fp16(supported=False), pytest.raises(UserError, match=f"^ds.json: .*{pattern}"):
+        fill(content)
+
+
+BF16_ON, BF16_OFF, BF16_AUTO = ({"bf16": {"enabled": enabled}} for enabled in (True, False, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("content", "asked", "expected"),
+    [
+        ({}, "auto", "fp32"),
+        ({}, "fp32", "fp32"),
+        ({}, "bf16", "bf16"),
+        (BF16_AUTO, "auto", "fp32"),
+        (BF16_AUTO, "fp32", "fp32"),
+        (BF16_AUTO, "bf16", "bf16"),
+        (BF16_ON, "auto", "bf16"),
+        (BF16_ON, "bf16", "bf16"),
+        (BF16_ON, "fp32", None),
+        (BF16_OFF, "auto", "fp32"),
+        (BF16_OFF, "fp32", "fp32"),
+        (BF16_OFF, "bf16", None),
+        ({"fp16": {"enabled": False}}, "bf16", "bf16"),
+        ({"fp16": {"enabled": True}}, "auto", "fp16"),
+        ({"fp16": {"enabled": "auto"}}, "fp16", "fp16"),
+        ({}, "fp16", "fp16"),
+        (BF16_ON, "fp16", None),
+    ],
+)
+def test_precision(content: dict[str, Any], asked: str, expected: str | None) -> None:
+    if expected is None:
+        with pytest.raises(UserError, match=rf"parallel.precision is {asked}, but ds.json says bf16.enabled"):
+            resolve_precision(run_of(asked), content)
+    else:
+        assert resolve_precision(run_of(asked), content) == expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_engine_gets_the_precision(stage: int, precision: str) -> None:
+    """bf16 accumulates gradients in fp32; at stage 0 the optimiser, not the engine, keeps bf16's masters."""
+    filled = fill({"zero_optimization": {"stage": stage}}, precision)
+    engine_bf16 = precision == "bf16" and stage > 0
+    assert filled["bf16"]["enabled"] is engine_bf16
+    assert filled.get("data_types") == ({"grad_accum_dtype": "fp32"} if engine_bf16 else None)
+
+
+def test_stage_and_offload() -> None:
+    assert zero_stage({}) == 0 and offload_device({}, "offload_optimizer") == "none"
+    content = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    assert zero_stage(content) == 1 and offload_device(content, "offload_optimizer") == "cpu"
+    assert fill(content)["zero_force_ds_cpu_optimizer"] is False
+    for nothing in (None, {}, {"device": "none"}):
+        assert (
+            offload_device({"zero_optimization": {"offload_optimizer": nothing}}, "offload_optimizer")
+            == "none"
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ('{"train_batch_size": 8,}', "ds.json is not valid JSON: .* line 1 column"),
+        ("[1, 2]", "ds.json must hold a JSON object"),
+        ('{"zero_optimization": 2}', "zero_optimization is 2, expected an object"),
+        (None, "cannot read '.*ds.json': No such file or directory"),
+    ],
+)
+def test_unreadable_files_are_refused(tmp_path: Path, text: str | None, pattern: str) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=pattern) as refusal:
+        read_deepspeed_config(str(path))
+    assert "\n" not in str(refusal.value)
+
+
+def test_no_file_is_stage_0_in_fp32() -> None:
+    content = read_deepspeed_config(None)
+    assert zero_stage(content) == 0
+    assert resolve_precision(tiny(), content) == "fp32"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_do_what_their_name_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = read_deepspeed_config(str(path))
+    monkeypatch.setattr(deepspeed_config, "check_offload", lambda *unused: None)  # the disk is the user's
+    for_cuda = path.stem.endswith("_cuda")
+    stage, precision, *offload = path.stem.removeprefix("zero").removesuffix("_cuda").split("_")
+    with with_fp16():
+        assert fill(content)["train_batch_size"] == 24
+    assert (zero_stage(content), resolve_precision(run_of(), content)) == (int(stage), precision)
+    assert (offload_device(content, "offload_optimizer") != "none") == (offload in (["offload"], ["nvme"]))
+    zero = content["zero_optimization"]
+    assert zero.get("overlap_comm", False) is for_cuda
+    for section in ("offload_optimizer", "offload_param"):
+        assert zero.get(section, {"pin_memory": for_cuda})["pin_memory"] is for_cuda
+    assert json.loads(path.read_text()) == content
+
+
+def test_files_are_shipped() -> None:
+    names = {f"zero{stage}_{precision}" for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")}
+    names |= {f"zero{stage}_fp16" for stage in (1, 2, 3)} | {"zero3_bf16_offload", "zero3_bf16_nvme"}
+    assert {path.stem for path in SHIPPED} >= names
