@@ -36,7 +36,15 @@ BUILTIN_PACKAGES = (
     "megamoe.moe.capacity",
     "megamoe.moe.presets",
     "megamoe.objectives",
+    "megamoe.apps.finetune.objectives",
+    "megamoe.apps.translation.objectives",
 )
+# What a run calls of the applications where its configuration asks for it: module and name of each entry. The
+# core imports no application; it asks for one by name, as for a part.
+APPLICATIONS = {
+    "report": ("megamoe.apps.report.page", "write_report"),  # log.report
+    "routing_record": ("megamoe.apps.routing_record.replay", "RunRouting"),  # log.routing, moe.router.replay
+}
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
 # Of these an MoE layer is made.
 LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
@@ -229,6 +237,12 @@ def discover() -> None:
         package = importlib.import_module(package_name)
         for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
             importlib.import_module(f"{package_name}.{module.name}")
+
+
+def application(name: str) -> Any:
+    """Return the entry of an application that runs call: a key of `APPLICATIONS`, imported when asked for."""
+    module, entry = APPLICATIONS[name]
+    return getattr(importlib.import_module(module), entry)
 
 
 def load_plugin(reference: str, base: Path | None = None) -> None:

@@ -1,3 +1,3 @@
-"""Applications around the core that pretrains: before a run, beside it, and with what it leaves. The core never
+"""Applications around the core that pretrains: before a run, beside it, and after it. The core never
 imports them.
 """

@@ -19,6 +19,8 @@ from megamoe.io import read_plain, reason
 
 CHECKSUM = "checksum"  # the card's key with the SHA-256 of everything else in it
 PAIRS = ".pairs.json"  # the end of the name of the card of prepared pairs
+LABELLED = ".jsonl"  # the end of the name of a file of labelled examples
+LABELS = "labels.json"  # the labels of the examples in the same folder
 LARGEST_CARD = 1 << 28  # bytes; each file that was read has some 200
 Card = TypeVar("Card")
 
@@ -152,6 +154,30 @@ def load_checked(path: Path, kind: type[Card]) -> Card:
             "if you have edited the card, remove that entry"
         )
     return card
+
+
+@dataclass
+class PairFiles:
+    """The names of a split's files; `prefix` is such as `data/catalogues/pairs/train`."""
+
+    prefix: Path
+
+    def __post_init__(self) -> None:
+        name = self.prefix.name
+        self.source = DataFiles(self.prefix.with_name(f"{name}.source"))
+        self.target = DataFiles(self.prefix.with_name(f"{name}.target"))
+        self.card = self.prefix.with_name(f"{name}{PAIRS}")
+
+
+def is_pairs(prefix: str) -> bool:
+    """Return whether a path names prepared pairs, and no dataset of .bin/.idx."""
+    return PairFiles(Path(prefix)).card.exists() and not DataFiles(Path(prefix)).idx.exists()
+
+
+def datasets_of(prefix: str) -> list[str]:
+    """Return the datasets of .bin/.idx that a path names: both sides of pairs, otherwise the path itself."""
+    files = PairFiles(Path(prefix))
+    return [str(files.source.prefix), str(files.target.prefix)] if is_pairs(prefix) else [prefix]
 
 
 def check_files(prefix: str, card: DataCard | None) -> None:

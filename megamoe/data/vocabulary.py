@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megamoe.apps.translation.card import datasets_of
 from megamoe.config.schema import DataConfig
-from megamoe.data.card import DataCard, TokenizerCard, check_files, load_card
+from megamoe.data.card import DataCard, TokenizerCard, check_files, datasets_of, load_card
 from megamoe.data.special import NOTHING_RESERVED, SpecialTokens
 from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError

@@ -1,8 +1,7 @@
-"""Recording metrics: metrics.jsonl, W&B, TensorBoard, the console line and the report."""
+"""Recording metrics: metrics.jsonl, W&B, TensorBoard, the console line."""
 
-from megamoe.apps.report.page import write_report
 from megamoe.metrics.console import ProgressLine, print_summary
 from megamoe.metrics.reader import read_metrics
 from megamoe.metrics.recorder import Recorder, check_record
 
-__all__ = ["ProgressLine", "Recorder", "check_record", "print_summary", "read_metrics", "write_report"]
+__all__ = ["ProgressLine", "Recorder", "check_record", "print_summary", "read_metrics"]

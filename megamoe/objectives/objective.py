@@ -15,7 +15,7 @@ from megamoe.data.batches import Batch, Item, stacked
 from megamoe.data.datasets import Datasets, build_datasets, samples_per_epoch
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
-from megamoe.registry import failure_of, is_ours
+from megamoe.registry import failure_of, get_part, is_ours
 
 
 @dataclass(frozen=True)
@@ -193,3 +193,12 @@ class _Samples(Dataset[Item]):
             if len({*lengths.values()}) > 1:
                 raise ValueError(f"sample {place}: expected one length, found {lengths}")
         return made
+
+
+def objective_class(config: RunConfig) -> Any:
+    """Return the class of `train.objective`; raise UserError if it is no TrainingObjective."""
+    name = config.train.objective.name
+    part = get_part("objective", name)
+    if not issubclass(part, TrainingObjective):
+        raise UserError(f"train.objective: {name} is no TrainingObjective; its class must inherit from it")
+    return part

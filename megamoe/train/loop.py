@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import ExitCode
-from megamoe.metrics import ProgressLine, Recorder, print_summary, write_report
+from megamoe.metrics import ProgressLine, Recorder, print_summary
 from megamoe.moe.timers import OwnTime
 from megamoe.parallel import launch
 from megamoe.parallel.consensus import CollectiveError, catch_error, gather_from_ranks, raise_any_error
+from megamoe.registry import application
 from megamoe.resilience.error_reporting import closing
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.processes import Launch, locked
@@ -70,7 +71,7 @@ class Loop:
             with self._status() as status, Watchdog(folder, self.trainer.world.rank, hang_minutes):
                 status.reason = self._run_steps()
         if self.is_first and self.config.log.report:
-            print(f"report: {write_report(self.trainer.folder.path)}")
+            print(f"report: {application('report')(self.trainer.folder.path)}")
         if not self.stopped_by_signal:
             return ExitCode.FINISHED
         dist.barrier()  # a launcher ends the other ranks as soon as one rank exits with this code

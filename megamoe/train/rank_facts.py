@@ -9,12 +9,10 @@ from typing import Any
 
 import megamoe
 from megamoe import registry
-from megamoe.apps.finetune.label_files import ENDING, LABELS
-from megamoe.apps.translation.card import datasets_of
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import DataConfig
-from megamoe.data.card import DataFiles, load_card
+from megamoe.data.card import LABELLED, LABELS, DataFiles, datasets_of, load_card
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.launch import World
 from megamoe.parallel.rank_consistency import Facts
@@ -135,7 +133,7 @@ def _dataset(path: str) -> dict[str, Any]:
 
     Of examples of a task: a hash of the file and of the labels beside it, if any.
     """
-    if path.endswith(ENDING):
+    if path.endswith(LABELLED):
         both = (Path(path), Path(path).with_name(LABELS))
         return {"file (SHA-256)": _digest([file.read_bytes() for file in both if file.exists()])}
     card, files = load_card(path), DataFiles(Path(path))

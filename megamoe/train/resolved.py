@@ -10,13 +10,8 @@ from megamoe.data.vocabulary import Vocabulary
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.optim.schedule import BatchSchedule, run_steps
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
-from megamoe.train.objective import (
-    build_objective,
-    check_sources,
-    data_vocabulary,
-    num_added_ids,
-    sample_tokens,
-)
+from megamoe.train.objective import build_objective, data_vocabulary, num_added_ids, sample_tokens
+from megamoe.validation.objective import check_sources
 from megamoe.validation.run import check_run
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.routing_record.replay import RunRouting
 from megamoe.checkpoint.format.meta import Meta, read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
@@ -35,6 +34,7 @@ from megamoe.parallel.layout import Layout
 from megamoe.parallel.rank_consistency import Facts, check_same, refusing_together
 from megamoe.parallel.zero.deepspeed_moe_layer import hosted_layer_factory
 from megamoe.parallel.zero.engine import Engine
+from megamoe.registry import application
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.callbacks import Callbacks
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
@@ -329,7 +329,8 @@ class Trainer:
 
     def _open_routing(self, model: LanguageModel) -> None:
         """Prepare the record of the routers' choices, and the one that is replayed."""
-        self.routing, train = RunRouting(self.run, self.world), self.config.train
+        self.routing: Any = application("routing_record")(self.run, self.world)
+        train = self.config.train
         step, last = self.progress.step, self.run.steps
         if train.exit_after_steps is not None:
             last = min(last, step + train.exit_after_steps)

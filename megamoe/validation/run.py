@@ -17,9 +17,9 @@ from megamoe.moe.validation import check_parts
 from megamoe.optim.schedule import check_warmup
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.registry import get_part
-from megamoe.train.objective import check_objective, refuse_routing_records
 from megamoe.validation.architecture import check_architecture, check_attention, check_positions, check_rotary
 from megamoe.validation.layout import check_layout, row_unit
+from megamoe.validation.objective import check_objective, refuse_routing_records
 
 MOST_SIZES = 100_000  # of the batch size's growth
 

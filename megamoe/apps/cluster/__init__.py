@@ -1,1 +1,1 @@
-"""Tools for clusters: checks of nodes before training, the status of a run, the hostfile of the deepspeed launcher."""
+"""Tools for clusters: checks of nodes before training, a run's status, the deepspeed launcher's hostfile."""

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.config.schema import DataConfig
-from megamoe.data.card import FileCard, load_checked
+from megamoe.data.card import LABELLED, LABELS, FileCard, load_checked
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 
-LABELS = "labels.json"
-ENDING = ".jsonl"
+ENDING = LABELLED
 LARGEST = 4 << 30  # bytes of a file of examples
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # that tools/prepare_pairs.py writes above the labels
 AGAIN = "prepare the labels again with tools/prepare_pairs.py"

@@ -6,9 +6,10 @@ from typing import Any
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.generate import check_tokens, tokenizer_of
-from megamoe.apps.translation.card import is_pairs, load_pair_card
+from megamoe.apps.translation.card import load_pair_card
 from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag
 from megamoe.apps.translation.pairs import normalize_language, select_languages
+from megamoe.data.card import is_pairs
 from megamoe.errors import UserError
 from megamoe.registry import get_part
 

@@ -8,34 +8,10 @@ card says which language has how many.
 from dataclasses import dataclass
 from pathlib import Path
 
-from megamoe.data.card import PAIRS, DataCard, DataFiles, check_files, load_card, load_checked
+from megamoe.data.card import DataCard, PairFiles, check_files, load_card, load_checked
 from megamoe.errors import UserError
 
 AGAIN = "prepare the pairs again with tools/prepare_pairs.py"
-
-
-@dataclass
-class PairFiles:
-    """The names of a split's files; `prefix` is such as `data/catalogues/pairs/train`."""
-
-    prefix: Path
-
-    def __post_init__(self) -> None:
-        name = self.prefix.name
-        self.source = DataFiles(self.prefix.with_name(f"{name}.source"))
-        self.target = DataFiles(self.prefix.with_name(f"{name}.target"))
-        self.card = self.prefix.with_name(f"{name}{PAIRS}")
-
-
-def is_pairs(prefix: str) -> bool:
-    """Return whether a path names prepared pairs, and no dataset of .bin/.idx."""
-    return PairFiles(Path(prefix)).card.exists() and not DataFiles(Path(prefix)).idx.exists()
-
-
-def datasets_of(prefix: str) -> list[str]:
-    """Return the datasets of .bin/.idx that a path names: both sides of pairs, otherwise the path itself."""
-    files = PairFiles(Path(prefix))
-    return [str(files.source.prefix), str(files.target.prefix)] if is_pairs(prefix) else [prefix]
 
 
 @dataclass(frozen=True)

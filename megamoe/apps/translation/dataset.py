@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from megamoe.apps.translation.card import PairCard, PairFiles, load_pair_card
+from megamoe.apps.translation.card import PairCard, load_pair_card
 from megamoe.apps.translation.pairs import select_languages
 from megamoe.config.schema import DataConfig
-from megamoe.data.card import DataFiles
+from megamoe.data.card import DataFiles, PairFiles
 from megamoe.data.index_file import check_arithmetic
 from megamoe.data.verify import verify_sources
 from megamoe.data.vocabulary import Vocabulary

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megamoe import __version__
-from megamoe.apps.translation.card import LanguageCard, PairCard, PairFiles
+from megamoe.apps.translation.card import LanguageCard, PairCard
 from megamoe.apps.translation.catalogues import find_catalogues, read_catalogue
 from megamoe.apps.translation.pairs import (
     Counts,
@@ -34,7 +34,7 @@ from megamoe.apps.translation.select import (
     split_pairs,
     write_labels,
 )
-from megamoe.data.card import DataCard, DataFiles, SourceCard, load_checked, save_checked
+from megamoe.data.card import DataCard, DataFiles, PairFiles, SourceCard, load_checked, save_checked
 from megamoe.data.special import expand, language_tag
 from megamoe.data.tokenizers import (
     ByteTokenizer,

@@ -8,11 +8,12 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from megamoe.apps.translation.batches import OrderedPairs, PairBatches
-from megamoe.apps.translation.card import PairCard, is_pairs, load_pair_card
+from megamoe.apps.translation.card import PairCard, load_pair_card
 from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag, TooLong, verify_pairs
 from megamoe.apps.translation.pairs import select_languages
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item
+from megamoe.data.card import is_pairs
 from megamoe.data.datasets import VALID, Datasets, check_split
 from megamoe.data.pairs import pair_batch
 from megamoe.data.vocabulary import Vocabulary
