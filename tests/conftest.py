@@ -25,19 +25,29 @@ OWN_PARTS = Path(__file__).parents[1] / "examples/own_parts.py"
 # a core idle. Of the two files that need the pretended CUDA device, one compiles it before the other starts.
 FIRST = (
     "cuda/test_training.py",
-    "distributed/test_matrix.py",
-    "distributed/test_launch.py",
+    "distributed/parity/test_matrix.py",
+    "distributed/launch/test_launch.py",
     "distributed",
-    *("cuda", "simulation", "compat", "tasks", "kernels", "model", "train", "metrics", "generation"),
+    *(
+        "cuda",
+        "apps/plan",
+        "compat",
+        "apps/finetune",
+        "kernels",
+        "model",
+        "train",
+        "apps/report",
+        "apps/generation",
+    ),
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files and folders of FIRST before all others, in which pytest's order stays."""
-    places = {str(Path(__file__).parent / name): place for place, name in enumerate(FIRST)}
+    places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
 
     def place(item: pytest.Item) -> int:
-        return min(places.get(str(path), len(FIRST)) for path in (item.path, item.path.parent))
+        return min(places.get(path, len(FIRST)) for path in (item.path, *item.path.parents))
 
     items.sort(key=place)
 

@@ -18,53 +18,64 @@ SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
 OTHERS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
-FOUNDATION = {"config", "errors", "registry", "plain_files", "host_memory"}
-SHARDING = FOUNDATION | {"compat", "moe", "kernels", "parallel"}
-# What each package may import of megamoe, beside itself; `megamoe` is its own __init__ (the version).
-MAY_IMPORT = {
+FOUNDATION = {"config", "errors", "registry", "io", "host_memory"}
+SHARDING = FOUNDATION | {"compat", "moe", "kernels", "parallel", "parallel.zero", "optim"}
+# What each package of the core may import of megamoe, beside itself; `megamoe` is its own __init__ (the version).
+# No list has an application: the core imports none of them. `parallel.zero` counts as a package of its own.
+CORE = {
     "errors": set(),
-    "plain_files": set(),
+    "io": set(),
     "host_memory": set(),
     "registry": {"errors"},
     "compat": {"errors"},
-    "config": {"errors", "registry", "plain_files"},
+    "config": {"errors", "registry", "io"},
     "kernels": {"compat"},
     "moe": FOUNDATION | {"compat", "kernels"},
     "data": FOUNDATION | {"compat", "megamoe"},
-    "metrics": FOUNDATION | {"megamoe"},
+    "metrics": FOUNDATION,
     "model": FOUNDATION | {"compat", "moe", "kernels"},
     "parallel": FOUNDATION | {"compat", "moe", "kernels"},
-    "zero": SHARDING,
-    "costs": SHARDING | {"zero"},
+    "optim": FOUNDATION | {"compat", "kernels", "parallel"},
+    "parallel.zero": SHARDING,
     "resilience": FOUNDATION | {"parallel"},
-    "checkpoint": SHARDING | {"zero", "resilience"},
+    "checkpoint": SHARDING | {"resilience"},
     "objectives": FOUNDATION | {"data"},
+    "validation": SHARDING | {"data", "model", "objectives"},
     "train": SHARDING
-    | {"data", "metrics", "model", "objectives", "zero", "costs", "resilience", "checkpoint", "megamoe"},
-    "analysis": SHARDING
-    | {"data", "metrics", "model", "objectives", "zero", "resilience", "checkpoint", "train"},
-    "generation": FOUNDATION | {"moe", "model", "data", "analysis"},
-    "harness": FOUNDATION | {"data", "parallel", "train", "analysis", "generation"},
-    "hf": FOUNDATION | {"checkpoint", "data"},
-    "tasks": FOUNDATION
-    | {"data", "objectives", "parallel", "zero", "checkpoint", "resilience", "train", "analysis"},
-    "simulation": SHARDING | {"data", "model", "zero", "costs", "train"},
+    | {"data", "metrics", "model", "objectives", "resilience", "checkpoint", "validation", "megamoe"},
     "__main__": {"train"},
 }
+# What each application may import of the core and of other applications.
+MODELS = SHARDING | {"data", "model", "objectives", "checkpoint", "train", "validation", "resilience"}
+APPS = {
+    "apps.command": FOUNDATION | {"compat", "resilience"},
+    "apps.cluster": FOUNDATION | {"checkpoint", "metrics", "parallel", "resilience"},
+    "apps.evaluation": MODELS | {"apps.routing_record"},
+    "apps.finetune": MODELS | {"apps.evaluation"},
+    "apps.generation": MODELS | {"apps.evaluation", "apps.translation"},
+    "apps.hf": FOUNDATION | {"checkpoint", "data"},
+    "apps.lm_eval": MODELS | {"apps.evaluation", "apps.generation"},
+    "apps.plan": MODELS | {"metrics"},
+    "apps.report": FOUNDATION | {"metrics"},
+    "apps.routing_analysis": MODELS | {"apps.evaluation", "apps.report", "metrics"},
+    "apps.routing_record": FOUNDATION | {"data", "model", "moe", "parallel", "train"},
+    "apps.translation": FOUNDATION | {"data", "objectives", "megamoe"},
+}
+MAY_IMPORT = CORE | APPS
 # Each vendor's modules, and the packages that may import them.
 VENDORS = {
     "megatron": {"model", "compat"},
-    "megatron.core.parallel_state": {"parallel", "zero", "checkpoint"},
+    "megatron.core.parallel_state": {"parallel", "parallel.zero", "optim", "checkpoint"},
     "megatron.core.datasets": {"data"},
-    "deepspeed": {"parallel", "zero", "checkpoint", "compat"},
+    "deepspeed": {"parallel", "parallel.zero", "optim", "checkpoint", "compat"},
     "transformer_engine": {"model", "compat"},
     "apex": {"model"},
     "triton": {"kernels"},
-    "lm_eval": {"harness"},
-    "sklearn": {"tasks"},
-    "scipy": {"tasks"},
+    "lm_eval": {"apps.lm_eval"},
+    "sklearn": {"apps.finetune"},
+    "scipy": {"apps.finetune"},
     "wandb": {"metrics"},
-    "wandb_workspaces": {"metrics"},
+    "wandb_workspaces": {"apps.report"},
 }
 # What megamoe.compat has of them belongs to the same packages.
 VENDORS |= {
@@ -151,20 +162,52 @@ def within(name: str, module: str) -> bool:
 
 
 def package_of(path: Path) -> str:
-    """`moe` of megamoe/moe/router.py, `errors` of megamoe/errors.py, `megamoe` of megamoe/__init__.py."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return "megamoe" if first == "__init__.py" else first.removesuffix(".py")
+    """`moe` of megamoe/moe/router.py, `errors` of megamoe/errors.py, `apps.hf` of megamoe/apps/hf/convert.py."""
+    return our_package("megamoe." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
 
 
 def our_package(name: str) -> str:
-    """The package of an imported megamoe.x.y; what is no package or file is an attribute of the package."""
-    parts = name.split(".")
-    known = len(parts) > 1 and (parts[1] in PACKAGES or (PACKAGE / f"{parts[1]}.py").is_file())
-    return parts[1] if known else "megamoe"
+    """The package of an imported megamoe.x.y; `megamoe` of its __init__ and of what that has."""
+    parts = name.split(".")[1:]
+    first = parts[0] if parts else "__init__"
+    if first == "apps" and len(parts) > 1 and parts[1] != "__init__":
+        return f"apps.{parts[1]}"
+    if parts[:2] == ["parallel", "zero"]:
+        return "parallel.zero"
+    return (
+        first
+        if first in PACKAGES or ((PACKAGE / f"{first}.py").is_file() and first != "__init__")
+        else "megamoe"
+    )
 
 
 def test_every_package_has_its_rule() -> None:
-    assert {package_of(path) for path in FILES} - {"megamoe"} == MAY_IMPORT.keys()
+    assert {package_of(path) for path in FILES} - {"megamoe", "apps"} == MAY_IMPORT.keys()
+
+
+def test_the_core_imports_no_application() -> None:
+    assert not [name for names in CORE.values() for name in names if name.startswith("apps")]
+    for path in FILES:
+        if not package_of(path).startswith("apps"):
+            assert not [name for name in imports_of(path) if within(name, "megamoe.apps")], path
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for types count."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    imported = {
+        module: {
+            name if name in modules else name.rpartition(".")[0]
+            for name in imports_of(path)
+            if within(name, "megamoe")
+        }
+        for module, path in modules.items()
+    }
+    left = {module: names & modules.keys() - {module} for module, names in imported.items()}
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"in a circle, or importing one: {sorted(left)}"
 
 
 @each_of(FILES)
@@ -340,7 +383,7 @@ def test_no_file_knows_a_part_by_name_or_class(path: Path) -> None:
     for node in nodes_of(path):
         if isinstance(node, ast.Compare) and compares_names(node):
             # Classes of `hf` have certain parts. Other names, as of analyses, are no attributes.
-            of_parts = isinstance(node.left, ast.Attribute) and package_of(path) != "hf"
+            of_parts = isinstance(node.left, ast.Attribute) and package_of(path) != "apps.hf"
             named = [
                 constants.get(n.id, set()) for n in ast.walk(node) if isinstance(n, ast.Name) and of_parts
             ]
@@ -378,10 +421,14 @@ def test_nothing_runs_code_from_data(path: Path) -> None:
         assert loader == "yaml.SafeLoader" or bases == [["yaml.SafeLoader"]], f"line {call.lineno}"
 
 
+# Files over 600 lines, each with its reason.
+LONG: dict[str, str] = {}
+
+
 @each_of(FILES + SCRIPTS + OTHERS)
-def test_every_file_says_what_it_is_for_and_stays_small(path: Path) -> None:
+def test_every_file_says_what_it_is_for_and_stays_readable(path: Path) -> None:
     assert ast.get_docstring(tree_of(path))
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 400
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600 or str(path.relative_to(ROOT)) in LONG
 
 
 @each_of(FILES + SCRIPTS + OTHERS)
