@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megamoe.registry import register
-from megamoe.train.callbacks import Callback
-from megamoe.train.trainer import Trainer
+from megamoe.train.callbacks import Callback, TrainingRun
 
 
 @register("callback", "router_norms")
@@ -23,7 +22,7 @@ class RouterNorms(Callback):
             if self.every < 1:
                 raise ValueError(f"every is {self.every}, expected at least 1")
 
-    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+    def on_step_end(self, trainer: TrainingRun, metrics: Mapping[str, Any]) -> None:
         """On all ranks: under ZeRO 3 they gather a router's weight together."""
         step = trainer.progress.step
         if step % self.config.every:
@@ -38,7 +37,7 @@ class RouterNorms(Callback):
             with (trainer.folder.path / "router_norms.csv").open("a") as file:
                 file.writelines(rows)
 
-    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, trainer: TrainingRun, metrics: Mapping[str, float]) -> None:
         """To the terminal."""
         if trainer.world.is_first:
             print(f"step {trainer.progress.step}: {dict(metrics)}")

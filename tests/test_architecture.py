@@ -20,8 +20,8 @@ PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is
 
 FOUNDATION = {"config", "errors", "registry", "io", "host_memory"}
 SHARDING = FOUNDATION | {"compat", "moe", "kernels", "parallel", "parallel.zero", "optim"}
-# What each package of the core may import of megamoe, beside itself; `megamoe` is its own __init__ (the version).
-# No list has an application: the core imports none of them. `parallel.zero` counts as a package of its own.
+# What each package of the core may import of megamoe, beside itself (`megamoe`: the version). No
+# list has an application: the core imports none of them. `parallel.zero` counts as a package of its own.
 CORE = {
     "errors": set(),
     "io": set(),
@@ -67,14 +67,14 @@ VENDORS = {
     "megatron": {"model", "compat"},
     "megatron.core.parallel_state": {"parallel", "parallel.zero", "optim", "checkpoint"},
     "megatron.core.datasets": {"data"},
-    "deepspeed": {"parallel", "parallel.zero", "optim", "checkpoint", "compat"},
+    "deepspeed": {"parallel", "parallel.zero", "optim", "checkpoint", "compat", "apps.cluster"},
     "transformer_engine": {"model", "compat"},
     "apex": {"model"},
     "triton": {"kernels"},
     "lm_eval": {"apps.lm_eval"},
     "sklearn": {"apps.finetune"},
     "scipy": {"apps.finetune"},
-    "wandb": {"metrics"},
+    "wandb": {"metrics", "apps.report"},
     "wandb_workspaces": {"apps.report"},
 }
 # What megamoe.compat has of them belongs to the same packages.
@@ -162,7 +162,7 @@ def within(name: str, module: str) -> bool:
 
 
 def package_of(path: Path) -> str:
-    """`moe` of megamoe/moe/router.py, `errors` of megamoe/errors.py, `apps.hf` of megamoe/apps/hf/convert.py."""
+    """`moe` of megamoe/moe/router.py, `errors` of megamoe/errors.py, `apps.hf` of apps/hf/rules.py."""
     return our_package("megamoe." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
 
 

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megamoe.compat import deepspeed_compat
 from megamoe.compat.megatron_groups import groups_made_by
 from megamoe.moe.process_groups import ParallelGroups
-from megamoe.parallel.launch import new_group
+from megamoe.parallel.launch import at_stop, new_group
 from megamoe.parallel.layout import Layout
 
 
@@ -102,6 +102,9 @@ def stop_groups() -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     deepspeed_compat.forget_groups()
+
+
+at_stop(stop_groups)
 
 
 def _start_megatron(layout: Layout, timeout_minutes: float) -> None:

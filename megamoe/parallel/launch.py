@@ -5,7 +5,7 @@ import random
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, Queue
@@ -22,6 +22,7 @@ SILENT_S = 5.0  # beyond its timeout, after which PyTorch's client is taken to w
 
 _store: Store | None = None  # of the rendezvous
 _backend: str | None = None  # of the present world's collectives on the device
+_at_stop: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -254,14 +255,18 @@ def order_device_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def at_stop(forget: Callable[[], None]) -> None:
+    """Have `stop` call a function, which forgets what was made from the process group."""
+    _at_stop.append(forget)
+
+
 def stop() -> None:
     """Leave the process group and forget every group made from it; `start` may be called again."""
     global _store, _backend
     import torch.distributed as dist
 
-    from megamoe.parallel.groups import stop_groups
-
-    stop_groups()
+    for forget in _at_stop:
+        forget()
     if dist.is_initialized():
         dist.destroy_process_group()
     _store = _backend = None

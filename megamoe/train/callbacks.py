@@ -1,22 +1,35 @@
 """Callbacks: a user's own code in the training loop, chosen by name in the YAML (`train.callbacks`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from megamoe.config import PartChoice
+from megamoe.config import PartChoice, RunConfig
 from megamoe.errors import UserError
 from megamoe.parallel.consensus import raise_any_error_fast
+from megamoe.parallel.launch import World
 from megamoe.registry import failure_of, get_part, is_ours
 from megamoe.resilience.error_reporting import is_lost_contact
 from megamoe.resilience.heartbeat import tick
 
-if TYPE_CHECKING:
-    from megamoe.train.trainer import Trainer
+
+class TrainingRun(Protocol):
+    """What a callback may use of the trainer (megamoe/train/trainer.py), which has more.
+
+    progress.step: the steps done. engine.gathered: whole parameters, whatever ZeRO has cut. folder.path: the
+    run's folder.
+    """
+
+    config: RunConfig
+    world: World
+    progress: Any
+    engine: Any
+    folder: Any
+
+    @property
+    def model(self) -> Any: ...
 
 
 class Callback:
@@ -38,24 +51,24 @@ class Callback:
     def __init__(self, config: Any) -> None:
         self.config = config
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingRun) -> None:
         """Called once per launch, also after a resume, before the first step and the initial evaluation."""
 
-    def on_step_begin(self, trainer: Trainer) -> None:
+    def on_step_begin(self, trainer: TrainingRun) -> None:
         """Called before each optimizer step."""
 
-    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+    def on_step_end(self, trainer: TrainingRun, metrics: Mapping[str, Any]) -> None:
         """Called after each optimizer step; metrics: the step's, by their names in metrics.jsonl,
         read-only.
         """
 
-    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, trainer: TrainingRun, metrics: Mapping[str, float]) -> None:
         """Called after each evaluation; metrics: its losses, by their names in metrics.jsonl, read-only."""
 
-    def on_save(self, trainer: Trainer, path: Path) -> None:
+    def on_save(self, trainer: TrainingRun, path: Path) -> None:
         """Called when a checkpoint is complete in the folder `path`; later steps may already be done."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainingRun) -> None:
         """Called after the last step and save, at a planned stop or a signal too, but not after an error."""
 
 
@@ -69,7 +82,7 @@ class Callbacks:
     def __init__(self, choices: Sequence[PartChoice]) -> None:
         self._named = [(choice.name, _build(choice)) for choice in choices]
 
-    def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
+    def call(self, hook: str, trainer: TrainingRun, *arguments: Any) -> None:
         """Call a method of all callbacks in order.
 
         Raises:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megamoe.kernels.choice import Kernels, RowKernels
+from megamoe.kernels.experts.order import ends_of
 
 MOST_EXPERTS = 512  # of the kernels that sort pairs on CUDA
 
@@ -50,12 +51,6 @@ class RowTokens:
         if not kernels.uses_triton(token_N.device):
             return cls.of(moved_N, num_tokens, kernels)
         return cls(moved_N, num_tokens, order.place_N, ends_of(token_N, num_tokens))
-
-
-def ends_of(sorted_N: Tensor, size: int) -> Tensor:
-    """Return where each of the keys 0 .. size-1 ends in an ascending list of keys, int64 [size]."""
-    key_S = torch.arange(size, device=sorted_N.device, dtype=sorted_N.dtype)
-    return torch.searchsorted(sorted_N, key_S, right=True)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.kernels.experts.rows import ends_of
+from megamoe.kernels.experts.order import ends_of
 from megamoe.kernels.triton import block, cross_entropy, experts, products, router, router_sums, rows
 
 
