@@ -19,7 +19,7 @@ class TrainingRun(Protocol):
     """What a callback may use of the trainer (megamoe/train/trainer.py), which has more.
 
     progress.step: the steps done. engine.gathered: whole parameters, whatever ZeRO has cut. folder.path: the
-    run's folder.
+    run's folder. last_checkpoint: the newest one that this launch wrote or resumed from, if any.
     """
 
     config: RunConfig
@@ -27,6 +27,7 @@ class TrainingRun(Protocol):
     progress: Any
     engine: Any
     folder: Any
+    last_checkpoint: Any
 
     @property
     def model(self) -> Any: ...

@@ -15,7 +15,7 @@ from megamoe.registry import register
 from megamoe.train.callbacks import Callback
 
 if TYPE_CHECKING:
-    from megamoe.train.trainer import Trainer
+    from megamoe.train.callbacks import TrainingRun
 
 KILLED_AT, HANGS_AT, DRAINED_AT, NAN_AT = 57, 113, 150, 217
 FAULTS = {KILLED_AT: signal.SIGKILL, HANGS_AT: signal.SIGSTOP}
@@ -26,7 +26,7 @@ TAKEN = "steps.txt"  # of the steps that rank 0 began: job and step
 class FaultyRun(Callback):
     """Source: this test."""
 
-    def on_step_begin(self, trainer: "Trainer") -> None:
+    def on_step_begin(self, trainer: "TrainingRun") -> None:
         """Note the step; plant the faults on rank 1 alone, on the second node."""
         step, engine = trainer.progress.step + 1, trainer.engine
         forward = type(engine).forward
@@ -35,7 +35,7 @@ class FaultyRun(Callback):
             return forward(engine, *args, **inputs) * math.nan
 
         if step == NAN_AT:
-            engine.forward = not_a_number  # type: ignore[method-assign]
+            engine.forward = not_a_number
         else:
             vars(engine).pop("forward", None)
         if "SLURM_JOB_ID" not in os.environ:

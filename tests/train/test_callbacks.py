@@ -11,9 +11,8 @@ import pytest
 from megamoe.config import load_config
 from megamoe.errors import ExitCode, UserError
 from megamoe.registry import register
-from megamoe.train.callbacks import Callback, Callbacks
+from megamoe.train.callbacks import Callback, Callbacks, TrainingRun
 from megamoe.train.loop import train
-from megamoe.train.trainer import Trainer
 from tests.support.tiny import BASE, restored_process, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -41,28 +40,28 @@ def test_the_hooks_are_called_in_the_loops_order(own_registry: None, tmp_path: P
         class Config:
             mark: str = "w"
 
-        def on_train_begin(self, trainer: Trainer) -> None:
+        def on_train_begin(self, trainer: TrainingRun) -> None:
             assert (trainer.folder.path / "config.yaml").is_file()
             message.append(f"{self.config.mark} begin {trainer.progress.step}")
 
-        def on_step_begin(self, trainer: Trainer) -> None:
+        def on_step_begin(self, trainer: TrainingRun) -> None:
             message.append(f"before {trainer.progress.step + 1}")
 
-        def on_step_end(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        def on_step_end(self, trainer: TrainingRun, metrics: Mapping[str, Any]) -> None:
             assert metrics["step"] == trainer.progress.step and metrics["train/lm_loss"] > 0
             with pytest.raises(TypeError):
                 metrics["mine"] = 1  # type: ignore[index]
             message.append(f"after {trainer.progress.step}")
 
-        def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        def on_evaluate(self, trainer: TrainingRun, metrics: Mapping[str, float]) -> None:
             assert list(metrics) == ["val/lm_loss"]
             message.append(f"evaluated {trainer.progress.step}")
 
-        def on_save(self, trainer: Trainer, path: Path) -> None:
+        def on_save(self, trainer: TrainingRun, path: Path) -> None:
             assert (path / "SHA256SUMS").is_file() and path == trainer.last_checkpoint
             message.append(f"saved {path.name}")
 
-        def on_train_end(self, trainer: Trainer) -> None:
+        def on_train_end(self, trainer: TrainingRun) -> None:
             message.append("end")
 
     settings = ["train.steps=3", "checkpoint={every: 2, background: false}", "data.split=[0.9, 0.1, 0]"]
@@ -85,7 +84,7 @@ def test_several_are_called_in_the_order_of_the_yaml(own_registry: None) -> None
         class Config:
             number: int
 
-        def on_step_begin(self, trainer: Trainer) -> None:
+        def on_step_begin(self, trainer: TrainingRun) -> None:
             message.append(self.config.number)
 
     config = tiny("train.callbacks=[{name: numbered, number: 2}, {name: numbered, number: 1}]")

@@ -6,7 +6,7 @@ from typing import Any
 
 from megamoe import registry
 from megamoe.errors import UserError
-from megamoe.train.callbacks import Callback
+from megamoe.train.callbacks import Callback, TrainingRun
 from megamoe.train.loop import Loop
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
@@ -22,7 +22,7 @@ def message(**changes: Any) -> str:
         class Config:
             pass
 
-        def on_step_end(self, trainer: Trainer, metrics: Any) -> None:
+        def on_step_end(self, trainer: TrainingRun, metrics: Any) -> None:
             if trainer.progress.step == 2 and trainer.world.rank == 1:
                 raise ValueError("no such table")
 
