@@ -18,7 +18,7 @@ SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
 OTHERS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
-FOUNDATION = {"config", "errors", "registry", "io", "host_memory"}
+FOUNDATION = {"config", "errors", "registry", "io", "host_memory", "redaction"}
 SHARDING = FOUNDATION | {"compat", "moe", "kernels", "parallel", "parallel.zero", "optim"}
 # What each package of the core may import of megamoe, beside itself (`megamoe`: the version). No
 # list has an application: the core imports none of them. `parallel.zero` counts as a package of its own.
@@ -26,6 +26,7 @@ CORE = {
     "errors": set(),
     "io": set(),
     "host_memory": set(),
+    "redaction": set(),
     "registry": {"errors"},
     "compat": {"errors"},
     "config": {"errors", "registry", "io"},

@@ -47,14 +47,35 @@ share_cores() {
   export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 }
 
-# The folder of this start's logs, and in it a description of the environment. The run copies the description into its
-# own folder, as environment/<job>.<restart>.txt.
+# The variables that the description of the environment has, by name: others may be secrets, such as SLURM_JWT.
+described='SLURM_(JOB_(ID|NAME|NODELIST|NUM_NODES|PARTITION|ACCOUNT|QOS)|NNODES|NTASKS|NTASKS_PER_NODE|CPUS_PER_TASK|'
+described+='CPUS_ON_NODE|GPUS_ON_NODE|GPUS_PER_NODE|MEM_PER_(NODE|CPU|GPU)|RESTART_COUNT|ARRAY_(JOB|TASK)_ID|CLUSTER_NAME|'
+described+='SUBMIT_(DIR|HOST))|NCCL_(DEBUG|DEBUG_SUBSYS|SOCKET_IFNAME|IB_(HCA|DISABLE|TIMEOUT|GID_INDEX)|P2P_(LEVEL|DISABLE)|'
+described+='ALGO|PROTO|NVLS_ENABLE|CROSS_NIC|NET|NET_GDR_LEVEL|NET_PLUGIN|TOPO_FILE|(MIN|MAX)_NCHANNELS|BUFFSIZE)|'
+described+='GLOO_SOCKET_IFNAME|CUDA_(VISIBLE_DEVICES|DEVICE_MAX_CONNECTIONS|DEVICE_ORDER|HOME|LAUNCH_BLOCKING)|OMP_NUM_THREADS|'
+described+='TORCH_(CUDA_ARCH_LIST|DISTRIBUTED_DEBUG|NCCL_(BLOCKING_WAIT|ASYNC_ERROR_HANDLING|TRACE_BUFFER_SIZE))|'
+described+='TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE|MASTER_(ADDR|PORT)|MEGAMOE_(HOME|PYTHON|SRUN|CHAIN|ENVIRONMENT)'
+
+# Replace values by *** where a name says that they are secrets (as in `s3.secret=...`, `--auth-token ...` and
+# `API_KEY=...`), users and passwords in URLs, and well-known forms of tokens. As megamoe/redaction.py.
+redact() {
+  local name='(api[-_]?keys?|keys?|token|secrets?|passw(or)?d|passphrase|credentials?|jwt|auth)'
+  sed -E -e "s/((^|[^[:alpha:]])$name([^[:alpha:]=[:space:]][^=[:space:]]*)?)=[^[:space:]]*/\\1=***/Ig" \
+    -e "s/((^|[[:space:]])--?([^[:space:]=]*[^[:alpha:]])?$name([^[:alpha:]=[:space:]][^=[:space:]]*)?[[:space:]]+)[^-[:space:]][^[:space:]]*/\\1***/Ig" \
+    -e 's#://[^/@[:space:]]+@#://***@#g' \
+    -e 's/(^|[^[:alnum:]])(hf_|ghp_|github_pat_|sk-|xox[bp]-|AKIA|eyJ)[[:alnum:]_.-]{12,}/\1***/g'
+}
+
+# The folder of this start's logs, and in it a description of the environment, which its owner alone can read. The run
+# copies the description into its own folder, as environment/<job>.<restart>.txt.
 open_logs() {
   logs=logs/$job.${SLURM_RESTART_COUNT:-0}
   mkdir -p "$logs"
   # Every line of a node's log begins with its rank. torchrun's own folders hold a separate log for each rank.
   export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
   export MEGAMOE_ENVIRONMENT=$PWD/$logs/environment.txt
+  rm -f "$MEGAMOE_ENVIRONMENT"
+  (umask 077 && : > "$MEGAMOE_ENVIRONMENT")
   {
     echo "job $job, start ${SLURM_RESTART_COUNT:-0}, nodes $SLURM_JOB_NODELIST, $(date -u +%FT%TZ)"
     echo "arguments: $*"
@@ -64,8 +85,8 @@ open_logs() {
 for one in sorted({f"{it.name}=={it.version}" for it in distributions()}): print(one)'
     nvidia-smi 2> /dev/null || echo 'nvidia-smi: not found'
     ulimit -a
-    env | grep -E '^(SLURM|NCCL|GLOO|CUDA|OMP|TORCH|MASTER|MEGAMOE)' | sort
-  } > "$MEGAMOE_ENVIRONMENT"
+    env | grep -E "^($described)=" | sort
+  } | redact > "$MEGAMOE_ENVIRONMENT"
 }
 
 # Check the nodes; with a bad one, the job ends before training. Skipped with PREFLIGHT=0.

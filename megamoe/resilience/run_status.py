@@ -90,7 +90,10 @@ class RunStatus:
         if source:
             folder = self._folder / ENVIRONMENT
             folder.mkdir(exist_ok=True)
-            shutil.copyfile(source, folder / f"{_job() or 'launch'}.txt")
+            copy = folder / f"{_job() or 'launch'}.txt"
+            copy.unlink(missing_ok=True)
+            copy.touch(mode=0o600)  # the owner's alone, as the original
+            shutil.copyfile(source, copy)
 
     def _record_failure(self, error: BaseException) -> None:
         line = explain(error)[1] or f"{type(error).__name__}: {' '.join(str(error).split())}"

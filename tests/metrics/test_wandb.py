@@ -70,7 +70,12 @@ def test_auto_is_online_only_with_a_login(nobody_is_logged_in: Path, monkeypatch
     assert choose_mode("auto") == "offline", "a login for another server does not count"
 
 
-def test_an_offline_run_is_recorded_without_network(tmp_path: Path) -> None:
+def test_an_offline_run_is_recorded_without_network_and_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JWT", "eyJ_hidden")
+    monkeypatch.setattr("sys.argv", ["train", "s3.secret=hidden"])
     recorder = open_recorder(tmp_path / "run")
     recorder.log({"step": 1, "train/lm_loss": 2.0, "moe/layer_02/load": [3, 1]})
     recorder.close()
@@ -80,6 +85,8 @@ def test_an_offline_run_is_recorded_without_network(tmp_path: Path) -> None:
     while b"train/lm_loss" not in recorded.read_bytes():  # W&B's own process may write after finish()
         assert time.monotonic() < deadline, "the metrics never reached W&B's file"
         time.sleep(0.05)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"hidden" in path.read_bytes()]
 
 
 def test_a_load_becomes_summaries_a_histogram_and_a_picture(tmp_path: Path, run: FakeRun) -> None:

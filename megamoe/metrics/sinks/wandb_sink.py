@@ -18,6 +18,7 @@ import numpy as np
 
 from megamoe.config.schema import WandbConfig
 from megamoe.metrics.sinks.summaries import Shown
+from megamoe.redaction import without_secrets
 
 WINDOW = 20  # logged steps, for the usual duration of a step
 STALL = 5.0  # times that duration
@@ -112,25 +113,26 @@ class WandbSink:
                 log.warning(
                     "log.wandb.mode: 'online', but nobody is logged in; recording offline for `wandb sync`"
                 )
-            self._run = wandb.init(
-                id=_run_id(run_folder / ID_FILE, resumed),
-                resume="allow" if resumed and mode == "online" else None,
-                mode=mode,
-                dir=str(run_folder),
-                name=run_name,
-                project=config.project,
-                entity=config.entity,
-                group=config.group,
-                tags=config.tags,
-                config=run_config,
-                settings=wandb.Settings(
-                    silent=True,
-                    console="off",
-                    init_timeout=START_LIMIT_S,
-                    login_timeout=START_LIMIT_S,
-                    finish_timeout=FINISH_LIMIT_S,
-                ),
-            )
+            with without_secrets(kept=("WANDB_",)):  # its process records variables and arguments
+                self._run = wandb.init(
+                    id=_run_id(run_folder / ID_FILE, resumed),
+                    resume="allow" if resumed and mode == "online" else None,
+                    mode=mode,
+                    dir=str(run_folder),
+                    name=run_name,
+                    project=config.project,
+                    entity=config.entity,
+                    group=config.group,
+                    tags=config.tags,
+                    config=run_config,
+                    settings=wandb.Settings(
+                        silent=True,
+                        console="off",
+                        init_timeout=START_LIMIT_S,
+                        login_timeout=START_LIMIT_S,
+                        finish_timeout=FINISH_LIMIT_S,
+                    ),
+                )
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         except Exception as error:

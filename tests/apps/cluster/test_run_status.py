@@ -92,7 +92,8 @@ def test_what_a_launch_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
         assert read_status(run).verdict == "running"
         status.reason = "signal SIGUSR1"
     assert (read_status(run).verdict, read_status(run).reason) == ("stopped", "signal SIGUSR1")
-    assert (run / "environment/12.0.txt").read_text() == "torch 2.13"
+    copy = run / "environment/12.0.txt"
+    assert copy.read_text() == "torch 2.13" and copy.stat().st_mode & 0o777 == 0o600
     for rank in (0, 1):
         with pytest.raises(ValueError), RunStatus(run, rank, 2, lambda: 7, 9):
             raise ValueError("a bug")
