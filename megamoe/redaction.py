@@ -29,7 +29,7 @@ def redacted(arguments: list[str]) -> list[str]:
     found: list[str] = []
     hides_next = False
     for argument in arguments:
-        name, equals, value = argument.partition("=")
+        name, equals, _ = argument.partition("=")
         if hides_next and not argument.startswith("-"):
             found.append(HIDDEN)
         elif equals and is_secret(name):

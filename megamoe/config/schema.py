@@ -270,6 +270,7 @@ class CheckpointConfig(Section):
     save_at_end: bool = True
     init: InitConfig = field(default_factory=InitConfig)
     resume: PathText = "never"  # never | auto (the latest of this run, if any) | a checkpoint's folder
+    allow_changes: bool = False  # resume with a router that computes another function of the same weights
 
 
 @dataclass

@@ -3,6 +3,7 @@ weights.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,46 @@ from megamoe.config.shapes import expert_activation, moe_layer_numbers
 from megamoe.errors import UserError, printable
 from megamoe.model.size import part_shapes
 
-# Keys that decide the tensors' shapes, or which sample comes next. Of the router and the losses, what keeps
-# state is compared by itself. The rest may change.
-SAME = {
-    "": ("seed",),
-    "model": ("*",),
-    "moe": ("*",),
-    "train": ("objective",),
-    "data": ("sources", "sampling_exponent", "split", "order", "mock", "sequence_length", "document_aware"),
+# What a resume does about a key that differs from the checkpoint's. The longest section that fits counts.
+#   same      refuse: it decides the tensors' shapes, the model's function or which sample comes next
+#   function  refuse, unless checkpoint.allow_changes: with the same weights the model computes something else
+#   told      go on, and tell the old and the new value
+#   launch    go on: it says what this launch does, not what the run is
+RULES = {
+    **dict.fromkeys(("name", "output", "overwrite", "differences", "log", "moe.router.replay"), "launch"),
+    **dict.fromkeys(("checkpoint.resume", "checkpoint.allow_changes", "checkpoint.init"), "launch"),
+    **dict.fromkeys(("train.exit_after_steps", "train.exit_after_minutes", "train.profiler"), "launch"),
+    **dict.fromkeys(("seed", "model", "moe", "train.objective"), "same"),
+    **{
+        f"data.{key}": "same"
+        for key in (
+            "sources",
+            "sampling_exponent",
+            "split",
+            "order",
+            "mock",
+            "sequence_length",
+            "document_aware",
+        )
+    },
+    "moe.router": "function",
+    **dict.fromkeys(
+        ("plugins", "data", "parallel", "optimizer", "train", "evaluation", "checkpoint"), "told"
+    ),
+    "moe.losses": "told",
+    **{f"model.{key}": "told" for key in ("hidden_dropout", "attention_dropout", "multi_token_prediction")},
+    **{f"moe.{key}": "told" for key in ("expert_output_dropout", "expert_activation_dropout")},
+    "model.vocab_size": "launch",  # the vocabulary itself is compared
+    # How it is computed, not what:
+    **{
+        f"model.{key}": "told"
+        for key in (
+            *("recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory"),
+            *("fp8", "fp8_format", "fp8_amax_history"),
+        )
+    },
 }
 SECTIONS = (("model",), ("data",), ("train",), ("moe", "router", "scorer"), ("moe", "losses"))
-FREE = (
-    *("hidden_dropout", "attention_dropout", "expert_output_dropout", "expert_activation_dropout"),
-    *("vocab_size", "multi_token_prediction"),  # the vocabulary and the depth are compared
-    *("router", "losses"),  # their state is
-    # How it is computed, not what:
-    *("recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory"),
-    *("fp8", "fp8_format", "fp8_amax_history"),
-)
 # Keys that change the model's function but no tensor's shape.
 SAME_FUNCTION = (
     *("num_attention_heads", "position", "rope_base"),
@@ -45,31 +68,70 @@ SAME_FUNCTION = (
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
 AHEAD = "multi_token_prediction"  # whose loss may get another weight
 RESUME_WAY_OUT = "resume with the configuration that saved it"
+FUNCTION_WAY_OUT = (
+    "the model would compute another function: resume with the configuration that saved it, or say "
+    "checkpoint.allow_changes=true"
+)
 INIT_WAY_OUT = "start with the model's configuration that saved it"
 Tree = dict[str, Any]
 
 
-def check_resume(config: RunConfig, vocabulary: int, path: Path) -> None:
-    """Refuse a checkpoint that does not fit, before anything is built.
+def check_resume(config: RunConfig, vocabulary: int, path: Path) -> list[str]:
+    """Refuse a checkpoint that does not fit, before anything is built; return a line of each other change.
 
     Raises:
-        UserError: naming the first key that differs, both values, and the way out.
+        UserError: naming the first key that differs and must not, both values, and the way out.
     """
     meta = read_meta(path)
     saved, current, defaults = _saved_config(path, meta), to_dict(config), to_dict(RunConfig())
     _same_architecture(path, saved, config, RESUME_WAY_OUT)
     _same(path, "vocabulary", meta["vocabulary"], vocabulary)
-    for section, keys in SAME.items():
-        before, after, default = (t[section] if section else t for t in (saved, current, defaults))
-        for key in after if keys == ("*",) else keys:
-            if key not in FREE:
-                known = before.get(key, default[key])  # a key that is newer than the checkpoint
-                _same(path, f"{section}.{key}".lstrip("."), _given(known), _given(after[key]))
+    changes = list(_differences(saved, current, defaults))
+    for key, before, after in changes:
+        if rule_of(key) == "same":
+            _same(path, key, before, after)
     depths = [(tree["model"].get(AHEAD) or {}).get("depth", 0) for tree in (saved, current)]
     _same(path, f"model.{AHEAD}.depth", *depths)
     if moe_layer_numbers(config):
         now = part_shapes(config, vocabulary)
         _same_state(path, saved["moe"], current["moe"], _saved_part_shapes(read_index(path)), now)
+        for key, before, after in changes:
+            if rule_of(key) == "function" and not config.checkpoint.allow_changes:
+                _same(path, key, before, after, FUNCTION_WAY_OUT)
+    shown = [(key, printable(before, 60), printable(after, 60)) for key, before, after in changes]
+    return [
+        f"changed since the checkpoint: {key} {before} -> {after}"
+        for key, before, after in shown
+        if rule_of(key) in ("told", "function")
+    ]
+
+
+def rule_of(key: str) -> str:
+    """Return what a resume does about a key that differs, a value of `RULES`."""
+    while key and key not in RULES:
+        key = key.rpartition(".")[0]
+    return RULES[key]
+
+
+def _differences(
+    saved: Tree, current: Tree, defaults: Tree, prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key that differs, with both values; of a mapping, the keys below it.
+
+    A key that is newer than the checkpoint had its default. Of two parts with different names, the names.
+    """
+    names = saved.get("name", defaults.get("name")), current.get("name")
+    if prefix and names[0] != names[1]:
+        yield prefix.rstrip("."), *names
+        return
+    for key in [*current, *(saved.keys() - current.keys())]:
+        before, after = _given(saved.get(key, defaults.get(key))), _given(current.get(key))
+        if isinstance(before, dict) and isinstance(after, dict):
+            below = _given(defaults.get(key))
+            known = below if isinstance(below, dict) else {}
+            yield from _differences(before, after, known, f"{prefix}{key}.")
+        elif before != after:
+            yield f"{prefix}{key}", before, after
 
 
 def _same_architecture(path: Path, saved: Tree, config: RunConfig, way_out: str) -> None:

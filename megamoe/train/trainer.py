@@ -84,6 +84,7 @@ class Trainer:
             launch.order_device_queues()
         self.world = world or launch.find_world()
         facts: Facts = {}
+        self._changes: list[str] = []  # of the configuration since the checkpoint that the run resumes from
         with refusing_together(facts, self.world):
             resume_from = self._check(facts)
         check_same(self.world, facts, config.parallel.timeout_minutes)
@@ -153,7 +154,7 @@ class Trainer:
         self.folder: RunFolder = choose_run_folder(config)
         resume_from = self.folder.resume_from
         if resume_from is not None:
-            check_resume(config, self.run.vocabulary.size, resume_from)
+            self._changes = check_resume(config, self.run.vocabulary.size, resume_from)
         elif config.checkpoint.init.path is not None:
             check_init(config, self.run.vocabulary.size, self.folder.path)
         facts.update(facts_of_files(config, self.run.vocabulary, self.run.plan.content, resume_from))
@@ -353,9 +354,11 @@ class Trainer:
         path, damaged = first_intact(list(self.folder.candidates), self.world.say)
         self.checkpoints.damaged.update(damaged)
         if path != checked:
-            check_resume(self.config, self.run.vocabulary.size, path)
+            self._changes = check_resume(self.config, self.run.vocabulary.size, path)
         if path != self.folder.candidates[0]:
             self.world.say(f"going on from {path}")
+        for line in self._changes:
+            self.world.say(line)
         return CheckpointReader(path)
 
     def _resume(self, saved: CheckpointReader) -> None:

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megamoe.config import to_dict
+from megamoe.checkpoint.format.reader import WEIGHT
+from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError
-from megamoe.train.resume import check_init, check_resume
+from megamoe.model.size import part_shapes
+from megamoe.train.resume import RULES, check_init, check_resume, rule_of
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.tiny import VOCABULARY, tiny
 
@@ -158,8 +161,9 @@ def test_another_optimizer_may_resume_with_the_moments(tmp_path: Path) -> None:
     config = to_dict(tiny("moe.layers=none"))
     del config["optimizer"]["name"]
     dense = checkpoint_of(tmp_path, config)
-    for name in ("adamw", "adam"):
-        check_resume(tiny("moe.layers=none", f"optimizer.name={name}"), VOCABULARY, dense)
+    told = ["changed since the checkpoint: optimizer adamw -> adam"]
+    for name, lines in (("adamw", []), ("adam", told)):
+        assert check_resume(tiny("moe.layers=none", f"optimizer.name={name}"), VOCABULARY, dense) == lines
 
 
 def test_a_blend_is_weighed_as_before(tmp_path: Path) -> None:
@@ -176,3 +180,57 @@ def test_a_blend_is_weighed_as_before(tmp_path: Path) -> None:
 def test_what_does_not_change_the_function_may_differ(saved: Path, tmp_path: Path) -> None:
     free = ("model.hidden_dropout=0.1", "model.recompute=full", "optimizer.lr=1.0", "moe.losses.z_loss=0.1")
     init_from(saved, tmp_path / "run", *free)
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in tree.items():
+        below = isinstance(value, dict) and value
+        found += leaves(value, f"{prefix}{key}.") if below else [f"{prefix}{key}"]
+    return found
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
+    keys = leaves(to_dict(RunConfig()))
+    assert {rule_of(key) for key in keys} == {"same", "function", "told", "launch"}
+    unused = [rule for rule in RULES if not any(f"{key}.".startswith(f"{rule}.") for key in keys)]
+    assert unused == []
+
+
+@pytest.fixture
+def routed(tmp_path: Path) -> Path:
+    """A checkpoint with the tensors of its router."""
+    shapes = part_shapes(tiny(), VOCABULARY)
+    tensors = {f"{WEIGHT}decoder.layers.1.mlp.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    folder = tmp_path / "routed" / "step_00000001"
+    return write_checkpoint(folder, tensors, vocabulary=VOCABULARY, config=to_dict(tiny()))
+
+
+def test_each_change_is_told(routed: Path) -> None:
+    changed = tiny("optimizer.lr=0.5", "train.micro_batch_size=3", "moe.losses.z_loss=0.1", "name=other")
+    before, loss = tiny(), to_dict(changed)["moe"]["losses"]["z_loss"]
+    assert check_resume(changed, VOCABULARY, routed) == [
+        f"changed since the checkpoint: moe.losses.z_loss None -> {loss}",
+        f"changed since the checkpoint: optimizer.lr {before.optimizer.lr} -> 0.5",
+        f"changed since the checkpoint: train.micro_batch_size {before.train.micro_batch_size} -> 3",
+    ]
+    assert check_resume(tiny(), VOCABULARY, routed) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "before", "after"),
+    [
+        ("moe.router.score_function=sigmoid", "moe.router.score_function", "softmax", "sigmoid"),
+        ("moe.router.selector={name: top_k, k: 3}", "moe.router.selector.k", "2", "3"),
+        ("moe.router.capacity={name: per_expert, factor: 1}", "moe.router.capacity", "none", "per_expert"),
+    ],
+)
+def test_another_function_needs_leave(routed: Path, change: str, key: str, before: str, after: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_resume(tiny(change), VOCABULARY, routed)
+    assert str(refused.value) == (
+        f"{routed}: saved with {key} {before}, this run has {after}; the model would compute another "
+        "function: resume with the configuration that saved it, or say checkpoint.allow_changes=true"
+    )
+    told = check_resume(tiny(change, "checkpoint.allow_changes=true"), VOCABULARY, routed)
+    assert told == [f"changed since the checkpoint: {key} {before} -> {after}"]

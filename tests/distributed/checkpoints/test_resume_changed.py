@@ -60,6 +60,7 @@ def two_losses(*names: str) -> Changes:
 NOISY = router(scorer={"name": "noisy", "start": "normal"})
 SIGMOID = router(score_function="sigmoid")
 BIASED = router(score_function={"name": "sigmoid", "bias_update": 0.01})
+LEAVE = {"checkpoint__allow_changes": True}
 TABLE = router(scorer="hash", selector="table")
 FUNCTION = "moe.router.score_function"
 # (saved with, resumed with, what the user is told of it; None: it trains on)
@@ -93,12 +94,14 @@ CASES: dict[str, tuple[Changes, Changes, str | None]] = {
             ),
             "moe__losses": {"z_loss": 0.2},
             "optimizer__lr": 1e-2,
+            **LEAVE,
         },
         None,
     ),
     "a bias of another speed": (
         BIASED,
-        router(score_function={"name": "sigmoid", "bias_update": 0.5, "bias_until": 9, "temperature": 2.0}),
+        router(score_function={"name": "sigmoid", "bias_update": 0.5, "bias_until": 9, "temperature": 2.0})
+        | LEAVE,
         None,
     ),
 }
