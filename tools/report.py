@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         folders = list({os.path.realpath(folder): folder for folder in options.run_folders}.values())
         _check_options(options, len(folders))
         if options.live:
-            _serve(folders, DEFAULT_PORT if options.port is None else options.port)
+            _serve(folders, DEFAULT_PORT if options.port is None else options.port, options.token)
         else:
             _write(folders, options.output)
     except UserError as error:
@@ -66,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"of --live on 127.0.0.1; 0: any free one; default: {DEFAULT_PORT}",
     )
+    parser.add_argument(
+        "--token",
+        action="store_true",
+        help="of --live: a random token in the page's address, which other users of this machine do not know",
+    )
     return parser
 
 
@@ -85,6 +90,8 @@ def _check_options(options: argparse.Namespace, runs: int) -> None:
     output = options.output
     if options.port is not None and not options.live:
         raise UserError(f"--port: found {options.port} without --live; add --live, or leave out --port")
+    if options.token and not options.live:
+        raise UserError("--token: found without --live; add --live, or leave out --token")
     if output is None:
         return
     if options.live:
@@ -116,10 +123,10 @@ def _write(folders: list[Path], output: Path | None) -> None:
         print(f"\n{comparison_table(runs)}")
 
 
-def _serve(folders: list[Path], port: int) -> None:
+def _serve(folders: list[Path], port: int, with_token: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background processes lack it
         signal.signal(number, signal.default_int_handler)
-    with LiveServer(folders, port) as server, suppress(KeyboardInterrupt):
+    with LiveServer(folders, port, with_token=with_token) as server, suppress(KeyboardInterrupt):
         print(f"{server.url} (Ctrl+C ends it)", flush=True)
         server.serve_forever()
 

@@ -1,11 +1,13 @@
 """Finds this process' rank: under torchrun, the deepspeed launcher, SLURM, or alone."""
 
+import ipaddress
 import os
 import random
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, Queue
@@ -164,6 +166,7 @@ def _open(
 ) -> None:
     """Put the store, or the error that opening it raised, into `opened`."""
     try:
+        listener = _listener(address, port) if hosts_store(world) else None
         store = TCPStore(
             address,
             port,
@@ -171,6 +174,7 @@ def _open(
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,  # the process group's, later, is the same
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except Exception as error:
         opened.put(error)
@@ -178,10 +182,29 @@ def _open(
         opened.put(store)
 
 
+def _listener(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at this address alone; None if the store is to listen on all interfaces.
+
+    Without it PyTorch listens on all interfaces, whatever the address. So it does for a name, which other
+    nodes may resolve to another address of this one, and for an address that this machine does not know as
+    its own, as behind a NAT. A port in use is for PyTorch to refuse: its listener may be this process' own.
+    """
+    if address != "localhost":
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError):
+        return socket.create_server((address, port), family=family)
+    return None
+
+
 def start(world: World, timeout_minutes: float, select_device: bool = True) -> None:
     """Join the process group of all ranks.
 
-    On CUDA it has two backends: NCCL for tensors of the device, and gloo for objects such as error messages.
+    The store of the rendezvous is `open_store`'s. On CUDA the group has two backends: NCCL for tensors of the
+    device, and gloo for objects such as error messages.
 
     timeout_minutes: the timeout of a collective, after which the run ends. select_device: whether this
     process uses its device from now on; False: `use_device` follows. Until then collectives of objects are
@@ -189,6 +212,7 @@ def start(world: World, timeout_minutes: float, select_device: bool = True) -> N
     """
     global _backend
     import deepspeed
+    import torch.distributed as dist
 
     from megamoe.compat.deepspeed_compat import skip_shared_memory_op
 
@@ -198,6 +222,8 @@ def start(world: World, timeout_minutes: float, select_device: bool = True) -> N
     if select_device:
         use_device(world)
     timeout = timedelta(minutes=timeout_minutes)
+    if hosts_store(world) and not dist.is_initialized():
+        open_store(world, timeout.total_seconds())  # before DeepSpeed opens it, on all interfaces
     _backend = world.backend
     backends = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend
     if (attempt := _attempt()) != "0":

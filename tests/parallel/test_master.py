@@ -1,6 +1,7 @@
 """A wrong address of rank 0, a port in use, and a rank 0 that does not come are told."""
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +61,41 @@ def test_a_program_that_is_silent_at_the_port(monkeypatch: pytest.MonkeyPatch) -
             UserError, match=f"MASTER_PORT: 127.0.0.1:{port} accepts the connection of rank 1"
         ):
             open_store(WAITING, 1)
+
+
+def listens_at(port: int) -> set[str]:
+    """The addresses at which this machine listens at the port, as in /proc: hexadecimal, in reverse."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                found.add(local.rpartition(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_the_store_listens_at_its_address_alone(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = launch.free_port()
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    store = open_store(HOST, 60)
+    assert listens_at(port) == {"0100007F"}
+    store.set("key", "value")
+    assert open_store(WAITING, 60).get("key") == b"value"
+
+
+def test_so_it_does_in_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = launch.free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    launch.start(World(0, 1, 0, torch.device("cpu"), "gloo"), timeout_minutes=1)
+    try:
+        assert listens_at(port) == {"0100007F"}
+    finally:
+        launch.stop()
+
+
+def test_a_name_and_an_address_of_another_machine_are_left_to_pytorch() -> None:
+    """Other nodes may know the name as another address; 192.0.2.1 is nobody's (RFC 5737)."""
+    for address in ("node-1", "192.0.2.1"):
+        assert launch._listener(address, launch.free_port()) is None

@@ -1,11 +1,18 @@
 """Serves the page of runs that are being written, to this machine alone; the page fetches its content again.
 
-Only what has been appended to metrics.jsonl is read again. A request from a page of another origin is refused
-by its Host header, so that no web site can read the runs through the reader's browser.
+Only what has been appended to metrics.jsonl is read again. A request whose Host header is not the server's
+own address is refused, so that no web site can read the runs through the reader's browser. With a token, the
+paths begin with it: other users of this machine can connect, but do not know it.
 """
 
 import errno
+import hmac
+import secrets
+import socket
+import sys
 import threading
+import time
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +26,9 @@ from megamoe.metrics.recorder import METRICS_FILE
 
 ADDRESS = "127.0.0.1"
 REFRESH_S = 3.0
+SILENT_S = 10.0  # without a byte read or written, after which a connection is closed
+LONGEST_S = 60.0  # after which a connection is closed, whatever it does
+MOST_CONNECTIONS = 16  # at a time, with a thread each; a further one is closed at once
 
 
 class LiveRuns:
@@ -68,17 +78,25 @@ def _state(folder: Path) -> tuple[Any, ...]:
 
 
 class LiveServer(ThreadingHTTPServer):
-    """A server on ADDRESS. `/` is the page, `/content` its `<main>`, or 304 for a version already known."""
+    """A server on ADDRESS. `/` is the page, `/content` its `<main>`, or 304 for a version already known.
+
+    path: what stands before both, `/` or `/<token>/`.
+    """
 
     daemon_threads = True
 
-    def __init__(self, folders: list[Path], port: int, refresh_s: float = REFRESH_S) -> None:
-        """Read the runs and open the port; 0 takes any free one.
+    def __init__(
+        self, folders: list[Path], port: int, refresh_s: float = REFRESH_S, with_token: bool = False
+    ) -> None:
+        """Read the runs and open the port; 0 takes any free one. with_token: draw a token of 128 bits.
 
         Raises:
             UserError: as `read_run`; if the port is in use or may not be opened.
         """
         self.runs, self.refresh_s = LiveRuns(folders), refresh_s
+        self.path = f"/{secrets.token_urlsafe(16)}/" if with_token else "/"
+        self._begun: dict[socket.socket, float] = {}  # open connections, and when they began
+        self._lock = threading.Lock()
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
@@ -91,18 +109,57 @@ class LiveServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The address of the page."""
-        return f"http://{ADDRESS}:{self.server_port}/"
+        return f"http://{ADDRESS}:{self.server_port}{self.path}"
+
+    @property
+    def hosts(self) -> list[str]:
+        """The Host headers of a browser that was given `url`; it leaves out port 80."""
+        port = "" if self.server_port == 80 else f":{self.server_port}"
+        return [f"{ADDRESS}{port}", f"localhost{port}"]
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether the connection is served: not if there are MOST_CONNECTIONS already."""
+        with self._lock:
+            if len(self._begun) >= MOST_CONNECTIONS:
+                return False
+            self._begun[request] = time.monotonic()
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, at its end or because it is not served."""
+        with self._lock:
+            self._begun.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End the connections that have lasted too long; called twice a second while the server waits."""
+        with self._lock:
+            oldest = time.monotonic() - LONGEST_S
+            late = [request for request, begun in self._begun.items() if begun < oldest]
+            for request in late:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)  # its thread then reads the end, and closes it
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that went away or was too slow."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: LiveServer
+    timeout = SILENT_S
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "").rpartition(":")[0]
-        if host not in (ADDRESS, "localhost"):
-            self._answer(HTTPStatus.FORBIDDEN, "only for this machine")
+        if len(names := self.headers.get_all("Host", [])) != 1 or names[0] not in self.server.hosts:
+            problem = f"only for this machine, at {self.server.hosts[0]}; give a tunnel the same port"
+            self._answer(HTTPStatus.FORBIDDEN, problem)
             return
-        if self.path not in ("/", "/content"):
+        if not hmac.compare_digest(self.path[: len(self.server.path)].encode(), self.server.path.encode()):
+            self._answer(HTTPStatus.FORBIDDEN, "the address needs the token that the command printed")
+            return
+        page = self.path[len(self.server.path) :]
+        if page not in ("", "content"):
             self._answer(HTTPStatus.NOT_FOUND, "no such page")
             return
         try:
@@ -110,9 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
         except UserError as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
             return
-        if self.path == "/":
-            page = document(self.server.runs.title(), main, self.server.refresh_s)
-            self._answer(HTTPStatus.OK, page, "text/html")
+        if page == "":
+            whole = document(self.server.runs.title(), main, self.server.refresh_s)
+            self._answer(HTTPStatus.OK, whole, "text/html")
         elif self.headers.get("If-None-Match") == version:
             self._answer(HTTPStatus.NOT_MODIFIED, "", version=version)
         else:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megamoe.parallel.layout import Layout
 
 Shape = tuple[int, ...]
+MOST_BLOCKS = 2  # of a sharded dimension: the gate and the value of a gated weight
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,15 @@ def chunks_of_range(shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
 def _within_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Chunk]:
     for chunk in chunks_of_range(shape[1:], start, stop):
         yield Chunk((row, *chunk.offsets), (1, *chunk.sizes))
+
+
+def most_chunks(dims: int) -> int:
+    """Return the largest number of chunks in which a rank can hold a tensor of so many dimensions.
+
+    ZeRO's range of the local tensor is at most a chunk of whole rows, and two for each further dimension, at
+    the beginning and at the end: `chunks_of_range`. Each may lie in both blocks of a gated weight.
+    """
+    return MOST_BLOCKS * max(1, 2 * dims - 1)
 
 
 @dataclass(frozen=True)

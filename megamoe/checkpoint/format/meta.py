@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from megamoe.checkpoint.format.chunks import Chunk, first_overlap
+from megamoe.checkpoint.format.chunks import Chunk, first_overlap, most_chunks
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, damaged, parse_json, read_bytes, read_json
 from megamoe.config.renamed import with_new_names
 from megamoe.errors import UserError, printable
@@ -144,7 +144,8 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> Meta:
 
 
 def read_index(path: Path) -> Index:
-    """Return a checkpoint's index.json. The chunks of each tensor fill it and do not overlap.
+    """Return a checkpoint's index.json. The chunks of each tensor fill it and do not overlap, and there are
+    no more than as many ranks as there are shard files can hold.
 
     Raises:
         UserError: if the file cannot be read, or is not such an index.
@@ -159,8 +160,9 @@ def read_index(path: Path) -> Index:
         raise damaged(path / INDEX, error.strerror) from None
     except ValueError as error:
         raise damaged(path / INDEX, error) from None
+    shards = sum(1 for _ in path.glob("shard_*.safetensors"))
     for name, tensor in index["tensors"].items():
-        problem = _chunk_problem(tensor)
+        problem = _chunk_problem(tensor, shards)
         if problem:
             raise damaged(path / INDEX, f"{printable(name, 120)}: {problem}")
     tensors = {_new_name(name): _with_stored_name(name, tensor) for name, tensor in index["tensors"].items()}
@@ -183,9 +185,15 @@ def _with_stored_name(name: str, tensor: TensorMeta) -> TensorMeta:
     return tensor if name == _new_name(name) else {**tensor, "stored_name": name}
 
 
-def _chunk_problem(tensor: TensorMeta) -> str | None:
-    """Return what is wrong with the tensor's chunks: they must fill it and not overlap. None: nothing."""
+def _chunk_problem(tensor: TensorMeta, shards: int) -> str | None:
+    """Return what is wrong with the tensor's chunks: they must fill it and not overlap. None: nothing.
+
+    shards: the number of shard files. A rank writes one, with chunks that it holds.
+    """
     shape, filled = tensor["shape"], 0
+    most = shards * most_chunks(len(shape))
+    if len(tensor["chunks"]) > most > 0:  # no shard at all is told when one is read
+        return f"{len(tensor['chunks'])} chunks, expected at most {most} (shard files: {shards})"
     if math.prod(size or 1 for size in shape) > LARGEST >> 4:  # in bytes
         return f"shape {shape} has too many elements"
     for _, offsets, sizes in tensor["chunks"]:

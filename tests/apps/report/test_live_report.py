@@ -4,15 +4,20 @@ import http.client
 import json
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
+from megamoe.apps.report import live
 from megamoe.apps.report.live import LiveServer
 from megamoe.errors import UserError
 from megamoe.metrics import reader
@@ -71,7 +76,104 @@ def test_only_this_machine_and_no_other_path(server: LiveServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
     assert ask(server, "/", Host=f"evil.example:{server.server_port}")[0] == 403
     assert ask(server, "/", Host=f"localhost:{server.server_port}")[0] == 200
+    for host in ("localhost:", f"localhost:{server.server_port + 1}", "127.0.0.1:evil.example", "127.0.0.1"):
+        assert ask(server, "/", Host=host)[0] == 403
     assert ask(server, "/../config.yaml")[0] == 404
+
+
+def talk(server: LiveServer, request: bytes) -> bytes:
+    """Everything that the server answers until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_two_hosts_are_refused(server: LiveServer) -> None:
+    mine = f"Host: localhost:{server.server_port}\r\n"
+    request = f"GET / HTTP/1.0\r\n{mine}Host: evil.example\r\n\r\n"
+    assert b" 403 " in talk(server, request.encode()).splitlines()[0]
+
+
+def test_a_token_is_part_of_every_address(folder: Path) -> None:
+    with LiveServer([folder], 0, with_token=True) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            token = server.url.split("/")[3]
+            assert len(token) == 22 and server.url == f"http://127.0.0.1:{server.server_port}/{token}/"
+            assert ask(server, f"/{token}/")[0] == ask(server, f"/{token}/content")[0] == 200
+            assert ask(server, f"/{token}/other")[0] == 404
+            for path in ("/", "/content", f"/{token}", f"/{token[:-1]}x/content", f"//{token}é/"):
+                status, text, _ = ask(server, quote(path))
+                assert status == 403 and token not in text and "the token that the command" in text
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_token_without_a_server_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_line(tool.main([str(folder), "--token"]), capsys).startswith("error: --token: found without")
+
+
+def test_silent_and_slow_connections_are_closed(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live._Handler, "timeout", 0.2)
+    assert talk(server, b"") == b""  # says nothing
+    assert talk(server, b"GET / HTTP/1.0\r\nHost:") == b""  # stops in the middle
+    monkeypatch.setattr(live, "LONGEST_S", 0.4)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        connection.settimeout(0.05)
+        with pytest.raises(ConnectionError):  # a byte each 50 ms is never silent
+            for _ in range(400):
+                with suppress(TimeoutError):
+                    connection.sendall(b"G")
+                    if connection.recv(1) == b"":
+                        raise ConnectionError
+    assert ask(server, "/")[0] == 200
+
+
+def test_connections_above_the_bound_are_closed(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MOST_CONNECTIONS", 3)
+    before = threading.active_count()
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port)))
+        with suppress(ConnectionError):  # closed, with what it sent unread
+            assert talk(server, b"GET / HTTP/1.0\r\n\r\n") == b""
+        assert threading.active_count() <= before + 3
+    for _ in range(400):  # until the three are closed
+        with suppress(ConnectionError, http.client.HTTPException):
+            if ask(server, "/")[0] == 200:
+                return
+        time.sleep(0.02)
+    pytest.fail("the server does not answer again")
+
+
+def test_a_client_that_goes_away_leaves_no_traceback(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, gone, ended = threading.Event(), threading.Event(), threading.Event()
+    whole, shutdown_request = live.document, server.shutdown_request
+
+    def late(*arguments: Any) -> str:
+        asked.set()
+        gone.wait(20)
+        return whole(*arguments) + "x" * (16 << 20)  # more than the socket's buffers hold
+
+    def closed(request: Any) -> None:
+        shutdown_request(request)
+        ended.set()
+
+    monkeypatch.setattr(live, "document", late)
+    monkeypatch.setattr(server, "shutdown_request", closed)
+    with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # close by a reset
+        connection.sendall(f"GET / HTTP/1.0\r\nHost: localhost:{server.server_port}\r\n\r\n".encode())
+        assert asked.wait(20)
+    gone.set()
+    assert ended.wait(20)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_used_port_is_refused_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

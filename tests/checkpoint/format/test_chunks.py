@@ -18,6 +18,7 @@ from megamoe.checkpoint.format.chunks import (
     chunks_of_range,
     first_overlap,
     local_chunks_of,
+    most_chunks,
 )
 from megamoe.parallel.layout import Layout
 
@@ -102,6 +103,22 @@ def test_the_ranks_of_a_layout_hold_each_element_equally_often(seed: int) -> Non
         for chunk, _ in placement.global_chunks(Chunk((0, 0, 0), part)):
             chunk_view(count, chunk).add_(1)
     assert count.min() == count.max() == layout.ranks * math.prod(part) / math.prod(global_shape)
+
+
+@pytest.mark.parametrize(("dims", "most"), [(1, 2), (2, 6), (3, 10)])
+def test_no_rank_holds_more_chunks_than_the_bound(dims: int, most: int) -> None:
+    """Every range of a small local tensor, under every sharding that `placements` and `hf` know."""
+    assert most_chunks(dims) == most
+    layout, part, counts = Layout(8, 2, 2, 2), (4, 4, 4)[:dims], set()
+    cuts = [(dim, blocks) for dim in range(dims) for blocks in (1, 2)]
+    experts = [Sharding(expert=True, slices=(dim, blocks)) for dim, blocks in cuts if dim > 0]
+    for sharding in [Sharding(), *(Sharding(tensor=cut) for cut in cuts if cut[0] < 2), *experts]:
+        placement = sharding.placement(part, layout, rank=5)
+        for start in range(math.prod(part)):
+            for stop in range(start + 1, math.prod(part) + 1):
+                flat = torch.empty(stop - start)
+                counts.add(sum(1 for _ in local_chunks_of("w", placement, flat, start)))
+    assert most / 2 <= max(counts) <= most
 
 
 def test_a_matrix_by_hand() -> None:

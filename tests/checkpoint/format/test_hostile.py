@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.checkpoint.format import meta
 from megamoe.checkpoint.format.chunks import Chunk, first_overlap
 from megamoe.checkpoint.format.files import INDEX, META
 from megamoe.checkpoint.format.reader import CheckpointReader
@@ -19,7 +20,7 @@ from megamoe.checkpoint.tools.describe import integrity_of
 from megamoe.errors import UserError
 from megamoe.train.resume import check_init, check_resume
 from tests.support import checkpoint
-from tests.support.checkpoint_files import seal
+from tests.support.checkpoint_files import seal, write_checkpoint
 from tests.support.hostile import SHARD, assert_refused
 from tests.support.tiny import VOCABULARY, tiny
 
@@ -153,6 +154,9 @@ FORGED: dict[str, Harm] = {
     "a hole": of_tensor(EMBEDDING, chunks=[[0, [0, 0], [6, 4]]]),
     "outside": of_tensor(EMBEDDING, chunks=[[0, [0, 0], [6, 4]], [1, [7, 0], [6, 4]]]),
     "no chunks": of_tensor(EMBEDDING, chunks=[]),
+    "many chunks": of_tensor(
+        EMBEDDING, chunks=[[0, [row, column], [1, 1]] for row in range(12) for column in range(4)]
+    ),
     "a chunk of other dimensions": of_tensor(EMBEDDING, chunks=[[0, [0], [48]]]),
     "a shard of no rank": of_tensor(EMBEDDING, chunks=[[0, [0, 0], [6, 4]], [2, [6, 0], [6, 4]]]),
     "a shard of huge number": of_tensor(EMBEDDING, chunks=[[1 << 62, [0, 0], [12, 4]]]),
@@ -208,6 +212,7 @@ TOLD = {
     "the same twice": "overlap",
     "a hole": "chunks of 24 elements for shape",
     "outside": "outside shape",
+    "many chunks": "48 chunks, expected at most 12 (shard files: 2)",
     "astronomic shape": "too many elements",
     "empty but vast": "too many elements",
     "a tensor twice": "appears twice",
@@ -227,6 +232,19 @@ def test_what_fits_its_checksums_is_refused_for_what_it_says(folder: Path, name:
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_thousands_of_chunks_in_one_shard_are_refused_before_they_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shard does hold them: nothing else is wrong with the checkpoint."""
+    cut = [(0, [at], [1]) for at in range(3000)]
+    write_checkpoint(tmp_path, {"model/norm": torch.arange(3000)}, chunks={"model/norm": cut})
+    monkeypatch.setattr(meta, "first_overlap", None)
+    assert assert_refused(tmp_path) == (
+        "index.json: missing or damaged (model/norm: 3000 chunks, expected at most 2 (shard files: 1)); name "
+        "another checkpoint"
+    )
 
 
 def test_many_chunks_are_compared_in_time() -> None:
