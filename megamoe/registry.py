@@ -266,7 +266,7 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
         else:
             importlib.import_module(reference)
             _plugin_files[reference] = _files_of(reference)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if path is None and f"{reference}.".startswith(f"{missing}."):
             raise UserError(
@@ -297,13 +297,13 @@ def is_ours(part: type) -> bool:
     return part.__module__.startswith("megamoe.")
 
 
-def failure_of(part: type, error: Exception) -> str:
+def failure_of(part: type, error: BaseException) -> str:
     """Return what a plugin's part raised and where: ` at line 7 of mine.py: TypeError: ...`."""
     file = getattr(sys.modules.get(part.__module__), "__file__", None)
     return _failure(error, file, f" of {Path(file).name}" if file else "")
 
 
-def _failure(error: Exception, file: str | None, named: str = "") -> str:
+def _failure(error: BaseException, file: str | None, named: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
     place = f" at line {lines[-1]}{named}" if lines else ""

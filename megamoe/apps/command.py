@@ -34,7 +34,7 @@ def run_tool(work: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return report_error(error)
     return 0
 

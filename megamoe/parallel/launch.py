@@ -118,8 +118,7 @@ def open_store(world: World, timeout_s: float) -> Store:
     global _store
     if _store is None:
         _export(world)
-        (port,) = _numbers("MASTER_PORT")
-        store = _connect(world, os.environ["MASTER_ADDR"], port, timeout_s)
+        store = _connect(world, os.environ["MASTER_ADDR"], _port(), timeout_s)
         _store = PrefixStore(f"megamoe/attempt_{_attempt()}", store)
     return _store
 
@@ -320,6 +319,23 @@ def _export(world: World) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port()) if world.size == 1 else "29500"
+    _port()
+
+
+def _port() -> int:
+    """Return MASTER_PORT.
+
+    Raises:
+        UserError: if it is no TCP port.
+    """
+    text = os.environ["MASTER_PORT"]
+    port = int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else 0
+    if not 0 < port < 1 << 16:
+        raise UserError(
+            f"environment: MASTER_PORT is {text[:40]!r}, expected a number from 1 to 65535; for one process "
+            "it may be unset"
+        )
+    return port
 
 
 def free_port() -> int:

@@ -65,6 +65,12 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
             "and go on with --resume"
         )
     rank, short = _rank_prefix(), _shorten(text)
+    if isinstance(error, SystemExit):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return ExitCode.UNEXPECTED, (
+            f"{rank}sys.exit({text}) was called at line {frame.lineno} of {frame.filename}; a plugin must "
+            "raise an error instead"
+        )
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, f"{rank}interrupted; go on from the last checkpoint with --resume"
     if is_lost_contact(error):

@@ -36,7 +36,7 @@ def main() -> int:
             from megamoe.train.loop import train
 
         return train(config)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         return report_error(error)
 
 

@@ -282,3 +282,19 @@ def test_an_entry_point_of_an_installed_package(
         load("plugins: [their]")
     config = load("plugins: [theirs]\nmoe: {router: {score_function: of_entry_point}}")
     assert config.moe.router.score_function.name == "of_entry_point"
+
+
+def test_a_plugin_that_exits_does_not_end_the_launch_as_finished(
+    pretrain: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At its import, and inside a part while the model is built."""
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    assert pretrain("plugins=[leaves.py]") == 2
+    assert "plugins: 'leaves.py' failed at line 2: SystemExit: 0" in capsys.readouterr().err
+    inside = PLUGIN.replace("super().__init__(config, dims)", "raise SystemExit(0)")
+    (tmp_path / "inside.py").write_text(inside)
+    assert pretrain("plugins=[inside.py]", "moe.router.scorer=two_layers") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: sys.exit(0) was called at line ") and line.endswith(
+        "raise an error instead"
+    )

@@ -29,6 +29,16 @@ def test_an_address_that_does_not_resolve(world: World, monkeypatch: pytest.Monk
         open_store(world, 60)
 
 
+@pytest.mark.parametrize("text", ["abc", "99999", "-1", "", "0"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_port_that_is_none(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", text)
+    world = World(0, size, 0, torch.device("cpu"), "gloo")
+    for begin in (lambda: open_store(world, 60), lambda: launch.start(world, 1)):
+        with pytest.raises(UserError, match=f"MASTER_PORT is '{text}', expected a number from 1 to 65535;"):
+            begin()
+
+
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

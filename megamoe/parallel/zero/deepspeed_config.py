@@ -27,7 +27,22 @@ OF_THE_YAML = {
     "tensor_parallel": "parallel.tensor",
     "sequence_parallel_size": "parallel.sequence",
     "expert_parallel": "parallel.expert",
+    "torch_autocast": "parallel.precision",
+    "amp": "parallel.precision",
+    "activation_checkpointing": "model.recompute",
+    "flops_profiler": "train.profiler",
+    "csv_monitor": "log",
+    "tensorboard": "log.tensorboard",
+    "wandb": "log.wandb",
+    "comet": "log",
+    "checkpoint": "checkpoint",
 }
+# Features of DeepSpeed that replace the model, the data, the loss or the ranks: nothing is made for them here.
+UNSUPPORTED = (
+    *("autotuning", "compression_training", "curriculum_learning", "data_efficiency"),
+    *("eigenvalue", "elasticity", "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop"),
+    *("quantize_training", "sparse_attention", "weight_quantization"),
+)
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "aio")
 OWNED = (
     "train_micro_batch_size_per_gpu",
@@ -35,7 +50,7 @@ OWNED = (
     "train_batch_size",
     "gradient_clipping",
 )
-NAMED = (*SECTIONS, *OF_THE_YAML, *OWNED)
+NAMED = (*SECTIONS, *OF_THE_YAML, *UNSUPPORTED, *OWNED)
 STAGES = (0, 1, 2, 3)
 OFFLOADS = ("offload_optimizer", "offload_param")
 DEVICES = ("none", "cpu", "nvme")
@@ -209,6 +224,9 @@ def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[st
     for section, owner in OF_THE_YAML.items():
         if section in content:
             raise UserError(f"{where}: remove {section!r}; the YAML's {owner} decides that")
+    for section in UNSUPPORTED:
+        if section in content:
+            raise UserError(f"{where}: remove {section!r}; megamoe does not support it")
     micro = config.train.micro_batch_size
     owned = {
         "train_micro_batch_size_per_gpu": (micro, "train.micro_batch_size"),

@@ -101,6 +101,13 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"tensor_parallel": {"autotp_size": 2}},
         "remove 'tensor_parallel'; the YAML's parallel.tensor decides that",
     ),
+    "autocast": (
+        {"torch_autocast": {"enabled": True}},
+        "remove 'torch_autocast'; the YAML's parallel.precision",
+    ),
+    "profiler": ({"flops_profiler": {"enabled": True}}, "remove 'flops_profiler'; the YAML's train.profiler"),
+    "monitor": ({"csv_monitor": {"enabled": True}}, "remove 'csv_monitor'; the YAML's log decides that"),
+    "feature": ({"elasticity": {"enabled": True}}, "remove 'elasticity'; megamoe does not support it"),
     "scheduler": ({"scheduler": {"type": "WarmupLR"}}, "remove 'scheduler'; the YAML's optimizer.schedule"),
     "parameters alone offloaded": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
