@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from megamoe.checkpoint.format import files
+from megamoe.checkpoint.format.folder import remove
 from megamoe.config import dump_yaml, load_config, to_dict
 from tests.support import checkpoint
 from tests.support.checkpoint_files import seal
@@ -211,3 +213,24 @@ def test_a_closed_pipe_and_a_quiet_start(run: Path) -> None:
         process.stdout.close()
         message = process.stderr.read()
     assert (message, process.returncode) == ("", 141)
+
+
+@pytest.mark.parametrize("when", ["before its files are read", "between two files"])
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_called_damaged(
+    step: Path, tool: Tool, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verify` and `inspect` beside a training run, which keeps the newest checkpoints alone."""
+    problems = files.problems
+
+    def removed(folder: Path, shares: int) -> Iterator[str]:
+        if when.startswith("before"):
+            remove(folder)
+            yield from problems(folder, shares)
+            return
+        (folder / "shard_00001.safetensors").unlink()
+        yield from problems(folder, shares)
+        remove(folder)
+
+    monkeypatch.setattr(files, "problems", removed)
+    code, out, _ = tool("verify", step)
+    assert (code, out) == (0, f"{step}: removed meanwhile\n")

@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(options: argparse.Namespace) -> int:
     paths, is_run = find_checkpoints(options.path)
     states = {path: describe.integrity_of(path, options.quick or options.config) for path in paths}
+    states = {path: state for path, state in states.items() if state != describe.REMOVED or not is_run}
     path = describe.taken_by_resume(states) if is_run else paths[0]
     if path is None and (options.config or options.tensors):
         raise UserError(f"{options.path}: no intact checkpoint; name a step_* folder")
@@ -115,7 +116,7 @@ def _verify(options: argparse.Namespace) -> int:
     for path in [found for named in options.paths for found in find_checkpoints(named)[0]]:
         state = describe.integrity_of(path)
         print(f"{path}: {state}", flush=True)
-        code = code if state == describe.INTACT else DAMAGED
+        code = code if state in (describe.INTACT, describe.REMOVED) else DAMAGED
     return code
 
 

@@ -12,6 +12,7 @@ from megamoe.checkpoint.tools.stream import count_parameters
 from megamoe.errors import UserError, printable
 
 INTACT = "intact"
+REMOVED = "removed meanwhile"  # by the run that saves beside this, or by somebody
 UNREAD = "list, JSON and headers intact; tensors not read"
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -44,8 +45,18 @@ def describe(path: Path, integrity: str) -> dict[str, Any]:
 
 
 def integrity_of(path: Path, quick: bool = False) -> str:
-    """Return INTACT, or the first problem and the number of others. quick: do not read the tensors' bytes."""
-    found = list(verify.problems(path, quick))
+    """Return INTACT, REMOVED, or the first problem and the number of others.
+
+    quick: do not read the tensors' bytes.
+    """
+    try:
+        found = list(verify.problems(path, quick))
+    except OSError:
+        if path.exists():
+            raise
+        return REMOVED
+    if found and not path.exists():
+        return REMOVED
     if not found:
         return UNREAD if quick else INTACT
     return f"damaged: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
