@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 
-from megamoe.config.paths import is_minutes, is_path
+from megamoe.config.paths import SHORTEST_MINUTES, is_minutes, is_path
 
 # Upper bounds are far above any real use: larger values are mistakes that would overflow or be lost.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
@@ -21,6 +21,7 @@ Deviation = Annotated[float, Field(gt=0, le=1000)]
 Decay = Annotated[float, Field(ge=0, le=1000)]
 Rate = Annotated[float, Field(gt=0, le=1000)]
 Minutes = Annotated[float, Field(ge=0.01, le=10**7)]
-MinutesOrZero = Annotated[float, AfterValidator(is_minutes)]
+_MINUTES_OR_ZERO = {"anyOf": [{"const": 0}, {"type": "number", "minimum": SHORTEST_MINUTES}]}
+MinutesOrZero = Annotated[float, AfterValidator(is_minutes), WithJsonSchema(_MINUTES_OR_ZERO)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # NumPy's bound
 PathText = Annotated[str, AfterValidator(is_path)]
