@@ -47,10 +47,10 @@ def without_secrets(kept: tuple[str, ...] = ()) -> Iterator[None]:
     kept: beginnings of the names of variables that it needs nevertheless.
     """
     names = [name for name in os.environ if is_secret(name) and not name.startswith(kept or ("\0",))]
-    variables, arguments = {name: os.environ.pop(name) for name in names}, sys.argv
-    sys.argv = redacted(arguments)
+    variables, arguments = {name: os.environ.pop(name) for name in names}, list(sys.argv)
+    sys.argv[:] = redacted(arguments)
     try:
         yield
     finally:
         os.environ.update(variables)
-        sys.argv = arguments
+        sys.argv[:] = arguments

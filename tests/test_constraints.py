@@ -35,7 +35,7 @@ def test_every_extra_resolves(version: str, tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = ",".join(sorted(project["optional-dependencies"].keys() - BUILT_WITH_CUDA))
     command = [sys.executable, "-m", "pip", "--python", interpreter_of(version), "install", "--quiet"]
-    command += ["--dry-run", "--ignore-installed", "-c", ROOT / f"constraints/python{version}.txt"]
+    command += ["--dry-run", "--ignore-installed", "-c", f"{ROOT}/constraints/python{version}.txt"]
     done = subprocess.run(
         [*command, f"{tmp_path}[{extras}]"], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )

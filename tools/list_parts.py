@@ -112,6 +112,14 @@ def meaning(part: Any) -> str:
     return "" if made_by_dataclass or not dataclasses.fields(part.Config) else " ".join(text.split())
 
 
+def meanings(part: Any) -> dict[str, str]:
+    """The same by option, for `name: ...` or `name, name: ...` at the beginning of a sentence."""
+    name = f"(?:{'|'.join(field.name for field in dataclasses.fields(part.Config))})"
+    _, *pieces = re.split(rf"(?:^|(?<=\. ))({name}(?:, {name})*): ", meaning(part))
+    told = zip(pieces[::2], pieces[1::2], strict=True)
+    return {name: text.strip() for names, text in told for name in names.split(", ")}
+
+
 def yaml_value(value: Any) -> str:
     """A default as the YAML would say it."""
     if value is None or isinstance(value, bool):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 # We append up to 15 bytes to the user's names; a file system allows 255 bytes for a name, Linux 4,096
@@ -102,6 +102,7 @@ Deviation = Annotated[float, Field(gt=0, le=1000)]
 Decay = Annotated[float, Field(ge=0, le=1000)]
 Rate = Annotated[float, Field(gt=0, le=1000)]
 Minutes = Annotated[float, Field(ge=0.01, le=10**7)]
-MinutesOrZero = Annotated[float, AfterValidator(is_minutes)]
+_MINUTES_OR_ZERO = {"anyOf": [{"const": 0}, {"type": "number", "minimum": SHORTEST_MINUTES}]}
+MinutesOrZero = Annotated[float, AfterValidator(is_minutes), WithJsonSchema(_MINUTES_OR_ZERO)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # NumPy's bound
 PathText = Annotated[str, AfterValidator(is_path)]

@@ -32,7 +32,7 @@ from megamoe.apps.hf.import_folder import KEPT
 from megamoe.apps.hf.keys import NUM_FURTHER, Json
 from megamoe.apps.hf.rules import Rule, flat
 from megamoe.apps.hf.tensor_files import Stored, TensorWriter
-from megamoe.apps.hf.tokenizer import tokenizer_files
+from megamoe.apps.hf.tokenizer import SPECIAL_IDS, special_ids, tokenizer_files
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.checkpoint.tools.stream import new_tree
@@ -52,13 +52,17 @@ SHOWN_KEYS = 5
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be written. like: the config.json whose keys are kept; others: further files by name."""
+    """What is to be written.
+
+    like: the config.json whose keys are kept. others: further files by name. ids: those of special tokens.
+    """
 
     family: Family
     config: RunConfig
     rules: list[list[Rule]]
     like: Json
     others: dict[str, bytes]
+    ids: Json
 
 
 def export_run(
@@ -125,7 +129,11 @@ def _target(
     if model_class == CUSTOM:
         others = {**others, **custom_files(config)}
     same_class = model_class != CUSTOM and given.get("model_type") == family.model_type
-    return Target(family, config, _rules(family, config, words), given if same_class else {}, others)
+    ids = special_ids(config) | {name: given[name] for name in SPECIAL_IDS if name in given}
+    if kept is None or not (kept / GENERATION).exists() or model_class == CUSTOM:
+        generation = {**ids, **json.loads(others.get(GENERATION, b"{}"))}
+        others = {**others, GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}
+    return Target(family, config, _rules(family, config, words), given if same_class else {}, others, ids)
 
 
 def _rules(family: Family, config: RunConfig, words: int) -> list[list[Rule]]:
@@ -284,7 +292,8 @@ def _config(target: Target, stored: dict[str, Stored]) -> Json:
         return {**like, **dtype, **({NUM_FURTHER: depth} if depth else {})}
     longest = {"max_position_embeddings": target.config.data.sequence_length}
     written = {**family.write(target.config), "vocab_size": words, **dtype}
-    return {**longest, **{name: value for name, value in like.items() if name in KEPT_KEYS}, **written}
+    known = {name: value for name, value in like.items() if name in KEPT_KEYS}
+    return {**longest, **target.ids, **known, **written}
 
 
 KEPT_KEYS = (

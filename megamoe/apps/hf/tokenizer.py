@@ -1,4 +1,4 @@
-"""The tokenizer of a run that was never imported, as the files that transformers reads."""
+"""The tokenizer of a run that was never imported: its files and special ids, as transformers reads them."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,13 @@ from pathlib import Path
 from megamoe.apps.hf.folder import LARGEST_FILE, read_other_files
 from megamoe.config import RunConfig
 from megamoe.data.card import load_card
-from megamoe.data.tokenizers import END_OF_DOCUMENT_NAMES, is_bytes
+from megamoe.data.special import SpecialTokens
+from megamoe.data.tokenizers import END_OF_DOCUMENT_NAMES, is_bytes, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import read_plain
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_files(config: RunConfig) -> dict[str, bytes]:
@@ -36,6 +38,26 @@ def tokenizer_files(config: RunConfig) -> dict[str, bytes]:
     if names:
         about["eos_token"] = names[0]
     return {TOKENIZER: content, TOKENIZER_CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
+
+
+def special_ids(config: RunConfig) -> dict[str, int | None]:
+    """Return the ids that end, begin and fill a text, by their keys of config.json.
+
+    The end is the end-of-document token of the run's tokenizer. None: there is no such token. Each key is
+    there: transformers would otherwise take the ids of the class's first model, which are other words here.
+    """
+    found: dict[str, int | None] = dict.fromkeys(SPECIAL_IDS)
+    try:
+        if config.data.tokenizer is not None:
+            tokenizer = load_tokenizer(config.data.tokenizer)
+            eod, special = tokenizer.eod, tokenizer.special
+        elif config.data.sources and (card := load_card(config.data.sources[0].path)) is not None:
+            eod, special = card.tokenizer.eod, SpecialTokens(card.tokenizer.special)
+        else:
+            return found
+    except UserError:  # it is no longer there
+        return found
+    return found | {"eos_token_id": eod, "pad_token_id": special.pad}
 
 
 def _path_of(config: RunConfig) -> Path | None:

@@ -37,7 +37,7 @@ OF_THE_YAML = {
     "comet": "log",
     "checkpoint": "checkpoint",
 }
-# Features of DeepSpeed that replace the model, the data, the loss or the ranks: nothing is made for them here.
+# Features of DeepSpeed that replace the model, the data, the loss or the ranks: nothing is made for them.
 UNSUPPORTED = (
     *("autotuning", "compression_training", "curriculum_learning", "data_efficiency"),
     *("eigenvalue", "elasticity", "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop"),

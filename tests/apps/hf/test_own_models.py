@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megamoe.apps.hf.export_run import export_run
-from megamoe.apps.hf.tokenizer import tokenizer_files
+from megamoe.apps.hf.tokenizer import special_ids, tokenizer_files
 from megamoe.config import parse_config
+from megamoe.data.prepare import Preparation, prepare
 from megamoe.model.architectures.decoder import GPT
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
@@ -102,3 +103,37 @@ def test_the_tokenizer_of_the_data_goes_along(tmp_path: Path) -> None:
     assert tokenizer_files(parse_config({"data": {"tokenizer": str(tmp_path / "hf")}})) == found
     assert tokenizer_files(parse_config({"data": {"tokenizer": "bytes"}})) == {}
     assert tokenizer_files(parse_config({"data": {"mock": True}})) == {}
+
+
+def test_special_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    """Not those of Mixtral's first model, which transformers takes where config.json has none."""
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    assert special_ids(parse_config({"data": {"mock": True}})) == none
+    assert special_ids(parse_config({"data": {"tokenizer": "bytes"}})) == none | {"eos_token_id": 256}
+    (tmp_path / "text.txt").write_text("river sea\n")
+    source, output = str(tmp_path / "text.txt"), str(tmp_path / "text")
+    prepare(Preparation(output, [source], special="pad"))
+    card = special_ids(parse_config({"data": {"sources": [str(tmp_path / "text")]}}))
+    assert card == none | {"eos_token_id": 256, "pad_token_id": 257}
+
+
+@pytest.mark.parametrize("model_class", [None, "custom"])
+def test_generation_stops_at_the_end_of_document(model_class: str | None, pool: Pool, tmp_path: Path) -> None:
+    """The export's own ids; the logits prefer the end from the third token on."""
+    changes = {"moe__num_shared_experts": 0, "model__tie_embeddings": False, "data__tokenizer": "bytes"}
+    pool.run(trained, tmp_path, {**changes, "moe__layers": {"every": 1}, "model__vocab_size": 257}, ranks=1)
+    export_run(tmp_path / "small", tmp_path / "hf", model_class=model_class, report=lambda line: None)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((tmp_path / "hf" / name).read_text())
+        assert [content[f"{key}_token_id"] for key in ("bos", "eos", "pad")] == [None, 256, None], name
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert model.generation_config.eos_token_id == 256
+
+    def prefer(module: Any, inputs: Any, output: Any) -> None:
+        output.logits[..., [2, 256]] = torch.tensor([1e4, 2e4 * (len(written) > 1)])
+        written.append(2)
+
+    written: list[int] = []
+    model.register_forward_hook(prefer)
+    text = model.generate(torch.tensor([[5, 6]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert text.tolist() == [[5, 6, 2, 2, 256]]

@@ -1,0 +1,103 @@
+"""The section `moe` of the configuration as typed dataclasses."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from megamoe.config.model_schema import Activation
+from megamoe.config.parts import PartChoice, Section, names_inside, none_at_all, one_part, one_size
+from megamoe.config.values import Fraction, Layers, PathText, Size, SizeOrZero
+
+
+@dataclass
+class StackLayersConfig(Section):
+    """The positions of the MoE layers in one stack of blocks, which are counted from 1.
+
+    An MoE layer replaces the FFN of every n-th block or of listed blocks, or is inserted after a block.
+    """
+
+    every: Layers | None = None
+    """n: MoE layers in the blocks n, 2n, 3n, ..."""
+    at: list[Layers] = field(default_factory=list)
+    """MoE layers in these blocks too"""
+    insert_after: list[Layers] = field(default_factory=list)
+    """a separate MoE layer after each of these blocks, as in BASE"""
+
+
+@dataclass
+class LayersConfig(StackLayersConfig):
+    """The positions of the MoE layers. `none`: a dense model.
+
+    An encoder_decoder has two stacks, each with positions of its own under `encoder` and `decoder`.
+    """
+
+    encoder: StackLayersConfig | None = None
+    """places in the encoder of an encoder_decoder; default: none"""
+    decoder: StackLayersConfig | None = None
+    """places in the decoder of an encoder_decoder; default: none"""
+
+
+Scorer = Annotated[PartChoice, one_part("scorer")]
+Mask = Annotated[PartChoice, one_part("mask")]
+ScoreFunction = Annotated[PartChoice, one_part("score_function")]
+Selector = Annotated[PartChoice, one_part("selector")]
+Capacity = Annotated[PartChoice, one_part("capacity")]
+Loss = Annotated[PartChoice, one_part("loss")]
+Masks = Annotated[list[Mask], BeforeValidator(none_at_all)]
+Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
+ExpertSize = Annotated[Size | None, BeforeValidator(one_size)]
+
+
+@dataclass
+class RouterConfig(Section):
+    """The stages of the router, in order."""
+
+    scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer"))
+    """computes the scores [T, E]"""
+    masks: Masks = field(default_factory=list)
+    """restrict the experts that a token may choose, in this order; or `none`"""
+    score_function: ScoreFunction = field(default_factory=lambda: PartChoice.default("score_function"))
+    """turns scores into probabilities"""
+    selector: Selector = field(default_factory=lambda: PartChoice.default("selector"))
+    """chooses the (token, expert) pairs"""
+    capacity: Capacity = field(default_factory=lambda: PartChoice.default("capacity"))
+    """decides which pairs are kept"""
+    replay: PathText | None = None
+    """folder of a routing record, whose choices replace the selector's; see
+    docs/runs.md#recording-and-replaying-the-routing
+    """
+
+
+@dataclass
+class MoEConfig(Section):
+    """The MoE layer: its positions, experts, router and auxiliary losses."""
+
+    layers: LayersConfig = field(default_factory=LayersConfig)
+    num_experts: Size = 8
+    """experts of each MoE layer"""
+    expert_ffn_hidden_size: ExpertSize = None
+    """FFN size of every expert; default: the dense blocks' FFN size"""
+    expert_activation: Activation | None = None
+    """activation of the experts, shared ones included; default: `model.activation`"""
+    expert_bias: bool = False
+    """biases of both linear layers of each routed expert, as in gpt-oss"""
+    expert_sublayers: Layers = 1
+    """above 1: each expert is a stack of this many residual FFN sub-layers"""
+    expert_output_dropout: Fraction = 0.0
+    """on the output of an expert (MoEC's "MoE dropout")"""
+    expert_activation_dropout: Fraction = 0.0
+    """after the activation inside an expert (Switch's "expert dropout")"""
+    num_shared_experts: SizeOrZero = 0
+    """experts that compute every token; by default each has the size of a routed one"""
+    shared_expert_ffn_hidden_size: ExpertSize = None
+    """FFN size of the shared experts together; default: their number x the size of a routed one"""
+    shared_expert_mode: Literal["sum", "gated", "residual"] = "sum"
+    """how their output is added; sum: without a weight; gated: weighted by sigmoid(w.x), as in Qwen2-MoE;
+    residual: routed and shared output weighted by a softmax
+    """
+    frozen: list[Literal["router", "experts"]] = field(default_factory=list)
+    """their weights do not change; see docs/runs.md#starting-from-another-runs-weights"""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    losses: Losses = field(default_factory=dict)
+    """auxiliary losses, each as `name: weight`, `name: {options}` or `name: none`; or `none` for no losses"""
